@@ -1,0 +1,66 @@
+# The commands of a developer. Each sets up .venv once, with the versions of constraints.txt, keeping a torch that is
+# already there: a machine's own torch knows its GPUs. `make demo` and `make test` are all that a newcomer needs.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fuzz soak clean
+
+# The first Python of at least 3.11; choose another with `make test PYTHON=…`.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
+PY := .venv/bin/python
+READY := .venv/.parc-ready
+HAS_TORCH = $(PY) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'
+WORKERS ?= 2
+SOAK_MINUTES ?= 60
+
+help:
+	@echo "make demo    build a plan, train it on 4 processes beside the plain module, compare the losses"
+	@echo "make test    the tests"
+	@echo "make check   what continuous integration runs: format, lint, types, layers, tests"
+	@echo "make fuzz    the property tests with many more examples"
+	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES))"
+
+# constraints.txt is the whole tested set; without its torch line pip leaves a torch that it finds as it is. A Python that
+# is itself in a virtual environment hands its torch on by a path file: --system-site-packages would skip over it.
+$(READY): constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "parc needs Python 3.11 or newer: none found on PATH" >&2; exit 1; }
+	@if ! test -x $(PY); then \
+		torch=$$($(PYTHON) -c 'import importlib.util as u, os.path as p; s = u.find_spec("torch"); \
+			print(p.dirname(p.dirname(s.origin)) if s else "")'); \
+		echo "making .venv with $(PYTHON)$${torch:+, keeping the torch in $$torch}" >&2; \
+		$(PYTHON) -m venv $${torch:+--system-site-packages} .venv || { rm -rf .venv; \
+			echo "cannot make a virtual environment (on Debian and Ubuntu: install python3-venv)" >&2; exit 1; }; \
+		$(HAS_TORCH) || test -z "$$torch" || \
+			echo "$$torch" > $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kept-torch.pth; \
+	fi
+	@wanted=constraints.txt; \
+	if $(HAS_TORCH); then wanted=.venv/constraints-but-torch.txt; grep -v '^torch==' constraints.txt > $$wanted; fi; \
+	$(PY) -m pip install --quiet --disable-pip-version-check -r $$wanted
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: $(READY)
+	$(PY) examples/demo.py
+
+test: $(READY)
+	$(PY) -m pytest -q -n $(WORKERS)
+
+check: $(READY)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	.venv/bin/lint-imports
+	$(PY) -m pytest -q -n $(WORKERS)
+
+fuzz: $(READY)
+	$(PY) -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz --timeout=0
+
+soak: $(READY)
+	end=$$(($$(date +%s) + 60 * $(SOAK_MINUTES))); while test $$(date +%s) -lt $$end; do \
+		$(PY) -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz --hypothesis-seed=$$RANDOM --timeout=0; \
+	done
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info

@@ -1,0 +1,1 @@
+"""What a program is and what is known about it: meshes, placements, rules, capture, checks, build directory."""

@@ -1,0 +1,65 @@
+"""Actions: the pieces of a step in the order in which a role does them, with their text form ``0F2``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kind = Literal["COUNT", "SCALE", "F", "B", "REDUCE", "STEP"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """``stage``, what is done, and for ``COUNT``, ``F`` and ``B`` the microbatch; prints as ``0F2``, ``0REDUCE``."""
+
+    stage: int
+    kind: Kind
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch if self.kind in ('COUNT', 'F', 'B') else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: not an action.
+        """
+        match = re.fullmatch(r"(\d+)([A-Z]+)(\d*)", text)
+        if match is None or match[2] not in get_args(Kind) or bool(match[3]) != (match[2] in ("COUNT", "F", "B")):
+            raise ValueError(f"`{text}` is not an action such as `0F2`")
+        return cls(int(match[1]), match[2], int(match[3] or 0))  # type: ignore[arg-type]
+
+
+def accumulation(microbatches: int, *, counts: bool) -> tuple[Action, ...]:
+    """One stage, its microbatches one after the other: gradient accumulation.
+
+    >>> " ".join(map(str, accumulation(2, counts=True)))
+    '0COUNT0 0COUNT1 0SCALE 0F0 0B0 0F1 0B1 0REDUCE 0STEP'
+    """
+    count = [Action(0, "COUNT", index) for index in range(microbatches)] if counts else []
+    work = [Action(0, kind, index) for index in range(microbatches) for kind in ("F", "B")]  # type: ignore[arg-type]
+    return (*count, Action(0, "SCALE"), *work, Action(0, "REDUCE"), Action(0, "STEP"))
+
+
+def schedule_text(timelines: dict[str, Sequence[Action]]) -> str:
+    """``schedule.txt``: a line a role."""
+    return "".join(f"{role}: {' '.join(map(str, actions))}\n" for role, actions in timelines.items())
+
+
+def parse_schedule(text: str) -> dict[str, tuple[Action, ...]]:
+    """The inverse of ``schedule_text``.
+
+    Raises:
+        ValueError: a line that is not ``role: actions``.
+    """
+    timelines = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        role, found, actions = line.partition(": ")
+        if not found:
+            raise ValueError(f"line {number} of the schedule is not `role: actions`")
+        timelines[role] = tuple(Action.parse(word) for word in actions.split())
+    return timelines

@@ -1,0 +1,200 @@
+"""Capture: a module and its loss on fake tensors become one functional forward graph that knows where it came from."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+
+from .program import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One batch input: dtype and global shape (one microbatch over all data ranks)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The forward graph of model and loss.
+
+    Every placeholder has ``meta["role"]``: ``parameter NAME``, ``buffer NAME``, ``constant NAME`` or ``input NAME``;
+    every other node ``meta["origin"]``. The outputs are the loss, then the new value of each buffer in ``updates``.
+    """
+
+    graph: fx.Graph
+    updates: tuple[str, ...]
+    aliases: Mapping[str, str]
+    modules: frozenset[str]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def placeholders(self, kind: str) -> dict[str, fx.Node]:
+        """Placeholders of one kind by name."""
+        found = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and node.meta["role"].split(" ", 1)[0] == kind:
+                found[node.meta["role"].split(" ", 1)[1]] = node
+        return found
+
+
+class CaptureError(Exception):
+    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output`` or ``other``; the cause is chained."""
+
+    def __init__(self, kind: str, message: str, source: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.source = source
+
+
+LossFunction = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
+CallModel = Callable[[nn.Module, Mapping[str, torch.Tensor]], Any]
+
+
+class _Step(nn.Module):
+    """Model and loss as one module, so that one export holds both; the model's names keep one known prefix."""
+
+    def __init__(self, model: nn.Module, call: CallModel, loss: LossFunction, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self._call = call
+        self._loss = loss
+        self._names = names
+
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        inputs = dict(zip(self._names, values, strict=True))
+        output = self._call(self.model, inputs)
+        if getattr(output, "past_key_values", None) is not None:
+            raise CaptureError("cache", "the model returns a key/value cache")
+        loss = self._loss(output, inputs)
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise CaptureError("output", f"the loss is {what}, not a single number")
+        return loss
+
+
+def capture(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    inputs: Mapping[str, InputSpec],
+    call: CallModel,
+    loss: LossFunction,
+) -> Captured:
+    """Trace ``loss(call(model, inputs), inputs)`` with ``torch.export``, before autograd.
+
+    ``model`` lives on ``mode``'s fake tensors; nothing is computed.
+
+    Raises:
+        CaptureError: control flow that depends on data, a returned cache, a loss that is no number, any other fault
+            of the model, chained.
+    """
+    step = _Step(model, call, loss, tuple(inputs))
+    with mode:
+        values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(step, values, strict=False).run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise _explain(error) from error
+    return _read(exported, step, tuple(inputs))
+
+
+def _explain(error: Exception) -> CaptureError:
+    name, text = type(error).__name__, str(error)
+    source = _user_frame(error)
+    for cause in (error, error.__cause__, error.__context__):
+        if isinstance(cause, CaptureError):
+            return cause
+    if "DataDependent" in name or "GuardOnDataDependent" in name or "data-dependent" in text.lower():
+        return CaptureError("control", "the model's control flow depends on the values of tensors", source)
+    first = text.strip().split("\n")[0] if text.strip() else name
+    return CaptureError("other", f"{name}: {first}", source)
+
+
+def _user_frame(error: BaseException) -> str:
+    """``file:line`` of the innermost frame outside torch."""
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in path and not path.startswith("<") and not path.endswith("compiler/capture.py"):
+            found = f"{path}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str, ...]) -> Captured:
+    signature = exported.graph_signature
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in step.model.named_parameters(remove_duplicate=False):
+        canonical = first.setdefault(id(parameter), name)
+        if canonical != name:
+            aliases[name] = canonical
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    outputs = graph.graph_copy(exported.graph, mapping)
+    canonical_nodes: dict[str, fx.Node] = {}
+    for old, new in mapping.items():
+        new.meta = {"val": old.meta.get("val")}
+        if old.op == "placeholder":
+            role = _role(old.name, signature, aliases, names)
+            new.meta["role"] = role
+            kept = canonical_nodes.setdefault(role, new)
+            if kept is not new:
+                new.replace_all_uses_with(kept)
+                graph.erase_node(new)
+        else:
+            new.meta["origin"] = Origin(_module_path(old), _source(old))
+    assert isinstance(outputs, (tuple, list))
+    values: dict[str, Any] = {}
+    for spec, value in zip(signature.output_specs, outputs, strict=True):
+        target = spec.target.removeprefix("model.") if spec.target else ""
+        if spec.kind is torch.export.graph_signature.OutputKind.BUFFER_MUTATION:
+            values[target] = value
+        elif spec.kind is torch.export.graph_signature.OutputKind.USER_OUTPUT:
+            values[""] = value
+    updates = tuple(name for name in values if name)
+    graph.output((values[""], *(values[name] for name in updates)))
+    modules = frozenset(name for name, _ in step.model.named_modules() if name)
+    return Captured(graph, updates, aliases, modules, dict(exported.constants))
+
+
+def _role(name: str, signature: Any, aliases: Mapping[str, str], inputs: tuple[str, ...]) -> str:
+    if name in signature.inputs_to_parameters:
+        path = signature.inputs_to_parameters[name].removeprefix("model.")
+        return f"parameter {aliases.get(path, path)}"
+    if name in signature.inputs_to_buffers:
+        return f"buffer {signature.inputs_to_buffers[name].removeprefix('model.')}"
+    if name in signature.inputs_to_lifted_tensor_constants:
+        return f"constant {signature.inputs_to_lifted_tensor_constants[name]}"
+    return f"input {inputs[list(signature.user_inputs).index(name)]}"
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    path = path.removeprefix("L['self'].").removeprefix("model")
+    return re.sub(r"@\d+", "", path).removeprefix(".")
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def _source(node: fx.Node) -> str:
+    """The innermost frame of the model's own code, by file name alone so that builds do not depend on folders."""
+    for path, line in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+        if not path.startswith("<") and "/torch/" not in path:
+            return f"{path.rsplit('/', 1)[-1].replace(' ', '_')}:{line}"
+    return ""

@@ -1,0 +1,207 @@
+"""Typed collectives: what each does to a placement, to the pieces of a group of ranks, and the bytes it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .mesh import Mesh
+from .placement import AxisType, Placement, Shape, Split, TensorType, local_outer
+
+
+class TypeFault(ValueError):
+    """A line's declared types are not what its operator makes of its operands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One row of the table. ``group`` maps the pieces of a group (in axis order) to their results."""
+
+    axes: Callable[[Sequence[Any]], tuple[str, ...]]
+    result: Callable[[TensorType, Mesh, Sequence[Any]], TensorType]
+    group: Callable[[Sequence[torch.Tensor], Sequence[Any]], list[torch.Tensor]]
+    communicates: bool = True
+
+
+def axes_of(args: Sequence[Any]) -> tuple[str, ...]:
+    """The mesh axes of a collective's arguments, e.g. ``"dp,tp"``."""
+    return tuple(str(args[0]).split(","))
+
+
+def _require(type_: TensorType, axis: str, kind: AxisType, mesh: Mesh, what: str) -> None:
+    have = type_.placement[axis]
+    if ("I" if have == "R" else have) != kind:
+        raise TypeFault(f"{what} over `{axis}` needs {kind} but the operand `{type_.text(mesh)}` is {have} there")
+
+
+def _moved(type_: TensorType, changes: dict[str, AxisType]) -> TensorType:
+    return TensorType(type_.dtype, type_.shape, type_.placement.replace(changes))
+
+
+def _split_at(type_: TensorType, mesh: Mesh, axis: str, dim: int, outer: int) -> Split:
+    """The global ``Split`` of a shard that a rank cuts at local ``(dim, outer)``."""
+    inside = outer
+    for position, name in type_.placement.splits(dim):
+        # an axis major to the cut multiplies what lies before it
+        if local_outer(type_.placement, mesh, name) <= outer and position <= inside:
+            inside *= mesh.size(name)
+    return Split(dim, inside)
+
+
+def _all_reduce(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    for axis in axes_of(args):
+        _require(type_, axis, "P", mesh, "all_reduce")
+    return _moved(type_, dict.fromkeys(axes_of(args), "I"))
+
+
+def _check_split(type_: TensorType, mesh: Mesh, axis: str, dim: int, outer: int, what: str) -> None:
+    kind = type_.placement[axis]
+    if not isinstance(kind, Split) or kind.dim != dim or local_outer(type_.placement, mesh, axis) != outer:
+        raise TypeFault(f"{what} over `{axis}` at dim {dim}, outer {outer}: `{type_.text(mesh)}` is {kind} there")
+
+
+def _all_gather(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    axis, dim, outer = args
+    _check_split(type_, mesh, axis, dim, outer, "all_gather")
+    return _moved(type_, {axis: "I"})
+
+
+def _reduce_scatter(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    axis, dim, outer = args
+    _require(type_, axis, "P", mesh, "reduce_scatter")
+    return _moved(type_, {axis: _split_at(type_, mesh, axis, dim, outer)})
+
+
+def _shard(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    axis, dim, outer = args
+    _require(type_, axis, "I", mesh, "shard")
+    return _moved(type_, {axis: _split_at(type_, mesh, axis, dim, outer)})
+
+
+def _pad(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    axis, dim, outer = args
+    _check_split(type_, mesh, axis, dim, outer, "pad")
+    return _moved(type_, {axis: "P"})
+
+
+def _all_to_all(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    axis, dim, outer, to_dim, to_outer = args
+    _check_split(type_, mesh, axis, dim, outer, "all_to_all")
+    gathered = _moved(type_, {axis: "I"})
+    return _moved(type_, {axis: _split_at(gathered, mesh, axis, to_dim, to_outer)})
+
+
+def _row_max(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    axes = axes_of(args) if args[0] else ()
+    last = len(type_.shape) - 1
+    split = {axis for _, axis in type_.placement.splits(last)}
+    if split != set(axes) or type_.placement.partial:
+        raise TypeFault(f"row_max over `{args[0]}` of `{type_.text(mesh)}`: its last dim is split over other axes")
+    result = _moved(type_, dict.fromkeys(axes, "I"))
+    return TensorType(type_.dtype, (*type_.shape[:-1], 1), result.placement)
+
+
+def slice_dim(x: torch.Tensor, ranks: int, index: int, dim: int, outer: int) -> torch.Tensor:
+    """Part ``index`` of ``ranks`` along ``dim`` seen as ``(outer, ranks, rest)``."""
+    size = x.shape[dim]
+    view = x.unflatten(dim, (outer, ranks, size // outer // ranks)).select(dim + 1, index)
+    return view.flatten(dim, dim + 1).contiguous()
+
+
+def join_dim(pieces: Sequence[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
+    """The inverse of ``slice_dim`` over all parts."""
+    if outer == 1:
+        return torch.cat(list(pieces), dim)
+    views = [piece.unflatten(dim, (outer, 1, piece.shape[dim] // outer)) for piece in pieces]
+    return torch.cat(views, dim + 1).flatten(dim, dim + 2)
+
+
+def _sum(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = pieces[0].clone()
+    for piece in pieces[1:]:
+        total += piece
+    return total
+
+
+def _group_pad(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
+    _, dim, outer = args
+    zeros = [torch.zeros_like(piece) for piece in pieces]
+    return [join_dim([*zeros[:i], piece, *zeros[i + 1 :]], dim, outer) for i, piece in enumerate(pieces)]
+
+
+def _group_all_to_all(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
+    _, dim, outer, to_dim, to_outer = args
+    whole = join_dim(pieces, dim, outer)
+    return [slice_dim(whole, len(pieces), i, to_dim, to_outer) for i in range(len(pieces))]
+
+
+def _group_row_max(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
+    peak = torch.stack([piece.detach().amax(-1, keepdim=True) for piece in pieces]).amax(0)
+    return [peak] * len(pieces)
+
+
+def _one_axis(args: Sequence[Any]) -> tuple[str, ...]:
+    return (str(args[0]),)
+
+
+def _some_axes(args: Sequence[Any]) -> tuple[str, ...]:
+    return axes_of(args) if args[0] else ()
+
+
+COLLECTIVES: dict[str, Collective] = {
+    "parc.all_reduce": Collective(axes_of, _all_reduce, lambda pieces, args: [_sum(pieces)] * len(pieces)),
+    "parc.all_gather": Collective(
+        _one_axis, _all_gather, lambda pieces, args: [join_dim(pieces, args[1], args[2])] * len(pieces)
+    ),
+    "parc.reduce_scatter": Collective(
+        _one_axis,
+        _reduce_scatter,
+        lambda pieces, args: [slice_dim(_sum(pieces), len(pieces), i, *args[1:]) for i in range(len(pieces))],
+    ),
+    "parc.all_to_all": Collective(_one_axis, _all_to_all, _group_all_to_all),
+    "parc.row_max": Collective(_some_axes, _row_max, _group_row_max),
+    # these two move no bytes between ranks, but a rank must know where it stands
+    "parc.shard": Collective(
+        _one_axis,
+        _shard,
+        lambda pieces, args: [slice_dim(piece, len(pieces), i, *args[1:]) for i, piece in enumerate(pieces)],
+        communicates=False,
+    ),
+    "parc.pad": Collective(_one_axis, _pad, _group_pad, communicates=False),
+}
+"""``op(x, axes, …)`` as programs spell them; dims and ``outer`` of their arguments count *local* entries."""
+
+
+def lower(axes: str, before: Placement, after: Placement, mesh: Mesh) -> tuple[str, tuple[Any, ...]] | None:
+    """The operator and arguments of a conversion over ``axes``; None where no byte changes."""
+    axis = axes.split(",")[0]
+    source, result = before[axis], after[axis]
+
+    def at(placement: Placement) -> tuple[int, int]:
+        kind = placement[axis]
+        assert isinstance(kind, Split)
+        return kind.dim, local_outer(placement, mesh, axis)
+
+    if isinstance(source, Split):
+        if isinstance(result, Split):
+            return "parc.all_to_all", (axes, *at(before), *at(after))
+        return ("parc.pad" if result == "P" else "parc.all_gather"), (axes, *at(before))
+    if isinstance(result, Split):
+        return ("parc.reduce_scatter" if source == "P" else "parc.shard"), (axes, *at(after))
+    if source == "P" and result != "P":
+        return "parc.all_reduce", (axes,)
+    if result == "P":
+        raise TypeFault(f"there is no conversion from {source} to {result}")
+    return None
+
+
+def payload_bytes(op: str, shape: Shape, itemsize: int) -> int:
+    """Bytes one rank puts into the collective, once, for an operand of local ``shape``."""
+    count = 1
+    for size in shape[:-1] if op == "parc.row_max" else shape:
+        count *= size
+    return count * itemsize
+

@@ -1,0 +1,173 @@
+"""What placement directives ask for before the model is known: layouts, and splits by a weight's role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ..grammar.codes_language import BAD_VALUE, NOT_SUPPORTED, WRONG_KIND
+from ..grammar.codes_placement import AXIS_TWICE, WRONG_DIM
+from ..grammar.diagnostics import Diagnostic, Label
+from ..grammar.source import Span
+from ..grammar.syntax import KIND_NAMES, Binding, Dim, Ellipsis, Group, Item, Layout, Number, Split, Word
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A sub-dim: its name and global size where they are given, and the axes that split it, major first."""
+
+    name: str | None
+    size: int | None
+    axes: tuple[Word, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class DimLayout:
+    """One dim as a product of sub-dims, major first; most have one. ``rest`` stands for any number of whole dims."""
+
+    factors: tuple[Factor, ...]
+    span: Span
+    rest: bool = False
+
+    @property
+    def axes(self) -> tuple[Word, ...]:
+        """Every axis that splits the dim."""
+        return tuple(axis for factor in self.factors for axis in factor.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """Values by name or pattern, placed on every axis: whole on those that ``dims`` does not name.
+
+    ``dims`` is None for values that are whole on every axis.
+    """
+
+    where: tuple[Word, ...]
+    dims: tuple[DimLayout, ...] | None
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWeights:
+    """Weights of modules (or weights by name), split over one axis on the dim that ``role`` picks."""
+
+    role: Literal["column", "row", "vocab"]
+    where: tuple[Word, ...]
+    axis: Word
+    rows: DimLayout | None
+    span: Span
+
+
+Constraint: TypeAlias = Fix | SplitWeights
+
+
+def read_layout(layout: Layout) -> tuple[tuple[DimLayout, ...], tuple[Diagnostic, ...]]:
+    """The dims of a layout, and what is wrong with it whatever the tensor is."""
+    dims: list[DimLayout] = []
+    diagnostics: list[Diagnostic] = []
+    for dim in layout.dims:
+        read, errors = read_dim(dim)
+        dims.append(read)
+        diagnostics.extend(errors)
+    rests = [dim for dim in dims if dim.rest]
+    if len(rests) > 1:
+        related = (Label(rests[0].span, "the first"),)
+        message = "`...` stands twice in a layout"
+        diagnostics.append(Diagnostic(WRONG_DIM, message, Label(rests[1].span), related, help="write `_` for one dim"))
+    diagnostics.extend(_repeated(tuple(axis for dim in dims for axis in dim.axes)))
+    return tuple(dims), tuple(diagnostics)
+
+
+def read_dim(dim: Dim) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
+    """One entry of a layout, and what is wrong with it."""
+    first, *more = dim.items
+    errors = []
+    for item in more:
+        if isinstance(item, Word) and item.text == "pad":
+            help_ = "choose sizes that divide, or split another dim"
+            errors.append(Diagnostic(NOT_SUPPORTED, "`pad` is not supported yet", Label(item.span), help=help_))
+        else:
+            help_ = "separate dims by commas, and put sub-dims in parentheses"
+            errors.append(Diagnostic(WRONG_KIND, "a dim has one name", Label(item.span), help=help_))
+    if isinstance(first, Ellipsis):
+        return DimLayout((), dim.span, rest=True), tuple(errors)
+    if isinstance(first, Group):
+        read, more_errors = read_sub_dims(first)
+        return read, (*errors, *more_errors)
+    factor = _factor(first)
+    if factor is None:
+        errors.append(_not_a_dim(first))
+    return DimLayout((factor,) if factor else (), dim.span), tuple(errors)
+
+
+def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
+    """Sub-dims in parentheses, major first, and what is wrong with them."""
+    errors: list[Diagnostic] = []
+    factors: list[Factor] = []
+    if len(group.terms) > 1:
+        help_ = "name sub-dims of one product, as `(3 h/tp d)`"
+        message = "concatenated rows are not supported yet"
+        errors.append(Diagnostic(NOT_SUPPORTED, message, Label(group.span), help=help_))
+    for phrase in group.terms[0] if group.terms else ():
+        for item in phrase.items:
+            factor = _factor(item)
+            if factor is not None:
+                factors.append(factor)
+            else:
+                errors.append(_not_a_dim(item))
+    if not factors and not errors:
+        help_ = "write sub-dims, as `(3 h/tp d)`"
+        errors.append(Diagnostic(WRONG_KIND, "the parentheses are empty", Label(group.span), help=help_))
+    for factor in factors:
+        if factor.size is not None and factor.size < 1:
+            message = f"a sub-dim of size {factor.size}"
+            errors.append(Diagnostic(BAD_VALUE, message, Label(factor.span), help="sizes are 1 or more"))
+    return DimLayout(tuple(factors), group.span), tuple(errors)
+
+
+def check_rows(rows: DimLayout, axis: Word) -> Iterator[Diagnostic]:
+    """Errors unless exactly one sub-dim is split, and over this axis alone."""
+    yield from _repeated(rows.axes)
+    other = next((found for found in rows.axes if found.text != axis.text), None)
+    if other is not None:
+        message = f"the rows are split over `{other.text}`, the line over `{axis.text}`"
+        related = (Label(axis.span, "the line's axis"),)
+        help_ = "name the same axis, or use `shard` to split over several"
+        yield Diagnostic(BAD_VALUE, message, Label(other.span), related, help=help_)
+    elif not rows.axes:
+        help_ = f"write `/{axis.text}` after the sub-dim that is split, as `(3 h/{axis.text} d)`"
+        yield Diagnostic(BAD_VALUE, "no sub-dim is split", Label(rows.span), help=help_)
+
+
+def _factor(item: Item) -> Factor | None:
+    if isinstance(item, Word):
+        return Factor(None if item.text == "_" else item.text, None, (), item.span)
+    if isinstance(item, Number) and item.is_integer:
+        return Factor(None, int(item.value), (), item.span)
+    if isinstance(item, Binding) and isinstance(item.value, Number) and item.value.is_integer:
+        return Factor(item.name.text, int(item.value.value), (), item.span)
+    if isinstance(item, Split) and (item.size is None or (isinstance(item.size, Number) and item.size.is_integer)):
+        name = item.name.text if item.name is not None and item.name.text != "_" else None
+        size = int(item.size.value) if isinstance(item.size, Number) else None
+        return Factor(name, size, tuple(axis for axis in item.axes if isinstance(axis, Word)), item.span)
+    return None
+
+
+def _not_a_dim(item: Item) -> Diagnostic:
+    message = f"{KIND_NAMES[type(item)]} is not a dim"
+    return Diagnostic(
+        WRONG_KIND, message, Label(item.span), help="write `_`, `NAME/axis`, `name=size` or sub-dims in `()`"
+    )
+
+
+def _repeated(axes: tuple[Word, ...]) -> Iterator[Diagnostic]:
+    first: dict[str, Word] = {}
+    for axis in axes:
+        if axis.text in first:
+            message = f"the axis `{axis.text}` is used twice on one tensor"
+            related = (Label(first[axis.text].span, "used here first"),)
+            help_ = "an axis splits one dim of a tensor, once: remove one of them"
+            yield Diagnostic(AXIS_TWICE, message, Label(axis.span), related, help=help_)
+        first.setdefault(axis.text, axis)

@@ -1,0 +1,232 @@
+"""Random numbers as pure functions of (seed, name, step, microbatch, global index): the same bits on every plan.
+
+Nothing here has a state. A stream's key is a hash of what the numbers are for; element i of the stream depends on the
+key and on i alone, so a rank that owns some elements of a tensor draws exactly theirs.
+
+Bitwise equality on all devices holds because every step is either integer arithmetic modulo 2**64 or one of the five
+IEEE 754 operations that must be rounded exactly (+ - * / sqrt), in float64 and one operator call each: a fused
+multiply-add, a vendor's ``log``, or the vectorised and the scalar version of one may differ in the last bit. For the
+same reason nothing is divided by a Python number, which some devices turn into a product with the reciprocal.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_WORD = 1 << 64
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the usual increment of a Weyl sequence
+_MIX_1 = 0xBF58476D1CE4E5B9  # Stafford's variant 13 of the MurmurHash3 finalizer, as in SplitMix64
+_MIX_2 = 0x94D049BB133111EB
+_BLOCK = 1 << 15  # elements of one pass on a CPU: in the cache, and too few for torch to wake a second thread
+
+
+def stream(seed: int, name: str, step: int = 0, microbatch: int = 0) -> int:
+    """The key of the numbers drawn for one purpose: a 63-bit hash, different for any two arguments.
+
+    ``name`` is an operator's or a parameter's name, never a position in a file or on a rank.
+    """
+    text = f"{seed} {step} {microbatch} {name}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"parc").digest(), "little") >> 1
+
+
+def element_index(
+    whole: Sequence[int], starts: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """The flat global indices, int64 of shape ``shape``, of the block at ``starts`` of a tensor of shape ``whole``."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    stride = 1
+    for dim in reversed(range(len(whole))):
+        steps = torch.arange(starts[dim], starts[dim] + shape[dim], dtype=torch.int64, device=device).mul_(stride)
+        index = index + steps.reshape(-1, *([1] * (len(whole) - 1 - dim)))
+        stride *= whole[dim]
+    return index
+
+
+def bits(key: int, index: Tensor) -> Tensor:
+    """64 random bits for each element of ``index`` (int64, any shape), as int64 of its shape.
+
+    Raises:
+        TypeError: ``index`` is not int64.
+    Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", with one increment for each key.
+    """
+    return _blockwise(lambda part: _bits(key, part), index, torch.int64)
+
+
+def uniform(key: int, index: Tensor) -> Tensor:
+    """Multiples of 2**-53, uniform in [0, 1), as float64 of the shape of ``index``."""
+    return _blockwise(lambda part: _shift(_bits(key, part), 11).to(torch.float64).mul_(2.0**-53), index, torch.float64)
+
+
+def normal(key: int, index: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """Standard normal numbers, as float64 of the shape of ``index``; all are below 8.3 in size.
+
+    The inverse of the distribution function at the centres of 2**52 equal cells between the probabilities ``low`` and
+    ``high``: other values than 0 and 1 cut the tails off.
+    """
+
+    def draw(part: Tensor) -> Tensor:
+        u = _cells(_bits(key, part))
+        if (low, high) != (0.0, 1.0):
+            u = u.mul_(high - low).add_(low).clamp_(2.0**-53, 1.0 - 2.0**-53)
+        return inverse_normal(u)
+
+    return _blockwise(draw, index, torch.float64)
+
+
+def exponential(key: int, index: Tensor) -> Tensor:
+    """Exponentially distributed numbers with mean 1, as float64 of the shape of ``index``."""
+    return _blockwise(lambda part: log(_cells(_bits(key, part))).neg_(), index, torch.float64)
+
+
+def keep_mask(key: int, index: Tensor, p: float) -> Tensor:
+    """For each element of ``index`` whether dropout keeps it: True with probability ``1 - p``, bool of its shape.
+
+    Raises:
+        ValueError: ``p`` is not in [0, 1].
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"a probability is between 0 and 1, not {p}")
+    if p in (0.0, 1.0):
+        return torch.full(index.shape, p == 0.0, dtype=torch.bool, device=index.device)
+    numerator, denominator = p.as_integer_ratio()
+    threshold = _WORD * numerator // denominator - (_WORD >> 1)  # bits are compared as signed numbers
+    return _blockwise(lambda part: _high_bits(key, part) >= threshold, index, torch.bool)
+
+
+def _blockwise(draw: Callable[[Tensor], Tensor], index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Apply an elementwise function to cache-sized parts of ``index``."""
+    if index.dtype != torch.int64:
+        raise TypeError(f"element indices are int64, not {index.dtype}")
+    count = index.numel()
+    if index.device.type != "cpu" or count <= _BLOCK:
+        return draw(index)
+    flat = index.reshape(-1)
+    out = torch.empty(count, dtype=dtype, device=index.device)
+    for start in range(0, count, _BLOCK):
+        out[start : start + _BLOCK] = draw(flat[start : start + _BLOCK])
+    return out.reshape(index.shape)
+
+
+def _signed(word: int) -> int:
+    """An unsigned 64-bit number as the int64 with the same bits."""
+    return (word & (_WORD - 1) ^ (_WORD >> 1)) - (_WORD >> 1)
+
+
+@lru_cache(maxsize=4096)
+def _increment(key: int) -> int:
+    """An odd number of its own for each key, so that two keys' sequences are not one sequence at two places."""
+    word = (key * _GOLDEN + _GOLDEN) % _WORD
+    word = (word ^ word >> 33) * 0xFF51AFD7ED558CCD % _WORD
+    word = (word ^ word >> 33) * 0xC4CEB9FE1A85EC53 % _WORD
+    word = word ^ word >> 33 | 1
+    # Multiples of a number with long runs of equal bits are too regular for the mixer.
+    return _signed(word if (word ^ word >> 1).bit_count() >= 24 else word ^ 0xAAAAAAAAAAAAAAAA)
+
+
+def _shift(word: Tensor, count: int) -> Tensor:
+    """Shift right, filling with zeros: torch's own shift repeats the sign."""
+    return (word >> count).bitwise_and_((1 << 64 - count) - 1)
+
+
+def _high_bits(key: int, index: Tensor) -> Tensor:
+    """Bits of which the high ones are random: what a comparison needs, three passes cheaper than ``bits``."""
+    word = (index * _increment(key)).add_(_signed(key * _GOLDEN))
+    word.bitwise_xor_(_shift(word, 30)).mul_(_signed(_MIX_1))
+    return word.bitwise_xor_(_shift(word, 27)).mul_(_signed(_MIX_2))
+
+
+def _bits(key: int, index: Tensor) -> Tensor:
+    word = _high_bits(key, index)
+    return word.bitwise_xor_(_shift(word, 31))
+
+
+def _cells(word: Tensor) -> Tensor:
+    """The centre of one of 2**52 equal parts of (0, 1): never 0 or 1, and exact as its difference to 1 is."""
+    return _shift(word, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
+
+
+# Wichura's rational functions, from the highest coefficient down: numerator and denominator for the centre
+# (|u - 1/2| <= 0.425), for the tails (sqrt(-log u) <= 5), and for the far tails.
+_CENTRE = (
+    (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
+     1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080),
+    (5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4, 2.1213794301586595867e4,
+     5.3941960214247511077e3, 6.8718700749205790830e2, 4.2313330701600911252e1, 1.0),
+)  # fmt: skip
+_TAIL = (
+    (7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1, 1.27045825245236838258,
+     3.64784832476320460504, 5.76949722146069140550, 4.63033784615654529590, 1.42343711074968357734),
+    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2, 1.48103976427480074590e-1,
+     6.89767334985100004550e-1, 1.67638483018380384940, 2.05319162663775882187, 1.0),
+)  # fmt: skip
+_FAR_TAIL = (
+    (2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3, 2.65321895265761230930e-2,
+     2.96560571828504891230e-1, 1.78482653991729133580, 5.46378491116411436990, 6.65790464350110377720),
+    (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5, 7.86869131145613259100e-4,
+     1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0),
+)  # fmt: skip
+_LOG_2_HIGH = float.fromhex("0x1.62e42fee00000p-1")  # ends in zeros: an exponent times it is exact
+_LOG_2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
+_SQRT_HALF = 0.7071067811865476
+
+
+def inverse_erf(x: Tensor) -> Tensor:
+    """The inverse error function of floating numbers, in their dtype; infinite at -1 and 1, NaN beyond."""
+    wide = x.to(torch.float64)
+    u = (wide * 0.5).add_(0.5)
+    inside = (u > 0.0) & (u < 1.0)
+    value = inverse_normal(torch.where(inside, u, 0.5)).mul_(_SQRT_HALF)
+    edge = torch.where(wide.abs() == 1.0, wide * math.inf, math.nan)
+    return torch.where(inside, value, edge).to(x.dtype)
+
+
+def inverse_normal(u: Tensor) -> Tensor:
+    """The standard normal quantile of each ``u`` in (0, 1), float64, with relative error below 1e-13.
+
+    Source: Wichura 1988, "Algorithm AS 241: the percentage points of the normal distribution", PPND16.
+    """
+    flat = u.reshape(-1)
+    q = flat - 0.5
+    out = _ratio(q.mul(q).neg_().add_(0.180625), _CENTRE).mul_(q)
+    in_tail = (q.abs() > 0.425).nonzero().squeeze(1)  # 15 % of the elements: the costly branch is for them only
+    if in_tail.numel():
+        u_tail, q_tail = flat[in_tail], q[in_tail]
+        distance = log(torch.minimum(u_tail, 1.0 - u_tail)).neg_().sqrt_()
+        near = _ratio(distance - 1.6, _TAIL)
+        size = torch.where(distance <= 5.0, near, _ratio(distance - 5.0, _FAR_TAIL))
+        out[in_tail] = torch.where(q_tail < 0.0, -size, size)
+    return out.reshape(u.shape)
+
+
+def log(x: Tensor) -> Tensor:
+    """The natural logarithm of normal positive float64 numbers to about one unit in the last place.
+
+    ``x = m * 2**e`` with m in [sqrt(1/2), sqrt(2)), and ``log m = 2 atanh s``, ``s = (m - 1) / (m + 1)``, as a series.
+    """
+    mantissa, exponent = torch.frexp(x)  # no arithmetic: moves bits
+    small = mantissa < _SQRT_HALF
+    mantissa = torch.where(small, mantissa * 2.0, mantissa)
+    e = (exponent - small.to(exponent.dtype)).to(torch.float64)
+    s = (mantissa - 1.0).div_(mantissa + 1.0)
+    square = s * s
+    series = torch.full_like(s, _ATANH[0])
+    for coefficient in _ATANH[1:]:
+        series.mul_(square).add_(coefficient)
+    low = series.mul_(square).mul_(s).add_(e * _LOG_2_LOW)
+    return low.add_(s * 2.0).add_(e * _LOG_2_HIGH)
+
+
+_ATANH = tuple(2.0 / (2 * k + 1) for k in range(12, 0, -1))  # of 2 atanh(s) = 2 s + s**3 * polynomial(s**2)
+
+
+def _ratio(x: Tensor, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
+    """A quotient of two polynomials by Horner's rule."""
+    top, bottom = (torch.full_like(x, part[0]) for part in coefficients)
+    for over, under in zip(coefficients[0][1:], coefficients[1][1:], strict=True):
+        top.mul_(x).add_(over)
+        bottom.mul_(x).add_(under)
+    return top.div_(bottom)

@@ -1,0 +1,46 @@
+"""``column``: linear layers split by their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from ...grammar.diagnostics import Diagnostic
+from ...grammar.syntax import Group
+from ...grammar.usage import Arguments
+from ..constraints import SplitWeights, check_rows, read_sub_dims
+from ..directive import Directive, Scope
+
+
+@dataclass(frozen=True)
+class Column(Directive):
+    """Splits the outputs of linear layers, weight and bias, over an axis: every rank has a part of the outputs.
+
+    `rows` says what the outputs consist of where several weights are fused: `rows (3 h/tp d)` are three times heads
+    times head size, and every rank gets its heads of all three; `rows (2 f/tp)` are two halves, each split. `WHERE`
+    names modules, or weights.
+    """
+
+    USAGE = "column WHERE over AXIS [rows DIMS]"
+    ONCE = False
+
+    constraint: SplitWeights
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> Self:
+        axis = arguments.word("over")
+        assert axis is not None
+        group = next(iter(arguments.items("rows")), None)
+        rows = read_sub_dims(group)[0] if isinstance(group, Group) else None
+        where = arguments.words("where")
+        return cls(arguments, SplitWeights("column", where, axis, rows, arguments.statement.span))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from scope.check_axis(self.constraint.axis)
+        for item in self.arguments.items("rows"):
+            if isinstance(item, Group):
+                rows, errors = read_sub_dims(item)
+                yield from errors
+                if not errors:
+                    yield from check_rows(rows, self.constraint.axis)

@@ -1,0 +1,42 @@
+"""``data``: where samples come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from ...grammar.codes_language import BAD_VALUE
+from ...grammar.diagnostics import Diagnostic, Label
+from ...grammar.syntax import String
+from ...grammar.usage import Arguments
+from ..directive import Directive, Literal, Scope, check_callable, check_literals, read_literals
+
+
+@dataclass(frozen=True)
+class Data(Directive):
+    """Where samples come from.
+
+    `bytes "GLOB", "GLOB"`: the bytes of text files as tokens; globs are relative to the plan's folder, and `{stdlib}`
+    in one is the folder of the running Python's standard library. `"package.module:name" (name=value)`: a callable
+    that is given the global number of a sample (and the arguments) and returns its inputs by name.
+    """
+
+    USAGE = "data bytes GLOBS | CALLABLE [ARGS]"
+
+    globs: tuple[str, ...]
+    callable: str | None
+    values: tuple[tuple[str, Literal], ...]
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> Self:
+        globs = tuple(item.text for item in arguments.items("bytes") if isinstance(item, String))
+        name = next((item.text for item in arguments.items("callable") if isinstance(item, String)), None)
+        return cls(arguments, globs, name, read_literals(arguments.bindings("args")))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from check_callable(self.arguments, "callable")
+        yield from check_literals(self.arguments, "args")
+        for item in self.arguments.items("bytes"):
+            if isinstance(item, String) and not item.text.strip():
+                yield Diagnostic(BAD_VALUE, "the glob is empty", Label(item.span), help='write as `"texts/*.txt"`')

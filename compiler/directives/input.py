@@ -1,0 +1,69 @@
+"""``input``: one tensor of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, WRONG_KIND
+from ...grammar.diagnostics import Diagnostic, Label
+from ...grammar.nearest import did_you_mean, listed
+from ...grammar.syntax import Layout, Number, Word
+from ...grammar.usage import Arguments
+from ..directive import Directive, Scope
+from .sizes import Sizes
+
+DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Input(Directive):
+    """A tensor of every batch: its name, its type, and its dims, each a name from `sizes` or a number.
+
+    The model's forward is called with those inputs whose names are its parameters. Types are bool, uint8, int32,
+    int64, float16, bfloat16, float32 and float64.
+    """
+
+    USAGE = "input NAME TYPE LAYOUT"
+    ONCE = False
+
+    name: str
+    dtype: str
+    dims: tuple[str | int, ...]
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> Self:
+        (layout,) = arguments.items("layout")
+        assert isinstance(layout, Layout)
+        dims: list[str | int] = []
+        for dim in layout.dims:
+            (item, *_) = dim.items
+            if isinstance(item, Word):
+                dims.append(item.text)
+            elif isinstance(item, Number) and item.is_integer:
+                dims.append(int(item.value))
+        name, dtype = arguments.word("name"), arguments.word("type")
+        assert name is not None and dtype is not None
+        return cls(arguments, name.text, dtype.text, tuple(dims))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        if self.dtype not in DTYPES:
+            message = f"`{self.dtype}` is not a type of an input"
+            help_ = did_you_mean(self.dtype, DTYPES, f"types are {listed(DTYPES)}")
+            yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("type")), help=help_)
+        known = {given.name.text for sizes in scope.all(Sizes) for given in sizes.arguments.bindings("name")}
+        (layout,) = self.arguments.items("layout")
+        assert isinstance(layout, Layout)
+        for dim in layout.dims:
+            item = dim.items[0]
+            if len(dim.items) > 1 or not isinstance(item, Word | Number) or item.text == "_":
+                message = "a dim of an input is the name of a size or a number"
+                yield Diagnostic(WRONG_KIND, message, Label(dim.span), help="write names, as `[B, S]`")
+            elif isinstance(item, Number) and (not item.is_integer or item.value < 1):
+                message = f"a dim of size {item.text}"
+                yield Diagnostic(BAD_VALUE, message, Label(item.span), help="sizes are whole numbers, 1 or more")
+            elif isinstance(item, Word) and item.text not in known and "sizes" not in scope.broken:
+                message = f"no size is given for `{item.text}`"
+                help_ = did_you_mean(item.text, known, f"add `{item.text}=...` to the `sizes` line")
+                yield Diagnostic(MISSING_STATEMENT, message, Label(item.span), help=help_)

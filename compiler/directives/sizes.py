@@ -1,0 +1,110 @@
+"""``sizes``: the sizes of the inputs' dims, fixed or in a range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from ...grammar.codes_language import BAD_VALUE, WRONG_KIND
+from ...grammar.diagnostics import Diagnostic, Label
+from ...grammar.source import Span
+from ...grammar.syntax import Binding, Item, Number, Range, Word
+from ...grammar.usage import Arguments
+from ..directive import Directive, Scope, check_unique
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRange:
+    """The sizes ``low``, ``low + step``, ... up to ``high``; a fixed size has ``low == high``."""
+
+    low: int
+    high: int
+    step: int = 1
+
+    @property
+    def fixed(self) -> bool:
+        """Whether there is only one size."""
+        return self.low == self.high
+
+    def __str__(self) -> str:
+        if self.fixed:
+            return str(self.low)
+        return f"{self.low}..{self.high}" + (f" by {self.step}" if self.step != 1 else "")
+
+
+@dataclass(frozen=True)
+class Sizes(Directive):
+    """The sizes of the inputs' dims: `B=32`, or a range `S=128..4096 by 128` that one build serves.
+
+    `B` is the batch of one optimizer step, over all data ranks and microbatches.
+    """
+
+    USAGE = "sizes NAME=SIZE, ..."
+
+    ranges: tuple[tuple[str, SizeRange], ...]
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> Self:
+        return cls(arguments, _read(arguments.items("name"))[0])
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from _read(self.arguments.items("name"))[1]
+        yield from check_unique(tuple(binding.name for binding in self.arguments.bindings("name")), "size")
+
+
+def _read(items: tuple[Item, ...]) -> tuple[tuple[tuple[str, SizeRange], ...], tuple[Diagnostic, ...]]:
+    """The sizes that make sense, and what is wrong with the others."""
+    ranges: list[tuple[str, SizeRange]] = []
+    errors: list[Diagnostic] = []
+    rest = list(items)
+    while rest:
+        item = rest.pop(0)
+        if not isinstance(item, Binding):
+            errors.append(_error("sizes are `NAME=SIZE`", item.span))
+            continue
+        step: Number | None = None
+        span = item.span
+        if rest and isinstance(rest[0], Word) and rest[0].text == "by":
+            span = span.to(rest.pop(0).span)
+            if rest and isinstance(rest[0], Number):
+                step = rest.pop(0)
+                span = span.to(step.span) if step is not None else span
+            else:
+                errors.append(_error("`by` has no step", span))
+        ends = _ends(item.value)
+        if ends is None or (step is not None and not step.is_integer):
+            errors.append(_error("a size is a whole number or a range of them", span))
+            continue
+        size = SizeRange(*ends, 1 if step is None else int(step.value))
+        problem = _problem(size, isinstance(item.value, Range), step)
+        if problem:
+            help_ = "write `S=256`, or a range that its step divides, as `S=128..4096 by 128`"
+            errors.append(Diagnostic(BAD_VALUE, problem, Label(span), help=help_))
+        else:
+            ranges.append((item.name.text, size))
+    return tuple(ranges), tuple(errors)
+
+
+def _ends(value: Item) -> tuple[int, int] | None:
+    ends = (value.low, value.high) if isinstance(value, Range) else (value, value)
+    numbers = [int(end.value) for end in ends if isinstance(end, Number) and end.is_integer]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else None
+
+
+def _problem(size: SizeRange, ranged: bool, step: Number | None) -> str | None:
+    if size.low < 1:
+        return f"a size of {size.low}: sizes are 1 or more"
+    if size.step < 1:
+        return f"a step of {size.step}: steps are 1 or more"
+    if size.high < size.low:
+        return f"the range ends at {size.high}, below its start {size.low}"
+    if step is not None and not ranged:
+        return "a fixed size has no step"
+    if size.high % size.step or size.low % size.step:
+        return f"the step {size.step} does not divide {size.low} and {size.high}"
+    return None
+
+
+def _error(message: str, span: Span) -> Diagnostic:
+    return Diagnostic(WRONG_KIND, message, Label(span), help="write `B=32, S=128..4096 by 128`")

@@ -1,0 +1,30 @@
+"""``verify``: the reduced twin on which numbers are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from ...grammar.diagnostics import Diagnostic
+from ...grammar.usage import Arguments
+from ..directive import Directive, Literal, Scope, check_literals, read_literals
+
+
+@dataclass(frozen=True)
+class Verify(Directive):
+    """Arguments of the model that are replaced for the twin on which numbers are checked: the same code, smaller.
+
+    Names of sizes may be given too.
+    """
+
+    USAGE = "verify NAME=VALUE, ..."
+
+    values: tuple[tuple[str, Literal], ...]
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> Self:
+        return cls(arguments, read_literals(arguments.bindings("name")))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from check_literals(self.arguments, "name")

@@ -1,0 +1,35 @@
+"""``vocab``: embedding tables and heads split by their vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from ...grammar.diagnostics import Diagnostic
+from ...grammar.usage import Arguments
+from ..constraints import SplitWeights
+from ..directive import Directive, Scope
+
+
+@dataclass(frozen=True)
+class Vocab(Directive):
+    """Splits the vocabulary of embedding tables and of linear heads over an axis.
+
+    Lookup, projection and loss then never hold whole logits. `WHERE` names modules, or weights.
+    """
+
+    USAGE = "vocab WHERE over AXIS"
+    ONCE = False
+
+    constraint: SplitWeights
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> Self:
+        axis = arguments.word("over")
+        assert axis is not None
+        where = arguments.words("where")
+        return cls(arguments, SplitWeights("vocab", where, axis, None, arguments.statement.span))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from scope.check_axis(self.constraint.axis)

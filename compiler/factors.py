@@ -1,0 +1,284 @@
+"""Factors: what an operator does to the dims of its tensors, said in one line such as "m k, k n -> m n"."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from .shapes import Shape, Size, product, quotient, same
+
+Dims = tuple[tuple[str, ...], ...]
+"""Per dim the names of its factors, major first; () for a dim of size 1, or one that belongs to no factor."""
+
+
+class RuleError(ValueError):
+    """A rule's text is malformed, or does not fit the call it is applied to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Stands in a call's arguments where its `index`-th tensor goes, counted through args, then kwargs."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One application of an operator, on global or on local shapes alike."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """The argument at `position` of the operator's schema, wherever the call passes it."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class OpRule:
+    """What may be split in one call. Names of factors mean nothing outside their rule; sizes are global.
+
+    Splitting a factor splits every tensor that has it. A result that lacks it while an operand has it becomes
+    Partial(sum); where that is not so, the factor is in `whole`. If exactly the operands of one of the sets of
+    `linear` are Partial(sum) on an axis, and the others replicated there, all results are Partial(sum).
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, Size]
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+
+
+def to_factor(rule: OpRule, dims: Dims, dim: int, outer: Size, ranks: int) -> tuple[str, Size] | None:
+    """The factor, and the outer part within it, that `S(dim, outer)` over `ranks` splits.
+
+    `S(dim, outer)` sees the dim as (outer, D / outer) and splits the second part. None where that part begins inside
+    no factor, reaches beyond the factor's end before it is divided among the ranks, or does not divide at all.
+    """
+    before: Size = 1
+    for name in dims[dim]:
+        size = rule.sizes[name]
+        within = quotient(outer, before)
+        if within is None:
+            return None
+        part = quotient(size, within)
+        if part is not None and part != 1:
+            return (name, within) if quotient(part, ranks) is not None else None
+        before = product((before, size))
+    return None
+
+
+def from_factor(rule: OpRule, dims: Dims, factor: str, outer_in_factor: Size) -> tuple[int, Size] | None:
+    """The position `(dim, outer)` in a tensor of these dims where that part of the factor sits; None if absent."""
+    for dim, names in enumerate(dims):
+        before: Size = 1
+        for name in names:
+            if name == factor:
+                return dim, product((before, outer_in_factor))
+            before = product((before, rule.sizes[name]))
+    return None
+
+
+# ---- the text of a rule
+
+_ELLIPSIS = "..."
+_TOKEN = re.compile(r"\.\.\.|[A-Za-z_]\w*|[()!1]|\S")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_Term = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    source: str
+    operands: tuple[_Term, ...]
+    results: tuple[_Term, ...]
+    whole: frozenset[str]
+
+
+def _parse_term(text: str, whole: set[str]) -> _Term:
+    dims: list[tuple[str, ...]] = []
+    group: list[str] | None = None
+    last: str | None = None
+    for token in _TOKEN.findall(text):
+        if token == "!" and last is not None:
+            whole.add(last)
+            last = None
+        elif token == "(" and group is None:
+            group, last = [], None
+        elif token == ")" and group:
+            dims.append(tuple(group))
+            group, last = None, None
+        elif token == "1" and group is None:
+            dims.append(())
+            last = None
+        elif token == _ELLIPSIS and group is None and (_ELLIPSIS,) not in dims:
+            dims.append((_ELLIPSIS,))
+            last = token
+        elif _NAME.fullmatch(token):
+            if token in (group or ()) or any(token in names for names in dims):
+                raise RuleError(f"factor {token!r} stands twice in the term {text.strip()!r}")
+            if group is None:
+                dims.append((token,))
+            else:
+                group.append(token)
+            last = token
+        else:
+            raise RuleError(f"unexpected {token!r} in the term {text.strip()!r}")
+    if group is not None:
+        raise RuleError(f"unclosed '(' in the term {text.strip()!r}")
+    return tuple(dims)
+
+
+@lru_cache(maxsize=1024)
+def _parse(source: str) -> _Text:
+    sides = source.split("->")
+    if len(sides) != 2:
+        raise RuleError(f"a rule reads 'operands -> results'; got {source!r}")
+    whole: set[str] = set()
+    operands = tuple(_parse_term(term, whole) for term in sides[0].split(",")) if sides[0].strip() else ()
+    results = tuple(_parse_term(term, whole) for term in sides[1].split(","))
+    return _Text(source, operands, results, frozenset(whole))
+
+
+def _spell(term: _Term, shape: Shape, call: OpCall, source: str) -> Dims:
+    """The term with its ellipsis written out; `...0` is the last of the dims it covers, so they align right."""
+    covered = len(shape) - len(term) + 1
+    if (_ELLIPSIS,) not in term:
+        if len(term) != len(shape):
+            raise RuleError(f"{call.op}: a tensor of shape {shape} does not fit {len(term)} dims of {source!r}")
+        return term
+    if covered < 0:
+        raise RuleError(f"{call.op}: a tensor of shape {shape} has too few dims for {source!r}")
+    dims: list[tuple[str, ...]] = []
+    for names in term:
+        if names == (_ELLIPSIS,):
+            dims.extend((f"{_ELLIPSIS}{place}",) for place in reversed(range(covered)))
+        else:
+            dims.append(names)
+    return tuple(dims)
+
+
+def _find_sizes(
+    tensors: Sequence[tuple[Dims, Shape]], known_sizes: Mapping[str, Size], call: OpCall, source: str
+) -> dict[str, Size]:
+    sizes = dict(known_sizes)
+    groups: list[tuple[tuple[str, ...], Size]] = []
+    broadcast: list[tuple[tuple[str, ...], Size]] = []
+    for dims, shape in tensors:
+        for names, size in zip(dims, shape, strict=True):
+            if len(names) > 1:
+                (broadcast if size == 1 else groups).append((names, size))
+            elif names:
+                known = sizes.setdefault(names[0], size)
+                if known == 1:  # that dim broadcasts
+                    sizes[names[0]] = size
+                elif size != 1 and not same(known, size):
+                    raise RuleError(f"{call.op}: factor {names[0]!r} of {source!r} has sizes {known} and {size}")
+    while groups:
+        unsolved = []
+        for names, size in groups:
+            unknown = [name for name in names if name not in sizes]
+            if len(unknown) > 1:
+                unsolved.append((names, size))
+                continue
+            rest = quotient(size, product(sizes[name] for name in names if name in sizes))
+            if rest is None or not (unknown or rest == 1):
+                raise RuleError(f"{call.op}: a dim of size {size} does not hold {names} of {source!r}")
+            sizes.update(dict.fromkeys(unknown, rest))
+        if len(unsolved) == len(groups):
+            raise RuleError(f"{call.op}: the sizes of {groups[0][0]} of {source!r} cannot be known from this call")
+        groups = unsolved
+    for names, _ in broadcast:
+        sizes = dict.fromkeys(names, 1) | sizes
+    return sizes
+
+
+def _check_count(call: OpCall, operands: int, results: int) -> None:
+    if (operands, results) != (len(call.operands), len(call.results)):
+        raise RuleError(
+            f"{call.op}: the rule speaks of {operands} operands and {results} results; "
+            f"the call has {len(call.operands)} and {len(call.results)}"
+        )
+
+
+def apply_dims(
+    call: OpCall,
+    operands: Sequence[Dims],
+    results: Sequence[Dims],
+    *,
+    whole: frozenset[str] = frozenset(),
+    linear: Sequence[frozenset[int]] = (),
+    sizes: Mapping[str, Size] | None = None,
+    source: str = "",
+) -> OpRule:
+    """The rule that names the dims of a call's tensors; dims of size 1 belong to no factor, so they broadcast.
+
+    Sizes of factors follow from the dims; `sizes` gives those that do not.
+    """
+    _check_count(call, len(operands), len(results))
+    shapes = (*call.operands, *call.results)
+    tensors = list(zip((*operands, *results), shapes, strict=True))
+    if any(len(dims) != len(shape) for dims, shape in tensors):
+        raise RuleError(f"{call.op}: dims {[dims for dims, _ in tensors]} do not fit shapes {list(shapes)}")
+    found = _find_sizes(tensors, sizes or {}, call, source or call.op)
+    placed = tuple(
+        tuple(
+            () if size == 1 else tuple(name for name in names if found[name] != 1)
+            for names, size in zip(dims, shape, strict=True)
+        )
+        for dims, shape in tensors
+    )
+    used = {name for dims in placed for names in dims for name in names}
+    return OpRule(
+        operands=placed[: len(call.operands)],
+        results=placed[len(call.operands) :],
+        sizes={name: size for name, size in found.items() if name in used},
+        whole=whole & used,
+        linear=tuple(linear),
+    )
+
+
+def linear_sets(text: str) -> tuple[frozenset[int], ...]:
+    """Reads "0|12": a Partial may come in operand 0 alone, or in 1 and 2 together."""
+    if text and not re.fullmatch(r"\d+(\|\d+)*", text):
+        raise RuleError(f"linear reads like '0|12'; got {text!r}")
+    return tuple(frozenset(map(int, part)) for part in text.split("|")) if text else ()
+
+
+def rule(text: str, *, linear: str = "") -> Callable[[OpCall], OpRule]:
+    """The rule of an operator from one line: `"... m k, n k -> ... m n"`.
+
+    A comma separates tensors, a space dims; `name!` is a factor the operator needs whole, `...` any number of dims
+    (aligned right, broadcast where of size 1; `...!` all whole), `(b s)` a dim of several factors, major first, and
+    `1` a dim of no factor. `linear` names the operands, by their place in the text, that may be Partial(sum): `0|1`
+    is either, `01` both together. Raises RuleError for malformed text, and when applied to a call it does not fit.
+    """
+    parsed = _parse(text)
+    sets = linear_sets(linear)
+    if any(index >= len(parsed.operands) for indices in sets for index in indices):
+        raise RuleError(f"linear={linear!r} names an operand that {text!r} does not have")
+
+    def apply(call: OpCall) -> OpRule:
+        _check_count(call, len(parsed.operands), len(parsed.results))
+        operands = [_spell(term, shape, call, text) for term, shape in zip(parsed.operands, call.operands, strict=True)]
+        results = [_spell(term, shape, call, text) for term, shape in zip(parsed.results, call.results, strict=True)]
+        whole = parsed.whole
+        if _ELLIPSIS in whole:
+            covered = {name for dims in (*operands, *results) for names in dims for name in names}
+            whole = whole | {name for name in covered if name.startswith(_ELLIPSIS)}
+        return apply_dims(call, operands, results, whole=whole, linear=sets, source=text)
+
+    return apply
+
+
+def opaque(call: OpCall, linear: Sequence[frozenset[int]] = ()) -> OpRule:
+    """The rule that promises nothing: every dim is a factor of its own and needed whole."""
+    operands = [tuple((f"o{i}_{dim}",) for dim in range(len(shape))) for i, shape in enumerate(call.operands)]
+    results = [tuple((f"r{i}_{dim}",) for dim in range(len(shape))) for i, shape in enumerate(call.results)]
+    names = {name for dims in (*operands, *results) for dim in dims for name in dim}
+    return apply_dims(call, operands, results, whole=frozenset(names), linear=linear)

@@ -1,0 +1,111 @@
+"""The mesh: ranks arranged along named axes, outermost (slowest links) first."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes and their sizes; a rank's coordinate on the last axis varies fastest.
+
+    Raises:
+        ValueError: an axis is named twice, or has a size below 1.
+
+    >>> mesh = Mesh.parse("dp=2, tp=3")
+    >>> mesh.world, mesh.coordinates(4), mesh.groups(("dp",))
+    (6, {'dp': 1, 'tp': 1}, [[0, 3], [1, 4], [2, 5]])
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(set(self.names)) != len(self.axes):
+            raise ValueError(f"an axis is named twice: {self}")
+        if any(size < 1 for _, size in self.axes):
+            raise ValueError(f"an axis has a size below 1: {self}")
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """The mesh whose text this is.
+
+        Raises:
+            ValueError: the text is not ``name=size, ...``.
+        """
+        parts = [part.strip() for part in text.split(",")] if text.strip() else []
+        matches = [re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*([0-9]+)", part) for part in parts]
+        axes = tuple((match[1], int(match[2])) for match in matches if match)
+        if len(axes) != len(parts):
+            raise ValueError(f"not a mesh: {text!r}")
+        return cls(axes)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in self.axes)
+
+    def __contains__(self, axis: object) -> bool:
+        return axis in self.names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes' names, outermost first."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return math.prod(size for _, size in self.axes)
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along an axis.
+
+        Raises:
+            KeyError: the mesh has no such axis.
+        """
+        return dict(self.axes)[axis]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.world:
+            raise ValueError(f"no rank {rank} in a world of {self.world}")
+        result: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, result[name] = divmod(rank, size)
+        return {name: result[name] for name in self.names}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at these coordinates, one for each axis.
+
+        Raises:
+            KeyError: an axis is missing.
+            ValueError: a coordinate is not on its axis.
+        """
+        rank = 0
+        for name, size in self.axes:
+            if not 0 <= coordinates[name] < size:
+                raise ValueError(f"no coordinate {coordinates[name]} on {name}={size}")
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def groups(self, axes: Iterable[str]) -> list[list[int]]:
+        """The ranks split into groups that differ only along ``axes``; within a group the axes vary in mesh order.
+
+        Raises:
+            KeyError: the mesh has no such axis.
+        """
+        inner = {axis: self.size(axis) for axis in axes}
+        outer_ranges = [range(1) if name in inner else range(size) for name, size in self.axes]
+        inner_ranges = [range(size) if name in inner else range(1) for name, size in self.axes]
+        strides = [math.prod(size for _, size in self.axes[i + 1 :]) for i in range(len(self.axes))]
+
+        def rank(place: tuple[int, ...]) -> int:
+            return sum(c * stride for c, stride in zip(place, strides, strict=True))
+
+        return [[rank(o) + rank(i) for i in product(*inner_ranges)] for o in product(*outer_ranges)]

@@ -1,0 +1,139 @@
+"""The names of a captured model, and the search for those that a plan's line means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..grammar.codes_placement import NO_WEIGHT, NOTHING_MATCHED
+from ..grammar.diagnostics import Diagnostic, Label
+from ..grammar.nearest import listed
+from ..grammar.syntax import Word
+from .constraints import SplitWeights
+from .pattern import Pattern
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUse:
+    """How a parameter is used: the dim of a linear weight or lookup table that is its outputs (of a table: its
+    vocabulary), and the dim that is contracted."""
+
+    kind: Literal["linear", "lookup", "other"]
+    out_dim: int | None = None
+    in_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a captured model calls things; shapes are global. ``tied`` maps other names of a parameter to its name."""
+
+    parameters: dict[str, Shape]
+    inputs: dict[str, Shape] = field(default_factory=dict)
+    modules: frozenset[str] = frozenset()
+    uses: dict[str, WeightUse] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+    def canonical(self, name: str) -> str:
+        """The one name of a parameter or input."""
+        return self.tied.get(name, name)
+
+    def shape(self, name: str) -> Shape:
+        """The global shape of a parameter, by any of its names, or of an input."""
+        name = self.canonical(name)
+        return self.parameters[name] if name in self.parameters else self.inputs[name]
+
+    def use(self, name: str) -> WeightUse:
+        """How a parameter is used under this name."""
+        return self.uses.get(name) or self.uses.get(self.canonical(name)) or WeightUse("other")
+
+    @property
+    def all_parameters(self) -> tuple[str, ...]:
+        """Every name of every parameter."""
+        return tuple(dict.fromkeys((*self.parameters, *self.tied)))
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight that a line splits, under the name the line found it by, and the bias that goes with it."""
+
+    name: str
+    bias: str | None = None
+
+
+def find_values(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
+    """The parameters and inputs that a word means, under their one name."""
+    pattern = Pattern(word.text)
+    known = (*names.all_parameters, *names.inputs)
+    found = pattern.of(known)
+    if found or pattern.optional:
+        return tuple(dict.fromkeys(map(names.canonical, found)))
+    modules = pattern.of(sorted(names.modules))
+    inside = [name for name in known if modules and name.startswith(f"{modules[0]}.")]
+    help_ = f"it is a module: name its parameters, as {listed(inside[:3], 'or')}" if inside else ""
+    return _nothing(word, "parameter or input", pattern, known, help_)
+
+
+def find_weights(line: SplitWeights, word: Word, names: Names) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:
+    """The weights that a word of a `column`, `row` or `vocab` line means, and what is wrong with it."""
+    pattern = Pattern(word.text)
+    parameters = set(names.all_parameters)
+    modules = pattern.of(sorted(names.modules, key=_natural))
+    weights = [
+        Weight(f"{module}.weight", f"{module}.bias" if f"{module}.bias" in parameters else None)
+        for module in modules
+        if f"{module}.weight" in parameters
+    ] or [Weight(name) for name in pattern.of(names.all_parameters)]
+    if not weights and not modules and not pattern.optional:
+        known = (*sorted(names.modules, key=_natural), *names.all_parameters)
+        return (), (_nothing(word, "module or parameter", pattern, known, ""),)
+    if not weights and modules:
+        inside = [name for name in names.all_parameters if name.startswith(f"{modules[0]}.")]
+        children = [name.removesuffix(".weight") for name in inside if name.endswith(".weight")]
+        help_ = f"name modules inside it, as {listed(children[:3], 'or')}" if children else "name a linear layer"
+        message = f"the module `{modules[0]}` has no weight"
+        return (), (Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_),)
+    errors = [error for weight in weights if (error := _check_role(line, word, weight.name, names)) is not None]
+    if errors:
+        return (), tuple(errors)
+    return tuple(weights), ()
+
+
+def split_dim(role: str, use: WeightUse) -> int | None:
+    """The dim of a weight that a role splits, or None if the weight's use has no such dim."""
+    if role == "vocab":
+        return use.out_dim if use.kind in ("lookup", "linear") else None
+    if use.kind != "linear":
+        return None
+    return use.in_dim if role == "row" else use.out_dim
+
+
+def _check_role(line: SplitWeights, word: Word, name: str, names: Names) -> Diagnostic | None:
+    use = names.use(name)
+    if split_dim(line.role, use) is not None:
+        return None
+    entries = ", ".join("_" for _ in names.shape(name))
+    help_ = f"place it by its dims: `shard {name} [{entries}]` with `/{line.axis.text}` on one of them"
+    message = f"`{name}` is not the weight of a linear layer"
+    if use.kind == "lookup":
+        message = f"`{name}` is an embedding table, not the weight of a linear layer"
+        help_ = f"use `vocab {word.text} over {line.axis.text}`"
+    elif line.role == "vocab":
+        message = f"`{name}` is neither an embedding table nor the weight of a linear layer"
+    return Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_)
+
+
+def _nothing(word: Word, what: str, pattern: Pattern, known: Iterable[str], help_: str) -> Diagnostic:
+    if not help_:
+        nearest = pattern.nearest(known)
+        help_ = f"did you mean {listed(nearest, 'or')}?" if nearest else "names are those of the model's own modules"
+    notes = ("a `?` at the end lets a pattern match nothing",) if pattern.wild else ()
+    message = f"`{word.text}` matches no {what}" if pattern.wild else f"no {what} is called `{word.text}`"
+    return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help=help_, notes=notes)
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sort key by segments, numbers by value."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]

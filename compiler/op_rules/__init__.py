@@ -1,0 +1,91 @@
+"""The table of sharding rules, one row per operator, and the one line that adds a row for a custom operator."""
+
+from typing import Any
+
+from ..factors import OpCall, OpRule, RuleError, rule
+from ..shapes import Shape
+from . import (
+    attention,
+    contractions,
+    convolution,
+    creation,
+    indexing,
+    losses,
+    normalisation,
+    own,
+    pointwise,
+    reductions,
+    slicing,
+    sorting,
+    views,
+)
+from .row import Row
+
+__all__ = ["OP_TABLES", "TABLE", "Row", "localize", "register", "rule_for"]
+
+OP_TABLES: tuple[dict[str, Row], ...] = tuple(
+    family.TABLE
+    for family in (
+        pointwise,
+        reductions,
+        contractions,
+        convolution,
+        views,
+        slicing,
+        creation,
+        indexing,
+        sorting,
+        normalisation,
+        losses,
+        attention,
+        own,
+    )
+)
+
+TABLE: dict[str, Row] = {name: row for family in OP_TABLES for name, row in family.items()}
+"""All rows by the operator's name, those registered by users included."""
+
+_REGISTERED: dict[str, tuple[str, str]] = {}
+
+
+def rule_for(call: OpCall) -> OpRule | None:
+    """The rule of a call; None if its operator has no row, or a row that does not know this form of the call.
+
+    Raises RuleError where a registered rule does not fit: that line is the user's to mend.
+    """
+    row = TABLE.get(call.op)
+    if row is None:
+        return None
+    try:
+        return row.rule(call)
+    except RuleError:
+        if call.op in _REGISTERED:
+            raise
+        return None
+
+
+def localize(
+    call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The args and kwargs of a rank's call, of the global `call` and the local shapes of its operands and results."""
+    row = TABLE.get(call.op)
+    if row is None or row.localize is None:
+        return call.args, dict(call.kwargs)
+    return row.localize(call, operands, results)
+
+
+def register(op: str, text: str, *, linear: str = "") -> None:
+    """Gives a custom operator its rule: `register("mylib.scale.default", "... d, d -> ... d", linear="0")`.
+
+    The text and `linear` are read as by `compiler.factors.rule`. Registering the same line twice is harmless; raises
+    RuleError if the text is malformed or the operator already has another rule.
+    """
+    if _REGISTERED.get(op) == (text, linear):
+        return
+    if op in TABLE:
+        known = _REGISTERED.get(op)
+        raise RuleError(f"{op} already has the rule {known[0]!r}" if known else f"{op} already has a built-in rule")
+    if op.count(".") != 2:
+        raise RuleError(f"an operator is named 'namespace.name.overload'; got {op!r}")
+    TABLE[op] = Row(rule(text, linear=linear))
+    _REGISTERED[op] = (text, linear)

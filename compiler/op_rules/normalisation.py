@@ -1,0 +1,131 @@
+"""Rows of normalisations: what is averaged over is whole, the rest is free."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..factors import Dims, OpCall, OpRule, apply_dims
+from ..shapes import Shape, product, quotient
+from .row import Arguments, Row, is_operand, plain_dims, replace_arguments, scale, table
+
+_GRAD = (frozenset({0}),)
+
+
+def _masked(mask: Sequence[bool], *named: tuple[bool, Dims]) -> list[Dims]:
+    """The results a backward operator gives: those its output mask asks for and that exist."""
+    return [dims for wanted, (exists, dims) in zip(mask, named, strict=True) if wanted and exists]
+
+
+# ---- layer_norm and rms_norm: the last dims, those of `normalized_shape`, are whole
+
+
+def _over_last(call: OpCall, x: Shape, shape: Sequence[Any]) -> tuple[Dims, Dims, frozenset[str]]:
+    """Dims of x, of a weight, and the whole factors; statistics have x's dims, of size 1 where normalized."""
+    dims = plain_dims(len(x))
+    last = dims[len(x) - len(shape) :]
+    return dims, last, frozenset(name for names in last for name in names)
+
+
+def _layer_norm(call: OpCall) -> OpRule:
+    dims, last, whole = _over_last(call, call.operands[0], call.args[1])
+    return apply_dims(call, [dims, *[last] * (len(call.operands) - 1)], [dims] * len(call.results), whole=whole)
+
+
+def _layer_norm_backward(call: OpCall) -> OpRule:
+    """`(grad, x, shape, mean, rstd, weight, bias, mask)`."""
+    dims, last, whole = _over_last(call, call.operands[1], call.args[2])
+    weight, bias = is_operand(call.args[5]), is_operand(call.args[6])
+    results = _masked(call.args[7], (True, dims), (weight, last), (bias, last))
+    return apply_dims(call, [dims] * 4 + [last] * (weight + bias), results, whole=whole, linear=_GRAD)
+
+
+# ---- group_norm: channels are (g c), groups free
+
+
+def _groups_of(call: OpCall, x: Shape, groups: int, operands: Sequence[str], results: Sequence[str]) -> OpRule:
+    """Spells "x" [n (g c) ...], "w" [(g c)] and "m" [n g]."""
+    spatial = tuple((f"s{dim}",) for dim in range(len(x) - 2))
+    spelled: dict[str, Dims] = {
+        "x": (("n",), ("g", "c"), *spatial),
+        "w": (("g", "c"),),
+        "m": (("n",), ("g",)),
+    }
+    channels = quotient(x[1], groups)
+    whole = frozenset({"c", *(name for names in spatial for name in names)})
+    sizes = {"g": groups, "c": 1 if channels is None else channels}
+    return apply_dims(call, [spelled[k] for k in operands], [spelled[k] for k in results], whole=whole, sizes=sizes)
+
+
+def _group_norm(call: OpCall) -> OpRule:
+    return _groups_of(call, call.operands[0], call.args[1], "x" + "w" * (len(call.operands) - 1), "x")
+
+
+def _local_groups(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
+    return replace_arguments(call, (1, "num_groups", scale(call.args[1], operands[0][1], call.operands[0][1])))
+
+
+def _native_group_norm(call: OpCall) -> OpRule:
+    return _groups_of(call, call.operands[0], call.args[6], "x" + "w" * (len(call.operands) - 1), "xmm")
+
+
+def _group_norm_backward(call: OpCall) -> OpRule:
+    """`(grad, x, mean, rstd, weight, N, C, HxW, group, mask)`."""
+    weight = is_operand(call.args[4])
+    wanted = call.args[9]
+    results = "".join(name for name, asked in zip("xww", wanted, strict=True) if asked)
+    ruled = _groups_of(call, call.operands[0], call.args[8], "xxmm" + "w" * weight, results)
+    return OpRule(ruled.operands, ruled.results, ruled.sizes, ruled.whole, _GRAD)
+
+
+def _local_group_sizes(first: int) -> Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], Arguments]:
+    """Localizes N, C, HxW and group, which begin at argument `first`."""
+
+    def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
+        x = operands[0]
+        groups = scale(call.args[first + 3], x[1], call.operands[0][1])
+        values = (x[0], x[1], product(x[2:]), groups)
+        names = ("N", "C", "HxW", "group")
+        return replace_arguments(call, *((first + i, names[i], value) for i, value in enumerate(values)))
+
+    return localize
+
+
+# ---- batch_norm: channels are free; the batch is whole where its statistics are taken
+
+
+def _batch_norm(training: int | None, *, updates: bool = False, grad: bool = False) -> Callable[[OpCall], OpRule]:
+    """`training`: the position of that flag, None where it is known to be off; `updates`: it gives new running
+    statistics, which are not a sum over the batch even where they are the old ones."""
+
+    def ruling(call: OpCall) -> OpRule:
+        rank = len(call.operands[0])
+        x = (("n",), ("c",), *((f"s{dim}",) for dim in range(rank - 2)))
+        on = updates or (training is not None and bool(call.args[training]))
+
+        def spell(shape: Shape) -> Dims:
+            if len(shape) != 1:
+                return x
+            return ((),) if shape == (0,) else (("c",),)  # statistics that were not taken are empty
+
+        return apply_dims(
+            call,
+            [spell(shape) for shape in call.operands],
+            [spell(shape) for shape in call.results],
+            whole=frozenset(name for (name,) in x if name != "c") if on else frozenset(),
+            linear=_GRAD if grad else (),
+        )
+
+    return ruling
+
+
+TABLE = {
+    **table("layer_norm native_layer_norm rms_norm _fused_rms_norm", Row(_layer_norm)),
+    **table("native_layer_norm_backward", Row(_layer_norm_backward)),
+    **table("group_norm", Row(_group_norm, _local_groups)),
+    **table("native_group_norm", Row(_native_group_norm, _local_group_sizes(3))),
+    **table("native_group_norm_backward", Row(_group_norm_backward, _local_group_sizes(5))),
+    **table("batch_norm", Row(_batch_norm(5))),
+    **table("_native_batch_norm_legit_functional", Row(_batch_norm(5, updates=True))),
+    **table("_native_batch_norm_legit.no_stats", Row(_batch_norm(3))),
+    **table("_native_batch_norm_legit_no_training", Row(_batch_norm(None))),
+    **table("native_batch_norm_backward", Row(_batch_norm(7, grad=True))),
+}

@@ -1,0 +1,226 @@
+"""Rows of operators that cut a dim into pieces, join pieces into a dim, or pad one: slice, split, select, cat, pad."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..factors import Dims, OpCall, OpRule, apply_dims, linear_sets, opaque
+from ..shapes import Shape, Size, common_divisor, quotient, same, tidy
+from .row import (
+    Arguments,
+    Row,
+    along,
+    dim_argument,
+    normal_dim,
+    plain_dims,
+    replace_arguments,
+    result_shape,
+    scale,
+    table,
+)
+
+
+def _ruled(call: OpCall, tensors: Sequence[Dims], whole: set[str], sizes: dict[str, Size]) -> OpRule:
+    """The rule of operands then results; these operators are linear in all their operands together."""
+    count = len(call.operands)
+    linear = [frozenset(range(count))]
+    return apply_dims(call, tensors[:count], tensors[count:], whole=frozenset(whole), linear=linear, sizes=sizes)
+
+
+def _along(shape: Shape, dim: int, names: tuple[str, ...]) -> Dims:
+    return tuple(names if i == dim else (f"d{i}",) for i in range(len(shape)))
+
+
+def _cut(call: OpCall, dim: int, offset: Size = 0) -> OpRule:
+    """The rule of tensors alike but for their sizes along `dim`.
+
+    With p the greatest common piece of all these sizes and the offset, each such dim is (D / p, p): which pieces a
+    tensor holds is whole, while the pieces may be split, all in the same way.
+    """
+    tensors = (*call.operands, *call.results)
+    if any(len(shape) != len(tensors[0]) for shape in tensors):  # cat skips empty tensors of one dim
+        return opaque(call)
+    piece = common_divisor([*(shape[dim] for shape in tensors), offset])
+    sizes = {"p": piece}
+    for index, shape in enumerate(tensors):
+        count = quotient(shape[dim], piece)
+        if not count:  # an empty tensor
+            return opaque(call)
+        sizes[f"c{index}"] = count
+    names = [_along(shape, dim, (f"c{index}", "p")) for index, shape in enumerate(tensors)]
+    return _ruled(call, names, sizes.keys() - {"p"}, sizes)
+
+
+# ---- slice and its relatives: one tensor is the long one, another the short one
+
+
+def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> Row:
+    """`first`: the position of the argument `dim`, before start, end and step; `long` and `short` count the tensors,
+    operands then results; `sizes`: the argument before `dim` spells the result's shape."""
+
+    def read(call: OpCall) -> tuple[int, Size, int, Size, Size]:
+        tensors = (*call.operands, *call.results)
+        dim = normal_dim(call.argument(first, "dim", 0), len(tensors[long]))
+        size, taken = tensors[long][dim], tensors[short][dim]
+        start: Size = call.argument(first + 1, "start") or 0
+        if isinstance(start, int) and start < 0:
+            start = tidy(size + start)
+        if isinstance(start, int) and isinstance(size, int):
+            start = min(max(start, 0), size)
+        return dim, start, int(call.argument(first + 3, "step", 1)), size, taken
+
+    def ruling(call: OpCall) -> OpRule:
+        dim, start, step, size, taken = read(call)
+        if step == 1:
+            return _cut(call, dim, start)
+        tensors = (*call.operands, *call.results)
+        count = quotient(size, step)
+        # one of every `step` elements: (n, step) -> (n)
+        regular = count is not None and isinstance(start, int) and start < step and same(count, taken)
+        names = [
+            _along(shape, dim, ("short",) if index == short else ("short", "step") if regular else ("long",))
+            for index, shape in enumerate(tensors)
+        ]
+        if regular:
+            return _ruled(call, names, {"step"}, {"short": taken, "step": step})
+        return _ruled(call, names, {"short", "long"}, {"short": taken, "long": size})
+
+    def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
+        tensors = (*operands, *results)
+        dim, start, step, size, _ = read(call)
+        held, taken = tensors[long][dim], tensors[short][dim]
+        begin = scale(start, held, size) if step == 1 else start
+        end = begin if taken == 0 else tidy(begin + (taken - 1) * step + 1)
+        changes: list[tuple[int, str, Any]] = [
+            (first, "dim", dim),
+            (first + 1, "start", begin),
+            (first + 2, "end", end),
+        ]
+        if sizes:
+            changes.insert(0, (first - 1, "input_sizes", list(results[0])))
+        return replace_arguments(call, *changes)
+
+    return Row(ruling, localize)
+
+
+# ---- split and cat
+
+
+def _split_row(localize: Callable[[tuple[Shape, ...], int], Any] | None, name: str) -> Row:
+    """`split(x, how, dim)`; `localize(local results, dim)` is the local `how`, None leaves it."""
+
+    def dim_of(call: OpCall) -> int:
+        return normal_dim(call.argument(2, "dim", 0), len(call.operands[0]))
+
+    def local(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
+        return (
+            replace_arguments(call, (1, name, localize(results, dim_of(call)))) if localize else replace_arguments(call)
+        )
+
+    return Row(lambda call: _cut(call, dim_of(call)), local)
+
+
+def _first_size(results: tuple[Shape, ...], dim: int) -> Size:
+    return results[0][dim]
+
+
+def _all_sizes(results: tuple[Shape, ...], dim: int) -> list[Size]:
+    return [shape[dim] for shape in results]
+
+
+def _cat(call: OpCall) -> OpRule:
+    return _cut(call, normal_dim(call.argument(1, "dim", 0), len(call.results[0])))
+
+
+def _halves(position: int, halved: str, *, linear: str = "") -> Callable[[OpCall], OpRule]:
+    """The dim at `position` is (2, half) in the tensors marked "2" in `halved`, operands then results, else (half)."""
+
+    def ruling(call: OpCall) -> OpRule:
+        tensors = (*call.operands, *call.results)
+        dim = normal_dim(call.argument(position, "dim", -1), len(tensors[0]))
+        names = [
+            _along(shape, dim, ("two", "half") if mark == "2" else ("half",))
+            for mark, shape in zip(halved, tensors, strict=True)
+        ]
+        count = len(call.operands)
+        sets = linear_sets(linear)
+        return apply_dims(call, names[:count], names[count:], whole=frozenset({"two"}), linear=sets, sizes={"two": 2})
+
+    return ruling
+
+
+# ---- operators between tensors that have a dim and tensors that lack it
+
+
+def _lacking(position: int, default: int | None = None) -> Callable[[OpCall], OpRule]:
+    """The dim at `position`, counted in the tensors that have it, is whole."""
+
+    def ruling(call: OpCall) -> OpRule:
+        tensors = (*call.operands, *call.results)
+        rank = max(len(shape) for shape in tensors)
+        dim = normal_dim(call.argument(position, "dim", default), rank)
+        having = _along((1,) * rank, dim, ("whole",))
+        lacking = having[:dim] + having[dim + 1 :]
+        return _ruled(call, [having if len(shape) == rank else lacking for shape in tensors], {"whole"}, {})
+
+    return ruling
+
+
+# ---- pads and reorderings
+
+
+def _pad(call: OpCall) -> OpRule:
+    """Padded dims are whole; linear unless it pads with a constant other than 0."""
+    rank, pads = len(call.operands[0]), list(call.args[1])
+    padded = {rank - 1 - i for i in range(len(pads) // 2) if pads[2 * i] != 0 or pads[2 * i + 1] != 0}
+    mode, value = "constant", call.argument(2, "value", 0)
+    if call.op == "aten.pad.default":
+        mode, value = call.argument(2, "mode", "constant"), call.argument(3, "value")
+    operand, result = (
+        tuple((f"{name}{dim}" if dim in padded else f"d{dim}",) for dim in range(rank)) for name in ("x", "y")
+    )
+    whole = frozenset(f"{name}{dim}" for name in ("x", "y") for dim in padded)
+    linear = [frozenset({0})] if mode != "constant" or not value else []
+    return apply_dims(call, [operand], [result], whole=whole, linear=linear)
+
+
+def _unfold(call: OpCall) -> OpRule:
+    """`unfold(x, dim, size, step)`: windows of the dim, their elements last."""
+    rank = len(call.operands[0])
+    dim = normal_dim(call.args[1], rank)
+    result = (*_along(call.operands[0], dim, ("windows",)), ("size",))
+    return _ruled(call, [_along(call.operands[0], dim, ("whole",)), result], {"whole", "windows", "size"}, {})
+
+
+def _diagonal(call: OpCall) -> OpRule:
+    rank = len(call.operands[0])
+    dims = [normal_dim(call.argument(i, f"dim{i - 1}", default), rank) for i, default in ((2, 0), (3, 1))]
+    rest = tuple(names for dim, names in enumerate(plain_dims(rank)) if dim not in dims)
+    return _ruled(call, [plain_dims(rank), (*rest, ("diagonal",))], {"diagonal", *(f"d{dim}" for dim in dims)}, {})
+
+
+def _last_two(call: OpCall, rank: int) -> frozenset[int]:
+    return frozenset({rank - 2, rank - 1})
+
+
+TABLE = {
+    **table("slice.Tensor", _slice_row(1, long=0, short=1)),
+    **table("slice_backward", _slice_row(2, long=1, short=0, sizes=True)),
+    **table("slice_scatter", _slice_row(2, long=0, short=1)),
+    **table("split.Tensor unsafe_split.Tensor", _split_row(_first_size, "split_size")),
+    **table("split.sizes", _split_row(_all_sizes, "split_size")),
+    **table("split_with_sizes unsafe_split_with_sizes", _split_row(_all_sizes, "split_sizes")),
+    **table("chunk", _split_row(None, "chunks")),
+    **table("cat", Row(_cat)),
+    **table("glu", Row(_halves(1, "21"))),
+    **table("glu_backward", Row(_halves(2, "122", linear="0"))),
+    **table("select.int", Row(_lacking(1))),
+    **table("select_backward", Row(_lacking(2), result_shape(1, "input_sizes"))),
+    **table("select_scatter", Row(_lacking(2))),
+    **table("unbind.int stack", Row(_lacking(1, 0))),
+    **table("constant_pad_nd pad", Row(_pad)),
+    **table("unfold", Row(_unfold)),
+    **table("diagonal", Row(_diagonal)),
+    **table("flip", Row(along(dim_argument(1, "dims"), linear="0"))),
+    **table("roll", Row(along(dim_argument(2, "dims", None), linear="0"))),
+    **table("tril triu", Row(along(_last_two, linear="0"))),
+}

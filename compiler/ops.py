@@ -1,0 +1,160 @@
+"""parc's own operators: attention, counter-based randomness, sharded lookups and losses, and typed conversions.
+
+They exist where aten's operator would bake in a device, a rank's random state or whole logits. Each has a shape-only
+kernel for tracing and its gradient; ``kernels.py`` computes them, since some need to know which rank computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .placement import dual, parse_kind
+
+LIBRARY = torch.library.Library("parc", "FRAGMENT")
+
+_SCHEMAS = (
+    # attention over [b, h, s, d]; the key/value heads may be fewer than the query heads; lse is [b, h, s]; weights are
+    # dropped with probability p by the stream of `key`
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, bool causal, float? scale, float p) "
+    "-> (Tensor, Tensor)",
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, Tensor out, Tensor lse, "
+    "bool causal, float? scale, float p) -> (Tensor, Tensor, Tensor)",
+    # randomness: a stream's key from the step and microbatch in `rng`; a mask of 0 and 1/(1-p)
+    "stream_key(Tensor rng, str name, int seed) -> Tensor",
+    "dropout_mask(Tensor key, SymInt[] size, float p, ScalarType dtype) -> Tensor",
+    # start + step * global index
+    "iota(SymInt size, int start, int step, ScalarType dtype) -> Tensor",
+    # rows of a table of which a rank holds some: zeros for the others
+    "lookup(Tensor table, Tensor index) -> Tensor",
+    "lookup_backward(Tensor grad, Tensor index, SymInt rows) -> Tensor",
+    # negative log-likelihood of each target, 0 where it is ignored: whole, and in parts over a split vocabulary
+    "token_loss(Tensor logits, Tensor targets, int ignore) -> Tensor",
+    "row_max(Tensor logits, str axes) -> Tensor",
+    "loss_parts(Tensor logits, Tensor peak, Tensor targets) -> Tensor",
+    "loss_parts_backward(Tensor grad, Tensor logits, Tensor peak, Tensor targets) -> Tensor",
+    # the sum of the squares of all elements
+    "square_sum(Tensor x) -> Tensor",
+    # a typed conversion such as P -> I over "dp,tp", on the global shape; a collective when programs are emitted
+    "convert(Tensor x, str axes, str source, str result) -> Tensor",
+)
+for _schema in _SCHEMAS:
+    LIBRARY.define(_schema)
+OPS: Any = torch.ops.parc
+
+def _fake(name: str) -> Any:
+    return torch.library.register_fake(f"parc::{name}", lib=LIBRARY)
+
+
+@_fake("attention")
+def _(q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: float | None, p: float) -> Any:
+    lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
+
+
+@_fake("attention_backward")
+def _(grad: Any, q: Any, k: Any, v: Any, mask: Any, key: Any, out: Any, lse: Any, causal: bool, scale: Any, p: float) -> Any:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+@_fake("stream_key")
+def _(rng: Any, name: str, seed: int) -> Any:
+    return rng.new_empty((), dtype=torch.int64)
+
+
+@_fake("dropout_mask")
+def _(key: Any, size: Any, p: float, dtype: torch.dtype) -> Any:
+    return key.new_empty(size, dtype=dtype)
+
+
+@_fake("iota")
+def _(size: Any, start: int, step: int, dtype: torch.dtype) -> Any:
+    return torch.empty(size, dtype=dtype)
+
+
+@_fake("lookup")
+def _(table: Any, index: Any) -> Any:
+    return table.new_empty(*index.shape, table.shape[-1])
+
+
+@_fake("lookup_backward")
+def _(grad: Any, index: Any, rows: Any) -> Any:
+    return grad.new_empty(rows, grad.shape[-1])
+
+
+@_fake("token_loss")
+def _(logits: Any, targets: Any, ignore: int) -> Any:
+    return logits.new_empty(targets.shape)
+
+
+@_fake("row_max")
+def _(logits: Any, axes: str) -> Any:
+    return logits.new_empty(*logits.shape[:-1], 1)
+
+
+@_fake("loss_parts")
+def _(logits: Any, peak: Any, targets: Any) -> Any:
+    return logits.new_empty(2, *targets.shape)
+
+
+@_fake("loss_parts_backward")
+def _(grad: Any, logits: Any, peak: Any, targets: Any) -> Any:
+    return logits.new_empty(logits.shape)
+
+
+@_fake("square_sum")
+def _(x: Any) -> Any:
+    return x.new_empty(())
+
+
+@_fake("convert")
+def _(x: Any, axes: str, source: str, result: str) -> Any:
+    return x.new_empty(x.shape)
+
+
+def _gradient(name: str, backward: Any, setup: Any) -> None:
+    torch.library.register_autograd(f"parc::{name}", backward, setup_context=setup, lib=LIBRARY)
+
+
+def _attention_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, mask, key, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, mask, key, *output)
+
+
+def _attention_backward(ctx: Any, grad: Any, _: Any) -> Any:
+    gradients = OPS.attention_backward.default(grad, *ctx.saved_tensors, *ctx.options)
+    return *gradients, None, None, None, None, None
+
+
+def _lookup_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.rows = inputs[0].shape[0]
+    ctx.save_for_backward(inputs[1])
+
+
+def _lookup_backward(ctx: Any, grad: Any) -> Any:
+    return OPS.lookup_backward.default(grad, ctx.saved_tensors[0], ctx.rows), None
+
+
+def _loss_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _loss_backward(ctx: Any, grad: Any) -> Any:
+    return OPS.loss_parts_backward.default(grad, *ctx.saved_tensors), None, None
+
+
+def _convert_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.axes, ctx.source, ctx.result = inputs
+
+
+def _convert_backward(ctx: Any, grad: Any) -> Any:
+    """The dual conversion: source and result change places, R and P swap."""
+    source, result = (str(dual(parse_kind(text))) for text in (ctx.result, ctx.source))
+    return OPS.convert.default(grad, ctx.axes, source, result), None, None, None
+
+
+_gradient("attention", _attention_backward, _attention_setup)
+_gradient("lookup", _lookup_backward, _lookup_setup)
+_gradient("loss_parts", _loss_backward, _loss_setup)
+_gradient("convert", _convert_backward, _convert_setup)

@@ -1,0 +1,307 @@
+"""Where a tensor lives: one type per mesh axis, its text form, and the arithmetic between global and local shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .mesh import Mesh
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """``S(dim, outer)``: see the dim as ``(outer, D / outer)`` and split the second part over the axis.
+
+    ``outer`` counts *global* entries, so the types of different axes do not depend on each other; of two axes on one
+    dim the minor one has ``outer`` = the size of the major one. Fused rows ``(3 h d)`` have ``outer`` = 3.
+    """
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer})"
+
+
+AxisType = Literal["R", "I", "P"] | Split
+"""``R`` same value, used by each rank for its own part; ``I`` same value, used alike by all; ``P`` true value is the
+sum over the ranks; ``Split``. Gradients have the dual types: R and P swap, I and Split stay."""
+
+
+def parse_kind(text: str) -> AxisType:
+    """The inverse of ``str`` on an axis type."""
+    if text in ("R", "I", "P"):
+        return text  # type: ignore[return-value]
+    return Split(*(int(word) for word in text[2:-1].split(",")))
+
+
+def dual(kind: AxisType) -> AxisType:
+    """The type of a gradient whose value has type ``kind``."""
+    return {"R": "P", "P": "R"}.get(kind, kind) if isinstance(kind, str) else kind  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One type per mesh axis, in mesh order."""
+
+    types: tuple[tuple[str, AxisType], ...]
+
+    @classmethod
+    def whole(cls, mesh: Mesh, kind: AxisType = "I") -> Placement:
+        """The same type on every axis."""
+        return cls(tuple((axis, kind) for axis in mesh.names))
+
+    @classmethod
+    def of(cls, mesh: Mesh, types: Mapping[str, AxisType]) -> Placement:
+        """``types`` on the axes they name, ``I`` on the others."""
+        return cls(tuple((axis, types.get(axis, "I")) for axis in mesh.names))
+
+    def __getitem__(self, axis: str) -> AxisType:
+        for name, kind in self.types:
+            if name == axis:
+                return kind
+        raise KeyError(axis)
+
+    def items(self) -> tuple[tuple[str, AxisType], ...]:
+        """Pairs of axis and type, in mesh order."""
+        return self.types
+
+    def replace(self, changes: Mapping[str, AxisType]) -> Placement:
+        """The same placement with other types on some axes."""
+        return Placement(tuple((axis, changes.get(axis, kind)) for axis, kind in self.types))
+
+    def dual(self) -> Placement:
+        """The placement of this value's gradient."""
+        return Placement(tuple((axis, dual(kind)) for axis, kind in self.types))
+
+    def data(self) -> Placement:
+        """What the bytes say: ``R`` and ``I`` hold the same value, so both read ``I``."""
+        return Placement(tuple((axis, "I" if kind == "R" else kind) for axis, kind in self.types))
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """Axes over which the value is still to be summed."""
+        return tuple(axis for axis, kind in self.types if kind == "P")
+
+    def splits(self, dim: int) -> list[tuple[int, str]]:
+        """``(outer, axis)`` of every axis on ``dim``, major first."""
+        return sorted((kind.outer, axis) for axis, kind in self.types if isinstance(kind, Split) and kind.dim == dim)
+
+    def split_axes(self) -> tuple[str, ...]:
+        """Axes that split some dim, in mesh order."""
+        return tuple(axis for axis, kind in self.types if isinstance(kind, Split))
+
+
+def parts(placement: Placement, mesh: Mesh, dim: int) -> int:
+    """Into how many pieces ``dim`` is cut."""
+    total = 1
+    for _, axis in placement.splits(dim):
+        total *= mesh.size(axis)
+    return total
+
+
+def local_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape:
+    """Shape of one rank's piece of a tensor of global ``shape``.
+
+    Raises:
+        ValueError: a dim does not divide.
+    """
+    result = []
+    for dim, size in enumerate(shape):
+        count = parts(placement, mesh, dim)
+        if size % count:
+            raise ValueError(f"dim {dim} of {list(shape)} does not divide by {count}")
+        result.append(size // count)
+    return tuple(result)
+
+
+def global_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape:
+    """Shape of the whole tensor of which every rank holds a piece of ``shape``."""
+    return tuple(size * parts(placement, mesh, dim) for dim, size in enumerate(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One stretch of a dim, major to minor: ``size`` entries, on an axis or (``axis`` None) kept by the rank."""
+
+    size: int
+    axis: str | None
+
+
+def atoms(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> tuple[Atom, ...]:
+    """A dim of ``size`` global entries as stretches whose product is ``size``.
+
+    Raises:
+        ValueError: the splits do not nest, or do not divide the dim.
+    """
+    result: list[Atom] = []
+    position = 1
+    for outer, axis in splits:
+        if outer % position:
+            raise ValueError(f"a split at {outer} falls inside another that ends at {position}")
+        if outer != position:
+            result.append(Atom(outer // position, None))
+        result.append(Atom(mesh.size(axis), axis))
+        position = outer * mesh.size(axis)
+    if size % position:
+        raise ValueError(f"{size} does not divide by {position}")
+    if size != position or not result:
+        result.append(Atom(size // position, None))
+    return tuple(result)
+
+
+def local_outer(placement: Placement, mesh: Mesh, axis: str) -> int:
+    """How many entries a rank holds before the split of ``axis``: its ``outer`` less the axes major to it."""
+    kind = placement[axis]
+    assert isinstance(kind, Split)
+    outer = kind.outer
+    for other, name in placement.splits(kind.dim):
+        if other < kind.outer and name != axis:
+            outer //= mesh.size(name)
+    return outer
+
+
+def take(tensor: torch.Tensor, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int]) -> torch.Tensor:
+    """The piece of a whole tensor that the rank at ``coordinates`` holds (a copy)."""
+    for dim in range(tensor.dim()):
+        splits = placement.splits(dim)
+        if not splits:
+            continue
+        stretches = atoms(tensor.shape[dim], splits, mesh)
+        tensor = tensor.unflatten(dim, [atom.size for atom in stretches])
+        for offset, atom in reversed(list(enumerate(stretches))):
+            if atom.axis is not None:
+                tensor = tensor.select(dim + offset, coordinates[atom.axis])
+        kept = sum(atom.axis is None for atom in stretches)
+        tensor = tensor.flatten(dim, dim + kept - 1) if kept else tensor.unsqueeze(dim)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def assemble(pieces: Sequence[torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
+    """The whole tensor from every rank's piece (in rank order); partials are summed, replicas taken from rank 0 of
+    their axis."""
+    whole = pieces[0].new_zeros(global_shape(pieces[0].shape, placement, mesh))
+    index = torch.arange(whole.numel()).reshape(whole.shape)
+    skipped = [a for a, kind in placement.items() if not isinstance(kind, Split) and kind != "P"]
+    flat = whole.view(-1)
+    for rank, piece in enumerate(pieces):
+        coordinates = mesh.coordinates(rank)
+        if any(coordinates[axis] for axis in skipped):
+            continue
+        flat[take(index, placement, mesh, coordinates).reshape(-1)] += piece.reshape(-1)
+    return whole
+
+
+def dim_index(
+    size: int, dim: int, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device | None
+) -> torch.Tensor:
+    """Global coordinates (int64, one a local entry) of a rank's entries along ``dim`` of global ``size``."""
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    for atom in atoms(size, placement.splits(dim), mesh):
+        if atom.axis is None:
+            steps = torch.arange(atom.size, dtype=torch.int64, device=device)
+            index = (index[:, None] * atom.size + steps).reshape(-1)
+        else:
+            index = index * atom.size + coordinates[atom.axis]
+    return index
+
+
+def flat_index(
+    shape: Sequence[int], placement: Placement, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device | None
+) -> torch.Tensor:
+    """Row-major *global* element numbers of a rank's piece, in the piece's own shape."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, size in enumerate(shape):
+        index = index[..., None] * size + dim_index(size, dim, placement, mesh, coordinates, device)
+    return index
+
+
+_DTYPES = {
+    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
+    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """What a value is: dtype, global shape and placement. Its text is ``f32[8/dp, 64, (3 128/tp)] +tp``: global
+    sizes, each with the axes that split it, then the axes over which it is still to be summed."""
+
+    dtype: torch.dtype
+    shape: Shape
+    placement: Placement
+
+    def local(self, mesh: Mesh) -> Shape:
+        """Shape of one rank's piece."""
+        return local_shape(self.shape, self.placement, mesh)
+
+    def text(self, mesh: Mesh) -> str:
+        """The one notation of programs, reports and errors."""
+        dims = ", ".join(_dim_text(size, self.placement.splits(dim), mesh) for dim, size in enumerate(self.shape))
+        sums = "".join(f" +{axis}" for axis in self.placement.partial)
+        return f"{_NAMES[self.dtype]}[{dims}]{sums}"
+
+
+def _dim_text(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> str:
+    """``8``, ``8/dp``, ``8/dp/tp``, ``(3 128/tp)``: each sub-dim's size with the axes that split it, major first."""
+    pieces: list[tuple[int, list[str]]] = []
+    start, end = 1, 1
+    axes: list[str] = []
+    for outer, axis in splits:
+        if outer != end:
+            pieces.append((outer // start, axes))
+            start, axes = outer, []
+        axes.append(axis)
+        end = outer * mesh.size(axis)
+    pieces.append((size // start, axes))
+    words = ["/".join([str(count), *names]) for count, names in pieces]
+    return words[0] if len(words) == 1 else f"({' '.join(words)})"
+
+
+_TYPE = re.compile(r"(\w+)\[([^\]]*)\]((?: \+\w+)*)")
+
+
+def parse_type(text: str, mesh: Mesh) -> TensorType:
+    """The inverse of ``TensorType.text``.
+
+    Raises:
+        ValueError: not such a text, an unknown dtype or axis, or an axis named twice.
+    """
+    match = _TYPE.fullmatch(text)
+    if match is None or match[1] not in _DTYPES:
+        raise ValueError(f"`{text}` is not a type such as `f32[8/dp, 64]`")
+    types: dict[str, AxisType] = {}
+    shape: list[int] = []
+    for dim, entry in enumerate(match[2].split(", ") if match[2] else []):
+        size = 1
+        for word in entry.strip("()").split(" "):
+            count, *axes = word.split("/")
+            outer = size
+            for axis in axes:
+                _claim(types, axis, Split(dim, outer), mesh, text)
+                outer *= mesh.size(axis)
+            size *= int(count)
+        shape.append(size)
+    for axis in match[3].split():
+        _claim(types, axis[1:], "P", mesh, text)
+    return TensorType(_DTYPES[match[1]], tuple(shape), Placement.of(mesh, types))
+
+
+def _claim(types: dict[str, AxisType], axis: str, kind: AxisType, mesh: Mesh, text: str) -> None:
+    if axis not in mesh.names:
+        raise ValueError(f"`{text}` names `{axis}`, which is no axis of the mesh")
+    if axis in types:
+        raise ValueError(f"`{text}` names `{axis}` twice")
+    types[axis] = kind
+
+
+def same_bytes(first: Iterable[Placement], second: Iterable[Placement]) -> bool:
+    """Whether two lists of placements hold the same data."""
+    return [placement.data() for placement in first] == [placement.data() for placement in second]

@@ -1,0 +1,196 @@
+"""A plan read and checked as far as it can be without its model: ``read_plan`` and the typed, frozen ``Plan``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..grammar.codes_language import MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
+from ..grammar.diagnostics import Diagnostic, Label, PlanError
+from ..grammar.format import format_statements
+from ..grammar.nearest import did_you_mean, listed
+from ..grammar.parse import parse
+from ..grammar.source import Source, Span
+from ..grammar.substitute import LET, substitute
+from ..grammar.syntax import Statement
+from ..grammar.usage import parse_usage
+from .constraints import Constraint
+from .directive import D, Directive, Scope, check_unique
+from .directives import directive, verbs
+from .directives.column import Column
+from .directives.data import Data
+from .directives.input import Input
+from .directives.loss import Loss
+from .directives.mesh import MeshLine
+from .directives.model import Model
+from .directives.optimizer import Optimizer
+from .directives.precision import Precision
+from .directives.replicate import Replicate
+from .directives.row import Row
+from .directives.schedule import Schedule
+from .directives.seed import Seed as SeedLine
+from .directives.shard import Shard
+from .directives.sizes import SizeRange, Sizes
+from .directives.steps import Steps
+from .directives.verify import Verify
+from .directives.vocab import Vocab
+from .mesh import Mesh
+
+REQUIRED: dict[str, str] = {
+    "model": 'model "./model.py:Model" (width=64)',
+    "input": "input tokens int64 [B, S]",
+    "loss": "loss cross_entropy(output, targets)",
+    "optimizer": "optimizer adamw lr 3e-4",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a plan says, with its defaults; ``statements`` are without ``$name`` and without ``let``."""
+
+    source: Source
+    statements: tuple[Statement, ...]
+    defines: tuple[tuple[str, str], ...]
+    model: Model
+    verify: Verify | None
+    inputs: tuple[Input, ...]
+    sizes: dict[str, SizeRange]
+    loss: Loss
+    data: Data | None
+    optimizer: Optimizer
+    seed: int
+    steps: int | None
+    mesh: Mesh
+    microbatches: int
+    precision: str
+    placements: tuple[Constraint, ...]
+    mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
+    warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
+
+    def text(self) -> str:
+        """The plan as built: every ``$name`` replaced, in canonical form."""
+        return format_statements(self.statements)
+
+
+def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = None) -> Plan:
+    """Reads a plan, given as a file or as a text, with the values of ``-D name=value``.
+
+    Raises:
+        PlanError: with every error that can be found without the model.
+    """
+    source = plan if isinstance(plan, Source) else _read_source(Path(plan))
+    defines = dict(defines or {})
+    statements, diagnostics = parse(source)
+    replaced = substitute(statements, defines)
+    directives, errors = _read_directives(replaced.statements)
+    broken = _broken(source, directives)
+    found = [*diagnostics, *replaced.diagnostics, *errors, *_check(directives, source, broken)]
+    found.sort(key=_position)
+    if any(diagnostic.is_error for diagnostic in found):
+        raise PlanError(found)
+    kept = tuple(statement for statement in replaced.statements if statement.verb.text != LET)
+    return _assemble(source, kept, defines, directives, tuple(found))
+
+
+def _read_source(path: Path) -> Source:
+    try:
+        return Source(path.name, path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
+        message = f"`{path}` cannot be read: {reason[:1].lower()}{reason[1:]}"
+        raise PlanError([Diagnostic(UNREADABLE, message, help="name a plan file, as `gpt.parc`")]) from error
+
+
+def _read_directives(statements: Sequence[Statement]) -> tuple[tuple[Directive, ...], tuple[Diagnostic, ...]]:
+    """The directives of every statement that matches its verb's usage, and errors for the others."""
+    directives: list[Directive] = []
+    errors: list[Diagnostic] = []
+    for statement in statements:
+        verb = statement.verb
+        if verb.text not in verbs():
+            help_ = did_you_mean(verb.text, verbs(), f"verbs are {listed(verbs())}")
+            errors.append(Diagnostic(UNKNOWN_VERB, f"unknown verb `{verb.text}`", Label(verb.span), help=help_))
+            continue
+        kind = directive(verb.text)
+        arguments, found = parse_usage(kind.USAGE).match(statement)
+        errors.extend(found)
+        if arguments is not None:
+            directives.append(kind.read(arguments))
+    return tuple(directives), tuple(errors)
+
+
+def _broken(source: Source, directives: Sequence[Directive]) -> frozenset[str]:
+    """Verbs with a line that could not be read: what such a line would have said must not be reported missing."""
+    lines = [match[1] for line in source.text.split("\n") if (match := re.match(r"\s*(\w+)", line))]
+    read = [found.arguments.statement.verb.text for found in directives]
+    return frozenset(verb for verb in lines if lines.count(verb) > read.count(verb))
+
+
+def _check(directives: tuple[Directive, ...], source: Source, broken: frozenset[str]) -> Iterator[Diagnostic]:
+    first: dict[type[Directive], Directive] = {}
+    meshes = [found.mesh for found in directives if isinstance(found, MeshLine)]
+    scope = Scope(directives, meshes[0] if meshes else Mesh(), broken)
+    for found in directives:
+        if found.ONCE and type(found) in first:
+            verb = found.arguments.statement.verb
+            related = (Label(first[type(found)].span, "given here first"),)
+            message = f"a plan has one `{verb.text}` line"
+            yield Diagnostic(REPEATED, message, Label(verb.span), related, help="remove one of them")
+        first.setdefault(type(found), found)
+        yield from found.check(scope)
+    names = [found.arguments.words("name")[0] for found in scope.all(Input)]
+    yield from check_unique(tuple(names), "input")
+    present = {found.arguments.statement.verb.text for found in directives} | broken
+    for required, example in REQUIRED.items():
+        if required not in present:
+            message = f"`{source.name}` has no `{required}` line"
+            yield Diagnostic(MISSING_STATEMENT, message, help=f"add a line: `{example}`")
+
+
+def _position(diagnostic: Diagnostic) -> tuple[bool, int]:
+    """In the order of the plan's lines; what has no place in it (a missing statement, a ``-D``) last."""
+    primary = diagnostic.primary
+    inside = primary is not None and not primary.span.source.name.startswith("-D ")
+    return not inside, primary.span.start if primary is not None else 0
+
+
+def _assemble(
+    source: Source,
+    statements: tuple[Statement, ...],
+    defines: Mapping[str, str],
+    directives: tuple[Directive, ...],
+    warnings: tuple[Diagnostic, ...],
+) -> Plan:
+    scope = Scope(directives, Mesh(), frozenset())
+
+    def one(kind: type[D]) -> D | None:
+        return next(iter(scope.all(kind)), None)
+
+    model, loss, optimizer = one(Model), one(Loss), one(Optimizer)
+    assert model is not None and loss is not None and optimizer is not None  # REQUIRED was checked
+    mesh, sizes, seed, steps = one(MeshLine), one(Sizes), one(SeedLine), one(Steps)
+    schedule, precision = one(Schedule), one(Precision)
+    placed = (found for found in directives if isinstance(found, Shard | Replicate | Column | Row | Vocab))
+    axes = mesh.arguments.bindings("name") if mesh is not None else ()
+    return Plan(
+        source=source,
+        statements=statements,
+        defines=tuple(defines.items()),
+        model=model,
+        verify=one(Verify),
+        inputs=scope.all(Input),
+        sizes=dict(sizes.ranges) if sizes is not None else {},
+        loss=loss,
+        data=one(Data),
+        optimizer=optimizer,
+        seed=seed.value if seed is not None else 0,
+        steps=steps.value if steps is not None else None,
+        mesh=mesh.mesh if mesh is not None else Mesh(),
+        microbatches=schedule.microbatches if schedule is not None else 1,
+        precision=precision.type if precision is not None else "fp32",
+        placements=tuple(found.constraint for found in placed),
+        mesh_spans={binding.name.text: binding.span for binding in axes},
+        warnings=warnings,
+    )

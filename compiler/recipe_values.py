@@ -1,0 +1,171 @@
+"""How recorded tensors get their values: a graph of draws, constants and operators, evaluated at chosen elements only.
+
+A *node* gives the elements of one storage by flat index; a *read* is a strided look at a node, as a tensor is at its
+storage. So views need no rules of their own, and writing through one is a node that asks two others.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 15  # elements evaluated at once: in the cache, and too few for torch to wake a second thread
+VECTOR = 128  # every evaluation is filled up to a multiple of this: see `Elementwise`
+
+
+class Replay:
+    """One evaluation: the seed of all draws, and what has been computed so far."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._wholes: dict[int, list[Tensor]] = {}
+        self._block: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def elements(self, read: Read, index: Tensor) -> Tensor:
+        """The elements of ``read`` at flat indices (int64, one dim, any number), evaluated block by block."""
+        out = torch.empty(index.numel(), dtype=read.dtype)
+        for start in range(0, index.numel(), BLOCK):
+            part = index[start : start + BLOCK]
+            self._block = {}
+            out[start : start + part.numel()] = self.any_number(read, part)
+        self._block = {}
+        return out
+
+    def read(self, read: Read, index: Tensor) -> Tensor:
+        """The elements of ``read`` at one block of flat indices."""
+        return self.at(read.node, index if read.is_whole else read.locate(index))
+
+    def at(self, node: Node, index: Tensor) -> Tensor:
+        """The elements of ``node`` at one block of storage indices; a second request is answered from memory."""
+        key = (id(node), id(index))
+        if key not in self._block:
+            self._block[key] = (index, node.at(index, self))
+        return self._block[key][1]
+
+    def whole(self, read: Read) -> Tensor:
+        """The whole tensor that ``read`` describes, contiguous."""
+        outer = self._block
+        flat = self.elements(read, torch.arange(math.prod(read.sizes)))
+        self._block = outer
+        return flat.reshape(read.sizes)
+
+    def once(self, owner: object, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """What ``compute`` returns for ``owner``, kept for as long as this evaluation lives."""
+        if id(owner) not in self._wholes:
+            self._wholes[id(owner)] = compute()
+        return self._wholes[id(owner)]
+
+    def any_number(self, read: Read, index: Tensor) -> Tensor:
+        """Like ``read`` for indices whose number is not a multiple of ``VECTOR``."""
+        return self.read(read, _fill_up(index))[: index.numel()]
+
+
+@dataclass(frozen=True, eq=False)
+class Node(ABC):
+    """The values of one storage: ``count`` elements of one dtype."""
+
+    count: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def at(self, index: Tensor, replay: Replay) -> Tensor:
+        """The elements at flat storage indices, of one dim."""
+
+    @abstractmethod
+    def sources(self) -> Iterator[Node]:
+        """The nodes that this one asks."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A tensor as a strided look at a node."""
+
+    node: Node
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.node.dtype
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether flat indices of the tensor are flat indices of the storage."""
+        return self.offset == 0 and math.prod(self.sizes) == self.node.count and is_contiguous(self.sizes, self.strides)
+
+    def locate(self, index: Tensor) -> Tensor:
+        """Flat indices of the tensor as flat indices of the storage."""
+        return _dot(index, self.sizes, self.strides, self.offset)
+
+    def expand(self, sizes: Sequence[int]) -> Read:
+        """This tensor broadcast to ``sizes``."""
+        missing = len(sizes) - len(self.sizes)
+        strides = [0] * missing + [
+            0 if mine == 1 and wanted != 1 else stride
+            for mine, wanted, stride in zip(self.sizes, sizes[missing:], self.strides, strict=True)
+        ]
+        return Read(self.node, tuple(sizes), tuple(strides), self.offset)
+
+
+def whole_of(node: Node) -> Read:
+    """A node as a tensor of one dim."""
+    return Read(node, (node.count,), (1,), 0)
+
+
+def reachable(node: Node) -> list[Node]:
+    """A node and all that it asks, directly or not, each once."""
+    seen: dict[int, Node] = {}
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        if id(one) not in seen:
+            seen[id(one)] = one
+            todo.extend(one.sources())
+    return list(seen.values())
+
+
+def is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether these strides are those of a dense tensor in C order; dims of size 1 do not count."""
+    expected = 1
+    for size, stride in reversed(list(zip(sizes, strides, strict=True))):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor in C order."""
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def cast(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to ``dtype``; to 16 bits by way of float32, as every device does it."""
+    if numbers.dtype == torch.float64 and dtype in (torch.bfloat16, torch.float16):
+        numbers = numbers.to(torch.float32)
+    return numbers.to(dtype)
+
+
+def _dot(index: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+    """The storage index of each flat index of a strided tensor."""
+    out = torch.full_like(index, offset)
+    for dim in reversed(range(len(sizes))):
+        if sizes[dim] > 1:
+            if strides[dim]:
+                out += torch.remainder(index, sizes[dim]) * strides[dim]
+            index = torch.div(index, sizes[dim], rounding_mode="floor")
+    return out
+
+
+def _fill_up(index: Tensor) -> Tensor:
+    """The indices, and the last one again up to a multiple of ``VECTOR``."""
+    missing = -index.numel() % VECTOR
+    return torch.cat([index, index[-1:].expand(missing)]) if missing else index

@@ -1,0 +1,160 @@
+"""Initial values of parameters and buffers as recipes: recorded once without allocating, computed for any elements."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from . import counter
+from .recipe_nodes import Draw, Result
+from .recipe_trace import RecipeError, Recorder, truncated_normals_by
+from .recipe_values import Read, Replay, reachable
+
+__all__ = ["Recipe", "RecipeError", "Recorded", "initialize", "record"]
+
+_PART = 1 << 22  # elements whose indices are made at once
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How to compute the initial value of one parameter or buffer, of global shape ``shape``, on a CPU.
+
+    Element i depends on the seed, on the parameter's name and on i alone, never on which other elements are asked for.
+    """
+
+    name: str  # the first of its names, when it is tied
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+    elementwise: bool  # False: some operator in it (a factorisation, a sort) is computed whole, then cut
+    read: Read
+
+    def elements(self, index: Tensor) -> Tensor:
+        """The elements at flat global indices (int64, any shape), in the shape of ``index``."""
+        with unset_fake_temporarily(), torch.no_grad():
+            flat = Replay(self.seed).elements(self.read, index.reshape(-1).to("cpu"))
+            return flat.reshape(index.shape)
+
+    def part(self, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The block of sizes ``shape`` at ``starts``, without holding the indices of all its elements."""
+        with unset_fake_temporarily(), torch.no_grad():
+            out = torch.empty(tuple(shape), dtype=self.dtype)
+            replay = Replay(self.seed)
+            rows = max(1, _PART // max(1, math.prod(shape[1:])))
+            for first in range(0, shape[0] if shape else 1, rows):
+                block = (min(rows, shape[0] - first), *shape[1:]) if shape else ()
+                begin = (starts[0] + first, *starts[1:]) if shape else ()
+                index = counter.element_index(self.shape, begin, block)
+                values = replay.elements(self.read, index.reshape(-1)).reshape(block)
+                (out[first : first + rows] if shape else out).copy_(values)
+            return out
+
+    def whole(self) -> Tensor:
+        """All elements, as a contiguous tensor."""
+        return self.part((0,) * len(self.shape), self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A module on fake tensors, and the recipe of everything in it that holds numbers."""
+
+    module: nn.Module
+    recipes: dict[str, Recipe]  # parameters and buffers by every name they have; tied ones share one recipe
+    attributes: dict[str, Recipe]  # tensors that are neither, kept as plain attributes of a module
+    mode: FakeTensorMode  # of the module's tensors: capture goes on under it
+    seed: int
+
+
+class _SharedMode(FakeTensorMode):
+    """A fake tensor's mode is copied with it by ``copy.deepcopy``, as layers often are: the copies stay in this one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensorMode:
+        return self
+
+
+def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
+    """Build a module on fake tensors, and record how each parameter and buffer gets its initial value.
+
+    ``build`` is called once; nothing of the size of a parameter is allocated. What it draws from torch's random numbers
+    is drawn from streams of ``seed`` instead, a stream for each random operator that a parameter's value comes from,
+    named by the parameter and counted within it, so changing one layer changes no other's values. Generators passed to
+    torch are not used. Numbers that the code makes by other means (Python's ``random``, numpy) are kept as they are:
+    they are the same on every rank only if ``build`` sees to it. Memory that is never written counts as zeros.
+
+    Raises:
+        RecipeError: the code reads memory as another dtype than it was written, or writes overlapping memory.
+    """
+    mode = _SharedMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    recorder = Recorder(mode, seed)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copy.deepcopy
+        with truncated_normals_by(recorder), mode, recorder:
+            module = build()
+    _make_fake(module, mode, recorder)
+    known: dict[tuple[int, ...], Recipe] = {}
+
+    def recipe_of(name: str, tensor: Tensor) -> Recipe:
+        where = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()), *tensor.shape, *tensor.stride())
+        if where not in known:
+            known[where] = _recipe(name, recorder.read(tensor), seed)
+        return known[where]
+
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    recipes = {name: recipe_of(name, tensor) for name, tensor in tensors}
+    attributes = {name: recipe_of(name, tensor) for name, tensor in _plain_tensors(module)}
+    return Recorded(module, recipes, attributes, mode, seed)
+
+
+def initialize(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The plain reference: a real module, as ``build`` makes it, whose tensors hold exactly the recipes' values."""
+    recorded = record(build, seed)
+    with torch.random.fork_rng(devices=[]):
+        module = build()
+    targets = {**dict(module.named_parameters()), **dict(module.named_buffers()), **dict(_plain_tensors(module))}
+    with torch.no_grad():
+        for name, tensor in targets.items():
+            recipe = recorded.recipes.get(name) or recorded.attributes[name]
+            value = recipe.whole()
+            # Expanded memory cannot be written; and a size may come from a random number.
+            if (0 in tensor.stride() and tensor.numel() > 1) or tensor.shape != value.shape:
+                tensor.data = value.to(tensor.device)
+            else:
+                tensor.copy_(value)
+    return module
+
+
+def _recipe(name: str, read: Read, seed: int) -> Recipe:
+    """A recipe whose draws, where no earlier tensor owns them, are given streams of this name."""
+    nodes = reachable(read.node)
+    mine = sorted((node for node in nodes if isinstance(node, Draw) and not node.stream), key=lambda draw: draw.order)
+    for ordinal, draw in enumerate(mine):
+        draw.stream.append(f"init:{name}:{ordinal}")
+    elementwise = not any(isinstance(node, Result) for node in nodes)
+    return Recipe(name, read.sizes, read.dtype, seed, elementwise, read)
+
+
+def _make_fake(module: nn.Module, mode: FakeTensorMode, recorder: Recorder) -> None:
+    """Replace what was made from real numbers without an operator, such as ``Parameter(torch.from_numpy(…))``."""
+    for child in module.modules():
+        for table in (child._parameters, child._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and not isinstance(tensor, FakeTensor):
+                    fake: Any = mode.from_tensor(tensor, static_shapes=True)
+                    recorder.adopt(fake, tensor)
+                    table[name] = fake
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are attributes of a module without being parameters or buffers of it."""
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                yield f"{path}.{name}".lstrip("."), value

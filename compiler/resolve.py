@@ -1,0 +1,263 @@
+"""The plan's placement lines applied to the names of a captured model: seeds of propagation, or every error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..grammar.codes_placement import CONFLICT, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
+from ..grammar.diagnostics import Diagnostic, Label, PlanError, Severity
+from ..grammar.source import Span
+from ..grammar.syntax import Word
+from .constraints import DimLayout, Factor, Fix, SplitWeights
+from .directives.schedule import BATCH
+from .names import Names, Weight, WeightUse, find_values, find_weights, split_dim
+from .plan import Plan
+from .sub_dims import Cut, cut, uneven
+
+__all__ = ["Names", "Resolved", "Seed", "WeightUse", "resolve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """One value on one axis as a line wants it: split, or whole where ``dim`` is None.
+
+    ``outer``: see the dim as ``(outer, D / outer)``, in global sizes, and split the second part. ``fixed``: the line
+    places the value on every axis.
+    """
+
+    value: str
+    axis: str
+    dim: int | None
+    outer: int
+    span: Span
+    fixed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Seeds in order of the plan's lines, at most one for a value and axis, none on axes of size 1; and warnings."""
+
+    seeds: tuple[Seed, ...]
+    warnings: tuple[Diagnostic, ...]
+
+
+def resolve(plan: Plan, names: Names) -> Resolved:
+    """What the plan's placement lines say about the values of a captured model.
+
+    Raises:
+        PlanError: with every error of every line.
+    """
+    resolver = _Resolver(plan, names)
+    for line in plan.placements:
+        resolver.apply(line)
+    errors = [diagnostic for diagnostic in resolver.diagnostics if diagnostic.is_error]
+    if errors:
+        raise PlanError(resolver.diagnostics)
+    return Resolved(
+        tuple(seed for seed in resolver.seeds.values() if plan.mesh.size(seed.axis) > 1), tuple(resolver.diagnostics)
+    )
+
+
+class _Resolver:
+    """Applies lines in order and keeps what they said so far."""
+
+    def __init__(self, plan: Plan, names: Names) -> None:
+        self._plan = plan
+        self._mesh = plan.mesh
+        self._names = names
+        self.seeds: dict[tuple[str, str], Seed] = {}
+        self._asked: dict[tuple[str, str], tuple[int | None, int]] = {}  # dim and outer as the line had them
+        self.diagnostics: list[Diagnostic] = []
+
+    def apply(self, line: Fix | SplitWeights) -> None:
+        """Adds the seeds of one line, or its errors; of like errors of one word the first stands for all."""
+        known = dict(self.seeds)
+        wishes: list[Seed] = []
+        for word in line.where:
+            errors: list[Diagnostic] = []
+            for result in self._fix(line, word) if isinstance(line, Fix) else self._split(line, word):
+                if isinstance(result, Diagnostic):
+                    errors.append(result)
+                elif (conflict := self._add(result)) is not None:
+                    errors.append(conflict)
+                else:
+                    wishes.append(result)
+            self._report(errors)
+        repeated = [known[wish.value, wish.axis] for wish in wishes if (wish.value, wish.axis) in known]
+        if wishes and len(repeated) == len(wishes):
+            related = (Label(repeated[0].span, "said here already"),)
+            self.diagnostics.append(
+                Diagnostic(
+                    REPEATED_PLACEMENT,
+                    "the line changes nothing",
+                    Label(line.span),
+                    related,
+                    help="remove it",
+                    severity=Severity.WARNING,
+                )
+            )
+
+    def _report(self, errors: list[Diagnostic]) -> None:
+        alike: dict[tuple[object, ...], list[Diagnostic]] = {}
+        for error in errors:
+            spans = tuple(label.span for label in (error.primary, *error.related) if label is not None)
+            alike.setdefault((error.code.name, spans), []).append(error)
+        for first, *others in alike.values():
+            more = f"the same holds for {len(others)} more that the pattern matches"
+            self.diagnostics.append(replace(first, notes=(*first.notes, more)) if others else first)
+
+    def _add(self, seed: Seed) -> Diagnostic | None:
+        """Takes a seed in; the error if an earlier line says otherwise."""
+        key = seed.value, seed.axis
+        asked = seed.dim, seed.outer
+        if key in self.seeds:
+            return None if self._asked[key] == asked else self._conflict(seed, self.seeds[key])
+        if seed.dim is not None:
+            placed = self._nest(seed)
+            if isinstance(placed, Diagnostic):
+                return placed
+            self.seeds[key] = placed
+        else:
+            self.seeds[key] = seed
+        self._asked[key] = asked
+        return None
+
+    def _nest(self, seed: Seed) -> Seed | Diagnostic:
+        """The seed inside the splits that earlier lines made of the same dim over other axes."""
+        assert seed.dim is not None
+        ways = self._mesh.size(seed.axis)
+        size = self._names.shape(seed.value)[seed.dim]
+        others = [s for s in self.seeds.values() if s.value == seed.value and s.dim == seed.dim and s.span != seed.span]
+        axes = [seed.axis]
+        for other in sorted(others, key=lambda found: found.outer):
+            inner = other.outer * self._mesh.size(other.axis)
+            if seed.outer == other.outer:
+                seed = replace(seed, outer=inner)
+                axes.append(other.axis)
+            elif seed.outer % inner and other.outer % (seed.outer * ways):
+                return self._conflict(seed, other)
+        if size % (seed.outer * ways):
+            what = f"dim {seed.dim} of `{seed.value}` has {size} entries"
+            return uneven(what, size, reversed(axes), self._mesh, self._label(seed))
+        return seed
+
+    def _conflict(self, seed: Seed, first: Seed) -> Diagnostic:
+        message = f"two lines place `{seed.value}` differently on `{seed.axis}`"
+        if seed.axis != first.axis:
+            message = f"two lines split dim {seed.dim} of `{seed.value}` at places that do not fit"
+        related = (Label(first.span, f"first: {self._described(first)}"),)
+        label = Label(seed.span, self._described(seed))
+        help_ = "remove one of the lines, or narrow the names of one"
+        if first.fixed and not seed.fixed:
+            help_ = "a line with a layout places its tensors on every axis: say there all that is wanted"
+        return Diagnostic(CONFLICT, message, label, related, help=help_)
+
+    def _described(self, seed: Seed) -> str:
+        if seed.dim is None:
+            return f"whole on `{seed.axis}`"
+        return f"dim {seed.dim} over `{seed.axis}`" + (f", inside {seed.outer} parts" if seed.outer > 1 else "")
+
+    def _label(self, seed: Seed) -> Label:
+        return Label(seed.span, f"`{seed.value}` is {list(self._names.shape(seed.value))}")
+
+    def _fix(self, line: Fix, word: Word) -> Iterator[Seed | Diagnostic]:
+        found = find_values(word, self._names)
+        if isinstance(found, Diagnostic):
+            yield found
+            return
+        for value in found:
+            cuts: dict[str, tuple[int, Cut]] = {}
+            failed = False
+            for result in self._cuts(line, value):
+                if isinstance(result, Diagnostic):
+                    failed = True
+                    yield result
+                else:
+                    cuts[result[1].axis] = result
+            for axis in self._mesh.names if not failed else ():
+                dim, outer = (cuts[axis][0], cuts[axis][1].outer) if axis in cuts else (None, 1)
+                yield Seed(value, axis, dim, outer, word.span, fixed=True)
+
+    def _cuts(self, line: Fix, value: str) -> Iterator[tuple[int, Cut] | Diagnostic]:
+        """The cuts that a layout makes on a value, with their dims."""
+        sizes = self._divisible(value)
+        dims = self._fitted(line.dims or (), len(sizes)) if line.dims is not None else ()
+        if dims is None:
+            shape = list(self._names.shape(value))
+            entries = sum(not dim.rest for dim in line.dims or ())
+            message = f"the layout has {entries} entries, but `{value}` has {len(sizes)} dims"
+            (*_, last) = line.dims or ()
+            label = Label(line.dims[0].span.to(last.span) if line.dims else line.span, f"`{value}` is {shape}")
+            help_ = "write one entry for each dim: `_` is a whole dim, `...` stands for the rest"
+            yield Diagnostic(WRONG_DIM, message, label, help=help_)
+            return
+        declared = next((found.dims for found in self._plan.inputs if found.name == value), ())
+        for at, (layout, size) in enumerate(zip(dims, sizes, strict=False)):
+            name = layout.factors[0].name if len(layout.factors) == 1 else None
+            called = declared[at] if at < len(declared) else None
+            if isinstance(called, str) and name is not None and name != called:
+                message = f"dim {at} of `{value}` is `{called}`, not `{name}`"
+                help_ = f"write `{called}`, as the `input` line does"
+                yield Diagnostic(WRONG_DIM, message, Label(layout.factors[0].span), help=help_)
+            result = cut(layout, size, self._mesh, f"dim {at} of `{value}`")
+            if isinstance(result, Diagnostic):
+                yield self._declared(result, layout)
+            else:
+                yield from ((at, found) for found in result)
+
+    def _fitted(self, dims: tuple[DimLayout, ...], count: int) -> tuple[DimLayout, ...] | None:
+        """One layout for each of ``count`` dims, ``...`` filled in; None if they do not fit."""
+        at = next((i for i, dim in enumerate(dims) if dim.rest), None)
+        if at is None:
+            return dims if len(dims) == count else None
+        missing = count - (len(dims) - 1)
+        whole = DimLayout((Factor(None, None, (), dims[at].span),), dims[at].span)
+        return (*dims[:at], *[whole] * missing, *dims[at + 1 :]) if missing >= 0 else None
+
+    def _divisible(self, value: str) -> tuple[int, ...]:
+        """For each dim of a value the number that must divide: its size, or the step of a range of sizes.
+
+        An input's batch is that of one microbatch.
+        """
+        found = next((found for found in self._plan.inputs if found.name == value), None)
+        if found is None or value in self._names.parameters:
+            return self._names.shape(value)
+        sizes: list[int] = []
+        for dim in found.dims:
+            if isinstance(dim, int):
+                sizes.append(dim)
+                continue
+            size = self._plan.sizes[dim]
+            number = size.low if size.fixed else size.step
+            sizes.append(number // self._plan.microbatches if dim == BATCH else number)
+        return tuple(sizes)
+
+    def _declared(self, error: Diagnostic, layout: DimLayout) -> Diagnostic:
+        """The error that a dim does not divide, with the lines that say by what."""
+        spans = self._plan.mesh_spans
+        labels = (Label(spans[axis.text], "declared here") for axis in layout.axes if axis.text in spans)
+        return replace(error, related=tuple(labels)) if error.code is UNEVEN_SHARD else error
+
+    def _split(self, line: SplitWeights, word: Word) -> Iterator[Seed | Diagnostic]:
+        weights, errors = find_weights(line, word, self._names)
+        yield from errors
+        for weight in weights:
+            yield from self._split_weight(line, word, weight)
+
+    def _split_weight(self, line: SplitWeights, word: Word, weight: Weight) -> Iterator[Seed | Diagnostic]:
+        dim = split_dim(line.role, self._names.use(weight.name))
+        assert dim is not None  # find_weights checked the role
+        targets = [(weight.name, dim)]
+        if weight.bias is not None and line.role != "row":
+            targets.append((weight.bias, 0))
+        rows = line.rows or DimLayout((Factor(None, None, (line.axis,), line.axis.span),), line.axis.span)
+        for name, at in targets:
+            value = self._names.canonical(name)
+            shape = self._names.shape(name)
+            label = None if line.rows is not None else Label(word.span, f"`{name}` is {list(shape)}")
+            result = cut(rows, shape[at], self._mesh, f"dim {at} of `{name}`", label)
+            if isinstance(result, Diagnostic):
+                yield self._declared(result, rows)
+                return
+            yield from (Seed(value, found.axis, at, found.outer, word.span, fixed=False) for found in result)

@@ -1,0 +1,128 @@
+"""The task of a plan as functions: how the model is made and called, and what its loss is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .callables import load_callable
+from .capture import CallModel, LossFunction
+
+
+@dataclass(frozen=True, slots=True)
+class LossLine:
+    """The ``loss`` line: ``kind`` is ``cross_entropy``, ``output`` or ``callable``."""
+
+    kind: str
+    target: str
+    operands: tuple[str, ...]
+    ignore: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskLines:
+    """What of a plan says what is trained; it stands in a build's manifest, so that a run can make the model."""
+
+    model: str
+    arguments: tuple[tuple[str, Any], ...]
+    inputs: tuple[str, ...]
+    loss: LossLine
+
+
+class InputsError(Exception):
+    """The model's forward cannot be called with the plan's inputs."""
+
+
+def model_builder(lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None = None) -> Callable[[], nn.Module]:
+    """A function that makes the model; ``overrides`` are the ``verify`` line's arguments.
+
+    Raises:
+        CallableError: there is no such callable, or its module fails.
+    """
+    make = load_callable(lines.model, folder)
+    arguments = {**dict(lines.arguments), **(overrides or {})}
+
+    def build() -> nn.Module:
+        module = make(**arguments)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`{lines.model}` returned a {type(module).__name__}, not an nn.Module")
+        return module.train()
+
+    return build
+
+
+def caller(model: nn.Module, lines: TaskLines) -> CallModel:
+    """How the model is called: inputs that its forward names are passed by name, others in order unless only the loss
+    uses them.
+
+    Raises:
+        InputsError: forward has a required parameter that no input fills.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    named = [name for name in lines.inputs if name in parameters]
+    rest = [name for name in lines.inputs if name not in named]
+    if lines.loss.kind != "output":
+        rest = [name for name in rest if name not in lines.loss.operands]
+    required = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    positional = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    free = [name for name in positional if name not in named]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    if len(rest) > len(free) and not takes_any:
+        raise InputsError(f"forward({', '.join(parameters)}) has no place for `{'`, `'.join(rest[len(free) :])}`")
+    missing = [name for name in required if name not in named and name not in free[: len(rest)]]
+    if missing:
+        raise InputsError(f"no input fills `{'`, `'.join(missing)}` of forward({', '.join(parameters)})")
+    filled = dict(zip(free, rest, strict=False))
+
+    def call(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
+        by_name = {name: inputs[name] for name in named}
+        by_name.update((place, inputs[name]) for place, name in filled.items())
+        if takes_any and len(rest) > len(free):
+            return module(*(inputs[name] for name in rest), **{name: inputs[name] for name in named})
+        return module(**by_name)
+
+    return call
+
+
+def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
+    """The loss of the model's output and the inputs.
+
+    Raises:
+        CallableError: the loss's callable cannot be had.
+    """
+    line = lines.loss
+    if line.kind == "output":
+        return lambda output, inputs: _path(output, line.target)
+    if line.kind == "cross_entropy":
+        ignore = -100 if line.ignore is None else line.ignore
+
+        def cross_entropy(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            logits, targets = (_operand(name, output, inputs) for name in line.operands)
+            return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore)
+
+        return cross_entropy
+    function = load_callable(line.target, folder)
+    return lambda output, inputs: function(*(_operand(name, output, inputs) for name in line.operands))  # type: ignore[no-any-return]
+
+
+def _operand(name: str, output: Any, inputs: Mapping[str, torch.Tensor]) -> Any:
+    if name in inputs:
+        return inputs[name]
+    return _path(output, name.partition(".")[2])
+
+
+def _path(value: Any, path: str) -> Any:
+    for part in path.split(".") if path else ():
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,112 @@
+"""Types of an operator's results from those of its operands, by its rule; the lattice that every line must obey."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .collectives import TypeFault
+from .factors import OpCall, OpRule, RuleError, from_factor, opaque, to_factor
+from .mesh import Mesh
+from .op_rules import rule_for
+from .placement import AxisType, Placement, Split
+
+Part = tuple[str, int]
+
+
+def rule_or_opaque(call: OpCall) -> OpRule:
+    """The call's rule; without one, every dim is needed whole."""
+    try:
+        found = rule_for(call)
+    except RuleError:
+        found = None
+    return opaque(call) if found is None else found
+
+
+def infer(
+    call: OpCall, operands: Sequence[Placement], mesh: Mesh, expected: Sequence[Placement] | None = None
+) -> list[Placement]:
+    """What the bytes of each result mean, for a call on *global* shapes.
+
+    ``R`` and ``I`` hold the same bytes and both read ``I``. ``expected`` settles what operands cannot: the split of a
+    factor that only results have (a rank that makes its own part of a mask), which is free.
+
+    Raises:
+        TypeFault: the operator, applied to these types, would need communication that is not there.
+    """
+    rule = rule_or_opaque(call)
+    results: list[dict[str, AxisType]] = [{} for _ in rule.results]
+    for axis in mesh.names:
+        kinds = [_data(placement[axis]) for placement in operands]
+        part = _part(call, rule, axis, kinds, mesh)
+        if part is None and expected is not None and not any(kind == "P" for kind in kinds):
+            part = _free_part(rule, axis, expected, mesh)
+        partial = frozenset(index for index, kind in enumerate(kinds) if kind == "P")
+        if part is None:
+            if partial and partial not in rule.linear:
+                raise TypeFault(f"{call.op} is not linear in operands that are still to be summed over `{axis}`")
+            for result in results:
+                result[axis] = "P" if partial else "I"
+            continue
+        if partial:
+            raise TypeFault(f"{call.op} mixes a value split over `{axis}` with one still to be summed over it")
+        _require_split(call, rule, axis, part, kinds, mesh)
+        for dims, result in zip(rule.results, results, strict=True):
+            at = from_factor(rule, dims, *part)
+            result[axis] = Split(*at) if at else "P"  # type: ignore[arg-type]
+    placements = [Placement.of(mesh, result) for result in results]
+    _require_disjoint(call, placements, mesh)
+    return placements
+
+
+def _data(kind: AxisType) -> AxisType:
+    return "I" if kind == "R" else kind
+
+
+def _part(call: OpCall, rule: OpRule, axis: str, kinds: Sequence[AxisType], mesh: Mesh) -> Part | None:
+    """The one part of a factor that the operands split over the axis."""
+    found: Part | None = None
+    for kind, dims, index in zip(kinds, rule.operands, range(len(kinds)), strict=True):
+        if not isinstance(kind, Split):
+            continue
+        if kind.dim >= len(dims):
+            raise TypeFault(f"operand {index} of {call.op} has no dim {kind.dim}")
+        part = to_factor(rule, dims, kind.dim, kind.outer, mesh.size(axis))
+        if part is None or part[0] in rule.whole:
+            raise TypeFault(f"{call.op} needs dim {kind.dim} of operand {index} whole on `{axis}`")
+        if found is not None and found != part:
+            raise TypeFault(f"{call.op} has operands split differently over `{axis}`")
+        found = part  # type: ignore[assignment]
+    return found
+
+
+def _free_part(rule: OpRule, axis: str, expected: Sequence[Placement], mesh: Mesh) -> Part | None:
+    """A part of a factor that no operand has, as the results are said to split it."""
+    owned = {name for dims in rule.operands for names in dims for name in names}
+    for placement, dims in zip(expected, rule.results, strict=True):
+        kind = placement[axis]
+        if isinstance(kind, Split):
+            part = to_factor(rule, dims, kind.dim, kind.outer, mesh.size(axis))
+            if part is not None and part[0] not in owned and part[0] not in rule.whole:
+                return part  # type: ignore[return-value]
+    return None
+
+
+def _require_split(
+    call: OpCall, rule: OpRule, axis: str, part: Part, kinds: Sequence[AxisType], mesh: Mesh
+) -> None:
+    for index, (kind, dims) in enumerate(zip(kinds, rule.operands, strict=True)):
+        at = from_factor(rule, dims, *part)
+        if at is not None and kind != Split(*at):  # type: ignore[arg-type]
+            raise TypeFault(f"operand {index} of {call.op} is whole on `{axis}`, where another is split")
+
+
+def _require_disjoint(call: OpCall, placements: Sequence[Placement], mesh: Mesh) -> None:
+    for placement, shape in zip(placements, call.results, strict=True):
+        for dim, size in enumerate(shape):
+            position = 1
+            for outer, axis in placement.splits(dim):
+                if outer % position:
+                    raise TypeFault(f"two axes split the same part of dim {dim} of the result of {call.op}")
+                position = outer * mesh.size(axis)
+            if size % position:  # type: ignore[operator]
+                raise TypeFault(f"dim {dim} of the result of {call.op} does not divide by {position}")

@@ -1,0 +1,1 @@
+"""The plan language: text to statements with source spans, and the diagnostics of every layer; knows no torch."""

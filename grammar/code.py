@@ -1,0 +1,22 @@
+"""One error code: what the reader of ``parc explain`` and of docs/errors.md is told about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A kind of message, documented where it is born.
+
+    ``example`` with ``language="parc"`` is a plan text that produces this code (the tests run it; statements it leaves
+    out are supplied, and a first line ``# -D name=value`` gives definitions); other languages are shown, not run.
+    """
+
+    name: str
+    title: str
+    why: str
+    example: str
+    instead: str
+    language: Literal["parc", "python", "shell"] = "parc"

@@ -1,0 +1,145 @@
+"""Codes of messages about a build: the model, its capture, and files (P02xx), and a run (P03xx)."""
+
+from __future__ import annotations
+
+from .code import Code
+
+_MODEL = """import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        {body}"""
+
+MODEL_FAILED = Code(
+    name="P0201",
+    title="the model cannot be made",
+    why="the callable of the `model` line, or the module it stands in, failed; the model's own traceback follows.",
+    example='model "./model.py:Modle" (width=64)',
+    instead='model "./model.py:Model" (width=64)',
+    language="shell",
+)
+CONTROL_FLOW = Code(
+    name="P0202",
+    title="control flow that depends on the values of tensors",
+    why="a build holds one graph for all batches, so a branch on what a tensor holds cannot be captured.",
+    example=_MODEL.format(body="return x * 2 if x.sum() > 0 else x"),
+    instead=_MODEL.format(body="return torch.where(x.sum() > 0, x * 2, x)"),
+    language="python",
+)
+RETURNED_CACHE = Code(
+    name="P0203",
+    title="the model returns a key/value cache",
+    why="a training step has no use for a cache, and the cache would hold the whole sequence on every rank.",
+    example='model "transformers:LlamaForCausalLM" (use_cache=true)',
+    instead='model "./llama.py:build"   # with config.use_cache = False',
+    language="shell",
+)
+LOSS_NOT_NUMBER = Code(
+    name="P0204",
+    title="the loss is not a single number",
+    why="gradients are those of one number; a loss for each token must be summed or averaged first.",
+    example='loss "./model.py:token_losses"(output, targets)',
+    instead="loss cross_entropy(output, targets)",
+    language="shell",
+)
+CAPTURE_FAILED = Code(
+    name="P0205",
+    title="the model cannot be captured",
+    why="tracing the model on tensors without data failed; the cause is the model's own, and its place is given.",
+    example=_MODEL.format(body="return torch.from_numpy(x.numpy() * 2)"),
+    instead=_MODEL.format(body="return x * 2"),
+    language="python",
+)
+WRONG_INPUTS = Code(
+    name="P0206",
+    title="the model is not called with these inputs",
+    why="inputs whose names are parameters of the model's forward are passed by name, others in order unless the loss"
+    " uses them.",
+    example="input token int64 [B, S]      # the model's forward(tokens)",
+    instead="input tokens int64 [B, S]",
+    language="shell",
+)
+NO_DIVIDE = Code(
+    name="P0207",
+    title="a value inside the model does not divide",
+    why="a dim that the plan's lines split, somewhere in the model, does not divide by the ranks; parc pads only where"
+    " a line says so.",
+    example="mesh tp=3\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)   # 4 heads",
+    instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)",
+    language="shell",
+)
+WITHOUT_RULE = Code(
+    name="P0208",
+    title="an operator without a sharding rule",
+    why="parc knows nothing of how the operator treats its dims, so its operands are gathered whole: right, but costly.",
+    example="parc.register_rule is not called for mylib::scale",
+    instead='parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")',
+    language="python",
+)
+UNASKED_RESHARD = Code(
+    name="P0209",
+    title="a value is moved that no line asked to move",
+    why="two lines, or a line and an operator, want the value split differently, so every step pays for the change.",
+    example="mesh tp=2\nshard tokens [_, S/tp]\ncolumn blocks.*.attn.qkv over tp",
+    instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp",
+    language="shell",
+)
+CHECK_FAILED = Code(
+    name="P0210",
+    title="a check refused the build",
+    why="the emitted programs do not compute what the model computes. If the files were not edited, this is a fault of"
+    " parc's own: please report the plan and the message.",
+    example="parc verify build   # after a line of a program was changed",
+    instead="parc build plan.parc -o build",
+    language="shell",
+)
+BAD_BUILD = Code(
+    name="P0211",
+    title="not a build, or one that was altered",
+    why="every file of a build is hashed in its manifest; a missing or edited file would run something else than was"
+    " checked.",
+    example="parc run build   # after build/programs was edited",
+    instead="parc build plan.parc -o build && parc run build",
+    language="shell",
+)
+OTHER_TORCH = Code(
+    name="P0212",
+    title="another torch than the build's",
+    why="operators may differ between versions of torch, and the checks were made with the build's.",
+    example="parc run build   # built with torch 2.11, run with 2.13",
+    instead="parc build plan.parc -o build && parc run build",
+    language="shell",
+)
+WORLD_SIZE = Code(
+    name="P0301",
+    title="the number of processes is not the mesh's",
+    why="each rank of the mesh is one process.",
+    example="parc run build --nproc 3   # mesh dp=2, tp=2",
+    instead="parc run build --nproc 4",
+    language="shell",
+)
+BAD_NUMBER = Code(
+    name="P0302",
+    title="the loss or a gradient is not a finite number",
+    why="an update with it would destroy the weights, so the run stops before it; the step and the first value that is"
+    " not finite are named.",
+    example="optimizer sgd lr 1e9",
+    instead="optimizer adamw lr 3e-4 clip 1.0",
+    language="shell",
+)
+BAD_DATA = Code(
+    name="P0303",
+    title="the data cannot be read",
+    why="samples come from the `data` line: text files, or a callable that returns the plan's inputs by name.",
+    example='data bytes "nothing/*.txt"',
+    instead='data bytes "{stdlib}/*.py"',
+    language="shell",
+)
+BAD_STATE = Code(
+    name="P0304",
+    title="a checkpoint does not fit",
+    why="a checkpoint holds tensors by the model's own names; one of another model has other names or shapes.",
+    example="parc run build --resume checkpoint-of-another-model",
+    instead="parc run build --resume checkpoint",
+    language="shell",
+)

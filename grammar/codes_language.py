@@ -1,0 +1,112 @@
+"""Codes of messages about a plan's text and statements, which need no model (P00xx)."""
+
+from __future__ import annotations
+
+from .code import Code
+
+MALFORMED = Code(
+    name="P0001",
+    title="the text of a line is malformed",
+    why="a plan has one statement a line: a verb, then phrases separated by spaces; commas join items of one phrase.",
+    example="mesh dp=2, tp=",
+    instead="mesh dp=2, tp=2",
+)
+UNKNOWN_VERB = Code(
+    name="P0002",
+    title="unknown verb",
+    why="the first word of a line names a directive; every directive is a file, and there is none of this name.",
+    example="colum blocks.*.mlp.up over tp",
+    instead="column blocks.*.mlp.up over tp",
+)
+MISSING_ARGUMENT = Code(
+    name="P0003",
+    title="a directive lacks an argument",
+    why="the directive's usage line names what must be there; only what stands in `[]` may be left out.",
+    example="column blocks.*.mlp.up",
+    instead="column blocks.*.mlp.up over tp",
+)
+UNEXPECTED_ARGUMENT = Code(
+    name="P0004",
+    title="a directive has an argument too many",
+    why="after its subject a directive takes the keyword clauses of its usage line, one phrase each, and no other.",
+    example="column blocks.*.mlp.up across tp",
+    instead="column blocks.*.mlp.up over tp",
+)
+WRONG_KIND = Code(
+    name="P0005",
+    title="an argument is of the wrong kind",
+    why="each argument takes one kind of item: a word, a number, a string, a layout.",
+    example='seed "seven"',
+    instead="seed 7",
+)
+REPEATED = Code(
+    name="P0006",
+    title="something that can be said once is said twice",
+    why="two statements, clauses or names of which only one can hold would leave the reader to guess which does.",
+    example="seed 1\nseed 2",
+    instead="seed 1",
+)
+UNDEFINED_NAME = Code(
+    name="P0007",
+    title="`$name` is not defined",
+    why="`$name` stands for what a `let` of the same plan says; nothing else defines names.",
+    example="let width = 64\nseed $widht",
+    instead="let width = 64\nseed $width",
+)
+UNKNOWN_DEFINE = Code(
+    name="P0008",
+    title="`-D` cannot override this",
+    why="`-D name=value` replaces the value of a `let` and nothing else, so that a misspelt name is never ignored.",
+    example="# -D widht=64\nlet width = 32\nseed $width",
+    instead="-D width=64",
+)
+MISSING_STATEMENT = Code(
+    name="P0009",
+    title="a plan lacks a statement",
+    why="a build needs a model, its inputs, a loss and an optimizer; and every name used in an input needs a size.",
+    example="input tokens int64 [B, S]\nsizes B=4",
+    instead="input tokens int64 [B, S]\nsizes B=4, S=128",
+)
+BAD_VALUE = Code(
+    name="P0010",
+    title="a value is out of range",
+    why="the value cannot mean anything here, whatever the model is.",
+    example="mesh dp=0",
+    instead="mesh dp=1",
+)
+NOT_SUPPORTED = Code(
+    name="P0011",
+    title="not supported yet",
+    why="the language has a place for this, but nothing implements it; parc refuses rather than ignore it.",
+    example="precision bf16",
+    instead="precision fp32",
+)
+UNKNOWN_INPUT = Code(
+    name="P0012",
+    title="a name that no `input` declares",
+    why="the loss is computed from the model's output and from declared inputs.",
+    example="input tokens int64 [B, S]\nsizes B=4, S=8\nloss cross_entropy(output, labels)",
+    instead="input labels int64 [B, S]",
+)
+UNREADABLE = Code(
+    name="P0013",
+    title="a plan file cannot be read",
+    why="a plan is a UTF-8 text file.",
+    example="parc check missing.parc",
+    instead="parc check gpt.parc",
+    language="shell",
+)
+UNEVEN_BATCH = Code(
+    name="P0014",
+    title="the batch does not divide into microbatches",
+    why="`B` is the batch of one optimizer step; every microbatch has the same number of samples.",
+    example="sizes B=6\nschedule microbatches 4",
+    instead="sizes B=8\nschedule microbatches 4",
+)
+NO_EFFECT = Code(
+    name="P0015",
+    title="a line without effect",
+    why="a line that changes nothing is usually a mistake: a misspelt name, or a copy of another line.",
+    example="let width = 64, depth = 2\nseed $width",
+    instead="let width = 64\nseed $width",
+)

@@ -1,0 +1,72 @@
+"""Codes of messages about where tensors live: axes, names, dims and conflicts (P01xx)."""
+
+from __future__ import annotations
+
+from .code import Code
+
+UNKNOWN_AXIS = Code(
+    name="P0101",
+    title="an axis that the mesh does not have",
+    why="placements are over the named axes of the `mesh` line; an axis that is not used can have size 1 there.",
+    example="mesh dp=2\ncolumn blocks.*.mlp.up over tp",
+    instead="mesh dp=2, tp=2\ncolumn blocks.*.mlp.up over tp",
+)
+AXIS_TWICE = Code(
+    name="P0102",
+    title="one axis twice on one tensor",
+    why="the ranks along an axis hold different parts of one dim; they cannot also hold different parts of another.",
+    example="mesh tp=2\nshard blocks.0.mlp.up.weight [h/tp, d/tp]",
+    instead="mesh tp=2\nshard blocks.0.mlp.up.weight [h/tp, _]",
+)
+WRONG_DIM = Code(
+    name="P0103",
+    title="a layout does not have the tensor's dims",
+    why="a layout has one entry for each dim, in order; `_` is a whole dim and `...` stands for the rest.",
+    example="mesh tp=2\nshard blocks.0.mlp.up.weight [_, _, h/tp]",
+    instead="mesh tp=2\nshard blocks.0.mlp.up.weight [_, h/tp]",
+)
+NOTHING_MATCHED = Code(
+    name="P0104",
+    title="a name or pattern matches nothing in the model",
+    why="names are those of the model's parameters and modules, and of the plan's inputs; `?` at the end of a pattern"
+    " says that it may match nothing.",
+    example="mesh tp=2\ncolumn blocks.*.mpl.up over tp",
+    instead="mesh tp=2\ncolumn blocks.*.mlp.up over tp",
+)
+CONFLICT = Code(
+    name="P0105",
+    title="two lines conflict",
+    why="both lines place the same tensor on the same axis, and differently; `shard` and `replicate` place a tensor on"
+    " every axis, those that they do not name included.",
+    example="mesh tp=2\ncolumn blocks.*.mlp.up over tp\nrow blocks.0.mlp.up over tp",
+    instead="mesh tp=2\ncolumn blocks.*.mlp.up over tp",
+)
+NO_WEIGHT = Code(
+    name="P0106",
+    title="not a weight that this directive can split",
+    why="`column` and `row` split the weight of a linear layer; `vocab` splits an embedding table or a linear head.",
+    example="mesh tp=2\ncolumn embed over tp",
+    instead="mesh tp=2\nvocab embed over tp",
+)
+UNEVEN_SHARD = Code(
+    name="P0107",
+    title="a sharded dim does not divide evenly",
+    why="parc never pads silently: a padded shard changes memory, and what a mean divides by.",
+    example="mesh tp=4\nvocab embed over tp",
+    instead="mesh tp=2\nvocab embed over tp",
+)
+WRONG_SUB_DIMS = Code(
+    name="P0108",
+    title="sub-dims do not make up the dim",
+    why="the product of the sub-dims in parentheses, major first, is the dim; one of them may be inferred, and those"
+    " before a split must be known.",
+    example="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (5 h/tp d)",
+    instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)",
+)
+REPEATED_PLACEMENT = Code(
+    name="P0109",
+    title="a placement without effect",
+    why="earlier lines already say all that this line says.",
+    example="mesh tp=2\ncolumn blocks.*.mlp.up over tp\ncolumn blocks.0.mlp.up over tp",
+    instead="mesh tp=2\ncolumn blocks.*.mlp.up over tp",
+)

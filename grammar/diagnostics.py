@@ -1,0 +1,121 @@
+"""Messages about a plan: what they carry, and the one shape in which they are printed."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .code import Code
+from .source import Span
+
+MAX_LINE = 160  # longer source lines are cut to a window around the underlined text
+
+
+class Severity(StrEnum):
+    """Errors stop a build; warnings and notes do not."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A place in a source and what is to be said about it there."""
+
+    span: Span
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One message: a code, one terse sentence, where it is, what it has to do with, and a way out."""
+
+    code: Code
+    message: str
+    primary: Label | None = None
+    related: tuple[Label, ...] = ()
+    help: str = ""
+    notes: tuple[str, ...] = ()
+    severity: Severity = Severity.ERROR
+
+    @property
+    def is_error(self) -> bool:
+        """Whether this message stops a build."""
+        return self.severity is Severity.ERROR
+
+
+class PlanError(Exception):
+    """The user's plan, model or files are at fault; carries every diagnostic found."""
+
+    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
+        self.diagnostics = tuple(diagnostics)
+        super().__init__(self.diagnostics)
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(render, self.diagnostics))
+
+
+def render(diagnostic: Diagnostic) -> str:
+    """The diagnostic as plain text, without a final newline.
+
+    >>> from .codes_placement import UNEVEN_SHARD
+    >>> from .source import Source
+    >>> span = Span(Source("gpt.parc", "mesh tp=4\\nvocab head over tp"), 16, 20)
+    >>> print(render(Diagnostic(UNEVEN_SHARD, "50257 rows do not divide by tp=4", Label(span, "(50257, 768)"))))
+    error[P0107]: 50257 rows do not divide by tp=4
+     --> gpt.parc:2:7
+    2 | vocab head over tp
+      |       ^^^^ (50257, 768)
+    """
+    return "\n".join(map(_printable, _rendered_lines(diagnostic)))
+
+
+def _rendered_lines(diagnostic: Diagnostic) -> Iterator[str]:
+    yield f"{diagnostic.severity}[{diagnostic.code.name}]: {diagnostic.message}"
+    labels = ([diagnostic.primary] if diagnostic.primary else []) + list(diagnostic.related)
+    gutter = max((len(str(label.span.line)) for label in labels), default=0)
+    for label in labels:
+        first = label is diagnostic.primary
+        arrow = "-->" if first else ":::"
+        yield f"{' ' * gutter}{arrow} {label.span}"
+        yield from _excerpt(label, gutter, "^" if first else "-")
+    for note in diagnostic.notes:
+        first_line, *rest = note.split("\n")
+        yield f"{' ' * gutter} = note: {first_line}"
+        yield from (f"{' ' * gutter}   {line}" for line in rest)
+    if diagnostic.help:
+        yield f"help: {diagnostic.help}"
+
+
+def _excerpt(label: Label, gutter: int, mark: str) -> Iterator[str]:
+    """The source line of a label, and its underline."""
+    span = label.span
+    text = _printable(span.source.line_text(span.line))
+    start = span.column - 1
+    stop = max(min(start + span.end - span.start, len(text)), start + 1)
+    shift = 0
+    if len(text) > MAX_LINE:
+        shift = max(0, start - MAX_LINE // 2)
+        text = text[shift : shift + MAX_LINE]
+        start, stop = start - shift, min(stop - shift, MAX_LINE)
+    pad, underline = _width(text[:start]), max(_width(text[start:stop]), 1)
+    yield f"{span.line:>{gutter}} | {text.rstrip()}"
+    yield f"{' ' * gutter} | {' ' * pad}{mark * underline} {label.text}".rstrip()
+
+
+def _printable(text: str) -> str:
+    """Every character that a terminal could misread replaced by one that takes one column."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c in "\t\r" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _width(text: str) -> int:
+    """Columns the text takes in a terminal."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(unicodedata.combining(c) != 0 for c in text)

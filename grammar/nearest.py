@@ -1,0 +1,33 @@
+"""The names a person may have meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> tuple[str, ...]:
+    """Up to ``count`` of the known names that are close to ``name``, closest first."""
+    candidates = sorted(set(known))
+    folded = {candidate.lower(): candidate for candidate in reversed(candidates)}
+    return tuple(folded[match] for match in difflib.get_close_matches(name.lower(), folded, count, cutoff=0.6))
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A help text naming the nearest names, or ``otherwise`` when none is near.
+
+    >>> did_you_mean("colum", ["column", "row"])
+    'did you mean `column`?'
+    """
+    found = nearest(name, known)
+    return f"did you mean {listed(found, 'or')}?" if found else otherwise
+
+
+def listed(names: Iterable[str], word: str = "and") -> str:
+    """Names in backticks, joined as in a sentence.
+
+    >>> listed(["dp", "tp"])
+    '`dp` and `tp`'
+    """
+    quoted = [f"`{name}`" for name in names]
+    return f" {word} ".join([", ".join(quoted[:-1]), quoted[-1]] if len(quoted) > 1 else quoted)

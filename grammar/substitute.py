@@ -1,0 +1,222 @@
+"""``$name`` in statements replaced by what ``let`` and ``-D name=value`` say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .codes_language import NO_EFFECT, REPEATED, UNDEFINED_NAME, UNKNOWN_DEFINE, WRONG_KIND
+from .diagnostics import Diagnostic, Label, Severity
+from .nearest import did_you_mean, listed
+from .parse import parse_value
+from .source import Source, Span
+from .syntax import (
+    KIND_NAMES,
+    Binding,
+    Call,
+    Dim,
+    Group,
+    Item,
+    Layout,
+    Number,
+    Phrase,
+    Range,
+    Split,
+    Statement,
+    String,
+    Var,
+    Word,
+)
+
+LET = "let"
+IN_STRING = re.compile(r"\$([A-Za-z_]\w*)")
+Value = Number | Word | String | Range
+
+
+@dataclass(frozen=True, slots=True)
+class Substituted:
+    """Statements without ``$name`` (``let`` statements included, those that could not be replaced left out),
+    and what went wrong on the way."""
+
+    statements: tuple[Statement, ...]
+    diagnostics: tuple[Diagnostic, ...]
+
+
+def substitute(statements: Sequence[Statement], defines: Mapping[str, str]) -> Substituted:
+    """Replaces every ``$name``; ``defines`` (from ``-D``) override the values of ``let`` and nothing else.
+
+    A value keeps the span of its use, so later messages point at the line that uses it.
+    """
+    scope = _Scope()
+    overrides = {name: _define(name, text) for name, text in defines.items()}
+    for statement in statements:
+        if statement.verb.text == LET:
+            scope.define_all(statement, overrides)
+    lets = tuple(scope.values)
+    for name, value in overrides.items():
+        span = Span(Source(f"-D {name}", f"{name}={defines[name]}"), 0, len(name))
+        if name not in scope.values:
+            known = f"the plan's names are {listed(lets)}" if lets else "this plan has no `let`"
+            message = f"no `let` defines `{name}`"
+            help_ = did_you_mean(name, lets, known)
+            scope.diagnostics.append(Diagnostic(UNKNOWN_DEFINE, message, Label(span), help=help_))
+        elif value is None:
+            message = f"the value of `-D {name}` is not a number, a word or a text without quotes"
+            help_ = f"write one value: `-D {name}=2`"
+            scope.diagnostics.append(Diagnostic(UNKNOWN_DEFINE, message, Label(span), help=help_))
+    result = [scope.lets.get(id(statement)) or scope.statement(statement) for statement in statements]
+    scope.report_unused()
+    return Substituted(tuple(statement for statement in result if statement), tuple(scope.diagnostics))
+
+
+def _define(name: str, text: str) -> Value | None:
+    """The value of one ``-D``: an item if the text is one, else a string."""
+    source = Source(f"-D {name}", text)
+    item = parse_value(source)
+    if isinstance(item, Number | Word | String | Range):
+        return item
+    if any(character in text for character in '"$\r\n') or not text.isprintable():
+        return None
+    return String(text, Span(source, 0, len(text)))
+
+
+class _Scope:
+    """The names known so far, and the walk that replaces them."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Value] = {}
+        self.spans: dict[str, Span] = {}
+        self.lets: dict[int, Statement] = {}
+        self.diagnostics: list[Diagnostic] = []
+        self._failed: set[str] = set()
+        self._used: set[str] = set()
+        self._complete = True  # whether every name of the statement at hand was replaced
+
+    def define_all(self, statement: Statement, overrides: Mapping[str, Value | None]) -> None:
+        """Reads one ``let``; its values may use names of earlier ones."""
+        phrases = []
+        for phrase in statement.phrases:
+            items = []
+            for item in phrase.items:
+                if isinstance(item, Binding):
+                    item = self._define(item, overrides)
+                items.append(item)
+            phrases.append(replace(phrase, items=tuple(items)))
+        self.lets[id(statement)] = replace(statement, phrases=tuple(phrases))
+
+    def _define(self, binding: Binding, overrides: Mapping[str, Value | None]) -> Binding:
+        name = binding.name.text
+        if name in self.values or name in self._failed:
+            message = f"`{name}` is defined twice"
+            related = (Label(self.spans[name], "defined here first"),)
+            self.diagnostics.append(
+                Diagnostic(REPEATED, message, Label(binding.name.span), related, help="remove one, or rename it")
+            )
+            return binding
+        self.spans[name] = binding.name.span
+        before = len(self.diagnostics)
+        value = self._item(binding.value)
+        if not isinstance(value, Number | Word | String | Range):
+            self._failed.add(name)
+            if len(self.diagnostics) == before:
+                message = f"`{name}` is {KIND_NAMES[type(value)]}: a `let` holds a number, a word, a string or a range"
+                help_ = "write such a value after `=`"
+                self.diagnostics.append(Diagnostic(WRONG_KIND, message, Label(binding.value.span), help=help_))
+            return binding
+        override = overrides.get(name)
+        if override is not None:
+            # what replaces a string is a string, even where it would read as a word or a number
+            value = override if not isinstance(value, String) else String(_plain(override), override.span)
+        self.values[name] = value
+        return replace(binding, value=value)
+
+    def report_unused(self) -> None:
+        """Warns of every ``let`` name that nothing uses; where a name is misspelt it is too early to tell."""
+        for name in self.values:
+            if name not in self._used and self._used <= self.spans.keys():
+                message = f"nothing uses `${name}`"
+                label = Label(self.spans[name])
+                self.diagnostics.append(
+                    Diagnostic(NO_EFFECT, message, label, help="remove the name", severity=Severity.WARNING)
+                )
+
+    def statement(self, statement: Statement) -> Statement | None:
+        """The statement without ``$name``, or None if one of them has no value that fits."""
+        self._complete = True
+        result = replace(statement, phrases=tuple(map(self._phrase, statement.phrases)))
+        return result if self._complete else None
+
+    def _phrase(self, phrase: Phrase) -> Phrase:
+        return replace(phrase, items=tuple(map(self._item, phrase.items)))
+
+    def _item(self, item: Item) -> Item:
+        if isinstance(item, Var):
+            return self._lookup(item) or item
+        if isinstance(item, String):
+            return self._string(item)
+        if isinstance(item, Binding):
+            return replace(item, value=self._item(item.value))
+        if isinstance(item, Split):
+            size = None if item.size is None else self._size(item.size)
+            return replace(item, axes=tuple(map(self._axis, item.axes)), size=size)
+        if isinstance(item, Range):
+            return replace(item, low=self._size(item.low), high=self._size(item.high))
+        if isinstance(item, Call):
+            return replace(item, arguments=tuple(map(self._item, item.arguments)))
+        if isinstance(item, Layout):
+            return replace(item, dims=tuple(map(self._dim, item.dims)))
+        if isinstance(item, Group):
+            return replace(item, terms=tuple(tuple(map(self._phrase, term)) for term in item.terms))
+        return item
+
+    def _dim(self, dim: Dim) -> Dim:
+        return replace(dim, items=tuple(map(self._item, dim.items)))
+
+    def _lookup(self, var: Var) -> Value | None:
+        value = self._find(var.name, var.span)
+        return None if value is None else replace(value, span=var.span)
+
+    def _axis(self, axis: Word | Var) -> Word | Var:
+        value = self._item(axis)
+        if isinstance(value, Word | Var):
+            return value
+        self._refuse(axis, value, "an axis name")
+        return axis
+
+    def _size(self, size: Number | Var) -> Number | Var:
+        value = self._item(size)
+        if isinstance(value, Number | Var):
+            return value
+        self._refuse(size, value, "a number")
+        return size
+
+    def _refuse(self, item: Item, value: Item, wanted: str) -> None:
+        self._complete = False
+        message = f"this is {KIND_NAMES[type(value)]}: {wanted} is needed here"
+        help_ = f"give {wanted} to the `let`, or write one here"
+        self.diagnostics.append(Diagnostic(WRONG_KIND, message, Label(item.span), help=help_))
+
+    def _string(self, string: String) -> String:
+        def text(match: re.Match[str]) -> str:
+            value = self._find(match[1], string.span)
+            return match[0] if value is None else _plain(value)
+
+        return replace(string, text=IN_STRING.sub(text, string.text))
+
+    def _find(self, name: str, span: Span) -> Value | None:
+        self._used.add(name)
+        if name in self.values:
+            return self.values[name]
+        self._complete = False
+        if name not in self._failed:
+            known = f"the plan's names are {listed(self.values)}" if self.values else "add a line `let`"
+            message = f"`${name}` is not defined"
+            help_ = did_you_mean(name, self.values, f"{known}; or add `let {name}=...`")
+            self.diagnostics.append(Diagnostic(UNDEFINED_NAME, message, Label(span), help=help_))
+        return None
+
+
+def _plain(value: Value) -> str:
+    """The text that a value is inside a string."""
+    return value.span.text if isinstance(value, Range) else value.text

@@ -1,0 +1,183 @@
+"""Untyped statements and their items, frozen; two are equal when they say the same, wherever they stand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from .source import Span
+
+UNITS: dict[str, tuple[str, float]] = {
+    "": ("", 1),
+    "B": ("B", 1),
+    "KB": ("B", 10**3),
+    "MB": ("B", 10**6),
+    "GB": ("B", 10**9),
+    "TB": ("B", 10**12),
+    "KiB": ("B", 2**10),
+    "MiB": ("B", 2**20),
+    "GiB": ("B", 2**30),
+    "TiB": ("B", 2**40),
+    "s": ("s", 1),
+    "ms": ("s", 1e-3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A name, a dotted path, or a pattern of paths."""
+
+    text: str
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number as written, with its glued unit."""
+
+    text: str
+    span: Span = field(compare=False, repr=False)
+
+    @property
+    def unit(self) -> str:
+        """``"B"`` for bytes, ``"s"`` for seconds, empty without a unit."""
+        return UNITS[self._suffix][0]
+
+    @property
+    def value(self) -> int | float:
+        """An int where the text is one (times its unit), else a float; bytes and seconds for numbers with a unit."""
+        digits = self.text[: len(self.text) - len(self._suffix)]
+        factor = UNITS[self._suffix][1]
+        if digits.lstrip("-").isdigit():
+            return int(digits) * factor
+        scaled = float(digits) * factor
+        return int(scaled) if self.unit == "B" and math.isfinite(scaled) and scaled.is_integer() else scaled
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the number is a plain whole number, without a unit."""
+        return self.text.lstrip("-").isdigit()
+
+    @property
+    def _suffix(self) -> str:
+        return self.text.lstrip("-+.0123456789eE")
+
+
+@dataclass(frozen=True, slots=True)
+class String:
+    """Text in double quotes; there are no escapes."""
+
+    text: str
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Var:
+    """``$name``: what a ``let`` or a ``-D`` says."""
+
+    name: str
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ellipsis:
+    """``...``: the rest."""
+
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """``name=value``."""
+
+    name: Word
+    value: Item
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """``h/tp/cp=8``: a dim, or sub-dim, called h, of global size 8, split over tp and each part over cp."""
+
+    name: Word | None
+    axes: tuple[Word | Var, ...]
+    size: Number | Var | None
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """``low..high``, both included."""
+
+    low: Number | Var
+    high: Number | Var
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """``name(argument, ...)``."""
+
+    name: str
+    arguments: tuple[Item, ...]
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One entry of a layout."""
+
+    items: tuple[Item, ...]
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``[dim, ...]``."""
+
+    dims: tuple[Dim, ...]
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Phrase:
+    """Items joined by commas."""
+
+    items: tuple[Item, ...]
+    span: Span = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """``(phrase phrase + phrase)``: terms joined by ``+``, each a row of phrases."""
+
+    terms: tuple[tuple[Phrase, ...], ...]
+    span: Span = field(compare=False, repr=False)
+
+
+Item: TypeAlias = Word | Number | String | Var | Ellipsis | Binding | Split | Range | Call | Layout | Group
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One line of a plan: a verb and its phrases."""
+
+    verb: Word
+    phrases: tuple[Phrase, ...]
+    span: Span = field(compare=False, repr=False)
+
+
+KIND_NAMES: dict[type, str] = {
+    Word: "a word",
+    Number: "a number",
+    String: "a string",
+    Var: "a name after `$`",
+    Ellipsis: "`...`",
+    Binding: "`name=value`",
+    Split: "a split",
+    Range: "a range",
+    Call: "a call",
+    Layout: "a layout in `[]`",
+    Group: "a group in `()`",
+}

@@ -1,0 +1,289 @@
+"""A directive's USAGE line, and the matching of a statement against it into named arguments.
+
+``column WHERE over AXIS [rows DIMS]``: the verb, then the subject (words in capitals, one phrase each), then keyword
+clauses in any order, each once. A keyword takes one phrase, or none: then it is a flag. What stands in ``[]`` may be
+left out; `` | `` separates whole alternatives. A word in capitals names its kind in ``KINDS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from .code import Code
+from .codes_language import MISSING_ARGUMENT, REPEATED, UNEXPECTED_ARGUMENT, WRONG_KIND
+from .diagnostics import Diagnostic, Label
+from .nearest import did_you_mean
+from .source import Span
+from .syntax import KIND_NAMES, Binding, Call, Group, Item, Layout, Number, Phrase, Statement, String, Word
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a placeholder stands for: ``count`` items (0: one or more) that ``accepts`` takes."""
+
+    text: str
+    accepts: Callable[[Item], bool]
+    count: int = 1
+    rest: bool = False  # takes every remaining phrase, as one
+
+
+def _name(item: Item) -> bool:
+    return isinstance(item, Word) and item.text.isidentifier()
+
+
+def _where(item: Item) -> bool:
+    return isinstance(item, Word) or (isinstance(item, Number) and not item.unit and not item.text.startswith("-"))
+
+
+def _number(item: Item) -> bool:
+    return isinstance(item, Number) and not item.unit
+
+
+def _integer(item: Item) -> bool:
+    return isinstance(item, Number) and item.is_integer
+
+
+def _binding(item: Item) -> bool:
+    return isinstance(item, Binding) and _name(item.name)
+
+
+def _arguments(item: Item) -> bool:
+    return isinstance(item, Group) and len(item.terms) <= 1
+
+
+KINDS: dict[str, Kind] = {
+    "NAME": Kind("a name", _name),
+    "AXIS": Kind("a mesh axis", _name),
+    "TYPE": Kind("a type", _name),
+    "PATH": Kind("a dotted name", lambda item: isinstance(item, Word)),
+    "WHERE": Kind("names or patterns of modules or parameters", _where, count=0),
+    "VALUES": Kind("names or patterns of parameters or inputs", _where, count=0),
+    "N": Kind("a whole number", _integer),
+    "X": Kind("a number", _number),
+    "PAIR": Kind("two numbers", _number, count=2),
+    "LAYOUT": Kind("a layout such as `[B/dp, _]`", lambda item: isinstance(item, Layout)),
+    "DIMS": Kind("sub-dims such as `(3 h/tp d)`", lambda item: isinstance(item, Group)),
+    "CALL": Kind("a call such as `cross_entropy(output, targets)`", lambda item: isinstance(item, Call)),
+    "CALLABLE": Kind('a callable such as `"file.py:fn"`', lambda item: isinstance(item, String)),
+    "ARGS": Kind("arguments in parentheses", _arguments),
+    "GLOBS": Kind("strings", lambda item: isinstance(item, String), count=0),
+    "NAME=VALUE,...": Kind("`name=value` pairs", _binding, count=0),
+    "NAME=SIZE,...": Kind("`NAME=SIZE` pairs", lambda item: True, count=0, rest=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One argument of a form: a placeholder of the subject, or a keyword clause (a flag without a placeholder)."""
+
+    name: str
+    placeholder: str | None
+    keyword: bool
+    required: bool
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A statement's arguments by name: placeholders of the subject in small letters, keyword clauses by keyword."""
+
+    statement: Statement
+    phrases: dict[str, Phrase]
+    flags: frozenset[str] = frozenset()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.phrases or name in self.flags
+
+    def items(self, name: str) -> tuple[Item, ...]:
+        """The items of an argument; none if it was left out."""
+        return self.phrases[name].items if name in self.phrases else ()
+
+    def words(self, name: str) -> tuple[Word, ...]:
+        """The words of an argument; a number stands for the name that it is written as."""
+        return tuple(Word(item.text, item.span) for item in self.items(name) if isinstance(item, Word | Number))
+
+    def word(self, name: str) -> Word | None:
+        """The one word of an argument."""
+        return next(iter(self.words(name)), None)
+
+    def numbers(self, name: str) -> tuple[int | float, ...]:
+        """The values of the numbers of an argument."""
+        return tuple(item.value for item in self.items(name) if isinstance(item, Number))
+
+    def number(self, name: str) -> int | float | None:
+        """The one number of an argument."""
+        return next(iter(self.numbers(name)), None)
+
+    def bindings(self, name: str) -> tuple[Binding, ...]:
+        """The ``name=value`` items of an argument, or of the one group in parentheses that it is."""
+        return tuple(item for item in self.flat(name) if isinstance(item, Binding))
+
+    def flat(self, name: str) -> tuple[Item, ...]:
+        """The items of an argument, those of groups in place of the groups."""
+        out: list[Item] = []
+        for item in self.items(name):
+            if isinstance(item, Group):
+                out.extend(inner for term in item.terms for phrase in term for inner in phrase.items)
+            else:
+                out.append(item)
+        return tuple(out)
+
+    def span(self, name: str) -> Span:
+        """Where an argument stands; the whole statement if it was left out."""
+        return self.phrases[name].span if name in self.phrases else self.statement.span
+
+
+@dataclass(frozen=True)
+class Usage:
+    """A parsed USAGE line: its verb and its alternative forms."""
+
+    text: str
+    verb: str
+    forms: tuple[tuple[Slot, ...], ...]
+
+    def match(self, statement: Statement) -> tuple[Arguments | None, tuple[Diagnostic, ...]]:
+        """The arguments of the statement, or why it does not have this usage: every reason of the closest form."""
+        tried = [_Match(self, form, statement).run() for form in self.forms]
+        arguments, diagnostics = min(tried, key=lambda result: len(result[1]))
+        return (None if diagnostics else arguments), diagnostics
+
+
+@cache
+def parse_usage(text: str) -> Usage:
+    """Reads a USAGE line.
+
+    Raises:
+        ValueError: a word in capitals is not in ``KINDS``.
+    """
+    verb, _, rest = text.partition(" ")
+    return Usage(text, verb, tuple(tuple(_slots(form)) for form in rest.split(" | ")))
+
+
+def _slots(form: str) -> list[Slot]:
+    slots: list[Slot] = []
+    optional = False
+    keyword: str | None = None
+    for token in form.replace(", ...", ",...").replace("[", "[ ").replace("]", " ]").split():
+        if token.upper() != token and keyword is not None:
+            slots.append(Slot(keyword, None, True, not optional))
+            keyword = None
+        if token == "[":
+            optional = True
+        elif token == "]":
+            if keyword is not None:
+                slots.append(Slot(keyword, None, True, False))
+            optional, keyword = False, None
+        elif token.upper() != token:
+            keyword = token
+        elif token not in KINDS:
+            raise ValueError(f"no kind is called {token!r}")
+        else:
+            name = keyword or token.partition("=")[0].lower()
+            slots.append(Slot(name, token, keyword is not None, not optional))
+            keyword = None
+    return [*slots, Slot(keyword, None, True, not optional)] if keyword is not None else slots
+
+
+class _Match:
+    """One attempt to read a statement as one form."""
+
+    def __init__(self, usage: Usage, form: tuple[Slot, ...], statement: Statement) -> None:
+        self._usage = usage
+        self._subject = [slot for slot in form if not slot.keyword]
+        self._clauses = {slot.name: slot for slot in form if slot.keyword}
+        self._statement = statement
+        self._rest = list(statement.phrases)
+        self._phrases: dict[str, Phrase] = {}
+        self._flags: dict[str, Span] = {}
+        self._diagnostics: list[Diagnostic] = []
+
+    def run(self) -> tuple[Arguments, tuple[Diagnostic, ...]]:
+        for slot in self._subject:
+            self._take_subject(slot)
+        while self._rest:
+            self._take_clause()
+        missing = [slot for slot in self._clauses.values() if slot.required and not self._has(slot.name)]
+        for slot in missing:
+            what = slot.name if slot.placeholder is None else f"{slot.name} {slot.placeholder}"
+            self._error(MISSING_ARGUMENT, f"`{self._usage.verb}` needs `{what}`", self._statement.verb.span)
+        unknown = [found for found in self._diagnostics if found.code is UNEXPECTED_ARGUMENT]
+        if len(missing) == 1 and unknown:  # one mistake, not two: the clause is there under another word
+            help_ = f"did you mean `{missing[0].name}`? usage: {self._usage.text}"
+            self._diagnostics[self._diagnostics.index(unknown[0])] = replace(unknown[0], help=help_)
+            self._diagnostics.pop()
+        return Arguments(self._statement, self._phrases, frozenset(self._flags)), tuple(self._diagnostics)
+
+    def _take_subject(self, slot: Slot) -> None:
+        assert slot.placeholder is not None
+        kind = KINDS[slot.placeholder]
+        if not self._rest or self._keyword(self._rest[0]) is not None:
+            if slot.required:
+                message = f"`{self._usage.verb}` needs {slot.placeholder}: {kind.text}"
+                self._error(MISSING_ARGUMENT, message, self._statement.verb.span)
+            return
+        if not slot.required and not all(map(kind.accepts, self._rest[0].items)):
+            return
+        phrase = self._rest.pop(0)
+        if kind.rest:
+            while self._rest:
+                more = self._rest.pop(0)
+                phrase = Phrase(phrase.items + more.items, phrase.span.to(more.span))
+        self._check(kind, phrase, f"`{self._usage.verb}`")
+        self._phrases[slot.name] = phrase
+
+    def _take_clause(self) -> None:
+        phrase = self._rest.pop(0)
+        slot = self._keyword(phrase)
+        if slot is None:
+            first = phrase.items[0]
+            help_ = did_you_mean(first.text, self._clauses) if isinstance(first, Word) else ""
+            message = f"`{self._usage.verb}` takes no `{phrase.span.text}` here"
+            while self._rest and self._keyword(self._rest[0]) is None:
+                self._rest.pop(0)  # most likely the argument of a misspelt keyword
+            self._error(UNEXPECTED_ARGUMENT, message, phrase.span, help_)
+            return
+        earlier = self._flags.get(slot.name)
+        if slot.name in self._phrases:
+            earlier = self._phrases[slot.name].span
+        if earlier is not None:
+            message = f"`{slot.name}` is given twice"
+            self._error(REPEATED, message, phrase.span, "remove one", (Label(earlier, "given here first"),))
+        if slot.placeholder is None:
+            self._flags[slot.name] = phrase.span
+            return
+        kind = KINDS[slot.placeholder]
+        if not self._rest or self._keyword(self._rest[0]) is not None:
+            self._phrases.setdefault(slot.name, phrase)  # the clause is there, though empty: it is not missing too
+            self._error(MISSING_ARGUMENT, f"`{slot.name}` needs {slot.placeholder}: {kind.text}", phrase.span)
+            return
+        value = self._rest.pop(0)
+        self._check(kind, value, f"`{slot.name}`")
+        if earlier is None:
+            self._phrases[slot.name] = value
+
+    def _has(self, name: str) -> bool:
+        return name in self._phrases or name in self._flags
+
+    def _keyword(self, phrase: Phrase) -> Slot | None:
+        """The clause that this phrase begins, if it is a keyword of the form."""
+        first = phrase.items[0]
+        return self._clauses.get(first.text) if isinstance(first, Word) and len(phrase.items) == 1 else None
+
+    def _check(self, kind: Kind, phrase: Phrase, taker: str) -> None:
+        for item in phrase.items:
+            if not kind.accepts(item):
+                message = f"{taker} takes {kind.text}, not {_described(item)}"
+                self._error(WRONG_KIND, message, item.span)
+        if kind.count and len(phrase.items) != kind.count:
+            message = f"{taker} takes {kind.text}, not {len(phrase.items)} items"
+            self._error(WRONG_KIND, message, phrase.span)
+
+    def _error(self, code: Code, message: str, span: Span, help_: str = "", related: tuple[Label, ...] = ()) -> None:
+        help_ = help_ or f"usage: {self._usage.text}"
+        self._diagnostics.append(Diagnostic(code, message, Label(span), related, help=help_))
+
+
+def _described(item: Item) -> str:
+    text = item.text if isinstance(item, Word | Number) else ""
+    return f"{KIND_NAMES[type(item)]} `{text}`" if text else KIND_NAMES[type(item)]

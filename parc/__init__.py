@@ -1,0 +1,1 @@
+"""parc: declarative plans that turn a PyTorch model into checked per-rank programs."""

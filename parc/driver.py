@@ -1,0 +1,255 @@
+"""The whole path on one screen: a plan's text becomes a checked build directory."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parc.compiler.actions import Action, accumulation, schedule_text
+from parc.compiler.artifact import json_text, write_build
+from parc.compiler.callables import CallableError, source_hash
+from parc.compiler.capture import Captured, CaptureError, InputSpec, capture
+from parc.compiler.mesh import Mesh
+from parc.compiler.placement import Split
+from parc.compiler.plan import Plan, read_plan
+from parc.compiler.program import Program
+from parc.compiler.recipes import Recorded, record
+from parc.compiler.resolve import Resolved, resolve
+from parc.compiler.task import InputsError, LossLine, TaskLines, caller, loss_function, model_builder
+from parc.grammar.codes_build import (
+    CAPTURE_FAILED,
+    CONTROL_FLOW,
+    LOSS_NOT_NUMBER,
+    MODEL_FAILED,
+    RETURNED_CACHE,
+    WRONG_INPUTS,
+)
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.passes.pipeline import Built, Request, build_programs
+from parc.passes.weights import names_of
+
+Progress = Callable[[str], None]
+VERSION = "0.1.0"
+
+
+@dataclass
+class Compiled:
+    """A plan with its model captured and its programs made; nothing is written yet."""
+
+    plan: Plan
+    folder: Path
+    mesh: Mesh
+    lines: TaskLines
+    recorded: Recorded
+    captured: Captured
+    resolved: Resolved
+    built: Built
+    actions: tuple[Action, ...]
+    sizes: dict[str, int]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def task_lines(plan: Plan) -> TaskLines:
+    """What of the plan says what is trained."""
+    loss = LossLine(plan.loss.kind, plan.loss.target, plan.loss.operands, plan.loss.ignore)
+    return TaskLines(plan.model.callable, plan.model.values, tuple(line.name for line in plan.inputs), loss)
+
+
+def compile_plan(
+    plan: Plan,
+    folder: Path,
+    *,
+    mesh: Mesh | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    progress: Progress = lambda _: None,
+) -> Compiled:
+    """Capture the model and run every pass.
+
+    ``mesh`` and ``overrides`` make the plan's twin: other sizes of the axes, other arguments of the model.
+
+    Raises:
+        PlanError: the plan, the model or both are at fault.
+    """
+    mesh = plan.mesh if mesh is None else mesh
+    lines = task_lines(plan)
+    seconds: dict[str, float] = {}
+    progress("capture")
+    with _timed(seconds, "capture"):
+        recorded, captured = _capture(plan, lines, folder, overrides)
+    progress("passes")
+    with _timed(seconds, "passes"):
+        resolved = resolve(plan, names_of(captured))
+        claims = []
+        for seed in resolved.seeds:
+            split = None if seed.dim is None else Split(seed.dim, seed.outer)
+            kind = "input" if seed.value in lines.inputs else "parameter"
+            claims.append((f"{kind} {seed.value}", seed.axis, split, seed.span.line))
+        request = Request(tuple(claims), plan.microbatches, plan.seed)
+        built = build_programs(captured, mesh, request)
+    actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
+    sizes = {name: size.high for name, size in plan.sizes.items()}
+    return Compiled(plan, folder, mesh, lines, recorded, captured, resolved, built, actions, sizes, seconds)
+
+
+def _capture(
+    plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None
+) -> tuple[Recorded, Captured]:
+    model_span = plan.model.arguments.statement.span
+    try:
+        build = model_builder(lines, folder, overrides)
+        recorded = record(build, plan.seed)
+    except CallableError as error:
+        notes = _trace(error.__cause__) if error.__cause__ else ()
+        raise PlanError([Diagnostic(MODEL_FAILED, str(error), Label(model_span), notes=notes)]) from None
+    except Exception as error:
+        message = f"making the model failed: {type(error).__name__}: {error}"
+        raise PlanError([Diagnostic(MODEL_FAILED, message, Label(model_span), notes=_trace(error))]) from None
+    try:
+        call, loss = caller(recorded.module, lines), loss_function(lines, folder)
+    except InputsError as error:
+        raise PlanError([Diagnostic(WRONG_INPUTS, str(error), Label(model_span))]) from None
+    except CallableError as error:
+        span = plan.loss.arguments.statement.span
+        raise PlanError([Diagnostic(MODEL_FAILED, str(error), Label(span), notes=_trace(error.__cause__))]) from None
+    try:
+        return recorded, capture(recorded.module, recorded.mode, input_specs(plan), call, loss)
+    except CaptureError as error:
+        raise PlanError([_capture_diagnostic(plan, error)]) from None
+
+
+def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
+    code, help_ = {
+        "control": (CONTROL_FLOW, "compute both sides and choose with `torch.where`"),
+        "cache": (RETURNED_CACHE, "give the model `use_cache=False`, or return its logits or its loss alone"),
+        "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),
+    }.get(error.kind, (CAPTURE_FAILED, ""))
+    line = plan.loss if error.kind == "output" else plan.model
+    notes = [f"at {error.source}"] if error.source else []
+    if error.__cause__ is not None and error.kind == "other":
+        notes += _trace(error.__cause__)
+    return Diagnostic(code, str(error), Label(line.arguments.statement.span), help=help_, notes=tuple(notes))
+
+
+def _trace(error: BaseException | None) -> tuple[str, ...]:
+    """The model's own traceback, without parc's frames."""
+    if error is None:
+        return ()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
+    text = traceback.format_list(frames[-6:]) + traceback.format_exception_only(error)
+    return ("".join(["the model's own traceback:\n", *text]).rstrip(),)
+
+
+def _ours(filename: str) -> bool:
+    parts = Path(filename).parts
+    return "/torch/" in filename or "importlib" in filename or (
+        len(parts) > 1 and parts[-2] in ("compiler", "grammar", "passes", "runtime", "parc") and Path(filename).is_relative_to(
+            Path(__file__).resolve().parent.parent
+        )
+    )
+
+
+def input_specs(plan: Plan) -> dict[str, InputSpec]:
+    """Dtype and shape of each input in one microbatch, over all data ranks."""
+    specs = {}
+    for line in plan.inputs:
+        shape = []
+        for dim in line.dims:
+            size = dim if isinstance(dim, int) else plan.sizes[dim].high
+            shape.append(size // plan.microbatches if dim == "B" else size)
+        specs[line.name] = InputSpec(getattr(torch, line.dtype), tuple(shape))
+    return specs
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[name] = round(time.perf_counter() - start, 3)
+
+
+def files_of(compiled: Compiled) -> dict[str, str]:
+    """Texts of a build's programs and schedule by file name."""
+    files = {"plan.parc": compiled.plan.text(), "programs/model.py": compiled.built.reference.text()}
+    for action, program in compiled.built.programs.items():
+        files[f"programs/{program.role}.{action}.py"] = program.text()
+    files["schedule.txt"] = schedule_text({"stage0": compiled.actions})
+    return files
+
+
+def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
+    """The facts a run needs beside the programs."""
+    plan, forward = compiled.plan, compiled.built.programs["F"]
+    builder = model_builder(compiled.lines, compiled.folder)
+    del builder
+    optimizer = plan.optimizer
+    return {
+        "parc": VERSION,
+        "torch": torch.__version__.split("+")[0],
+        "folder": os.path.relpath(compiled.folder.resolve(), out.resolve()),
+        "model": {"callable": compiled.lines.model, "arguments": dict(compiled.lines.arguments)},
+        "model_source": _source_hash(compiled),
+        "inputs": [{"name": line.name, "dtype": line.dtype, "dims": list(line.dims)} for line in plan.inputs],
+        "sizes": compiled.sizes,
+        "loss": {"kind": plan.loss.kind, "target": plan.loss.target, "operands": list(plan.loss.operands),
+                 "ignore": plan.loss.ignore},
+        "mesh": dict(compiled.mesh.axes),
+        "microbatches": plan.microbatches,
+        "optimizer": {"name": optimizer.name, "lr": optimizer.lr, "weight_decay": optimizer.weight_decay,
+                      "clip": optimizer.clip, "betas": list(optimizer.betas), "eps": optimizer.eps,
+                      "momentum": optimizer.momentum, "nesterov": optimizer.nesterov},
+        "data": None if plan.data is None else {"globs": list(plan.data.globs), "callable": plan.data.callable,
+                                                "arguments": dict(plan.data.values)},
+        "seed": plan.seed,
+        "steps": plan.steps,
+        "aliases": dict(compiled.captured.aliases),
+        "parameters": stored_types(compiled),
+        "updates": list(compiled.captured.updates),
+        "role": forward.role,
+    }  # fmt: skip
+
+
+def stored_types(compiled: Compiled) -> dict[str, str]:
+    """Each parameter's type as a rank stores it, as text."""
+    reduce = compiled.built.programs["REDUCE"]
+    values = reduce.main.values()
+    kept = {key.removeprefix("gradient "): values[name].type.text(compiled.mesh) for key, name in reduce.main.returns
+            if key.startswith("gradient ")}  # fmt: skip
+    for value in compiled.built.programs["F"].main.parameters:
+        kind, _, name = value.role.partition(" ")
+        if kind == "parameter":
+            kept.setdefault(name, value.type.text(compiled.mesh))
+    return dict(sorted(kept.items()))
+
+
+def _source_hash(compiled: Compiled) -> str:
+    from parc.compiler.callables import load_callable
+
+    return source_hash(load_callable(compiled.lines.model, compiled.folder))
+
+
+def build(path: Path, out: Path, defines: Mapping[str, str], progress: Progress = lambda _: None) -> Compiled:
+    """Read a plan, compile it, and write the build directory.
+
+    Raises:
+        PlanError: the plan or its model is at fault.
+        BuildError: ``out`` holds something else.
+    """
+    plan = read_plan(path, defines)
+    compiled = compile_plan(plan, path.resolve().parent, progress=progress)
+    files = files_of(compiled)
+    files["report.json"] = json_text({"seconds": compiled.seconds})
+    write_build(out, files, manifest_of(compiled, out))
+    return compiled
+
+
+def programs_of(compiled: Compiled) -> Mapping[str, Program]:
+    """The programs by action."""
+    return compiled.built.programs

@@ -1,0 +1,64 @@
+"""Nodes of a graph as calls that rules understand: values, their shapes, and the rule of each node."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..compiler.factors import OpCall, Operand, OpRule, RuleError, opaque
+from ..compiler.op_rules import rule_for
+
+Key = tuple[fx.Node, int]
+"""One tensor: a node and which of its results."""
+
+
+def key_of(node: fx.Node) -> Key:
+    """The tensor a node stands for; ``getitem`` stands for a result of its operand."""
+    if node.target is operator.getitem:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return node, 0
+
+
+def tensors_of(node: fx.Node) -> tuple[Any, ...]:
+    """Fake tensors of a node's results."""
+    value = node.meta.get("val")
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def fake(key: Key) -> Any:
+    """The fake tensor of one result."""
+    return tensors_of(key[0])[key[1]]
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that stand for tensor operands, in the order in which a call counts them."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found
+
+
+def call_of(node: fx.Node) -> OpCall:
+    """The node as a call on its global (or, in a local graph, local) shapes."""
+    counter = iter(range(10**9))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: Operand(next(counter)))  # type: ignore[misc]
+    operands = tuple(tuple(fake(key_of(n)).shape) for n in operands_of(node))
+    results = tuple(tuple(value.shape) for value in tensors_of(node) if isinstance(value, torch.Tensor))
+    return OpCall(str(node.target), args, dict(kwargs), operands, results)
+
+
+def rule_of(node: fx.Node) -> tuple[OpRule, bool]:
+    """The rule of a node, and whether its operator has one; without, every dim is needed whole."""
+    call = call_of(node)
+    try:
+        found = rule_for(call)
+    except RuleError:
+        found = None
+    return (opaque(call), False) if found is None else (found, True)
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether the node is an operator on tensors (``getitem`` only names a result)."""
+    return node.op == "call_function" and node.target is not operator.getitem

@@ -1,0 +1,327 @@
+"""Canonical form: the captured graph in the few operators that rules and partition know; meaning unchanged."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..compiler.ops import OPS
+from ..compiler.program import Origin
+
+aten = torch.ops.aten
+
+Rewrite = Callable[["Canonicalizer", fx.Node], None]
+
+_NO_MEANING = {aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.contiguous.default}
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Global shape of a node with one tensor result."""
+    return tuple(node.meta["val"].shape)
+
+
+class Canonicalizer:
+    """Rewrites one graph in place, node by node, through ``TABLE``."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.keys: dict[str, int] = {}
+        self.iotas: dict[fx.Node, tuple[int, int]] = {}
+        """Nodes that count 0, 1, … along one dim: ``(dim, size)``."""
+
+    def emit(self, near: fx.Node, target: Any, *args: Any, val: Any = None) -> fx.Node:
+        """A new node before ``near`` with its provenance; ``val`` defaults to what the operator makes of fakes."""
+        with self.graph.inserting_before(near):
+            node = self.graph.call_function(target, args)
+        node.meta["origin"] = near.meta.get("origin", Origin())
+        if val is None:
+            fakes = fx.node.map_arg(args, lambda n: n.meta["val"])
+            mode = next(n.meta["val"].fake_mode for n in self.graph.nodes if n.op == "placeholder")
+            with mode:
+                val = target(*fakes)
+        node.meta["val"] = val
+        return node
+
+    def replace(self, node: fx.Node, by: fx.Node) -> None:
+        """Let ``by`` stand for ``node``."""
+        node.replace_all_uses_with(by)
+        self.graph.erase_node(node)
+        if node in self.iotas:
+            self.iotas[by] = self.iotas.pop(node)
+
+    def stream(self, node: fx.Node, rng: fx.Node) -> fx.Node:
+        """The key of a random operator: named by its module and its ordinal there, so no plan changes it."""
+        module = node.meta["origin"].module or "model"
+        ordinal = self.keys.get(module, 0)
+        self.keys[module] = ordinal + 1
+        with self.graph.inserting_after(rng):
+            key = self.graph.placeholder(f"key_{module.replace('.', '_')}_{ordinal}")
+        key.meta = {"role": f"key {module}.{ordinal}", "val": _fake_like(node, (), torch.int64)}
+        return key
+
+    def run(self) -> fx.Graph:
+        """Rewrite every node once, in order; drop what nobody reads."""
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        self.rng = last
+        for node in list(self.graph.nodes):
+            if node.op == "call_function":
+                rewrite = TABLE.get(node.target)
+                if rewrite is not None:
+                    rewrite(self, node)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+
+def _fake_like(node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    value = node.meta["val"]
+    value = value[0] if isinstance(value, (tuple, list)) else value
+    with value.fake_mode:
+        return torch.empty(shape, dtype=dtype)
+
+
+def _drop(c: Canonicalizer, node: fx.Node) -> None:
+    c.graph.erase_node(node)
+
+
+def _forward(c: Canonicalizer, node: fx.Node) -> None:
+    c.replace(node, node.args[0])
+
+
+def _view(c: Canonicalizer, node: fx.Node) -> None:
+    source = node.args[0]
+    if shape_of(source) == shape_of(node):
+        c.replace(node, source)
+        return
+    node.target = aten.reshape.default
+    node.args = (source, list(shape_of(node)))
+
+
+def _expand(c: Canonicalizer, node: fx.Node) -> None:
+    if shape_of(node.args[0]) == shape_of(node):
+        c.replace(node, node.args[0])
+        return
+    node.args, node.kwargs = (node.args[0], list(shape_of(node))), {}
+
+
+def _to_copy(c: Canonicalizer, node: fx.Node) -> None:
+    dtype = node.meta["val"].dtype
+    if node.args[0].meta["val"].dtype == dtype:
+        c.replace(node, node.args[0])
+    else:
+        node.args, node.kwargs = (node.args[0],), {"dtype": dtype}
+
+
+def _type_as(c: Canonicalizer, node: fx.Node) -> None:
+    node.target = aten._to_copy.default
+    _to_copy(c, node)
+
+
+def _slice(c: Canonicalizer, node: fx.Node) -> None:
+    if shape_of(node.args[0]) == shape_of(node):
+        c.replace(node, node.args[0])
+
+
+def _linear(c: Canonicalizer, node: fx.Node) -> None:
+    """A row-parallel bias would be added once a rank: product first, then the sum."""
+    if len(node.args) > 2 and node.args[2] is not None:
+        x, weight, bias = node.args
+        product = c.emit(node, aten.linear.default, x, weight, val=node.meta["val"])
+        c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
+
+
+def _addmm(c: Canonicalizer, node: fx.Node) -> None:
+    if node.kwargs:
+        return
+    bias, x, weight = node.args
+    product = c.emit(node, aten.mm.default, x, weight, val=node.meta["val"])
+    c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
+
+
+def _mean(c: Canonicalizer, node: fx.Node) -> None:
+    """A sum over the global count, so that a split dim can be summed in parts."""
+    x = node.args[0]
+    if node.kwargs or not x.meta["val"].dtype.is_floating_point:
+        return
+    dims = node.args[1] if len(node.args) > 1 and node.args[1] else list(range(len(shape_of(x))))
+    keep = bool(node.args[2]) if len(node.args) > 2 else False
+    count = 1
+    for dim in dims:
+        count *= shape_of(x)[dim]
+    total = c.emit(node, aten.sum.dim_IntList, x, list(dims), keep, val=node.meta["val"])
+    c.replace(node, c.emit(node, aten.div.Tensor, total, count, val=node.meta["val"]))
+
+
+def _mean_all(c: Canonicalizer, node: fx.Node) -> None:
+    _mean(c, node)
+
+
+def _dropout(c: Canonicalizer, node: fx.Node) -> None:
+    x, p, *train = node.args
+    kept = next((user for user in node.users if user.args[1] == 0), None)
+    if kept is None:
+        return
+    if p == 0 or (train and train[0] is False):
+        c.replace(kept, x)
+        return
+    value = x.meta["val"]
+    key = c.stream(node, c.rng)
+    mask = c.emit(node, OPS.dropout_mask.default, key, list(value.shape), float(p), value.dtype)
+    c.replace(kept, c.emit(node, aten.mul.Tensor, x, mask))
+
+
+def _attention(c: Canonicalizer, node: fx.Node) -> None:
+    names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    p = float(given.get("dropout_p") or 0.0)
+    mask, q = given.get("attn_mask"), given["q"]
+    if q.meta["val"].dim() != 4:
+        return
+    key = c.stream(node, c.rng) if p else None
+    if mask is not None:
+        while mask.meta["val"].dim() < 4:
+            mask = c.emit(node, aten.unsqueeze.default, mask, 0)
+    options = (bool(given.get("is_causal") or False), given.get("scale"), p)
+    pair = c.emit(node, OPS.attention.default, q, given["k"], given["v"], mask, key, *options)
+    out = c.emit(node, operator.getitem, pair, 0, val=pair.meta["val"][0])
+    c.replace(node, out)
+
+
+def _cross_entropy(c: Canonicalizer, node: fx.Node) -> None:
+    """``mean`` becomes a sum of token losses over the count of targets that are not ignored."""
+    names = ("logits", "targets", "weight", "reduction", "ignore", "smoothing")
+    given = {**dict(zip(names, node.args, strict=False))}
+    given.update({"ignore": -100, "reduction": 1} | given | dict(node.kwargs))
+    logits, targets = given["logits"], given["targets"]
+    plain = given.get("weight") is None and not given.get("smoothing") and not targets.meta["val"].is_floating_point()
+    if not plain or logits.meta["val"].dim() != 2:
+        return
+    ignore, reduction = int(given.get("ignore_index", given["ignore"])), given["reduction"]
+    losses = c.emit(node, OPS.token_loss.default, logits, targets, ignore)
+    if reduction == 0:
+        c.replace(node, losses)
+        return
+    total = c.emit(node, aten.sum.default, losses)
+    if reduction == 1:
+        counted = c.emit(node, aten.sum.default, c.emit(node, aten.ne.Scalar, targets, ignore))
+        total = c.emit(node, aten.div.Tensor, total, counted)
+    c.replace(node, total)
+
+
+def _arange(c: Canonicalizer, node: fx.Node) -> None:
+    value = node.meta["val"]
+    start = node.args[0] if node.target is not aten.arange.default else 0
+    step = node.args[2] if node.target is aten.arange.start_step and len(node.args) > 2 else 1
+    if not isinstance(start, int) or not isinstance(step, int):
+        return
+    count = c.emit(node, OPS.iota.default, value.shape[0], start, step, value.dtype, val=value)
+    if (start, step) == (0, 1):
+        c.iotas[count] = (0, value.shape[0])
+    c.replace(node, count)
+
+
+def _add(c: Canonicalizer, node: fx.Node) -> None:
+    x, y = node.args[0], node.args[1]
+    if isinstance(x, fx.Node) and not isinstance(y, fx.Node) and y == 0 and x.meta["val"].dtype == node.meta["val"].dtype:
+        c.replace(node, x)
+
+
+def _unsqueeze(c: Canonicalizer, node: fx.Node) -> None:
+    source = node.args[0]
+    if source in c.iotas:
+        dim, size = c.iotas[source]
+        at = node.args[1] % len(shape_of(node))
+        c.iotas[node] = (dim + (at <= dim), size)
+
+
+def _index(c: Canonicalizer, node: fx.Node) -> None:
+    """Indexing every dim by counts over its whole range, on increasing dims, only inserts dims of size 1."""
+    x, indices = node.args
+    result = shape_of(node)
+    if len(indices) != len(shape_of(x)) or any(index not in c.iotas for index in indices):
+        return
+    places = []
+    for dim, index in enumerate(indices):
+        place, size = c.iotas[index]
+        if size != shape_of(x)[dim]:
+            return
+        places.append(place + len(result) - len(shape_of(index)))
+    if places != sorted(set(places)):
+        return
+    for dim in range(len(result)):
+        if dim not in places:
+            x = c.emit(node, aten.unsqueeze.default, x, dim)
+    c.replace(node, x)
+
+
+def _creation(value: Callable[[fx.Node], Any]) -> Rewrite:
+    def rewrite(c: Canonicalizer, node: fx.Node) -> None:
+        result = node.meta["val"]
+        with c.graph.inserting_before(node):
+            made = c.graph.call_function(aten.full.default, (list(result.shape), value(node)), {"dtype": result.dtype})
+        made.meta = {"val": result, "origin": node.meta.get("origin", Origin())}
+        c.replace(node, made)
+
+    return rewrite
+
+
+def _filled(node: fx.Node) -> Any:
+    """The value of ``full``, ``new_full``, ``full_like``."""
+    return node.args[2] if node.target is aten.new_full.default else node.args[1]
+
+
+def _scalar(value: float) -> Callable[[fx.Node], Any]:
+    def read(node: fx.Node) -> Any:
+        return value if node.meta["val"].dtype.is_floating_point else int(value)
+
+    return read
+
+
+TABLE: Mapping[Any, Rewrite] = {
+    aten._assert_tensor_metadata.default: _drop,
+    **dict.fromkeys(_NO_MEANING, _forward),
+    **dict.fromkeys(_VIEWS, _view),
+    aten.expand.default: _expand,
+    aten._to_copy.default: _to_copy,
+    aten.type_as.default: _type_as,
+    aten.slice.Tensor: _slice,
+    aten.linear.default: _linear,
+    aten.addmm.default: _addmm,
+    aten.mean.dim: _mean,
+    aten.mean.default: _mean_all,
+    aten.native_dropout.default: _dropout,
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+    aten.add.Tensor: _add,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.index.Tensor: _index,
+    aten.full.default: _creation(_filled),
+    aten.full_like.default: _creation(_filled),
+    aten.new_full.default: _creation(_filled),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), _creation(_scalar(1.0))),
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), _creation(_scalar(0.0))),
+    **dict.fromkeys((aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default), _creation(_scalar(0.0))),
+}
+"""Operator → rewrite. An operator that is not here keeps its form."""
+
+
+def canonicalize(graph: fx.Graph) -> fx.Graph:
+    """The same function in canonical operators (a new graph).
+
+    Dropout and attention dropout draw from counter-based streams, one ``key`` placeholder each; biases leave products;
+    means become sums over counts; views become ``reshape``; creation operators become ``full`` and ``iota``.
+    """
+    copy = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    copy.output(copy.graph_copy(graph, mapping))
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+    return Canonicalizer(copy).run()

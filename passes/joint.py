@@ -1,0 +1,247 @@
+"""Joint trace: a segment's forward and backward on global shapes, every node typed and with its provenance."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from ..compiler.mesh import Mesh
+from ..compiler.ops import OPS
+from ..compiler.placement import Placement, TensorType, parse_kind
+from ..compiler.program import Origin
+from ..compiler.torch_private import proxy_node, trace, tracing_graph
+from ..compiler.typing import infer
+from .calls import call_of, operands_of, tensors_of
+from .segments import Segment, gradient_flows, node_type
+
+aten = torch.ops.aten
+_FREE_VIEWS = {
+    aten.t.default, aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default, aten.slice.Tensor,
+    aten.select.int, aten.detach.default, aten.alias.default, aten.split.Tensor, operator.getitem,
+}  # fmt: skip
+
+
+class InternalTypeFault(AssertionError):
+    """The compiler's own types contradict each other: parc's fault, never the user's."""
+
+
+@dataclass(slots=True)
+class Joint:
+    """A traced segment. ``forward`` and ``backward`` are node lists in order; ``saved`` is what backward reads of
+    forward; ``gradients`` pairs an input's index with its gradient's node."""
+
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    tangents: dict[int, fx.Node]
+    gradients: dict[int, fx.Node]
+    forward: list[fx.Node] = field(default_factory=list)
+    backward: list[fx.Node] = field(default_factory=list)
+    saved: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is noted while a segment is traced."""
+
+    owner: dict[fx.Node, Origin] = field(default_factory=dict)
+    known: dict[fx.Node, Placement] = field(default_factory=dict)
+    seen: int = 0
+
+    def claim(self, graph: fx.Graph, origin: Origin) -> None:
+        """The nodes that appeared since the last claim come from ``origin``."""
+        for node in list(graph.nodes)[self.seen :]:
+            self.owner[node] = origin
+            self.seen += 1
+
+
+def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
+    """Trace ``outputs, gradients = segment(inputs, tangents)``; equal segments need one trace."""
+    mode = FakeTensorMode()
+    record = _Record()
+    flows = [gradient_flows(node) for node in segment.inputs]
+    flowing = [index for index, node in enumerate(segment.outputs) if gradient_flows(node)]
+    with mode:
+        values = [torch.empty(node_type(n).shape, dtype=node_type(n).dtype) for n in segment.inputs]
+        values += [torch.empty(node_type(segment.outputs[i]).shape, dtype=node_type(segment.outputs[i]).dtype)
+                   for i in flowing]  # fmt: skip
+
+    def run(*arguments: torch.Tensor) -> Any:
+        given, tangents = arguments[: len(flows)], arguments[len(flows) :]
+        graph = tracing_graph()
+        leaves = [x.detach().requires_grad_() if flow else x for x, flow in zip(given, flows, strict=True)]
+        record.seen = len(list(graph.nodes))
+        env = dict(zip(segment.inputs, leaves, strict=True))
+        _execute(segment, env, record, graph)
+        outputs = [env[node] for node in segment.outputs]
+        wanted = [leaf for leaf, flow in zip(leaves, flows, strict=True) if flow]
+        gradients: Sequence[Any] = [None] * len(wanted)
+        if wanted and flowing:
+            gradients = torch.autograd.grad([outputs[i] for i in flowing], wanted, list(tangents), allow_unused=True)
+        record.claim(graph, segment.nodes[0].meta["origin"])
+        return tuple(outputs), tuple(gradients)
+
+    graph = trace(run, values, mode)
+    return _read(graph, segment, record, flows, flowing, mesh)
+
+
+def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: fx.Graph) -> None:
+    """Run the segment's nodes; note which traced nodes each made, and the type of its gradient when it arrives."""
+    for node in segment.nodes:
+        uses = {operand: _use(env[operand], operand, node, record, graph) for operand in node.all_input_nodes}
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), uses.__getitem__)  # type: ignore[misc]
+        value = env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        record.claim(graph, node.meta["origin"])
+        if not isinstance(value, torch.Tensor):
+            continue
+        made = proxy_node(value)
+        if made is not None:
+            record.known[made] = node_type(node).placement.data()
+        if value.requires_grad:
+            value.register_hook(_arrival(node, node, record, graph))
+
+
+def _use(value: Any, operand: fx.Node, reader: fx.Node, record: _Record, graph: fx.Graph) -> Any:
+    """One reader's own alias of a value, so that the gradient it sends back can be told from other readers'."""
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    alias = aten.alias.default(value)
+    alias.register_hook(_arrival(operand, reader, record, graph))
+    return alias
+
+
+def _arrival(node: fx.Node, owner: fx.Node, record: _Record, graph: fx.Graph) -> Callable[[Any], None]:
+    """A hook that types the gradient of a node's value, and says that ``owner``'s gradient made what came before."""
+
+    def hook(gradient: torch.Tensor | None) -> None:
+        if owner is not node:
+            record.claim(graph, owner.meta["origin"])
+        made = None if gradient is None else proxy_node(gradient)
+        if made is not None and made not in record.known:
+            record.known[made] = node_type(node).placement.dual().data()
+
+    return hook
+
+
+def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bool], flowing: Sequence[int],
+          mesh: Mesh) -> Joint:  # fmt: skip
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs, tangents = placeholders[: len(flows)], placeholders[len(flows) :]
+    types: dict[fx.Node, Placement] = {}
+    for node, source in zip(inputs, segment.inputs, strict=True):
+        types[node] = node_type(source).placement.data()
+    for node, index in zip(tangents, flowing, strict=True):
+        types[node] = node_type(segment.outputs[index]).placement.dual().data()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["types"] = [_typed(node.meta["val"], types[node])]
+        elif node.op == "call_function":
+            node.meta["origin"] = record.owner.get(node, Origin())
+            _type_node(node, record.known, mesh)
+    outputs, gradients = graph.output_node().args[0]  # type: ignore[misc]
+    for index in (i for i, flow in enumerate(flows) if flow):
+        expected = node_type(segment.inputs[index]).placement.dual().data()
+        gradient = gradients[[i for i, flow in enumerate(flows) if flow].index(index)]
+        if gradient is not None and node_type(gradient).placement != expected:
+            raise InternalTypeFault(
+                f"the gradient of input {index} of {segment.block} is {node_type(gradient).text(mesh)}, not {expected}"
+            )
+    flow_index = [index for index, flow in enumerate(flows) if flow]
+    joint = Joint(
+        inputs,
+        list(outputs),
+        dict(zip(flowing, tangents, strict=True)),
+        {index: node for index, node in zip(flow_index, gradients, strict=True) if node is not None},
+    )
+    _split(joint, graph)
+    return joint
+
+
+def _typed(value: torch.Tensor, placement: Placement) -> TensorType:
+    return TensorType(value.dtype, tuple(value.shape), placement)
+
+
+def _type_node(node: fx.Node, known: Mapping[fx.Node, Placement], mesh: Mesh) -> None:
+    """Types of a traced node's results: inferred from its operands, and equal to what partition said."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        node.meta["types"] = [source.meta["types"][index]]  # type: ignore[union-attr,index]
+        return
+    values = [value for value in tensors_of(node) if isinstance(value, torch.Tensor)]
+    operands = [node_type(operand).placement for operand in operands_of(node)]
+    if node.target is OPS.convert.default:
+        axes, source, result = (str(text) for text in node.args[1:])
+        kind = parse_kind(result)
+        placements = [operands[0].replace(dict.fromkeys(axes.split(","), kind)).data()]
+    elif node.target is OPS.row_max.default:
+        axes = [axis for axis in str(node.args[1]).split(",") if axis]
+        placements = [operands[0].replace(dict.fromkeys(axes, "I"))]
+    else:
+        expected = [known[node]] if node in known else None
+        try:
+            placements = infer(call_of(node), operands, mesh, expected)
+        except ValueError as fault:
+            texts = ", ".join(node_type(operand).text(mesh) for operand in operands_of(node))
+            raise InternalTypeFault(f"{node.format_node()} of ({texts}): {fault}") from fault
+    if node in known and placements[0] != known[node]:
+        raise InternalTypeFault(f"{node.format_node()} is {placements[0]}, but partition said {known[node]}")
+    all_types = iter(_typed(value, placement) for value, placement in zip(values, placements, strict=True))
+    node.meta["types"] = [next(all_types) if isinstance(v, torch.Tensor) else None for v in tensors_of(node)]
+
+
+def _split(joint: Joint, graph: fx.Graph) -> None:
+    """Forward is what outputs need; backward the rest of what gradients need. Views are made again in backward, so
+    that what is saved is storage, not shapes of it."""
+    inputs = set(joint.inputs)
+    forward = _closure(joint.outputs, inputs)
+    forward |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in forward}
+    backward: set[fx.Node] = set()
+    saved: dict[fx.Node, None] = {}
+
+    def need(node: fx.Node) -> None:
+        pending = [node]
+        while pending:
+            current = pending.pop()
+            if current in backward or current in saved or current.op == "placeholder":
+                if current in inputs:
+                    saved[current] = None
+                continue
+            if current in forward and not _free(current):
+                saved[current] = None
+                continue
+            backward.add(current)
+            pending.extend(current.all_input_nodes)
+
+    for gradient in joint.gradients.values():
+        need(gradient)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    joint.forward = sorted(forward - inputs, key=order.__getitem__)
+    joint.backward = sorted(backward, key=order.__getitem__)
+    joint.saved = sorted(saved, key=order.__getitem__)
+
+
+def _free(node: fx.Node) -> bool:
+    """Whether the node only looks at its operand's storage in another shape."""
+    if node.target is operator.getitem:
+        return node.args[0].target is aten.split.Tensor  # type: ignore[union-attr]
+    if node.target in (aten.view.default, aten._unsafe_view.default):
+        return node.args[0].target is not aten.clone.default  # type: ignore[union-attr]
+    return node.target in _FREE_VIEWS
+
+
+def _closure(roots: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            if node not in stop:
+                pending.extend(node.all_input_nodes)
+    return found

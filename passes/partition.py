@@ -1,0 +1,349 @@
+"""Partition: every value gets its type on every axis, with typed conversions where a reader needs another.
+
+Shapes stay global here; ``emit.py`` makes them local at the very end, operator by operator, by the same rules."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..compiler.collectives import TypeFault
+from ..compiler.factors import from_factor, to_factor
+from ..compiler.mesh import Mesh
+from ..compiler.ops import OPS
+from ..compiler.placement import AxisType, Placement, Split, TensorType
+from ..compiler.program import Origin
+from .calls import Key, computes, fake, key_of, operands_of, tensors_of
+from .expand import EXPANSIONS
+from .hoist import plan_hoist
+from .propagate import Part, Placed
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """A conversion that no line asked for in so many words: what it moves, and whose need caused it."""
+
+    value: str
+    source: AxisType
+    result: AxisType
+    axis: str
+    cause: Origin
+    bytes: int
+
+
+class Partition:
+    """Builds the typed graph. Each value is converted at most once to each placement, and shared by all readers."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, placed: Placed) -> None:
+        self.source, self.mesh, self.placed = graph, mesh, placed
+        self.graph = fx.Graph()
+        self.forms: dict[Key, dict[Placement, fx.Node]] = {}
+        self.state: dict[Key, Placement] = {}
+        self.grad: dict[Key, bool] = {}
+        self.pure: dict[Key, bool] = {}
+        self.reshards: list[Reshard] = []
+        self.origin = Origin()
+        self.block: str | None = None
+        self.hoisted = plan_hoist(graph, mesh, placed, self._find_gradients())
+
+    # ---- what is known before anything is emitted
+
+    def _find_gradients(self) -> Mapping[Key, bool]:
+        for node in self.source.nodes:
+            if node.op == "placeholder":
+                self.grad[node, 0] = node.meta["role"].startswith("parameter") and fake((node, 0)).is_floating_point()
+                self.pure[node, 0] = node.meta["role"].split(" ")[0] in ("buffer", "constant", "key")
+            elif computes(node):
+                keys = [key_of(n) for n in operands_of(node)]
+                detached = node.target is torch.ops.aten.detach.default
+                for index, value in enumerate(tensors_of(node)):
+                    flows = any(self.grad[key] for key in keys) and not detached
+                    self.grad[node, index] = flows and isinstance(value, torch.Tensor) and value.is_floating_point()
+                    self.pure[node, index] = all(self.pure[key] and not self.grad[key] for key in keys)
+        return self.grad
+
+    def type_of(self, key: Key, placement: Placement) -> TensorType:
+        """The typed shape of a value in a placement."""
+        value = fake(key)
+        return TensorType(value.dtype, tuple(value.shape), placement)
+
+    # ---- conversions
+
+    def convert(self, key: Key, want: Placement) -> fx.Node:
+        """The value in another placement: from a form that exists, by the cheapest order of steps."""
+        if not self.grad[key]:
+            want = want.data()
+            if self.pure[key]:
+                rebuilt = self.rebuild(key, want)
+                if rebuilt is not None:
+                    return rebuilt
+        have = self.state[key]
+        for axes in self._steps(have, want):
+            have = self._step(key, have, {axis: want[axis] for axis in axes})
+        return self.forms[key][have]
+
+    def _steps(self, have: Placement, want: Placement) -> list[tuple[str, ...]]:
+        """Axes in the order in which they are converted: first what shrinks the value, then exchanges, then gathers,
+        the innermost first; sums and gradients' sums over several axes at once."""
+        slices, moves, gathers, sums, marks = [], [], [], [], []
+        for axis, old in have.items():
+            new = want[axis]
+            if old == new:
+                continue
+            if old == "P" and not isinstance(new, Split):
+                sums.append(axis)
+                if new == "R":
+                    marks.append(axis)
+            elif isinstance(new, Split):
+                (moves if isinstance(old, Split) else slices).append(axis)
+            elif isinstance(old, Split):
+                gathers.append(axis)
+            else:
+                marks.append(axis)
+
+        def at(placement: Placement, axis: str) -> int:
+            kind = placement[axis]
+            return kind.outer if isinstance(kind, Split) else 0
+
+        slices.sort(key=lambda axis: (have[axis] != "P", at(want, axis)))
+        gathers.sort(key=lambda axis: -at(have, axis))
+        # a sum to R is a sum to I, then the mark that its gradient will be summed
+        order = [(axis,) for axis in slices] + [(axis,) for axis in moves]
+        order += [tuple(sums)] if sums else []
+        order += [(axis,) for axis in gathers]
+        return order + ([tuple(marks)] if marks else [])
+
+    def _step(self, key: Key, have: Placement, changes: Mapping[str, AxisType]) -> Placement:
+        """One conversion of one or several axes alike; its result is kept for later readers."""
+        first = have[next(iter(changes))]
+        if first == "P" and "R" in changes.values():
+            changes = dict.fromkeys(changes, "I")
+        target = have.replace(changes)
+        if target not in self.forms[key]:
+            self.forms[key][target] = self._emit_conversion(key, have, target, tuple(changes))
+            if first == "P" and have == self.state[key]:
+                # the reduced form stands for the value from now on, or a sum with it would keep two copies alive
+                self.state[key] = target
+        return target
+
+    def _emit_conversion(self, key: Key, have: Placement, want: Placement, axes: tuple[str, ...]) -> fx.Node:
+        source, result = have[axes[0]], want[axes[0]]
+        form = self.forms[key][have]
+        if source == "I" and result == "R" and not self.grad[key]:
+            return form
+        if source == "R" and result == "I":
+            raise TypeFault(f"`{key[0].name}` is R over {axes[0]} and cannot be I again")
+        node = self.call(OPS.convert.default, (form, ",".join(axes), str(source), str(result)), {}, [(key, want)])
+        if (source, result) != ("I", "R"):
+            local = self.type_of(key, have).local(self.mesh)
+            size = math.prod(local) * fake(key).dtype.itemsize
+            for axis in axes:
+                self.reshards.append(Reshard(key[0].name, have[axis], want[axis], axis, self.origin, size))
+        return node
+
+    def rebuild(self, key: Key, want: Placement) -> fx.Node | None:
+        """A value made only from creation operators and buffers is made again where it is wanted, never sent."""
+        node, index = key
+        if want in self.forms.get(key, {}):
+            return self.forms[key][want]
+        if node.op == "placeholder":
+            return None
+        rule = self.placed.rules[node]
+        parts: dict[str, Part] = {}
+        for axis, kind in want.items():
+            if isinstance(kind, Split):
+                part = to_factor(rule, rule.results[index], kind.dim, kind.outer, self.mesh.size(axis))
+                if part is None or part[0] in rule.whole:
+                    return None
+                parts[axis] = part  # type: ignore[assignment]
+        operands = []
+        for operand, dims in zip(operands_of(node), rule.operands, strict=True):
+            places = {axis: from_factor(rule, dims, *part) for axis, part in parts.items()}
+            inner = Placement.of(self.mesh, {axis: Split(*at) for axis, at in places.items() if at})  # type: ignore[arg-type]
+            made = self.rebuild(key_of(operand), inner)
+            if made is None:
+                return None
+            operands.append(made)
+        results = [(key_, want if key_ == key else self._placement(rule.results[i], rule, parts, "I"))
+                   for i, key_ in enumerate((node, i) for i in range(len(rule.results)))]  # fmt: skip
+        self.emit(node, parts, results, operands)
+        return self.forms[key][want]
+
+    # ---- operators
+
+    def _placement(self, dims: Any, rule: Any, parts: Mapping[str, Part], absent: AxisType) -> Placement:
+        types: dict[str, AxisType] = {}
+        for axis, part in parts.items():
+            at = from_factor(rule, dims, *part)
+            types[axis] = Split(*at) if at else absent  # type: ignore[arg-type]
+        return Placement.of(self.mesh, types)
+
+    def operator(self, node: fx.Node) -> None:
+        """Emit one operator: convert its operands to the types it needs, and say what its results are."""
+        rule, parts = self.placed.rules[node], self.placed.parts[node]
+        keys = [key_of(n) for n in operands_of(node)]
+        wants: list[dict[str, AxisType]] = [{} for _ in keys]
+        states: list[dict[str, AxisType]] = [{} for _ in rule.results]
+        for axis in self.mesh.names:
+            if axis in parts:
+                for key, dims, want in zip(keys, rule.operands, wants, strict=True):
+                    at = from_factor(rule, dims, *parts[axis])
+                    want[axis] = Split(*at) if at else ("R" if self.grad[key] else "I")  # type: ignore[arg-type]
+                for dims, state in zip(rule.results, states, strict=True):
+                    at = from_factor(rule, dims, *parts[axis])
+                    state[axis] = Split(*at) if at else "P"  # type: ignore[arg-type]
+            else:
+                result = self._unsplit(node, axis, keys, wants)
+                for state in states:
+                    state[axis] = result
+        if node.target in EXPANSIONS and EXPANSIONS[node.target](self, node, keys, wants):
+            return
+        operands = [self.convert(key, Placement.of(self.mesh, want)) for key, want in zip(keys, wants, strict=True)]
+        results = []
+        for index, state in enumerate(states):
+            key = (node, index)
+            placement = Placement.of(self.mesh, state)
+            results.append((key, placement if self.grad.get(key) else placement.data()))
+        self.emit(node, parts, results, operands)
+        for key, placement in results:
+            self.state[key] = placement
+            # a sum whose own placement is a split goes there at once
+            own = {axis: split for axis, split in self.placed.splits[key].items() if placement[axis] == "P"}
+            if own:
+                want = placement.replace(own)
+                self.convert(key, want)
+                self.state[key] = want
+
+    def _unsplit(
+        self, node: fx.Node, axis: str, keys: Sequence[Key], wants: Sequence[dict[str, AxisType]]
+    ) -> AxisType:
+        """Types on an axis that splits no factor of the operator: partial sums pass what is linear in them; one ``R``
+        operand makes all ``R``; else all are ``I``."""
+        have = [self.state[key][axis] if key in self.state else "I" for key in keys]
+        partial = frozenset(index for index, kind in enumerate(have) if kind == "P")
+        rest_whole = all(not isinstance(kind, Split) for kind in have)
+        if partial and rest_whole and partial in self.placed.rules[node].linear and self._no_larger(node, keys, partial):
+            for index, (key, want) in enumerate(zip(keys, wants, strict=True)):
+                want[axis] = "P" if index in partial else ("R" if self.grad[key] else "I")
+            return "P"
+        reads = any(kind == "R" and self.grad[key] for kind, key in zip(have, keys, strict=True))
+        target: AxisType = "R" if reads or axis in self.hoisted.get(node, ()) else "I"
+        for key, want in zip(keys, wants, strict=True):
+            want[axis] = target if self.grad[key] else "I"
+        return target
+
+    def _no_larger(self, node: fx.Node, keys: Sequence[Key], partial: frozenset[int]) -> bool:
+        """Whether a sum put off costs no more than one made now."""
+        made = sum(value.numel() for value in tensors_of(node) if isinstance(value, torch.Tensor))
+        return made <= sum(fake(keys[index]).numel() for index in partial)
+
+    def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[Key, Placement]],
+             operands: Sequence[fx.Node]) -> fx.Node:  # fmt: skip
+        """The operator as a node whose results have the given placements."""
+        given = iter(operands)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(given))  # type: ignore[misc]
+        target: Any = node.target
+        if node.target is torch.ops.aten.embedding.default and any(name == "v" for name, _ in parts.values()):
+            target, args, kwargs = OPS.lookup.default, args[:2], {}
+        return self.call(target, args, kwargs, results)
+
+    def call(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Sequence[tuple[Key, Placement]]
+    ) -> fx.Node:
+        """A node of the typed graph; several results become ``getitem`` nodes."""
+        made = self.graph.call_function(target, args, dict(kwargs))
+        made.meta = {"types": [self.type_of(key, p) for key, p in results], "origin": self.origin, "block": self.block}
+        if len(results) == 1 and not isinstance(results[0][0][0].meta.get("val"), (tuple, list)):
+            self.forms.setdefault(results[0][0], {})[results[0][1]] = made
+            return made
+        for index, (key, placement) in enumerate(results):
+            part = self.graph.call_function(operator.getitem, (made, index))
+            part.meta = {"types": [self.type_of(key, placement)], "origin": self.origin, "block": self.block}
+            self.forms.setdefault(key, {})[placement] = part
+        return made
+
+    def node_type(self, node: fx.Node) -> TensorType:
+        """Type of a node with one result."""
+        return node.meta["types"][0]  # type: ignore[no-any-return]
+
+    # ---- the whole graph
+
+    def placeholder(self, node: fx.Node) -> None:
+        """A parameter, buffer, key or input as it is stored: split as placed, whole elsewhere."""
+        key = (node, 0)
+        placement = Placement.of(self.mesh, dict(self.placed.splits[key]))
+        made = self.graph.placeholder(node.name)
+        made.meta = {"types": [self.type_of(key, placement)], "role": node.meta["role"], "origin": Origin(),
+                     "block": None, "stored": placement, "line": self.placed.lines.get(node, 0)}  # fmt: skip
+        self.state[key] = placement
+        self.forms[key] = {placement: made}
+
+    def run(self) -> fx.Graph:
+        """The typed graph. Its first output is the loss's numerator, summed over nothing or still partial."""
+        for node in self.source.nodes:
+            if node.op == "placeholder":
+                self.placeholder(node)
+            elif computes(node):
+                self.origin = replace(node.meta["origin"], plan=self.placed.lines.get(node, 0))
+                self.block = node.meta.get("block")
+                self.operator(node)
+        loss, *updates = self.source.output_node().args[0]  # type: ignore[misc]
+        self.block = None
+        state = self.state[key_of(loss)]
+        target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
+        outputs = [self.convert(key_of(loss), target)]
+        for update in updates:
+            outputs.append(self.convert(key_of(update), Placement.whole(self.mesh)))
+        self.graph.output(tuple(outputs))
+        lift_parameters(self.graph)
+        fuse_bias(self.graph)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+
+def lift_parameters(graph: fx.Graph) -> None:
+    """A parameter that every reader marks ``I→R`` enters the graph as ``R``: its gradient stays partial over the
+    microbatches and is summed once a step, by REDUCE."""
+    for node in graph.nodes:
+        if node.op != "placeholder" or not node.meta["role"].startswith("parameter") or not node.users:
+            continue
+        marks = [user for user in node.users if user.target is OPS.convert.default and user.args[2:4] == ("I", "R")]
+        if len(marks) != len(node.users):
+            continue
+        common = set.intersection(*(set(mark.args[1].split(",")) for mark in marks))
+        type_ = node.meta["types"][0]
+        lifted = replace(type_, placement=type_.placement.replace(dict.fromkeys(common, "R")))
+        node.meta["types"] = [lifted]
+        for mark in marks:
+            rest = [axis for axis in mark.args[1].split(",") if axis not in common]
+            if rest:
+                mark.args = (node, ",".join(rest), *mark.args[2:])
+            else:
+                mark.replace_all_uses_with(node)
+                graph.erase_node(mark)
+
+
+def fuse_bias(graph: fx.Graph) -> None:
+    """``linear(x, w) + b`` is one operator again where no conversion came between."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        product, bias = node.args
+        if not isinstance(product, fx.Node) or product.target is not aten.linear.default or len(product.args) != 2:
+            continue
+        if len(product.users) != 1 or not isinstance(bias, fx.Node) or len(bias.meta["types"][0].shape) != 1:
+            continue
+        if product.meta["types"] != node.meta["types"]:
+            continue
+        if product.meta["types"][0].placement.partial:
+            continue
+        node.target, node.args = aten.linear.default, (*product.args, bias)
+        graph.erase_node(product)

@@ -1,0 +1,88 @@
+"""THE order of passes: from a captured graph and the plan's claims to the programs of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..compiler.capture import Captured
+from ..compiler.mesh import Mesh
+from ..compiler.placement import Split
+from ..compiler.program import Program
+from .assemble import assemble, assemble_count, assemble_scale
+from .calls import computes
+from .canonicalize import canonicalize
+from .loss import split_loss
+from .partition import Partition, Reshard
+from .propagate import Claim, Placed, propagate
+from .reference import reference_program
+from .segments import block_of, node_type
+
+ROLE = "stage0"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the passes need of a plan, beside the mesh: claims by the role of the value they speak of."""
+
+    claims: tuple[tuple[str, str, Split | None, int], ...]
+    """``(role, axis, split or None for whole, line)``, in order of the plan's lines."""
+    microbatches: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """The programs of a step, the reference, and what was decided without being asked."""
+
+    reference: Program
+    programs: dict[str, Program]
+    placed: Placed
+    reshards: tuple[Reshard, ...]
+    without_rule: tuple[str, ...]
+
+
+def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
+    """Run every pass."""
+    graph = canonicalize(captured.graph)
+    loss = split_loss(graph)
+    reference = reference_program(loss.graph, loss.count, captured.updates, request.seed)
+    for part in (loss.graph, loss.count):
+        if part is not None:
+            mark_blocks(part)
+    typed, placed, reshards = _place(loss.graph, mesh, request)
+    typed.output_node().meta["updates"] = captured.updates
+    programs: dict[str, Program] = {}
+    count_type = None
+    if loss.count is not None:
+        counted, _, _ = _place(loss.count, mesh, request)
+        programs["COUNT"] = assemble_count(counted, mesh, ROLE)
+        (count,) = counted.output_node().args[0]  # type: ignore[misc]
+        count_type = node_type(count)  # type: ignore[arg-type]
+    numerator = typed.output_node().args[0][0]  # type: ignore[index]
+    dtype: torch.dtype = node_type(numerator).dtype  # type: ignore[arg-type]
+    parts = 1 if loss.summed else request.microbatches
+    programs["SCALE"] = assemble_scale(count_type, dtype, parts, mesh, ROLE)
+    programs.update(assemble(typed, mesh, ROLE, request.seed))
+    missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
+    return Built(reference, programs, placed, tuple(reshards), missing)
+
+
+def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:
+    nodes = {node.meta["role"]: node for node in graph.nodes if node.op == "placeholder"}
+    claims = [
+        Claim((nodes[role], 0), axis, split, line) for role, axis, split, line in request.claims if role in nodes
+    ]
+    placed = propagate(graph, mesh, claims)
+    partition = Partition(graph, mesh, placed)
+    return partition.run(), placed, partition.reshards
+
+
+def mark_blocks(graph: fx.Graph) -> None:
+    """Note on every operator which of the model's numbered modules it belongs to."""
+    for node in graph.nodes:
+        if computes(node):
+            node.meta["block"] = block_of(node.meta["origin"].module)

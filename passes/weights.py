@@ -1,0 +1,64 @@
+"""Names: what a captured model calls its weights, and which dim of each is its outputs."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..compiler.capture import Captured
+from ..compiler.names import Names, WeightUse
+from .calls import computes, operands_of, rule_of
+
+_LOOKUPS = {"aten.embedding.default"}
+_THROUGH = {"aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.alias.default", "aten.detach.default",
+            "aten._to_copy.default", "aten.clone.default"}  # fmt: skip
+
+
+def names_of(captured: Captured) -> Names:
+    """The names that a plan's lines can speak of, with how the graph uses each weight."""
+    parameters = captured.placeholders("parameter")
+    uses: dict[str, WeightUse] = {}
+    for name, node in parameters.items():
+        others = [alias for alias, canonical in captured.aliases.items() if canonical == name]
+        for reader, use in _uses(node):
+            module = reader.meta["origin"].module
+            for candidate in (name, *others):
+                if candidate.rpartition(".")[0] == module:
+                    uses.setdefault(candidate, use)
+            uses.setdefault(name, use)
+    return Names(
+        {name: tuple(node.meta["val"].shape) for name, node in parameters.items()},
+        {name: tuple(node.meta["val"].shape) for name, node in captured.placeholders("input").items()},
+        captured.modules,
+        uses,
+        dict(captured.aliases),
+    )
+
+
+def _uses(weight: fx.Node) -> list[tuple[fx.Node, WeightUse]]:
+    """Each reader of a matrix, through transposes, with the dims it puts out and contracts."""
+    found: list[tuple[fx.Node, WeightUse]] = []
+    pending: list[tuple[fx.Node, tuple[int, ...]]] = [(weight, tuple(range(weight.meta["val"].dim())))]
+    while pending:
+        node, dims = pending.pop(0)
+        for reader in node.users:
+            if not computes(reader):
+                continue
+            rule, known = rule_of(reader)
+            if not known:
+                continue
+            index = operands_of(reader).index(node)
+            terms = rule.operands[index]
+            if str(reader.target) in _THROUGH:
+                order = [next((i for i, t in enumerate(terms) if t == r), -1) for r in rule.results[0]]
+                if all(i >= 0 for i in order):
+                    pending.append((reader, tuple(dims[i] for i in order)))
+                continue
+            if len(terms) != 2:
+                continue
+            kept = [dims[i] for i, term in enumerate(terms) if term and any(term[0] in r for r in rule.results[0])]
+            lost = [dims[i] for i, term in enumerate(terms) if term and not any(term[0] in r for r in rule.results[0])]
+            if len(kept) == len(lost) == 1:
+                lookup = str(reader.target) in _LOOKUPS
+                out, into = (lost[0], kept[0]) if lookup else (kept[0], lost[0])
+                found.append((reader, WeightUse("lookup" if lookup else "linear", out, into)))
+    return found

@@ -1,0 +1,1 @@
+"""Backends: one file for each way in which collectives happen."""

@@ -1,0 +1,33 @@
+"""All ranks in one process: a collective joins the pieces that stand side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...compiler.collectives import COLLECTIVES
+from ...compiler.mesh import Mesh
+
+
+class InProcess:
+    """The backend of the simulator."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """All of them."""
+        return range(self.mesh.world)
+
+    def collective(self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Every group's pieces in axis order become the group's results."""
+        row = COLLECTIVES[op]
+        results: list[torch.Tensor] = list(pieces)
+        for group in self.mesh.groups(row.axes(args)):
+            made = row.group([pieces[rank] for rank in group], args)
+            for rank, piece in zip(group, made, strict=True):
+                results[rank] = piece
+        return results

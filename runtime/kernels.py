@@ -1,0 +1,215 @@
+"""Kernels of parc's own operators, which may ask where the rank that computes stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..compiler.counter import keep_mask, stream
+from ..compiler.mesh import Mesh
+from ..compiler.placement import TensorType, dim_index, flat_index
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One line on one rank: the mesh, the rank's coordinates, types of tensor operands and results, the device."""
+
+    mesh: Mesh
+    coordinates: Mapping[str, int]
+    operands: Sequence[TensorType]
+    results: Sequence[TensorType]
+    device: torch.device
+
+    def index(self, type_: TensorType, dim: int) -> torch.Tensor:
+        """Global coordinates of the rank's entries along a dim."""
+        return dim_index(type_.shape[dim], dim, type_.placement, self.mesh, self.coordinates, self.device)
+
+
+def _scores_keep(site: Site, q: torch.Tensor, k: torch.Tensor, key: torch.Tensor, p: float, at: int) -> torch.Tensor:
+    """Which attention weights stay, [b, h, s, t], by their global position."""
+    type_, keys = site.operands[at], site.operands[at + 1]
+    scores = TensorType(type_.dtype, (*type_.shape[:3], keys.shape[2]), type_.placement)
+    index = flat_index(scores.shape, scores.placement, site.mesh, site.coordinates, site.device)
+    return keep_mask(int(key), index, p)
+
+
+def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _fold_heads(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    """The gradient of heads that were repeated."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
+    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+    if causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(above, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores
+
+
+def _scale(q: torch.Tensor, scale: float | None) -> float:
+    return float(q.shape[-1]) ** -0.5 if scale is None else scale
+
+
+def _flash(q: torch.Tensor, p: float) -> bool:
+    """Whether torch's own CPU kernel, which keeps no scores, can do the work."""
+    return q.device.type == "cpu" and p == 0 and q.shape[-1] > 0
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def _attention(site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: Any, p: float) -> Any:
+    heads = q.shape[1]
+    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    if _flash(q, p):
+        bias = _additive(mask, q.dtype)
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    scores = _scores(q.to(_wide(q)), k.to(_wide(q)), mask, causal, _scale(q, scale))
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse[..., None])
+    if p:
+        weights = weights * _scores_keep(site, q, k, key, p, 0) / (1 - p)
+    return torch.matmul(weights, v.to(weights.dtype)).to(q.dtype), lse
+
+
+def _wide(q: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _attention_backward(
+    site: Site, grad: Any, q: Any, k: Any, v: Any, mask: Any, key: Any, out: Any, lse: Any, causal: bool, scale: Any, p: float
+) -> Any:
+    heads, groups = q.shape[1], k.shape[1]
+    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    if _flash(q, p):
+        bias = _additive(mask, q.dtype)
+        gq, gk, gv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
+        return gq, _fold_heads(gk, groups), _fold_heads(gv, groups)
+    wide = _wide(q)
+    factor = _scale(q, scale)
+    weights = torch.exp(_scores(q.to(wide), k.to(wide), mask, causal, factor) - lse[..., None])
+    grad, q_, k_, v_ = (x.to(wide) for x in (grad, q, k, v))
+    kept = _scores_keep(site, q, k, key, p, 1) / (1 - p) if p else None
+    dropped = weights if kept is None else weights * kept
+    grad_weights = torch.matmul(grad, v_.transpose(-2, -1))
+    if kept is not None:
+        grad_weights = grad_weights * kept
+    delta = (grad * out.to(wide)).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_weights - delta) * factor
+    gk = _fold_heads(torch.matmul(grad_scores.transpose(-2, -1), q_), groups)
+    gv = _fold_heads(torch.matmul(dropped.transpose(-2, -1), grad), groups)
+    return torch.matmul(grad_scores, k_).to(q.dtype), gk.to(k.dtype), gv.to(v.dtype)
+
+
+def _stream_key(site: Site, rng: torch.Tensor, name: str, seed: int) -> torch.Tensor:
+    step, microbatch = rng.tolist()
+    return torch.tensor(stream(seed, name, step, microbatch), dtype=torch.int64)
+
+
+def _dropout_mask(site: Site, key: torch.Tensor, size: Any, p: float, dtype: torch.dtype) -> torch.Tensor:
+    (result,) = site.results
+    index = flat_index(result.shape, result.placement, site.mesh, site.coordinates, site.device)
+    return keep_mask(int(key), index, p).to(dtype).mul_(1 / (1 - p))
+
+
+def _iota(site: Site, size: int, start: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    return (site.index(site.results[0], 0) * step + start).to(dtype)
+
+
+def _owned(site: Site, table: TensorType, dim: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Local positions of global indices along a split dim, 0 for those of other ranks, and which are this rank's.
+
+    A dim split as major parts alone is a run of consecutive entries.
+    """
+    entries = table.local(site.mesh)[dim]
+    start = int(site.index(table, dim)[0])
+    local = index - start
+    mine = (local >= 0) & (local < entries)
+    return torch.where(mine, local, 0), mine
+
+
+def _lookup(site: Site, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    local, mine = _owned(site, site.operands[0], 0, index)
+    return torch.nn.functional.embedding(local, table) * mine[..., None]
+
+
+def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+    local, mine = _owned(site, site.results[0], 0, index)
+    return aten.embedding_dense_backward(grad * mine[..., None], local, rows, -1, False)
+
+
+def _loss_parts(site: Site, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    local, mine = _owned(site, site.operands[0], 1, targets)
+    total = torch.exp(logits - peak).sum(-1)
+    picked = (logits.gather(-1, local[:, None]) - peak).squeeze(-1) * mine
+    return torch.stack([total, picked])
+
+
+def _loss_parts_backward(
+    site: Site, grad: torch.Tensor, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    local, mine = _owned(site, site.operands[1], 1, targets)
+    result = torch.exp(logits - peak).mul_(grad[0][:, None])
+    return result.scatter_add_(-1, local[:, None], (grad[1] * mine)[:, None])
+
+
+def _square_sum(site: Site, x: torch.Tensor) -> torch.Tensor:
+    flat = x.reshape(-1)
+    return torch.dot(flat, flat)
+
+
+Kernel = Callable[..., Any]
+
+KERNELS: Mapping[str, Kernel] = {
+    "parc.attention.default": _attention,
+    "parc.attention_backward.default": _attention_backward,
+    "parc.stream_key.default": _stream_key,
+    "parc.dropout_mask.default": _dropout_mask,
+    "parc.iota.default": _iota,
+    "parc.lookup.default": _lookup,
+    "parc.lookup_backward.default": _lookup_backward,
+    "parc.loss_parts.default": _loss_parts,
+    "parc.loss_parts_backward.default": _loss_parts_backward,
+    "parc.square_sum.default": _square_sum,
+}
+
+
+def _plain_attention(
+    site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: Any, p: float
+) -> Any:
+    """Attention as the textbook has it, which autograd can follow: what the other kernel is checked against."""
+    heads = q.shape[1]
+    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    weights = torch.softmax(_scores(q, k, mask, causal, _scale(q, scale)), -1)
+    if p:
+        weights = weights * _scores_keep(site, q, k, key, p, 0) / (1 - p)
+    return torch.matmul(weights, v), q.new_zeros(q.shape[:-1])
+
+
+def _plain_token_loss(site: Site, logits: torch.Tensor, targets: torch.Tensor, ignore: int) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=ignore, reduction="none")
+
+
+REFERENCE_KERNELS: Mapping[str, Kernel] = {
+    **KERNELS,
+    "parc.attention.default": _plain_attention,
+    "parc.token_loss.default": _plain_token_loss,
+}
+"""Kernels for the captured graph, which autograd differentiates: written apart from those they check."""
+

@@ -1,0 +1,109 @@
+"""What a run tells while it trains: a JSON line for each step in a file, and progress on the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self, final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+@final
+class MetricsFile:
+    """A file of JSON lines: first ``{"run": …}``, then one object a step; a line is written whole, then flushed.
+
+    An existing file is replaced, or continued with ``append=True`` (a resumed run writes another ``run`` line).
+    A number that JSON cannot say (NaN, infinity) becomes ``null``.
+    """
+
+    def __init__(self, path: Path, run: Mapping[str, Any], append: bool = False) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = open(path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115 closed by close()
+        self._write({"run": dict(run)})
+
+    def step(self, step: int, loss: float, **figures: Any) -> None:
+        """One step's line: its number from 1, the global mean loss, and figures such as ``tokens`` and ``step_s``."""
+        self._write({"step": step, "loss": loss, **figures})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(_sayable(line), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; more than once does no harm."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@final
+class ProgressDisplay:
+    """Loss, tokens a second and seconds a step on stderr: a bar on a terminal, else a line now and then.
+
+    Without a terminal the first and the last step have a line, and those between at least ``every_s`` seconds after
+    the line before.
+    """
+
+    def __init__(self, steps: int, every_s: float = 5.0, console: Console | None = None) -> None:
+        self._steps = steps
+        self._every_s = every_s
+        self._console = console or Console(stderr=True, file=sys.stderr)
+        self._shown_at = -math.inf
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("", total=steps, figures="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, step: int, loss: float, tokens: int, step_s: float) -> None:
+        """Show one finished step: its number from 1, its loss, how many tokens it had, and the seconds it took."""
+        figures = f"loss {loss:.4f}  {tokens / max(step_s, 1e-9):,.0f} tokens/s  {step_s:.3f} s/step"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, figures=figures)
+            return
+        now = time.monotonic()
+        if step in (1, self._steps) or now - self._shown_at >= self._every_s:
+            self._shown_at = now
+            self._console.print(f"step {step}/{self._steps}  {figures}", highlight=False, soft_wrap=True)
+
+
+def _sayable(value: Any) -> Any:
+    """The value with every number that JSON has no word for replaced by None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): _sayable(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_sayable(item) for item in value]
+    return value

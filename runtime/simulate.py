@@ -1,0 +1,270 @@
+"""The simulator: all ranks of a build in one process in float64, compared with the captured graph step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..compiler.actions import Action
+from ..compiler.mesh import Mesh
+from ..compiler.placement import TensorType, assemble, dim_index, parse_type, take
+from ..compiler.program import Line, Program, Ref
+from .backends.in_process import InProcess
+from .execute import Machine
+from .kernels import REFERENCE_KERNELS
+from .optimizer import make_optimizer, update
+from .step import RankState, Stepper
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is simulated: the programs of a build, its reference, and the whole initial values by name."""
+
+    programs: Mapping[str, Program]
+    reference: Program
+    actions: Sequence[Action]
+    mesh: Mesh
+    microbatches: int
+    optimizer: Mapping[str, Any]
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    stored: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class Agreement:
+    """Largest relative errors over all steps, and the tensor each belongs to."""
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    parameter: float = 0.0
+    worst: dict[str, str] = field(default_factory=dict)
+    steps: int = 0
+
+    @property
+    def largest(self) -> float:
+        """The largest of them."""
+        return max(self.loss, self.gradient, self.parameter)
+
+    def note(self, kind: str, error: float, where: str) -> None:
+        """Keep the error if it is the largest of its kind; a number that is not finite is the largest of all."""
+        error = error if error == error else float("inf")
+        if error > getattr(self, kind):
+            setattr(self, kind, error)
+            self.worst[kind] = where
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in float64; integers as they are."""
+    return tensor.double() if tensor.is_floating_point() else tensor.clone()
+
+
+def random_batch(reference: Program, microbatches: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
+    """Whole inputs of each microbatch: class numbers below what they index, some targets ignored, unevenly."""
+    bounds = _bounds(reference)
+    batches = []
+    for index in range(microbatches):
+        batch = {}
+        for value in _inputs(reference):
+            name = value.role.removeprefix("input ")
+            bound, ignore = bounds.get(name, (2, None))
+            batch[name] = _random(value.type, bound, generator)
+            if ignore is not None:
+                share = 0.1 + 0.5 * index / microbatches
+                drop = torch.rand(value.type.shape, generator=generator) < share
+                drop.view(-1)[0] = False
+                batch[name] = torch.where(drop, ignore, batch[name])
+        batches.append(batch)
+    return batches
+
+
+def _inputs(program: Program) -> list[Any]:
+    return [value for value in program.main.parameters if value.role.startswith("input ")]
+
+
+def _random(type_: TensorType, bound: int, generator: torch.Generator) -> torch.Tensor:
+    if type_.dtype.is_floating_point:
+        return torch.randn(type_.shape, generator=generator, dtype=torch.float64)
+    if type_.dtype is torch.bool:
+        return torch.rand(type_.shape, generator=generator) < 0.5
+    return torch.randint(0, bound, type_.shape, generator=generator, dtype=type_.dtype)
+
+
+_SHAPES_ONLY = {"aten.reshape.default", "aten.unsqueeze.default", "aten.slice.Tensor", "aten.squeeze.dim",
+                "aten.transpose.int", "aten.permute.default", "aten.expand.default", "aten._to_copy.default"}  # fmt: skip
+
+
+def _bounds(program: Program) -> dict[str, tuple[int, int | None]]:
+    """For each input that holds numbers of rows or classes: how many there are, and the number that is ignored."""
+    main = program.main
+    values = main.values()
+    origin = {value.name: value.role.removeprefix("input ") for value in _inputs(program)}
+    found: dict[str, tuple[int, int | None]] = {}
+    for line in main.lines:
+        names = [item.name if isinstance(item, Ref) else "" for item in line.args]
+        if line.op in _SHAPES_ONLY and names[0] in origin and line.results[0] is not None:
+            origin[line.results[0].name] = origin[names[0]]
+        at, table, dim = {"aten.embedding.default": (1, 0, 0), "parc.token_loss.default": (1, 0, 1)}.get(line.op, (0, 0, -1))
+        if dim >= 0 and names[at] in origin:
+            name, size = origin[names[at]], values[names[table]].type.shape[dim]
+            bound, ignore = found.get(name, (size, None))
+            ignore = line.args[2] if line.op.startswith("parc.token_loss") else ignore
+            found[name] = (min(bound, size), ignore)
+    return found
+
+
+class ReferenceRun:
+    """The captured graph trained on one device, microbatch by microbatch, one denominator for the whole step."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.machine = Machine(case.reference, InProcess(Mesh()), CPU, wide=True, kernels=REFERENCE_KERNELS)
+        self.counts = any(function.name == "count" for function in case.reference.functions)
+        self.parameters = {name: wide(value).requires_grad_() for name, value in case.parameters.items()}
+        self.buffers = {name: wide(value) for name, value in case.buffers.items()}
+        self.optimizer = make_optimizer(self.parameters, case.optimizer)
+
+    def _environment(self, function: str, batch: Mapping[str, torch.Tensor], step: int, microbatch: int) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        for value in self.case.reference.function(function).parameters:
+            kind, _, name = value.role.partition(" ")
+            if kind == "rng":
+                given[value.name] = torch.tensor([step, microbatch])
+            else:
+                given[value.name] = {"input": batch, "parameter": self.parameters}.get(kind, self.buffers)[name]
+        return given
+
+    def step(self, batches: Sequence[Mapping[str, torch.Tensor]], step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss and whole gradients of one step; then the update."""
+        if self.counts:
+            made = [self.machine.run([self._environment("count", b, step, i)], "count")[0] for i, b in enumerate(batches)]
+            scale = 1.0 / sum(m["count"].double() for m in made)
+        else:
+            summed = self.case.programs["SCALE"].main.lines[0].args[1]
+            scale = torch.tensor(float(summed), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64)
+        for index, batch in enumerate(batches):
+            (made_,) = self.machine.run([self._environment("forward", batch, step, index)])
+            (made_["loss"] * scale).backward()
+            total += made_["loss"].detach() * scale
+            self.buffers.update({k.removeprefix("buffer "): v.detach() for k, v in made_.items() if k.startswith("buffer ")})
+        gradients = {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
+        norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros((), dtype=torch.float64)))
+        with torch.no_grad():
+            update(self.optimizer, self.parameters, dict(gradients), norm, self.case.optimizer["clip"])
+        return total, gradients
+
+
+class Simulation:
+    """All ranks of a build, each with its own pieces and optimizer, in lock step."""
+
+    def __init__(self, case: Case, watch: Callable[[Line, Sequence[dict[str, Any]]], None] | None = None) -> None:
+        self.case = case
+        self.types = {name: parse_type(text, case.mesh) for name, text in case.stored.items()}
+        self.backend = InProcess(case.mesh)
+        self.stepper = Stepper(case.programs, case.actions, self.backend, CPU, wide=True, watch=watch)
+        self.states = [self._state(rank) for rank in range(case.mesh.world)]
+        self.optimizers = [make_optimizer(state.parameters, case.optimizer) for state in self.states]
+
+    def _state(self, rank: int) -> RankState:
+        at = self.case.mesh.coordinates(rank)
+        buffers = {v.role.split(" ", 1)[1]: v.type for v in self.case.programs["F"].main.parameters
+                   if v.role.split(" ")[0] in ("buffer", "constant")}  # fmt: skip
+        return RankState(
+            {name: take(wide(self.case.parameters[name]), t.placement, self.case.mesh, at) for name, t in self.types.items()},
+            {name: take(wide(self.case.buffers[name]), t.placement, self.case.mesh, at) for name, t in buffers.items()},
+        )
+
+    def local_batches(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[list[dict[str, torch.Tensor]]]:
+        """Each rank's part of each microbatch."""
+        types = {v.role: v.type for a in ("F", "COUNT") if a in self.case.programs
+                 for v in self.case.programs[a].main.parameters}  # fmt: skip
+        rows = []
+        for rank in range(self.case.mesh.world):
+            at = self.case.mesh.coordinates(rank)
+            rows.append([
+                {name: take(whole, types[f"input {name}"].placement, self.case.mesh, at)
+                 for name, whole in batch.items() if f"input {name}" in types}
+                for batch in batches
+            ])  # fmt: skip
+        return rows
+
+    def step(self, batches: Sequence[Mapping[str, torch.Tensor]], step: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Every rank's loss, and the gradients put together; then the update on every rank."""
+        results = self.stepper.gradients(self.states, self.local_batches(batches), step)
+        whole = {
+            name: assemble([result.gradients[name] for result in results], self.types[name].placement, self.case.mesh)
+            for name in results[0].gradients
+        }
+        self.spread = _spread(results, self.types, self.case.mesh)
+        for state, optimizer, result in zip(self.states, self.optimizers, results, strict=True):
+            update(optimizer, state.parameters, result.gradients, result.grad_norm, self.case.optimizer["clip"])
+        return [result.loss for result in results], whole
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter put together."""
+        for name, type_ in self.types.items():
+            yield name, assemble([s.parameters[name] for s in self.states], type_.placement, self.case.mesh)
+
+
+def _spread(results: Sequence[Any], types: Mapping[str, TensorType], mesh: Mesh) -> dict[str, float]:
+    """How far replicas of a gradient are from each other: they must be one value."""
+    found = {}
+    for name, type_ in types.items():
+        if name not in results[0].gradients:
+            continue
+        first: dict[tuple[int, ...], torch.Tensor] = {}
+        for rank, result in enumerate(results):
+            at = mesh.coordinates(rank)
+            place = tuple(at[axis] for axis in type_.placement.split_axes())
+            kept = first.setdefault(place, result.gradients[name])
+            found[name] = max(found.get(name, 0.0), _largest(result.gradients[name] - kept))
+    return found
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def compare(case: Case, steps: int = 3, seed: int = 0) -> Agreement:
+    """Train both for some steps and measure how far apart loss, gradients and updated parameters are.
+
+    Errors are relative to a tensor's own largest entry, or to a thousandth of the largest of all gradients (to the
+    largest of all parameters) where that is more, since an entry that is nothing but rounding has no error of its own.
+    """
+    agreement = Agreement()
+    reference, simulation = ReferenceRun(case), Simulation(case)
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        batches = random_batch(case.reference, case.microbatches, generator)
+        loss, gradients = reference.step(batches, step)
+        losses, found = simulation.step(batches, step)
+        for rank, value in enumerate(losses):
+            error = float((value - loss).abs() / loss.abs().clamp_min(1e-30))
+            agreement.note("loss", error, f"step {step}, rank {rank}")
+        missing = [name for name in gradients if name not in found and _largest(gradients[name]) > 0]
+        for name in missing:
+            agreement.note("gradient", float("inf"), f"step {step}, {name} (missing)")
+        floor = 1e-3 * max((_largest(g) for g in gradients.values()), default=0.0)
+        for name, value in found.items():
+            expected = gradients.get(name, torch.zeros_like(value))
+            scale = max(_largest(expected), floor, 1e-30)
+            error = max(_largest(value - expected), simulation.spread.get(name, 0.0)) / scale
+            agreement.note("gradient", error, f"step {step}, {name}")
+        top = max((_largest(p.detach()) for p in reference.parameters.values()), default=1.0)
+        for name, value in simulation.parameters():
+            error = _largest(value - reference.parameters[name].detach()) / max(top, 1e-30)
+            agreement.note("parameter", error, f"step {step}, {name}")
+        agreement.steps += 1
+    return agreement
+
+
+def flat_rows(type_: TensorType, mesh: Mesh, coordinates: Mapping[str, int]) -> list[int]:
+    """Which rows of a microbatch a rank reads."""
+    return dim_index(type_.shape[0], 0, type_.placement, mesh, coordinates, None).tolist()

@@ -1,0 +1,92 @@
+"""Every row of the operator table against the operator itself: split it as the rule says, run it, compare."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from parc.compiler.factors import OpRule
+from parc.compiler.op_rules import OP_TABLES, TABLE
+
+from .layout_cases import LAYOUT
+from .model_cases import MODEL
+from .op_cases import POINTWISE, REDUCTIONS, SORTING, Draw, Maker, case_of
+from .product_cases import CONTRACTIONS
+from .sharded_ops import check_linear, check_split, run_whole, splits
+
+MAKERS: dict[str, Maker] = {
+    name: make
+    for family in (POINTWISE, REDUCTIONS, SORTING, CONTRACTIONS, LAYOUT, MODEL)
+    for name, make in family.items()
+}
+
+
+EXAMPLES = settings(
+    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+UNSHRUNK = settings(EXAMPLES, max_examples=40, phases=[Phase.generate])
+
+
+def try_row(op: str, change: Callable[[OpRule], OpRule] | None = None) -> int:
+    """Tries splits and Partial operands on drawn calls, by the row's rule or what it is changed to; counts them."""
+    tried = 0
+
+    @(UNSHRUNK if change else EXAMPLES)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        nonlocal tried
+        whole = run_whole(case_of(op, MAKERS[op](Draw(data))))
+        if change:
+            whole = replace(whole, rule=change(whole.rule))
+        for ranks in (2, 3):
+            for factor, outer in splits(whole.rule, ranks):
+                check_split(whole, factor, outer, ranks)
+                tried += 1
+        for indices in whole.rule.linear:
+            check_linear(whole, indices)
+            tried += 1
+
+    check()
+    return tried
+
+
+@pytest.mark.parametrize("op", sorted(MAKERS))
+def test_rule_is_what_the_operator_does(op: str) -> None:
+    assert try_row(op), "no example could have shown the row to be wrong: then it may not be in the table"
+
+
+# A rule that promises too much has to be refused, or the test above says nothing.
+NEED_WHOLE = ("softmax.int", "cumsum.default", "amax.default", "layer_norm.default", "linear.default", "cat.default")
+NOT_LINEAR = ("gelu.default", "add.Tensor", "pow.Tensor_Scalar", "softmax.int", "amax.default", "addmm.default")
+
+
+@pytest.mark.parametrize("op", NEED_WHOLE)
+def test_a_rule_that_forgets_whole_factors_is_refused(op: str) -> None:
+    with pytest.raises((AssertionError, RuntimeError, ValueError, ExceptionGroup)):
+        try_row(f"aten.{op}", lambda rule: replace(rule, whole=frozenset()))
+
+
+@pytest.mark.parametrize("op", NOT_LINEAR)
+def test_a_rule_that_is_linear_too_often_is_refused(op: str) -> None:
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        try_row(f"aten.{op}", lambda rule: replace(rule, linear=(frozenset({0}),)))
+
+
+@pytest.mark.parametrize("op", ["mm.default", "transpose.int", "view.default", "sum.dim_IntList", "stack.default"])
+def test_a_rule_that_names_a_wrong_dim_is_refused(op: str) -> None:
+    def turned(rule: OpRule) -> OpRule:
+        return replace(rule, results=tuple(tuple(reversed(dims)) for dims in rule.results))
+
+    with pytest.raises((AssertionError, RuntimeError, ValueError, ExceptionGroup)):
+        try_row(f"aten.{op}", turned)
+
+
+def test_every_row_has_cases_and_every_case_a_row() -> None:
+    elsewhere = {name for name in TABLE if name.startswith(("parc.", "aten.arange."))}
+    assert set(TABLE) - elsewhere == set(MAKERS)
+
+
+def test_no_row_stands_in_two_tables() -> None:
+    assert sum(map(len, OP_TABLES)) == len({name for family in OP_TABLES for name in family})

@@ -1,0 +1,92 @@
+"""What a plan says: typed values, defaults, substitution, and its text as built."""
+
+from __future__ import annotations
+
+import pytest
+
+from parc.compiler.directives.sizes import SizeRange
+from parc.compiler.mesh import Mesh
+from parc.compiler.plan import read_plan
+from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
+
+TEXT = """
+let dp=2, width=64, file="gpt", folder = "texts"
+model "./$file.py:GPT" (width=$width, name="n", bias=false, extra=none)
+verify width=16
+input tokens int64 [B, S]
+input mask float32 [B, 4]
+sizes B=32, S=128..4096 by 128
+loss cross_entropy(output.logits, tokens)
+data bytes "{stdlib}/*.py", "$folder/*.txt"
+optimizer adamw lr 3e-4 betas 0.9, 0.95
+mesh dp=$dp, tp=2
+schedule microbatches 4
+shard tokens [B/dp, S]
+vocab embed over tp
+"""
+
+
+def test_values_and_defaults() -> None:
+    plan = read_plan(Source("gpt.parc", TEXT), {"dp": "4", "file": "2"})
+    assert plan.model.callable == "./2.py:GPT"
+    assert plan.model.values == (("width", 64), ("name", "n"), ("bias", False), ("extra", None))
+    assert plan.verify is not None and plan.verify.values == (("width", 16),)
+    assert [(found.name, found.dtype, found.dims) for found in plan.inputs] == [
+        ("tokens", "int64", ("B", "S")),
+        ("mask", "float32", ("B", 4)),
+    ]
+    assert plan.sizes == {"B": SizeRange(32, 32), "S": SizeRange(128, 4096, 128)}
+    assert (plan.loss.kind, plan.loss.operands, plan.loss.ignore) == (
+        "cross_entropy",
+        ("output.logits", "tokens"),
+        -100,
+    )
+    assert plan.data is not None and plan.data.globs == ("{stdlib}/*.py", "texts/*.txt")
+    assert (plan.optimizer.lr, plan.optimizer.weight_decay, plan.optimizer.betas) == (3e-4, 0.01, (0.9, 0.95))
+    assert plan.mesh == Mesh((("dp", 4), ("tp", 2)))
+    assert (plan.seed, plan.steps, plan.microbatches, plan.precision) == (0, None, 4, "fp32")
+    assert len(plan.placements) == 2
+    assert plan.defines == (("dp", "4"), ("file", "2"))
+
+
+def test_the_text_as_built_is_a_plan_that_says_the_same() -> None:
+    plan = read_plan(Source("gpt.parc", TEXT), {"dp": "4"})
+    again = read_plan(Source("plan.parc", plan.text()))
+    assert "$" not in plan.text() and "let" not in plan.text()
+    assert again.text() == plan.text()
+    assert (again.model, again.mesh, again.inputs, again.optimizer) == (
+        plan.model,
+        plan.mesh,
+        plan.inputs,
+        plan.optimizer,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "target", "operands"),
+    [
+        ("loss output.loss", "output", "loss", ()),
+        ('loss "pkg.mod:fn"(output, tokens)', "callable", "pkg.mod:fn", ("output", "tokens")),
+        ("loss cross_entropy(output, tokens, ignore=-1)", "cross_entropy", "cross_entropy", ("output", "tokens")),
+    ],
+)
+def test_losses(text: str, kind: str, target: str, operands: tuple[str, ...]) -> None:
+    lines = [text if line.startswith("loss") else line for line in TEXT.split("\n")]
+    loss = read_plan(Source("gpt.parc", "\n".join(lines))).loss
+    assert (loss.kind, loss.target, loss.operands) == (kind, target, operands)
+
+
+def test_data_by_a_callable() -> None:
+    lines = ['data "./d.py:fn" (size=3)' if line.startswith("data") else line for line in TEXT.split("\n")]
+    data = read_plan(Source("gpt.parc", "\n".join(lines))).data
+    assert data is not None
+    assert (data.globs, data.callable, data.values) == ((), "./d.py:fn", (("size", 3),))
+
+
+def test_every_error_comes_at_once() -> None:
+    text = "mesh dp=\nseed\ncolum x over tp\nlet a=1, a=2\nsteps $b\n"
+    with pytest.raises(PlanError) as caught:
+        read_plan(Source("p", text), {"c": "1"})
+    codes = [found.code.name for found in caught.value.diagnostics]
+    assert codes == ["P0001", "P0003", "P0002", "P0006", "P0007", "P0008", *["P0009"] * 4]

@@ -1,0 +1,290 @@
+"""Recipes: every element has one value however it is asked for, torch's statistics, and nothing is allocated."""
+
+import copy
+import math
+import resource
+import time
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from parc.compiler.recipes import Recipe, RecipeError, initialize, record
+
+
+class Zoo(nn.Module):
+    """Many ways to make a parameter or a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = nn.Parameter(torch.randn(30, 40) * 0.02)
+        self.truncated = nn.Parameter(nn.init.trunc_normal_(torch.empty(64, 32), std=0.02))
+        self.narrow = nn.Parameter(nn.init.trunc_normal_(torch.empty(64, 32), std=1.0, a=0.5, b=1.0))
+        self.by_hand = nn.Parameter(
+            torch.empty(64, 32).uniform_(-0.9, 0.9).erfinv_().mul_(0.02).add_(0.1).clamp_(0.07, 1)
+        )
+        self.orthogonal = nn.Parameter(nn.init.orthogonal_(torch.empty(32, 16)))
+        self.kaiming = nn.Parameter(nn.init.kaiming_normal_(torch.empty(40, 50)))
+        with torch.no_grad():
+            self.kaiming.mul_(0.5)
+            self.kaiming[3].zero_()
+            self.kaiming[:, ::2].normal_(1.0, 0.1)
+            self.kaiming.t()[5:7] = torch.rand(2, 40)
+        self.pieces = nn.Parameter(torch.cat([torch.zeros(2, 3), torch.randn(2, 3)], 1))
+        self.stacked = nn.Parameter(torch.stack([torch.rand(3), torch.full((3,), 7.0)], 1).t().contiguous())
+        self.repeated = nn.Parameter(torch.randn(200).repeat(2, 4))
+        self.triangle = nn.Parameter(torch.triu(torch.randn(9, 9), 1))
+        self.coins = nn.Parameter(torch.empty(300).bernoulli_(0.3))
+        self.waits = nn.Parameter(torch.empty(300).exponential_(2.0))
+        self.digits = nn.Parameter(torch.randint(0, 10, (300,)), requires_grad=False)
+        self.sparse = nn.Parameter(nn.init.sparse_(torch.empty(20, 20), 0.5))
+        self.transposed = nn.Parameter(torch.randn(8, 6).t())
+        self.short = nn.Parameter(torch.empty(33, 7, dtype=torch.bfloat16).uniform_(-1, 1))
+        self.curve = nn.Parameter(torch.sin(torch.randn(50, 60)) * torch.exp(torch.rand(50, 1)))
+        self.register_buffer("ones", torch.ones(5))
+        self.plain = torch.randn(4)
+
+
+class Constants(nn.Module):
+    """Values that torch's own run must give bit for bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+        self.array = nn.Parameter(torch.from_numpy(numpy.arange(6.0)))
+        self.eye = nn.Parameter(torch.eye(4))
+        self.eye_ = nn.Parameter(nn.init.eye_(torch.empty(4, 5)))
+        self.dirac = nn.Parameter(nn.init.dirac_(torch.empty(4, 4, 3)))
+        self.repeated = nn.Parameter(torch.arange(3.0).repeat(2, 2))
+        self.register_buffer("doubled", torch.from_numpy(numpy.arange(6)).float() * 2)
+        self.register_buffer("position_ids", torch.arange(10).expand(1, -1))
+        self.register_buffer("mask", torch.tril(torch.ones(5, 5, dtype=torch.bool)))
+        self.register_buffer("inv_freq", 1.0 / (10000.0 ** (torch.arange(0, 64, 2, dtype=torch.int64).float() / 64)))
+        positions, rates = torch.arange(50.0).unsqueeze(1), torch.exp(torch.arange(0, 8, 2).float() * -0.3)
+        waves = torch.zeros(50, 8)
+        waves[:, 0::2] = torch.sin(positions * rates)
+        waves[:, 1::2] = torch.cos(positions * rates)
+        self.register_buffer("waves", waves)
+        indexed = torch.zeros(10)
+        indexed[torch.tensor([1, 2])] = 3.0
+        self.register_buffer("indexed", indexed)
+        self.register_buffer("chosen", torch.arange(6.0)[torch.arange(6) % 2 == 0])
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(70, 50),
+    "embedding": lambda: nn.Embedding(90, 40, padding_idx=2),
+    "norm": lambda: nn.LayerNorm(50),
+    "conv": lambda: nn.Conv2d(8, 16, 3),
+    "batch norm": lambda: nn.BatchNorm1d(9),
+    "lstm": lambda: nn.LSTM(20, 30, 2, bidirectional=True),
+    "attention": lambda: nn.MultiheadAttention(32, 2),
+    "copies": lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 32), 2),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(30, 40)),
+    "bf16": lambda: nn.Linear(70, 50).to(torch.bfloat16),
+}
+ZOO = record(Zoo, seed=3)
+
+
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by every name."""
+    both = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach() for name, tensor in both}
+
+
+@given(st.data())
+def test_any_cut_of_a_recipe_is_the_same_bits(data: st.DataObject) -> None:
+    recipe = ZOO.recipes[data.draw(st.sampled_from(sorted(ZOO.recipes)))]
+    count = math.prod(recipe.shape)
+    whole = recipe.whole()
+    index = torch.tensor(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=40)))
+    assert same(recipe.elements(index), whole.reshape(-1)[index])
+    starts = [data.draw(st.integers(0, size - 1)) for size in recipe.shape]
+    sizes = [data.draw(st.integers(1, size - start)) for size, start in zip(recipe.shape, starts, strict=True)]
+    block = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    assert same(recipe.part(starts, sizes), whole[block])
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal in dtype, shape and every bit."""
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_long_recipes_are_cut_without_a_trace() -> None:
+    recipe = record(lambda: Holder(torch.exp(torch.randn(300, 1000)) * torch.rand(1000)), 0).recipes["w"]
+    whole = recipe.whole()
+    assert same(recipe.part((7, 3), (290, 1)), whole[7:297, 3:4])
+    assert same(recipe.part((123, 0), (55, 1000)), whole[123:178])
+
+
+class Holder(nn.Module):
+    """One parameter."""
+
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(w)
+
+
+def test_constants_are_torch_s_bit_for_bit() -> None:
+    expected = Constants()
+    recorded = record(Constants, 0)
+    for name, tensor in tensors(expected).items():
+        assert same(recorded.recipes[name].whole(), tensor), name
+    assert recorded.module.rates == expected.rates
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_have_torch_s_statistics(name: str) -> None:
+    torch.manual_seed(0)
+    expected = tensors(LAYERS[name]())
+    for path, value in tensors(initialize(LAYERS[name], 1)).items():
+        check_statistics(path, value, expected[path])
+
+
+def test_zoo_has_torch_s_statistics() -> None:
+    torch.manual_seed(0)
+    expected = tensors(Zoo())
+    for name, value in tensors(initialize(Zoo, 1)).items():
+        check_statistics(name, value, expected[name])
+
+
+def check_statistics(name: str, value: Tensor, expected: Tensor) -> None:
+    """Equal constants, or samples that agree in mean, spread and range."""
+    assert (value.shape, value.dtype, value.stride()) == (expected.shape, expected.dtype, expected.stride()), name
+    ours, torchs = value.double(), expected.double()
+    if value.numel() < 2 or float(torchs.std()) == 0.0:
+        assert torch.equal(ours, torchs), name
+        return
+    if value.numel() < 100:
+        return  # too few to say anything
+    spread, count = float(torchs.std()), min(value.numel(), 2000)
+    assert abs(float(ours.mean() - torchs.mean())) < 6 * spread / math.sqrt(count), name
+    assert abs(float(ours.std()) / spread - 1) < 8 / math.sqrt(count), name
+    reach = float(torchs.max() - torchs.min())
+    assert abs(float(ours.max() - torchs.max())) < reach / 2 and abs(float(ours.min() - torchs.min())) < reach / 2, name
+
+
+def test_what_is_elementwise_is_known() -> None:
+    whole = {name for name, recipe in ZOO.recipes.items() if not recipe.elementwise}
+    assert whole == {"orthogonal", "sparse"}
+
+
+def test_uniform_numbers_stay_below_their_bound() -> None:
+    half = record(lambda: Holder(torch.empty(1 << 16, dtype=torch.bfloat16).uniform_(0, 1)), 0).recipes["w"].whole()
+    assert float(half.max()) < 1.0
+    cut = record(lambda: Holder(nn.init.trunc_normal_(torch.empty(1 << 16), std=0.5, a=-1, b=1)), 0).recipes["w"]
+    assert float(cut.whole().abs().max()) <= 1.0
+
+
+class Tied(nn.Module):
+    """An embedding that is also the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights_share_one_recipe() -> None:
+    recipes = record(Tied, 0).recipes
+    assert recipes["head.weight"] is recipes["embed.weight"]
+    assert recipes["head.weight"].name == "embed.weight"
+    module = initialize(Tied, 0)
+    assert module.get_parameter("head.weight") is module.get_parameter("embed.weight")
+
+
+def test_parameters_are_independent_and_named_by_themselves() -> None:
+    pair = record(lambda: nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)), 0).recipes
+    a, b = pair["0.weight"].whole().flatten(), pair["1.weight"].whole().flatten()
+    assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.05
+    longer = record(lambda: nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100), nn.Linear(3, 4)), 0).recipes
+    assert same(longer["1.weight"].whole(), pair["1.weight"].whole())
+    assert not same(record(lambda: nn.Linear(100, 100), 1).recipes["weight"].whole(), a.reshape(100, 100))
+
+
+def test_copied_layers_are_equal_as_torch_makes_them() -> None:
+    recipes = record(LAYERS["copies"], 0).recipes
+    assert same(recipes["layers.0.linear1.weight"].whole(), recipes["layers.1.linear1.weight"].whole())
+    assert recipes["layers.0.linear1.weight"] is not recipes["layers.1.linear1.weight"]
+
+
+def test_initialize_is_the_recipes_and_leaves_torch_s_random_state() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    module = initialize(Zoo, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, value in tensors(module).items():
+        assert same(value.contiguous(), ZOO.recipes[name].whole()), name
+    assert isinstance(module, Zoo)
+    assert same(module.plain, ZOO.attributes["plain"].whole())
+
+
+def test_a_large_model_is_recorded_without_allocating() -> None:
+    def build() -> nn.Module:
+        blocks = [nn.TransformerDecoderLayer(2048, 16, 8192, batch_first=True) for _ in range(12)]
+        return nn.Sequential(nn.Embedding(100_000, 2048), *blocks)
+
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    recorded = record(build, 0)
+    assert sum(p.numel() for p in recorded.module.parameters()) > 1_000_000_000
+    part = recorded.recipes["12.linear1.weight"].part((4096, 0), (16, 2048))
+    assert abs(float(part.std()) * math.sqrt(3 * 2048) - 1) < 0.05
+    assert time.perf_counter() - start < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+
+
+def test_the_fake_module_can_be_exported() -> None:
+    recorded = record(lambda: nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)), 0)
+    with recorded.mode:
+        tokens = torch.zeros(4, 6, dtype=torch.int64)
+    shapes = ({0: torch.export.Dim("b", min=2, max=64)},)
+    program = torch.export.export(recorded.module, (tokens,), dynamic_shapes=shapes, strict=False)
+    assert any("linear" in str(node.target) for node in program.graph.nodes)
+
+
+def test_what_cannot_be_recorded_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"written as torch.complex64 is read as torch.float32"):
+        record(lambda: Holder(torch.view_as_real(torch.randn(3, dtype=torch.complex64)) * 2), 0)
+
+
+def transformers_model(name: str) -> nn.Module:
+    """A random-weight model of the transformers package, tiny."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    if name == "gpt2":
+        config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=200, bos_token_id=0, eos_token_id=0)
+        model: nn.Module = transformers.GPT2LMHeadModel(config)
+        return model
+    config = transformers.LlamaConfig(
+        vocab_size=200, num_key_value_heads=2, tie_word_embeddings=name == "tied", **sizes
+    )
+    llama: nn.Module = transformers.LlamaForCausalLM(config)
+    return llama.to(torch.bfloat16) if name == "tied" else llama
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
+def test_transformers_models(name: str) -> None:
+    def build() -> nn.Module:
+        return transformers_model(name)
+
+    expected = tensors(build())
+    module = initialize(build, 0)
+    recipes: dict[str, Recipe] = record(build, 0).recipes
+    assert set(recipes) == set(expected)
+    assert all(recipe.elementwise for recipe in recipes.values())
+    for path, value in tensors(module).items():
+        check_statistics(path, value, expected[path])
+    if name != "llama":
+        embed = "transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight"
+        assert recipes["lm_head.weight"] is recipes[embed]
+
+
+def test_deep_copies_stay_under_the_mode() -> None:
+    recorded = record(lambda: copy.deepcopy(nn.Linear(3, 4)), 0)
+    assert vars(recorded.module.get_parameter("weight"))["fake_mode"] is recorded.mode

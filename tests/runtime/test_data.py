@@ -1,0 +1,97 @@
+"""Samples by global number: deterministic, shuffled, each window once an epoch, and only the rows asked for."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parc.runtime.data import ByteText, CallableData, DataError, permuted, read_batch
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three text files, one empty, one below, of 0..9 and so on."""
+    (tmp_path / "b.txt").write_bytes(bytes(range(10, 25)))
+    (tmp_path / "a.txt").write_bytes(bytes(range(10)))
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "c.txt").write_bytes(bytes(range(25, 62)))
+    return tmp_path
+
+
+def test_windows_cover_the_sorted_text_once_an_epoch(folder: Path) -> None:
+    data = ByteText(["*.txt", "below/*"], folder, 5)
+    assert (data.size, data.windows) == (62, 12)
+    epochs = [[data(epoch * 12 + i) for i in range(12)] for epoch in range(2)]
+    for samples in epochs:
+        for sample in samples:
+            assert sample["tokens"].dtype == torch.int64 and sample["tokens"].shape == (5,)
+            assert torch.equal(sample["targets"], sample["tokens"] + 1)  # also across the ends of files
+        starts = [int(sample["tokens"][0]) for sample in samples]
+        assert sorted(starts) == list(range(0, 60, 5)) and starts != sorted(starts)
+    assert [int(s["tokens"][0]) for s in epochs[0]] != [int(s["tokens"][0]) for s in epochs[1]]
+
+
+def test_samples_do_not_depend_on_what_was_read_before(folder: Path) -> None:
+    one, other = ByteText(["**/*.txt"], folder, 7, seed=3), ByteText(["b.txt", "**/*.txt"], folder, 7, seed=3)
+    assert torch.equal(one(5)["tokens"], [other(i) for i in (9, 2, 5)][2]["tokens"])
+    assert [one(i)["tokens"].tolist() for i in range(8)] != [
+        ByteText(["**/*.txt"], folder, 7, seed=4)(i)["tokens"].tolist() for i in range(8)
+    ]
+
+
+def test_standard_library_is_text_on_every_machine() -> None:
+    data = ByteText(["{stdlib}/*.py"], Path("/nowhere"), 128)
+    assert data.size > 1_000_000
+    assert int(data(0)["tokens"].max()) < 256
+    deep = ByteText(["{stdlib}/**/*.py"], Path("/nowhere"), 128)
+    assert all(file.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in file for file in deep._files)
+
+
+def test_what_cannot_be_read_is_said(folder: Path) -> None:
+    with pytest.raises(DataError, match=r'no file matches "\*\.md"'):
+        ByteText(["*.txt", "*.md"], folder, 5)
+    with pytest.raises(DataError, match=r"2 files hold 25 bytes: a sample of 25 tokens needs 26"):
+        ByteText(["*.txt"], folder, 25)
+    with pytest.raises(DataError, match="0 bytes"):
+        ByteText(["empty.txt"], folder, 1)
+    with pytest.raises(DataError, match="at least one token"):
+        ByteText(["*.txt"], folder, 0)
+    data = ByteText(["*.txt"], folder, 24)
+    (folder / "b.txt").write_bytes(b"short")
+    with pytest.raises(DataError, match=r"b\.txt became shorter"):
+        data(0)
+
+
+@given(st.integers(1, 500), st.text(max_size=5))
+def test_permutations_are_permutations(count: int, key: str) -> None:
+    assert sorted(permuted(i, count, key) for i in range(count)) == list(range(count))
+
+
+def test_ranks_read_their_rows_and_no_others() -> None:
+    asked: list[int] = []
+
+    def sample(number: int) -> dict[str, Tensor]:
+        asked.append(number)
+        return {"x": torch.full((2, 3), number), "y": torch.tensor(number)}
+
+    source = CallableData(sample)
+    whole = read_batch(source, 3, 8, slice(None))
+    assert whole["x"].shape == (8, 2, 3) and whole["y"].tolist() == list(range(24, 32))
+    asked.clear()
+    assert torch.equal(read_batch(source, 3, 8, slice(2, 4))["x"], whole["x"][2:4])
+    assert torch.equal(read_batch(source, 3, 8, [7, 0])["y"], whole["y"][[7, 0]])
+    assert asked == [26, 27, 31, 24]
+
+
+def test_samples_of_another_form_are_refused() -> None:
+    with pytest.raises(DataError, match="sample 4 is not a dict of tensors"):
+        read_batch(CallableData(lambda number: {"x": number}), 1, 4, [0])  # type: ignore[dict-item]
+    with pytest.raises(DataError, match=r"sample 5 is x: int64\[5\], but 4 is x: int64\[4\]"):
+        read_batch(CallableData(lambda number: {"x": torch.arange(number)}), 1, 4, [0, 1])
+    with pytest.raises(DataError, match="at least one row"):
+        read_batch(CallableData(lambda number: {}), 0, 4, [])

@@ -1,0 +1,57 @@
+"""The metrics file and the progress display, on a terminal and without one."""
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from parc.runtime.metrics import MetricsFile, ProgressDisplay
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    """The file's lines, each parsed by itself."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_line_then_a_line_a_step_each_flushed(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    with MetricsFile(path, {"mesh": {"dp": 2}, "torch": "2.13"}) as metrics:
+        assert lines(path) == [{"run": {"mesh": {"dp": 2}, "torch": "2.13"}}]
+        metrics.step(1, 5.5, tokens=8192, step_s=0.5, peak_bytes=[1, 2])
+        assert lines(path)[1] == {"step": 1, "loss": 5.5, "tokens": 8192, "step_s": 0.5, "peak_bytes": [1, 2]}
+        metrics.step(2, float("nan"), grad_norm=float("inf"))
+    assert lines(path)[2] == {"step": 2, "loss": None, "grad_norm": None}
+
+
+def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for append in (False, True):
+        with MetricsFile(path, {}, append=append) as metrics:
+            metrics.step(1, 1.0)
+    assert [list(line) for line in lines(path)] == [["run"], ["step", "loss"]] * 2
+    MetricsFile(path, {}).close()
+    assert lines(path) == [{"run": {}}]
+
+
+def shown(console: Console, every_s: float) -> str:
+    """What ten steps leave on a console."""
+    with ProgressDisplay(10, every_s, console) as progress:
+        for step in range(1, 11):
+            progress.step(step, 5.0 - step / 10, tokens=1000, step_s=0.25)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
+    few = shown(Console(file=io.StringIO(), force_terminal=False, width=40), every_s=1000)
+    assert few.splitlines() == [
+        "step 1/10  loss 4.9000  4,000 tokens/s  0.250 s/step",
+        "step 10/10  loss 4.0000  4,000 tokens/s  0.250 s/step",
+    ]
+    assert len(shown(Console(file=io.StringIO(), force_terminal=False), every_s=0).splitlines()) == 10
+
+
+def test_on_a_terminal_there_is_a_bar() -> None:
+    bar = shown(Console(file=io.StringIO(), force_terminal=True, width=120), every_s=0)
+    assert "10/10" in bar and "loss 4.0000" in bar and "4,000 tokens/s" in bar

@@ -1,0 +1,142 @@
+"""The structure of the project, held by tests: packages, layers' import form, sizes, names, orphans, examples."""
+
+import ast
+import importlib
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("grammar", "compiler", "passes", "runtime")
+CODE_FOLDERS = (*LAYERS, "parc", "tests", "examples", "benchmarks")
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60
+NOT_PASSES = {"__init__", "pipeline", "base", "rewrite"}  # the machinery of the folder
+BANNED_NAMES = re.compile(r"(^|_)(utils?|helpers?|manager|misc|common)(_|$)")
+# The first alternative is written so that this file does not contain the words it looks for.
+LEFTOVER = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Every Python file below these folders once, not through the symbolic links of parc/."""
+    return [file for folder in folders for file in sorted(_walk(ROOT / folder))]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    if not folder.is_dir():
+        return
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _walk(entry)
+        elif entry.suffix == ".py":
+            yield entry
+
+
+def shown(file: Path) -> str:
+    """A file's name relative to the root, as test id and in messages."""
+    return str(file.relative_to(ROOT))
+
+
+FILES = python_files(*CODE_FOLDERS)
+LAYER_FILES = python_files(*LAYERS)
+
+
+def test_packages_listed_are_packages_on_disk() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {file.parent.relative_to(ROOT).parts for file in python_files("parc", *LAYERS)}
+    on_disk = {".".join(parts if parts[0] == "parc" else ("parc", *parts)) for parts in folders}
+    assert sorted(setuptools["packages"]) == sorted(on_disk)
+    assert setuptools["package-dir"] == {f"parc.{layer}": layer for layer in LAYERS}
+
+
+@pytest.mark.parametrize("package", sorted({file.parent for file in python_files("parc", *LAYERS)}), ids=shown)
+def test_every_package_has_an_init(package: Path) -> None:
+    assert (package / "__init__.py").is_file(), "a folder without __init__.py is left out of the wheel"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_parc_links_to_each_layer(layer: str) -> None:
+    assert (ROOT / "parc" / layer / "__init__.py").samefile(ROOT / layer / "__init__.py")
+
+
+def test_every_pass_is_in_the_pipeline() -> None:
+    pipeline = ROOT / "passes" / "pipeline.py"
+    if not pipeline.is_file():
+        pytest.skip("no pipeline yet")
+    named = re.findall(r"\w+", pipeline.read_text())
+    orphans = [
+        file.stem for file in (ROOT / "passes").glob("*.py") if file.stem not in NOT_PASSES and file.stem not in named
+    ]
+    assert not orphans, f"passes that passes/pipeline.py does not name: {orphans}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=shown)
+def test_module_opens_with_a_sentence(file: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(file.read_text()))
+    assert docstring, "say in one sentence what this module owns"
+    first = docstring.split("\n\n")[0].strip()
+    assert re.search(r"[.?!:`)]$", first), f"not a sentence: {first!r}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=shown)
+def test_file_and_functions_are_short(file: Path) -> None:
+    source = file.read_text()
+    lines = source.count("\n")
+    assert lines <= MAX_FILE_LINES, f"{lines} lines: look for the second concept in it"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"`{node.name}` has {length} lines: look for the second concept in it"
+
+
+@pytest.mark.parametrize("file", FILES, ids=shown)
+def test_nothing_is_left_for_later(file: Path) -> None:
+    found = LEFTOVER.search(file.read_text())
+    assert not found, f"{found and found.group()}: do it, or open an issue"
+
+
+@pytest.mark.parametrize("file", FILES, ids=shown)
+def test_file_is_named_after_one_thing(file: Path) -> None:
+    assert not BANNED_NAMES.search(file.stem), "name the one thing in it"
+
+
+@pytest.mark.parametrize("file", LAYER_FILES, ids=shown)
+def test_layers_import_each_other_relatively(file: Path) -> None:
+    """An absolute import of parc code would, in a checkout, load a second copy of the module."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [node.module]
+        for name in names:
+            assert name.split(".")[0] not in {"parc", *LAYERS}, f"import {name} relatively"
+
+
+def error_codes() -> list[Any]:
+    """Every entry of the table of error codes, wherever in grammar/codes.py it stands."""
+    if not (ROOT / "grammar" / "codes.py").is_file():
+        return []
+    found: dict[str, Any] = {}
+    for value in vars(importlib.import_module("parc.grammar.codes")).values():
+        if isinstance(value, dict):
+            entries = list(value.values())
+        else:
+            entries = list(value) if isinstance(value, tuple | list) else [value]
+        for entry in entries:
+            if not isinstance(entry, type) and hasattr(entry, "example"):
+                found[str(entry)] = entry
+    return list(found.values())
+
+
+@pytest.mark.parametrize("code", error_codes(), ids=lambda code: str(getattr(code, "name", code)))
+def test_every_error_code_has_its_example(code: Any) -> None:
+    assert str(code.example).strip(), "an error code without an example cannot be explained"
+
+
+def test_the_commands_of_a_newcomer_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test", "check", "fuzz", "soak"} <= targets
+    assert "make check" in (ROOT / ".ci" / "run").read_text()

@@ -1,0 +1,139 @@
+"""The literate specs of tests/language, the examples of error codes, and the generated pages of docs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from parc.compiler.directives import language_page
+from parc.compiler.plan import read_plan
+from parc.compiler.resolve import Resolved, resolve
+from parc.grammar.code import Code
+from parc.grammar.codes import CODES, errors_page
+from parc.grammar.codes_language import MISSING_STATEMENT
+from parc.grammar.diagnostics import Diagnostic, PlanError, render
+from parc.grammar.source import Source
+from tests.gpt_names import gpt_names
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+MARK = re.compile(r"# (?:error|warning): (P\d{4})")
+SPECS = sorted((HERE / "language").glob("*.md"))
+
+# What a block of a spec leaves out is added after it, so that its line numbers stay.
+SUPPLIED = {
+    "model": 'model "gpt:GPT"',
+    "input": "input tokens int64 [B, S]\ninput targets int64 [B, S]",
+    "sizes": "sizes B=4, S=8",
+    "loss": "loss cross_entropy(output, targets)",
+    "optimizer": "optimizer sgd lr 0.1",
+}
+
+
+COMMANDS = {
+    "language.md": "run `python -m parc.compiler.directives > docs/language.md`",
+    "errors.md": "run `python -m parc.grammar.codes > docs/errors.md`",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One ```parc block of a spec: its text, and the codes its marks expect as (line, code)."""
+
+    name: str
+    text: str
+    expected: frozenset[tuple[int, str]]
+    rendered: str | None  # the ```message block that follows it
+    seeds: str | None  # the ```seeds block that follows it
+
+
+def check(text: str, name: str = "plan.parc") -> tuple[tuple[Diagnostic, ...], Resolved | None]:
+    """Every diagnostic of a plan against the small GPT; a first line ``# -D a=1 b=2`` gives definitions."""
+    first = text.split("\n", 1)[0]
+    defines = dict(re.findall(r"(\w+)=(\S+)", first)) if first.startswith("# -D ") else {}
+    supplied = [line for verb, line in SUPPLIED.items() if not re.search(rf"^\s*{verb}\b", text, re.MULTILINE)]
+    try:
+        plan = read_plan(Source(name, "\n".join([text.rstrip("\n"), *supplied])), defines)
+        resolved = resolve(plan, gpt_names())
+    except PlanError as error:
+        return error.diagnostics, None
+    return (*plan.warnings, *resolved.warnings), resolved
+
+
+def blocks() -> Iterator[Block]:
+    for path in SPECS:
+        fences = re.findall(r"^```(\w+)\n(.*?)^```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        for at, (kind, text) in enumerate(fences):
+            if kind != "parc":
+                continue
+            after = dict(fences[at + 1 : at + 2])
+            marks = enumerate(text.split("\n"), start=1)
+            expected = frozenset((number, code) for number, line in marks for code in MARK.findall(line))
+            yield Block(f"{path.stem}-{at}", text, expected, after.get("message"), after.get("seeds"))
+
+
+BLOCKS = list(blocks())
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.name for block in BLOCKS])
+def test_spec(block: Block) -> None:
+    plain = re.sub(r" *# (error|warning): P.*", "", block.text)
+    diagnostics, resolved = check(plain, "spec.parc")
+    found = {(found.primary.span.line if found.primary else 0, found.code.name) for found in diagnostics}
+    assert found == block.expected, "\n".join(map(render, diagnostics))
+    if block.rendered is not None:
+        assert "\n".join(map(render, diagnostics)) + "\n" == block.rendered
+    if block.seeds is not None:
+        assert resolved is not None
+        lines = (f"{s.value} {s.axis} {'whole' if s.dim is None else f'S({s.dim},{s.outer})'}" for s in resolved.seeds)
+        assert "\n".join(lines) + "\n" == block.seeds
+
+
+@pytest.mark.parametrize("code", [code for code in CODES.values() if code.language == "parc"], ids=lambda c: c.name)
+def test_the_example_of_a_code_produces_it(code: Code) -> None:
+    diagnostics, _ = check(code.example)
+    assert code in {found.code for found in diagnostics}, "\n".join(map(render, diagnostics))
+
+
+def test_every_message_has_a_way_out() -> None:
+    for code in CODES.values():
+        for found in check(code.example)[0] if code.language == "parc" else ():
+            assert found.help
+            assert found.primary is not None or found.code is MISSING_STATEMENT
+            assert not found.message.endswith(".")
+
+
+def test_the_specs_cover_every_code_of_the_language() -> None:
+    marked = {code for block in BLOCKS for _, code in block.expected}
+    assert {name for name, code in CODES.items() if name.startswith("P0") and code.language == "parc"} - marked == set()
+
+
+def test_messages_look_as_they_did() -> None:
+    """To accept a change of messages, delete the golden file and run this once."""
+    texts = []
+    for name, code in sorted(CODES.items()):
+        if code.language == "parc":
+            texts.append("\n".join([f"# {name}", *map(render, check(code.example)[0])]))
+    golden = HERE / "golden" / "messages.txt"
+    if not golden.exists():
+        golden.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+        pytest.fail(f"{golden.name} was missing and is written anew: look at it and run again")
+    assert golden.read_text(encoding="utf-8") == "\n\n".join(texts) + "\n"
+
+
+@pytest.mark.parametrize("page", ["language.md", "errors.md"])
+def test_generated_pages_are_up_to_date(page: str) -> None:
+    text = language_page() if page == "language.md" else errors_page()
+    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == text, COMMANDS[page]
+
+
+def test_reading_a_plan_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    program = "import sys, parc.compiler.resolve; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
