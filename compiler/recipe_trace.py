@@ -156,6 +156,8 @@ class Recorder(TorchDispatchMode):
     def _store(self, tensor: Tensor, node: Node) -> None:
         """Let the elements of ``tensor`` be those of ``node``, from now on."""
         storage = tensor.untyped_storage()
+        if not tensor.numel() and storage._cdata in self._nodes:
+            return
         sizes, strides = tuple(tensor.shape), tensor.stride()
         count = storage.nbytes() // tensor.element_size()
         dense = is_contiguous(sizes, strides) and tensor.storage_offset() == 0

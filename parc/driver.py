@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from parc.compiler.actions import Action, accumulation, schedule_text
-from parc.compiler.artifact import json_text, write_build
-from parc.compiler.callables import CallableError, source_hash
+from parc.compiler.callables import CallableError, load_callable, source_hash
 from parc.compiler.capture import Captured, CaptureError, InputSpec, capture
 from parc.compiler.mesh import Mesh
 from parc.compiler.placement import Split
-from parc.compiler.plan import Plan, read_plan
-from parc.compiler.program import Program
+from parc.compiler.plan import Plan
 from parc.compiler.recipes import Recorded, record
 from parc.compiler.resolve import Resolved, resolve
 from parc.compiler.task import InputsError, LossLine, TaskLines, caller, loss_function, model_builder
@@ -187,8 +185,6 @@ def files_of(compiled: Compiled) -> dict[str, str]:
 def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
     """The facts a run needs beside the programs."""
     plan, forward = compiled.plan, compiled.built.programs["F"]
-    builder = model_builder(compiled.lines, compiled.folder)
-    del builder
     optimizer = plan.optimizer
     return {
         "parc": VERSION,
@@ -230,26 +226,4 @@ def stored_types(compiled: Compiled) -> dict[str, str]:
 
 
 def _source_hash(compiled: Compiled) -> str:
-    from parc.compiler.callables import load_callable
-
     return source_hash(load_callable(compiled.lines.model, compiled.folder))
-
-
-def build(path: Path, out: Path, defines: Mapping[str, str], progress: Progress = lambda _: None) -> Compiled:
-    """Read a plan, compile it, and write the build directory.
-
-    Raises:
-        PlanError: the plan or its model is at fault.
-        BuildError: ``out`` holds something else.
-    """
-    plan = read_plan(path, defines)
-    compiled = compile_plan(plan, path.resolve().parent, progress=progress)
-    files = files_of(compiled)
-    files["report.json"] = json_text({"seconds": compiled.seconds})
-    write_build(out, files, manifest_of(compiled, out))
-    return compiled
-
-
-def programs_of(compiled: Compiled) -> Mapping[str, Program]:
-    """The programs by action."""
-    return compiled.built.programs

@@ -123,8 +123,18 @@ def _type_as(c: Canonicalizer, node: fx.Node) -> None:
 
 
 def _slice(c: Canonicalizer, node: fx.Node) -> None:
-    if shape_of(node.args[0]) == shape_of(node):
+    """Positions counted from the front, and an end at the last element taken: sizes that a rank can cut."""
+    before, after = shape_of(node.args[0]), shape_of(node)
+    names = ("x", "dim", "start", "end", "step")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    dim, step = int(given.get("dim") or 0) % len(before), int(given.get("step") or 1)
+    if before == after and step == 1:
         c.replace(node, node.args[0])
+        return
+    start = int(given.get("start") or 0)
+    start = min(max(start + before[dim] if start < 0 else start, 0), before[dim])
+    end = start + (after[dim] - 1) * step + 1 if after[dim] else start
+    node.args, node.kwargs = (node.args[0], dim, start, end, step), {}
 
 
 def _linear(c: Canonicalizer, node: fx.Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ _DEVICE_WORDS = {"device", "layout", "pin_memory", "memory_format", "non_blockin
 def identifier(text: str) -> str:
     """A Python name for a path."""
     name = re.sub(r"\W", "_", text)
-    return name if name and not name[0].isdigit() else f"_{name}"
+    return name if name and not name[0].isdigit() else f"x{name}"
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class Names:
 
     def fresh(self, base: str) -> str:
         """A name nobody has yet."""
-        base = {"lambda": "lambda_", "_": "value"}.get(base, base)
+        base = f"{base}_" if keyword.iskeyword(base) or base in ("inf", "nan") else base
         while True:
             count = self.taken.get(base, 0)
             self.taken[base] = count + 1
@@ -150,10 +151,12 @@ class Emitter:
         kwargs = {key: item for key, item in call.kwargs.items() if key not in _DEVICE_WORDS}
         call = replace(call, kwargs=kwargs)
         shapes = tuple(type_.local(self.mesh) for type_ in types), tuple(type_.local(self.mesh) for type_ in results)
+        # read by the same rule on both sides, so that dims and ends counted from the back are no differences
+        whole_args, whole_kwargs = localize(call, call.operands, call.results)
         local_args, local_kwargs = localize(call, *shapes)
         axes = dim_axes([*results, *types], self.mesh)
-        args = tuple(self._argument(w, x, axes, results) for w, x in zip(call.args, local_args, strict=True))
-        named = tuple((key, cut_argument(item, local_kwargs[key], axes)) for key, item in kwargs.items())
+        args = tuple(self._argument(w, x, axes, results) for w, x in zip(whole_args, local_args, strict=True))
+        named = tuple((key, cut_argument(item, local_kwargs[key], axes)) for key, item in whole_kwargs.items())
         refs = [Ref(self.value_of[operand].name) for operand in operands]
         return call.op, _refer(args, refs), _refer(named, refs)
 

@@ -27,7 +27,8 @@ from .propagate import Part, Placed
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """A conversion that no line asked for in so many words: what it moves, and whose need caused it."""
+    """A conversion that no line asked for in so many words: what it moves, and whose need caused it; ``reader`` is the
+    operator that wanted it."""
 
     value: str
     source: AxisType
@@ -35,6 +36,7 @@ class Reshard:
     axis: str
     cause: Origin
     bytes: int
+    reader: str
 
 
 class Partition:
@@ -49,7 +51,9 @@ class Partition:
         self.pure: dict[Key, bool] = {}
         self.reshards: list[Reshard] = []
         self.origin = Origin()
+        self.reader = "output"
         self.block: str | None = None
+        self.last_block: str | None = None
         self.hoisted = plan_hoist(graph, mesh, placed, self._find_gradients())
 
     # ---- what is known before anything is emitted
@@ -139,12 +143,19 @@ class Partition:
             return form
         if source == "R" and result == "I":
             raise TypeFault(f"`{key[0].name}` is R over {axes[0]} and cannot be I again")
+        block = self.block
+        if source == "P" and self.last_block == form.meta["block"]:
+            # a sum belongs to what it sums, so that the first of equal blocks is equal to the others
+            self.block = form.meta["block"]
         node = self.call(OPS.convert.default, (form, ",".join(axes), str(source), str(result)), {}, [(key, want)])
+        self.block = block
         if (source, result) != ("I", "R"):
             local = self.type_of(key, have).local(self.mesh)
             size = math.prod(local) * fake(key).dtype.itemsize
             for axis in axes:
-                self.reshards.append(Reshard(key[0].name, have[axis], want[axis], axis, self.origin, size))
+                self.reshards.append(
+                    Reshard(key[0].name, have[axis], want[axis], axis, self.origin, size, self.reader)
+                )
         return node
 
     def rebuild(self, key: Key, want: Placement) -> fx.Node | None:
@@ -257,6 +268,7 @@ class Partition:
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Sequence[tuple[Key, Placement]]
     ) -> fx.Node:
         """A node of the typed graph; several results become ``getitem`` nodes."""
+        self.last_block = self.block
         made = self.graph.call_function(target, args, dict(kwargs))
         made.meta = {"types": [self.type_of(key, p) for key, p in results], "origin": self.origin, "block": self.block}
         if len(results) == 1 and not isinstance(results[0][0][0].meta.get("val"), (tuple, list)):
@@ -292,9 +304,10 @@ class Partition:
             elif computes(node):
                 self.origin = replace(node.meta["origin"], plan=self.placed.lines.get(node, 0))
                 self.block = node.meta.get("block")
+                self.reader = str(node.target)
                 self.operator(node)
         loss, *updates = self.source.output_node().args[0]  # type: ignore[misc]
-        self.block = None
+        self.block, self.reader = None, "output"
         state = self.state[key_of(loss)]
         target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
         outputs = [self.convert(key_of(loss), target)]

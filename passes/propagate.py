@@ -43,6 +43,7 @@ class _Propagation:
         self.mesh = mesh
         self.placed = Placed()
         self.whole: set[tuple[Key, str]] = set()
+        self.claimed: dict[tuple[Key, str], Split] = {}
         self.order = [node for node in graph.nodes if computes(node)]
         self.terms: dict[fx.Node, list[tuple[Key, Dims, bool]]] = {}
         self.readers: dict[Key, list[fx.Node]] = {}
@@ -65,6 +66,8 @@ class _Propagation:
         """Split a value, where that is open and nests with what is there; the operators to look at again."""
         splits = self.placed.splits[key]
         if axis in splits or (key, axis) in self.whole or not self.nests(key, axis, split):
+            return []
+        if self.claimed.get((key, axis), split) != split:  # a later line has its own word on this value
             return []
         splits[axis] = split
         self.placed.lines.setdefault(key[0], line)
@@ -156,6 +159,8 @@ def propagate(graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim]) -> Placed:
     for claim in real:
         if claim.split is None:
             state.whole.add((claim.value, claim.axis))
+        else:
+            state.claimed[claim.value, claim.axis] = claim.split
     by_line: Mapping[int, list[Claim]] = {}
     for claim in real:
         by_line.setdefault(claim.line, []).append(claim)  # type: ignore[attr-defined]

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+from ..grammar.codes_build import BAD_STATE
+from .faults import RunError
+from .state import Checkpoint
+
 
 def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, Any]) -> torch.optim.Optimizer:
     """The plan's optimizer over tensors that require no autograd of their own."""
@@ -42,3 +46,24 @@ def update(
     optimizer.step()
     for parameter in parameters.values():
         parameter.grad = None
+
+
+def restore_optimizer(checkpoint: Checkpoint, name: str) -> dict[str, list[str]]:
+    """Which slots of the optimizer's state a checkpoint holds for each parameter.
+
+    Raises:
+        RunError: they are another optimizer's.
+    """
+    saved = checkpoint.facts.get("optimizer")
+    if saved != name:
+        raise RunError(
+            BAD_STATE, f"`{checkpoint.folder}` holds the state of `{saved}`, the plan's optimizer is `{name}`",
+            "name the optimizer that the checkpoint was made with",
+        )  # fmt: skip
+    slots: dict[str, list[str]] = {}
+    for key in checkpoint.shapes:
+        kind, _, rest = key.partition(".")
+        slot, _, owner = rest.partition(".")
+        if kind == "optimizer":
+            slots.setdefault(owner, []).append(slot)
+    return slots

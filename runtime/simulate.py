@@ -67,7 +67,7 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def random_batch(reference: Program, microbatches: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
     """Whole inputs of each microbatch: class numbers below what they index, some targets ignored, unevenly."""
-    bounds = _bounds(reference)
+    bounds = class_bounds(reference)
     batches = []
     for index in range(microbatches):
         batch = {}
@@ -100,7 +100,7 @@ _SHAPES_ONLY = {"aten.reshape.default", "aten.unsqueeze.default", "aten.slice.Te
                 "aten.transpose.int", "aten.permute.default", "aten.expand.default", "aten._to_copy.default"}  # fmt: skip
 
 
-def _bounds(program: Program) -> dict[str, tuple[int, int | None]]:
+def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
     """For each input that holds numbers of rows or classes: how many there are, and the number that is ignored."""
     main = program.main
     values = main.values()
@@ -157,7 +157,9 @@ class ReferenceRun:
         gradients = {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
         norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros((), dtype=torch.float64)))
         with torch.no_grad():
-            update(self.optimizer, self.parameters, dict(gradients), norm, self.case.optimizer["clip"])
+            # clipping scales in place, and what is returned is compared before clipping
+            given = {name: gradient.clone() for name, gradient in gradients.items()}
+            update(self.optimizer, self.parameters, given, norm, self.case.optimizer["clip"])
         return total, gradients
 
 
@@ -202,9 +204,11 @@ class Simulation:
             name: assemble([result.gradients[name] for result in results], self.types[name].placement, self.case.mesh)
             for name in results[0].gradients
         }
-        self.spread = _spread(results, self.types, self.case.mesh)
+        self.spread = _spread([result.gradients for result in results], self.types, self.case.mesh)
         for state, optimizer, result in zip(self.states, self.optimizers, results, strict=True):
-            update(optimizer, state.parameters, result.gradients, result.grad_norm, self.case.optimizer["clip"])
+            # ranks of one process share what a collective made, and clipping scales in place
+            given = {name: gradient.clone() for name, gradient in result.gradients.items()}
+            update(optimizer, state.parameters, given, result.grad_norm, self.case.optimizer["clip"])
         return [result.loss for result in results], whole
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -212,19 +216,25 @@ class Simulation:
         for name, type_ in self.types.items():
             yield name, assemble([s.parameters[name] for s in self.states], type_.placement, self.case.mesh)
 
+    def parameter_spread(self) -> dict[str, float]:
+        """How far replicas of a parameter are from each other."""
+        return _spread([state.parameters for state in self.states], self.types, self.case.mesh)
 
-def _spread(results: Sequence[Any], types: Mapping[str, TensorType], mesh: Mesh) -> dict[str, float]:
-    """How far replicas of a gradient are from each other: they must be one value."""
+
+def _spread(
+    ranks: Sequence[Mapping[str, torch.Tensor]], types: Mapping[str, TensorType], mesh: Mesh
+) -> dict[str, float]:
+    """How far replicas of a tensor are from each other: they must be one value."""
     found = {}
     for name, type_ in types.items():
-        if name not in results[0].gradients:
+        if name not in ranks[0]:
             continue
         first: dict[tuple[int, ...], torch.Tensor] = {}
-        for rank, result in enumerate(results):
+        for rank, pieces in enumerate(ranks):
             at = mesh.coordinates(rank)
             place = tuple(at[axis] for axis in type_.placement.split_axes())
-            kept = first.setdefault(place, result.gradients[name])
-            found[name] = max(found.get(name, 0.0), _largest(result.gradients[name] - kept))
+            kept = first.setdefault(place, pieces[name])
+            found[name] = max(found.get(name, 0.0), _largest(pieces[name] - kept))
     return found
 
 
@@ -258,8 +268,9 @@ def compare(case: Case, steps: int = 3, seed: int = 0) -> Agreement:
             error = max(_largest(value - expected), simulation.spread.get(name, 0.0)) / scale
             agreement.note("gradient", error, f"step {step}, {name}")
         top = max((_largest(p.detach()) for p in reference.parameters.values()), default=1.0)
+        spread = simulation.parameter_spread()
         for name, value in simulation.parameters():
-            error = _largest(value - reference.parameters[name].detach()) / max(top, 1e-30)
+            error = max(_largest(value - reference.parameters[name].detach()), spread[name]) / max(top, 1e-30)
             agreement.note("parameter", error, f"step {step}, {name}")
         agreement.steps += 1
     return agreement

@@ -10,7 +10,7 @@ from .row import Row, argument_linear, is_operand, normal_dim, table
 
 
 def _indexed(call: OpCall) -> tuple[Dims, list[Dims], Dims, frozenset[str]] | None:
-    """Dims of x, of the indices, of what `x[indices]` gives, and the indexed factors; None for a boolean mask.
+    """Dims of x, of the indices, of what `x[indices]` gives, and the indexed factors; None if nothing indexes.
 
     The dims of the indices, broadcast, stand where the first of consecutive indexed dims stood, else in front.
     """
@@ -18,6 +18,8 @@ def _indexed(call: OpCall) -> tuple[Dims, list[Dims], Dims, frozenset[str]] | No
     indices = [index.index if is_operand(index) else None for index in call.args[1]]
     places = [dim for dim, index in enumerate(indices) if index is not None]
     given = [call.operands[index] for index in indices if index is not None]
+    if not given:
+        return None
     rank = max(len(index) for index in given)
     asking = tuple((f"i{dim}",) for dim in range(rank))
     x = tuple((f"x{dim}",) if dim in places else (f"d{dim}",) for dim in range(len(shape)))
@@ -50,12 +52,23 @@ def _index(call: OpCall) -> OpRule:
     return apply_dims(call, [x, *indices], [looked], whole=whole, linear=linear)
 
 
+def _may_mask(call: OpCall) -> bool:
+    """Whether an index may be a boolean mask over several dims of x: it has their sizes, and the call says no more."""
+    shape = call.operands[0]
+    for dim, index in enumerate(call.args[1]):
+        covered = call.operands[index.index] if is_operand(index) else ()
+        beside = shape[dim : dim + len(covered)]
+        if len(covered) > 1 and len(beside) == len(covered) and all(map(same, covered, beside)):
+            return True
+    return False
+
+
 def _index_put(call: OpCall) -> OpRule:
     """`index_put(x, indices, values)`: a part of the values would leave the others of x as they were: all whole."""
     found = _indexed(call)
     values = call.operands[-1]
     linear = argument_linear(call, "02")
-    if found is None or len(values) > len(found[2]):
+    if found is None or len(values) > len(found[2]) or _may_mask(call):
         return opaque(call, linear)
     x, indices, looked, whole = found
     asking = frozenset(name for names in looked for name in names if name.startswith("i"))

@@ -108,22 +108,14 @@ def along(dims_of: Callable[[OpCall, int], frozenset[int]], *, linear: str = "")
     """All tensors alike in rank, but for sizes along the dims that `dims_of(call, rank)` names: those are whole."""
 
     def apply(call: OpCall) -> OpRule:
-        rank = len(call.operands[0])
-        blocked = dims_of(call, rank)
-        names: dict[str, None] = {}
-
-        def spell(tensor: str, shape: Shape) -> Dims:
-            spelled = []
-            for dim in range(len(shape)):
-                name = f"{tensor}{dim}" if dim in blocked else f"d{dim}"
-                if dim in blocked:
-                    names[name] = None
-                spelled.append((name,))
-            return tuple(spelled)
-
-        operands = [spell(f"o{i}_", shape) for i, shape in enumerate(call.operands)]
-        results = [spell(f"r{i}_", shape) for i, shape in enumerate(call.results)]
-        return apply_dims(call, operands, results, whole=frozenset(names), linear=argument_linear(call, linear))
+        blocked = dims_of(call, len(call.operands[0]))
+        named = [
+            tuple((f"t{index}_{dim}" if dim in blocked else f"d{dim}",) for dim in range(len(shape)))
+            for index, shape in enumerate((*call.operands, *call.results))
+        ]
+        whole = frozenset(name for dims in named for (name,) in dims if name.startswith("t"))
+        count = len(call.operands)
+        return apply_dims(call, named[:count], named[count:], whole=whole, linear=argument_linear(call, linear))
 
     return apply
 

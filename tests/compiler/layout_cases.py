@@ -256,6 +256,8 @@ def _index(g: Draw) -> tuple[Any, ...]:
 
 def _index_put(g: Draw) -> tuple[Any, ...]:
     x, indices = _index(g)
+    if g.pick(1, 2, 3) == 1:  # a boolean mask over some leading dims
+        return x, [g.b(*x.shape[: g.pick(*range(1, x.dim() + 1))])], g.f()
     given = torch.ops.aten.index.Tensor(x, indices)
     accumulate = g.flag()
     values = g.n(*g.narrowed(given.shape)) if accumulate else torch.full((), 0.5, dtype=torch.float64)

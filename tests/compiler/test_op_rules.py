@@ -84,7 +84,7 @@ def test_a_rule_that_names_a_wrong_dim_is_refused(op: str) -> None:
 
 
 def test_every_row_has_cases_and_every_case_a_row() -> None:
-    """parc's own operators are tested with their partition, as is the offset of a sharded arange; a scalar has no dims."""
+    """parc's own operators are tested with their partition, as is a sharded arange's offset; a scalar has no dims."""
     elsewhere = {name for name in TABLE if name.startswith(("parc.", "aten.arange.", "aten.scalar_tensor."))}
     assert set(TABLE) - elsewhere == set(MAKERS)
 

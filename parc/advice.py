@@ -1,0 +1,59 @@
+"""Warnings of a build: what it does that no line asked for, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parc.compiler.placement import Split
+from parc.driver import Compiled
+from parc.grammar.codes_build import UNASKED_RESHARD, WITHOUT_RULE
+from parc.grammar.diagnostics import Diagnostic, Label, Severity
+from parc.grammar.source import Span
+from parc.passes.partition import Reshard
+
+
+def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
+    """Every warning of a compiled plan: its lines', its reshards', its operators without a rule."""
+    return (*compiled.plan.warnings, *compiled.resolved.warnings, *_reshards(compiled), *_rules(compiled))
+
+
+def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Gathers and exchanges, equal ones of repeated blocks together."""
+    groups: dict[tuple[str, str, str, int], list[Reshard]] = {}
+    for reshard in compiled.built.reshards:
+        if isinstance(reshard.source, Split):
+            key = (reshard.cause.source, str(reshard.source), str(reshard.result), reshard.cause.plan)
+            groups.setdefault(key, []).append(reshard)
+    for (place, source, result, line), found in groups.items():
+        first = found[0]
+        op = "all_to_all" if isinstance(first.result, Split) else "all_gather"
+        many = f"{len(found)} times, first " if len(found) > 1 else ""
+        where = f"in `{first.cause.module or 'the model'}`" + (f" at {place}" if place else "")
+        message = (
+            f"{op} over `{first.axis}` of `{first.value}` ({source} to {result}, {_size(first.bytes)} a rank) {many}{where}"
+        )
+        span = _line_span(compiled, line)
+        yield Diagnostic(
+            UNASKED_RESHARD, message, Label(span) if span else None,
+            help="split both sides alike, or leave the axis out where it does not divide", severity=Severity.WARNING,
+        )  # fmt: skip
+
+
+def _rules(compiled: Compiled) -> Iterator[Diagnostic]:
+    for op in compiled.built.without_rule:
+        cost = sum(r.bytes for r in compiled.built.reshards if r.reader == op)
+        yield Diagnostic(
+            WITHOUT_RULE, f"`{op}` has no sharding rule: its operands are gathered whole, {_size(cost)} a rank",
+            help=f'parc.register_rule("{op}", "...") in the module of the model', severity=Severity.WARNING,
+        )  # fmt: skip
+
+
+def _line_span(compiled: Compiled, line: int) -> Span | None:
+    return next((s.span for s in compiled.plan.statements if s.span.line == line), None)
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,40 @@
+"""``parc build``: a plan's text becomes a checked build directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from parc.checks import Checked, check_build
+from parc.compiler.artifact import json_text, write_build
+from parc.compiler.plan import read_plan
+from parc.driver import Compiled, compile_plan, files_of, manifest_of
+
+
+class Refused(Exception):
+    """A check refused the build; nothing was written."""
+
+    def __init__(self, checked: Checked) -> None:
+        super().__init__("\n".join(map(str, checked.faults)))
+        self.checked = checked
+
+
+def build(
+    path: Path, out: Path, defines: Mapping[str, str], progress: Callable[[str], None] = lambda _: None
+) -> tuple[Compiled, Checked]:
+    """Read a plan, compile it, check it, and write the build directory.
+
+    Raises:
+        PlanError: the plan or its model is at fault.
+        BuildError: ``out`` holds something that is not a build.
+        Refused: a check failed.
+    """
+    compiled = compile_plan(read_plan(path, defines), path.resolve().parent, progress=progress)
+    checked = check_build(compiled, progress)
+    if checked.faults:
+        raise Refused(checked)
+    progress("emit")
+    files = files_of(compiled)
+    files["report.json"] = json_text(checked.report)
+    write_build(out, files, manifest_of(compiled, out))
+    return compiled, checked

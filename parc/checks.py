@@ -1,0 +1,199 @@
+"""What every build proves or tests before it is written, and the report that says which."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from parc.compiler.artifact import Build
+from parc.compiler.contract import check_actions, check_contract, communication_table, step_messages
+from parc.compiler.cost import estimate_memory
+from parc.compiler.directives.sizes import SizeRange
+from parc.compiler.mesh import Mesh
+from parc.compiler.placement import TensorType, parse_type
+from parc.compiler.program import Program, parse_program
+from parc.compiler.recipes import Recipe
+from parc.compiler.twin import compare_structure
+from parc.compiler.verify import Fault, check_bindings, check_program, mesh_faults
+from parc.driver import Compiled, compile_plan, stored_types
+from parc.runtime.simulate import TOLERANCE, Agreement, Case, compare
+
+Progress = Callable[[str], None]
+_LARGE_ELEMENTS = 4_000_000
+_LARGE_WORLD = 8
+_STEPS = 3
+
+
+@dataclass
+class Checked:
+    """The outcome of a build's checks: the report's content, and why the build is refused, if it is."""
+
+    report: dict[str, Any]
+    faults: list[Fault] = field(default_factory=list)
+    agreement: Agreement | None = None
+    seconds: float = 0.0
+
+
+def static_faults(
+    programs: Mapping[str, Program],
+    stored: Mapping[str, TensorType],
+    mesh: Mesh,
+    actions: Sequence[Any],
+    microbatches: int,
+) -> list[Fault]:
+    """Shapes, types and communication of a build's programs, from the programs alone."""
+    faults = mesh_faults(programs, mesh)
+    for program in programs.values():
+        faults += check_program(program)
+    if not faults:
+        faults += check_bindings(programs, stored)
+        faults += check_actions(actions, microbatches, counts="COUNT" in programs)
+        faults += check_contract({"stage0": step_messages(programs, actions)})
+    return faults
+
+
+def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Checked:
+    """Check a compiled plan through the texts of its programs, and make its report."""
+    start = time.perf_counter()
+    programs = reread(compiled.built.programs)
+    stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
+    progress("shapes, types, communication")
+    faults = static_faults(programs, stored, compiled.mesh, compiled.actions, compiled.plan.microbatches)
+    checked = Checked(report_of(compiled, programs, stored), faults)
+    if not faults:
+        progress("numbers")
+        _check_numbers(compiled, programs, checked)
+    if not checked.faults:
+        checked.report["checks"] = {
+            "shapes": "proved", "types": "proved", "communication": "proved", "numbers": "tested", "memory": "estimated"
+        }  # fmt: skip
+    checked.seconds = round(time.perf_counter() - start, 3)
+    return checked
+
+
+def reread(programs: Mapping[str, Program]) -> dict[str, Program]:
+    """The programs as their texts say them."""
+    return {action: parse_program(program.text(), program.action) for action, program in programs.items()}
+
+
+def _check_numbers(compiled: Compiled, programs: Mapping[str, Program], checked: Checked) -> None:
+    """Train all ranks and the captured graph in float64; a large build by its twin."""
+    large = is_large(compiled)
+    subject, subject_programs = compiled, programs
+    if large:
+        subject = twin_of(compiled)
+        subject_programs = reread(subject.built.programs)
+        checked.faults += compare_structure(programs, subject_programs)
+        stored = {name: parse_type(text, subject.mesh) for name, text in stored_types(subject).items()}
+        checked.faults += static_faults(
+            subject_programs, stored, subject.mesh, subject.actions, subject.plan.microbatches
+        )
+    if checked.faults:
+        return
+    case = case_of(subject, subject_programs)
+    checked.agreement = agreement = compare(case, _STEPS)
+    checked.report["numbers"] = {
+        "on": twin_text(subject) if large else "the build itself",
+        "steps": agreement.steps,
+        "loss": agreement.loss, "gradient": agreement.gradient, "parameter": agreement.parameter,
+        "tolerance": TOLERANCE,
+    }  # fmt: skip
+    for kind, where in agreement.worst.items():
+        error = getattr(agreement, kind)
+        if not error <= TOLERANCE:
+            checked.faults.append(Fault("numbers", where, f"the {kind} differs from the captured graph's by {error:.1e}"))
+
+
+def is_large(compiled: Compiled) -> bool:
+    """Whether numbers are checked on a twin: more ranks or more numbers than one process should hold."""
+    elements = sum(math.prod(node.meta["val"].shape) for node in compiled.captured.placeholders("parameter").values())
+    tokens = math.prod(compiled.sizes.values()) if compiled.sizes else 1
+    return elements > _LARGE_ELEMENTS or compiled.mesh.world > _LARGE_WORLD or tokens > 16_384
+
+
+def twin_of(compiled: Compiled) -> Compiled:
+    """The same plan, small: the ``verify`` line's arguments, every axis at most 2, sizes as small as the axes allow."""
+    plan = compiled.plan
+    mesh = Mesh(tuple((axis, min(size, 2)) for axis, size in plan.mesh.axes))
+    given = dict(plan.verify.values) if plan.verify is not None else {}
+    sizes = {}
+    for name, size in plan.sizes.items():
+        chosen = given.pop(name, None)
+        if chosen is None:
+            unit = mesh.world * (plan.microbatches if name == "B" else 4)
+            chosen = min(size.high, unit * 2 if name == "B" else max(unit, 16))
+        sizes[name] = SizeRange(int(chosen), int(chosen))
+    return compile_plan(replace(plan, sizes=sizes, mesh=mesh), compiled.folder, mesh=mesh, overrides=given)
+
+
+def twin_text(twin: Compiled) -> str:
+    """How the twin is smaller."""
+    plan = twin.plan
+    words = [f"{name}={value}" for name, value in (plan.verify.values if plan.verify is not None else ())]
+    words += [f"{name}={size}" for name, size in twin.sizes.items() if name not in dict(plan.verify.values if plan.verify else ())]
+    return f"the twin: {', '.join(words)}, mesh {twin.mesh}"
+
+
+def case_of(compiled: Compiled, programs: Mapping[str, Program]) -> Case:
+    """What the simulator needs of a compiled plan."""
+    stored = stored_types(compiled)
+    recipes: dict[str, Recipe] = {**compiled.recorded.attributes, **compiled.recorded.recipes}
+    names = [value.role.split(" ", 1) for value in programs["F"].main.parameters]
+    buffers = {name: initial(name, recipes, compiled) for kind, name in (n for n in names if len(n) == 2)
+               if kind in ("buffer", "constant")}  # fmt: skip
+    return Case(
+        programs, parse_program(compiled.built.reference.text(), "model"), compiled.actions, compiled.mesh,
+        compiled.plan.microbatches, optimizer_facts(compiled), {name: recipes[name].whole() for name in stored},
+        buffers, stored,
+    )  # fmt: skip
+
+
+def initial(name: str, recipes: Mapping[str, Recipe], compiled: Compiled) -> torch.Tensor:
+    """The whole initial value of a buffer, or of a constant that capture found in the code."""
+    return recipes[name].whole() if name in recipes else compiled.captured.constants[name]
+
+
+def optimizer_facts(compiled: Compiled) -> dict[str, Any]:
+    """The optimizer line as the manifest has it."""
+    line = compiled.plan.optimizer
+    return {"name": line.name, "lr": line.lr, "weight_decay": line.weight_decay, "clip": line.clip,
+            "betas": list(line.betas), "eps": line.eps, "momentum": line.momentum, "nesterov": line.nesterov}  # fmt: skip
+
+
+def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> dict[str, Any]:
+    """``report.json``: what others rely on, nothing that differs between two builds of one plan."""
+    plan = compiled.plan
+    moments = 2 if plan.optimizer.name == "adamw" else int(plan.optimizer.momentum > 0)
+    memory = estimate_memory(programs, stored, moments)
+    role = programs["F"].role
+    return {
+        "mesh": dict(compiled.mesh.axes),
+        "world": compiled.mesh.world,
+        "roles": [role],
+        "parameters": sum(math.prod(type_.shape) for type_ in stored.values()),
+        "memory": [{
+            "role": role, "peak_bytes": memory.peak_bytes, "parameters": memory.parameters,
+            "gradients": memory.gradients, "optimizer": memory.optimizer, "activations": memory.activations,
+        }],
+        "communication": communication_table(programs, compiled.actions, role),
+        "pipeline": {"schedule": "accumulation", "stages": 1, "microbatches": plan.microbatches, "bubble": 0.0},
+        "reshards": [
+            {"value": r.value, "from": str(r.source), "to": str(r.result), "axis": r.axis, "bytes": r.bytes,
+             "module": r.cause.module, "source": r.cause.source, "line": r.cause.plan}
+            for r in compiled.built.reshards
+        ],
+        "operators_without_rule": list(compiled.built.without_rule),
+        "checks": {},
+    }  # fmt: skip
+
+
+def check_files(build: Build) -> list[Fault]:
+    """Re-prove a build from its files alone: shapes, types and communication."""
+    mesh = build.programs["F"].mesh
+    stored = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
+    return static_faults(build.programs, stored, mesh, build.actions, int(build.manifest["microbatches"]))

@@ -1,0 +1,147 @@
+"""Faults of a run: the error that names them, and where the first value that is not a finite number was made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from ..compiler.program import Line, Program
+from ..grammar.code import Code
+from ..grammar.codes_build import BAD_NUMBER
+from ..grammar.diagnostics import Diagnostic
+from .execute import Environment
+
+
+class RunError(Exception):
+    """A run cannot start or go on; ``code`` is one of the table of error codes.
+
+    ``exit_code`` is 1 where the plan, the model or files are at fault, 4 where the run itself failed.
+    """
+
+    def __init__(self, code: Code, message: str, help: str = "", notes: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.code, self.help, self.notes = code, help, tuple(notes)
+
+    @property
+    def exit_code(self) -> int:
+        """What a command that ends with this error returns."""
+        return 4 if self.code is BAD_NUMBER else 1
+
+    def diagnostic(self) -> Diagnostic:
+        """The error in the one shape in which messages are printed."""
+        return Diagnostic(self.code, str(self), help=self.help, notes=self.notes)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bad:
+    """The first value of one rank that is not finite; ``order`` counts lines, alike on all ranks."""
+
+    order: int
+    rank: int
+    what: str
+    notes: tuple[str, ...] = ()
+
+
+@final
+class Watcher:
+    """Watches the programs of a step, line by line, for the first that makes something not finite of finite operands.
+
+    Infinities that a line writes as such (masks) are meant; a NaN made of infinities is not. The line's module is
+    completed by the call that encloses it, since equal blocks share their lines.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._order = 0
+        self._line: tuple[int, str, Line, str] | None = None
+        self._called_by = ""
+
+    def watch(self, action: str) -> Callable[[Line, Sequence[Environment]], None]:
+        """The hook for the machine of one action's program."""
+
+        def hook(line: Line, environments: Sequence[Environment]) -> None:
+            self._see(action, line, environments[0])
+
+        return hook
+
+    def _see(self, action: str, line: Line, environment: Mapping[str, Any]) -> None:
+        self._order += 1
+        if self._line is not None:
+            if line.calls_function and not self._called_by:
+                self._called_by = line.origin.module
+            return
+        if line.calls_function:
+            return
+        results = [environment[value.name] for value in line.results if value is not None]
+        operands = [environment[name] for name in line.uses() if name in environment]
+        made_nan = _any(results, torch.isnan) and not _any(operands, torch.isnan)
+        made_inf = _any(results, torch.isinf) and not _any(operands, _not_finite) and not _writes_infinity(line)
+        if made_nan or made_inf:
+            self._line = (self._order, action, line, "NaN" if made_nan else "an infinity")
+
+    def found(self, plan: Sequence[str]) -> Bad | None:
+        """What was seen; ``plan`` are the lines of the plan as built."""
+        if self._line is None:
+            return None
+        order, action, line, kind = self._line
+        if action == "SCALE":
+            return Bad(order, self.rank, "every target of the batch is ignored, so the loss divides by nothing")
+        module = line.origin.module
+        if "*" in module and self._called_by:
+            module = _complete(module, self._called_by)
+        phase = {"F": "forward", "B": "backward"}.get(action, "reduction")
+        where = f"`{module}`" if module else "the model's own code"
+        notes = [f"`{line.op}` at {line.origin.source or 'no line of the model'}, {phase}"]
+        if 0 < line.origin.plan <= len(plan):
+            notes.append(f"plan line {line.origin.plan} (as built): {plan[line.origin.plan - 1]}")
+        return Bad(order, self.rank, f"the first is {kind} made in {where} on rank {self.rank}", tuple(notes))
+
+
+def bad_tensor(tensors: Mapping[str, torch.Tensor], what: str, rank: int) -> Bad | None:
+    """The first of some named tensors that is not finite before any line runs."""
+    for name, tensor in tensors.items():
+        if _any([tensor], _not_finite):
+            return Bad(0, rank, f"the first is in the {what} `{name}` on rank {rank}, before the step began")
+    return None
+
+
+def bad_number(step: int, loss: float, norm: float, found: Iterable[Bad | None]) -> RunError:
+    """The error of a step whose loss or gradients are not finite; all ranks' findings name one place."""
+    first = min((bad for bad in found if bad is not None), default=None)
+    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm} (the loss is {loss:.6g})"
+    notes = () if first is None else (first.what, *first.notes)
+    help_ = "nothing was updated; lower `lr`, add `clip`, or look at the data of this step"
+    return RunError(BAD_NUMBER, f"step {step}: {what}", help_, notes)
+
+
+def watchers(programs: Mapping[str, Program], rank: int) -> tuple[Watcher, dict[str, Any]]:
+    """A watcher and its hooks by action."""
+    watcher = Watcher(rank)
+    return watcher, {action: watcher.watch(action) for action in programs}
+
+
+def _not_finite(tensor: torch.Tensor) -> torch.Tensor:
+    return ~torch.isfinite(tensor)
+
+
+def _any(values: Sequence[Any], test: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    return any(
+        bool(test(value).any()) for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()
+    )
+
+
+def _writes_infinity(line: Line) -> bool:
+    values = [*line.args, *(value for _, value in line.kwargs)]
+    return any(isinstance(value, float) and math.isinf(value) for value in values)
+
+
+def _complete(module: str, caller: str) -> str:
+    """``blocks.*.attn`` called as ``blocks.3`` is ``blocks.3.attn``."""
+    names, given = module.split("."), caller.split(".")
+    return ".".join(
+        given[at] if name == "*" and at < len(given) else name for at, name in enumerate(names)
+    )

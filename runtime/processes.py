@@ -1,0 +1,57 @@
+"""This process among those of a run: what its launcher says about it, its device, and the process group."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+STORE = "PARC_STORE"
+"""Environment variable: a file through which the processes of one host meet, where ``parc run`` started them."""
+DEVICE = "PARC_DEVICE"
+"""Environment variable: ``cpu`` or ``cuda``, where the person chose."""
+TIMEOUT_S = 300.0
+
+
+def launched() -> int:
+    """How many processes torchrun or ``parc run`` started this one among; 0 where neither did."""
+    if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return int(os.environ["WORLD_SIZE"])
+    return 0
+
+
+def default_device() -> torch.device:
+    """This process's GPU where there is one, else the CPU."""
+    if torch.cuda.is_available() and os.environ.get(DEVICE, "cuda") != "cpu":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def join(device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> torch.device:
+    """Make the process group of a launched process, gloo on CPUs and NCCL on GPUs; the device that it computes on.
+
+    A collective that waits longer than ``timeout_s`` seconds for another rank fails.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if device is None and torch.cuda.is_available() and os.environ.get(DEVICE, "cuda") != "cpu":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = device or default_device()
+    wait = timedelta(seconds=timeout_s)
+    if STORE in os.environ:
+        store: dist.Store = dist.FileStore(os.environ[STORE], world)
+    else:
+        store = next(iter(dist.rendezvous("env://", rank, world, timeout=wait)))[0]
+    store.set_timeout(wait)
+    # After a restart of the group the launcher's store still holds what the group before left there.
+    store = dist.PrefixStore(f"parc{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
+    return device
+
+
+def leave() -> None:
+    """End the process group, where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

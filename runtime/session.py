@@ -1,0 +1,324 @@
+"""The library face: load a build, run steps, evaluate, save and restore, in a person's own loop or in ``parc run``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from ..compiler.artifact import Build, BuildError, read_build
+from ..compiler.callables import CallableError, load_callable, source_hash
+from ..compiler.mesh import Mesh
+from ..compiler.placement import TensorType, assemble, flat_index, parse_type, take
+from ..compiler.recipes import Recipe, record
+from ..compiler.task import LossLine, TaskLines, model_builder
+from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
+from .backends.distributed import Distributed
+from .backends.in_process import InProcess
+from .execute import Backend
+from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
+from .feed import Feed, Parts
+from .optimizer import make_optimizer, restore_optimizer, update
+from .processes import default_device, join, launched
+from .state import read_checkpoint, save_tensors
+from .step import RankState, StepResult, Stepper
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A finished step: its number (from 1), the global loss, the gradients' norm before clipping, the learning rate."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+class Session:
+    """One rank's training state and the programs that advance it.
+
+    Under torchrun (or ``parc run``) each process is one rank of the mesh; without it the mesh must have one rank.
+
+    Raises:
+        RunError: the number of processes is not the mesh's, torch or the model's file is not the build's.
+    """
+
+    def __init__(self, build: Build, device: torch.device | None = None, *, check_source: bool = True) -> None:
+        self.build = build
+        self.mesh = mesh_of(build)
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        check_fits(build, self.world)
+        self.device = device or default_device()
+        self.coordinates = self.mesh.coordinates(self.rank)
+        manifest = build.manifest
+        self.types = {name: parse_type(text, self.mesh) for name, text in manifest["parameters"].items()}
+        self.step_number = 0
+        programs = list(build.programs.values())
+        self.backend: Backend = (
+            Distributed(self.mesh, programs, self.rank, self.device) if self.world > 1 else InProcess(self.mesh)
+        )
+        self.stepper = Stepper(build.programs, build.actions, self.backend, self.device)
+        self.feed = Feed(build, self.mesh, self.coordinates, self.device)
+        if check_source:
+            check_source_of(build)
+        self.state = self._initial_state()
+        self.optimizer = make_optimizer(self.state.parameters, manifest["optimizer"])
+        self._given: tuple[Parts, dict[str, torch.Tensor]] = ([], {})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading data. Process groups stay: whoever made them ends them."""
+        self.feed.close()
+
+    def _initial_state(self) -> RankState:
+        recorded = record(model_builder(task_of(self.build.manifest), self.build.folder), int(self.build.manifest["seed"]))
+        constants = {
+            value.role.split(" ", 1)[1]: value.type
+            for value in self.build.programs["F"].main.parameters
+            if value.role.split(" ")[0] in ("buffer", "constant")
+        }
+        recipes = {**recorded.attributes, **recorded.recipes}
+        return RankState(
+            {name: self._piece(recipes[name], type_) for name, type_ in self.types.items()},
+            {name: self._piece(recipes[name], type_) for name, type_ in constants.items()},
+        )
+
+    def _piece(self, recipe: Recipe, type_: TensorType) -> torch.Tensor:
+        """This rank's piece of an initial value, without making the whole where the recipe is elementwise."""
+        if not type_.placement.split_axes() or not recipe.elementwise:
+            return self._take(recipe.whole(), type_)
+        index = flat_index(type_.shape, type_.placement, self.mesh, self.coordinates, None)
+        return recipe.elements(index).contiguous().to(self.device)
+
+    def _take(self, whole: torch.Tensor, type_: TensorType) -> torch.Tensor:
+        return take(whole, type_.placement, self.mesh, self.coordinates).to(self.device)
+
+    # ---- training
+
+    def gradients(self, batch: Mapping[str, torch.Tensor] | None = None) -> StepResult:
+        """Loss, gradients (this rank's pieces) and their norm, for a whole batch or the next of the plan's data.
+
+        Raises:
+            RunError: the batch is not one of the plan's, or the data cannot be read.
+        """
+        parts = self.feed.next(self.step_number) if batch is None else self.feed.cut(batch)
+        self._given = parts, dict(self.state.buffers)
+        (result,) = self.stepper.gradients([self.state], [parts], self.step_number)
+        return result
+
+    def update(self, result: StepResult, lr: float | None = None) -> StepReport:
+        """Apply the optimizer to what ``gradients`` gave, after a look at the numbers.
+
+        Raises:
+            RunError: loss or norm is not finite; no parameter was changed. Every rank raises the same.
+        """
+        loss = float(result.loss)
+        norm = float(result.grad_norm) if result.grad_norm is not None else 0.0
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise bad_number(self.step_number + 1, loss, norm, self._find_bad())
+        line = self.build.manifest["optimizer"]
+        update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, line["clip"], lr)
+        self.step_number += 1
+        return StepReport(self.step_number, loss, norm, float(self.optimizer.param_groups[0]["lr"]))
+
+    def step(self, batch: Mapping[str, torch.Tensor] | None = None, lr: float | None = None) -> StepReport:
+        """One step of training: ``gradients`` then ``update``."""
+        return self.update(self.gradients(batch), lr)
+
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
+        """The global loss of a whole batch; nothing is changed. Dropout stays as in training."""
+        buffers = dict(self.state.buffers)
+        (result,) = self.stepper.loss([self.state], [self.feed.cut(batch)], self.step_number)
+        self.state.buffers = buffers
+        return float(result.loss)
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """Every rank's row of numbers, in rank order, on every rank."""
+        if self.world == 1:
+            return [list(row)]
+        mine = torch.tensor(row, dtype=torch.int64, device=self.device)
+        rows = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(rows, mine)
+        return [[int(number) for number in other.tolist()] for other in rows]
+
+    def _find_bad(self) -> list[Bad | None]:
+        """Run the step again under watch; what each rank saw first, on every rank."""
+        parts, buffers = self._given
+        self.state.buffers = dict(buffers)
+        seen = bad_tensor(self.state.parameters, "parameter", self.rank)
+        for part in parts:
+            floats = {name: value for name, value in part.items() if value.is_floating_point()}
+            seen = seen or bad_tensor(floats, "input", self.rank)
+        watcher = Watcher(self.rank)
+        stepper = Stepper(self.build.programs, self.build.actions, self.backend, self.device)
+        for action, machine in stepper.machines.items():
+            machine.watch = watcher.watch(action)
+        stepper.gradients([self.state], [parts], self.step_number)
+        self.state.buffers = dict(buffers)
+        seen = seen or watcher.found(str(self.build.plan).splitlines() if self.build.plan else [])
+        found: list[Bad | None] = [seen]
+        if self.world > 1:
+            found = [None] * self.world
+            dist.all_gather_object(found, seen)
+        return found
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers on the CPU under the model's own names; it loads into the plain module.
+
+        Collective: every rank calls it, every rank gets it.
+        """
+        whole = {name: self._gather(self.state.parameters[name], type_) for name, type_ in self.types.items()}
+        for name, value in self.state.buffers.items():
+            if name in self.build.manifest["updates"]:
+                whole[name] = value.cpu().clone()
+        for alias, name in self.build.manifest["aliases"].items():
+            if name in whole:
+                whole[alias] = whole[name]
+        return whole
+
+    def _gather(self, piece: torch.Tensor, type_: TensorType) -> torch.Tensor:
+        if not type_.placement.split_axes():
+            return piece.detach().cpu().clone()
+        pieces = [torch.empty_like(piece) for _ in range(self.world)]
+        dist.all_gather(pieces, piece.detach().contiguous())
+        return assemble([other.cpu() for other in pieces], type_.placement, self.mesh)
+
+    def save(self, path: Path | str) -> None:
+        """Write parameters, optimizer state and the step number, whole and by the model's names (safetensors, JSON).
+
+        Collective: every rank calls it, rank 0 writes. An older checkpoint is replaced once the new one is complete.
+
+        Raises:
+            RunError: ``path`` holds something else, or cannot be written.
+        """
+        tensors = {f"parameter.{name}": self._gather(self.state.parameters[name], t) for name, t in self.types.items()}
+        for name, type_ in self.types.items():
+            for key, value in self.optimizer.state.get(self.state.parameters[name], {}).items():
+                if isinstance(value, torch.Tensor):
+                    alike = value.dim() > 0 and value.shape == self.state.parameters[name].shape
+                    tensors[f"optimizer.{key}.{name}"] = self._gather(value, type_) if alike else value.cpu().clone()
+        tensors.update((f"buffer.{name}", value.cpu().clone()) for name, value in self.state.buffers.items())
+        facts = {"step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"]}
+        fault: list[RunError | None] = [None]
+        if self.rank == 0:
+            try:
+                save_tensors(Path(path), tensors, facts)
+            except RunError as error:
+                fault = [error]
+        failed = self.exchange([int(fault[0] is not None)])[0][0]
+        if failed:
+            raise fault[0] or RunError(BAD_BUILD, f"rank 0 could not write `{path}`")
+
+    def restore(self, path: Path | str) -> None:
+        """Read what ``save`` wrote, under this plan or any other of the same model.
+
+        Raises:
+            RunError: it is of another model or optimizer; every fault is named, nothing was changed.
+        """
+        checkpoint = read_checkpoint(Path(path))
+        checkpoint.check({name: type_.shape for name, type_ in self.types.items()})
+        slots = restore_optimizer(checkpoint, self.build.manifest["optimizer"]["name"])
+        with checkpoint.tensors() as file:
+            for name, type_ in self.types.items():
+                self.state.parameters[name].copy_(self._take(file.get_tensor(f"parameter.{name}"), type_))
+                state = {}
+                for key in slots.get(name, ()):
+                    value = file.get_tensor(f"optimizer.{key}.{name}")
+                    state[key] = self._take(value, type_) if tuple(value.shape) == type_.shape != () else value
+                if state:
+                    self.optimizer.state[self.state.parameters[name]] = state
+            for name, buffer in self.state.buffers.items():
+                if f"buffer.{name}" in checkpoint.shapes:
+                    self.state.buffers[name] = file.get_tensor(f"buffer.{name}").to(buffer)
+        self.step_number = checkpoint.step
+
+
+def mesh_of(build: Build) -> Mesh:
+    """The build's mesh; its axes in their order, which JSON's sorted keys lose and every program states."""
+    return build.programs["F"].mesh
+
+
+def check_fits(build: Build, world: int) -> None:
+    """Hold a build against this torch and a number of processes.
+
+    Raises:
+        RunError: one of them is another than the build's.
+    """
+    version = torch.__version__.split("+")[0]
+    if build.manifest["torch"] != version:
+        raise RunError(
+            OTHER_TORCH, f"`{build.path}` was built with torch {build.manifest['torch']}; this is torch {version}",
+            "build the plan again with this torch",
+        )  # fmt: skip
+    mesh = mesh_of(build)
+    if world != mesh.world:
+        raise RunError(
+            WORLD_SIZE, f"{world} process{'es' * (world != 1)} for a mesh of {mesh or '1 rank'}, which has {mesh.world} ranks",
+            f"start {mesh.world}: `parc run {build.path}`, or `torchrun --nproc-per-node {mesh.world} …`",
+        )  # fmt: skip
+
+
+def check_source_of(build: Build) -> None:
+    """See that the file of the model is the one that was built.
+
+    Raises:
+        RunError: it changed, or it cannot be imported (its own traceback is in the notes).
+    """
+    target = task_of(build.manifest).model
+    try:
+        found = source_hash(load_callable(target, build.folder))
+    except CallableError as error:
+        raise RunError(MODEL_FAILED, str(error)) from error
+    if found != build.manifest["model_source"]:
+        raise RunError(BAD_BUILD, f"the file of `{target}` changed since the build", "build the plan again")
+
+
+def task_of(manifest: Mapping[str, Any]) -> TaskLines:
+    """What is trained, from a build's manifest."""
+    loss = manifest["loss"]
+    return TaskLines(
+        manifest["model"]["callable"],
+        tuple(manifest["model"]["arguments"].items()),
+        tuple(line["name"] for line in manifest["inputs"]),
+        LossLine(loss["kind"], loss["target"], tuple(loss["operands"]), loss["ignore"]),
+    )
+
+
+def open_build(path: Path | str) -> Build:
+    """A build, every file held against its hash.
+
+    Raises:
+        RunError: it is none, or was altered.
+    """
+    try:
+        return read_build(Path(path))
+    except BuildError as error:
+        raise RunError(BAD_BUILD, str(error), "build the plan again") from None
+
+
+def load(path: Path | str, device: torch.device | None = None) -> Session:
+    """A session of a build. In a process that torchrun started, the process group is made if there is none yet.
+
+    Raises:
+        RunError: the build, torch or the number of processes does not fit.
+    """
+    build = open_build(path)
+    if launched() and not dist.is_initialized():
+        check_fits(build, launched())
+        join(device)
+    return Session(build, device)
