@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .actions import Action, parse_schedule
-from .program import Program, ProgramError, parse_program
+from .program import Program
+from .program_text import ProgramError, parse_program
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -72,8 +73,10 @@ def write_build(path: Path, files: Mapping[str, str], manifest: Mapping[str, Any
             shutil.rmtree(fresh)
 
 
-def read_build(path: Path) -> Build:
+def read_build(path: Path, *, altered: list[str] | None = None) -> Build:
     """Read a build, and hold every file against its hash. Programs are parsed; nothing is executed.
+
+    Where a list ``altered`` is given, names of altered files go there, and their contents are read all the same.
 
     Raises:
         BuildError: no manifest, another format, a file that is missing or altered, a program that is none.
@@ -93,8 +96,13 @@ def read_build(path: Path) -> Build:
             raise BuildError(f"`{place}` is missing")
         data = place.read_bytes()
         if hashlib.sha256(data).hexdigest() != expected:
-            raise BuildError(f"`{place}` was altered since it was built")
-        texts[name] = data.decode("utf-8")
+            if altered is None:
+                raise BuildError(f"`{place}` was altered since it was built")
+            altered.append(name)
+        try:
+            texts[name] = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise BuildError(f"`{place}` is not text: {error}") from None
     try:
         programs = {
             program.action: program

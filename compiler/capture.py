@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,12 +190,13 @@ def _module_path(node: fx.Node) -> str:
     return re.sub(r"@\d+", "", path).removeprefix(".")
 
 
+_HERE = str(Path(__file__).parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def _source(node: fx.Node) -> str:
     """The innermost frame of the model's own code, by file name alone so that builds do not depend on folders."""
     for path, line in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
-        if not path.startswith("<") and "/torch/" not in path:
+        if not path.startswith(("<", _HERE)) and "/torch/" not in path:
             return f"{path.rsplit('/', 1)[-1].replace(' ', '_')}:{line}"
     return ""

@@ -1,19 +1,20 @@
-"""What a program is: typed lines in functions, with a text form in Python's syntax that is parsed, never executed."""
+"""What a program is: typed lines in functions, the operators they may use, and the one text they print as."""
 
 from __future__ import annotations
 
 import ast
-import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch
 
 from .collectives import COLLECTIVES
 from .mesh import Mesh
 from .op_rules import TABLE
-from .placement import TensorType, parse_type
+from .placement import TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,26 @@ class Origin:
 
     def __str__(self) -> str:
         plan = f"plan:{self.plan}" if self.plan else ""
-        return " ".join(word for word in (self.module or "-", self.source or "-", plan) if word)
+        return " ".join(word for word in (_word(self.module), _word(self.source), plan) if word)
+
+    @classmethod
+    def parse(cls, text: str) -> Origin:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: not such a text.
+        """
+        match = re.fullmatch(r"(\S+) (\S+)(?: plan:([1-9][0-9]*))?", text, re.ASCII)
+        if match is None:
+            raise ValueError(f"`{text}` does not say where a line comes from")
+        module, source = ("" if word == "-" else unquote(word) for word in match.groups()[:2])
+        return cls(module, source, int(match[3] or 0))
+
+
+def _word(text: str) -> str:
+    """One word without blanks for a path; ``-`` stands for none."""
+    quoted = re.sub(r"[%\s]", lambda found: quote(found[0], safe=""), text)
+    return "%2D" if quoted == "-" else quoted or "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,153 +202,6 @@ def argument_text(item: Any) -> str:
     if item is None or isinstance(item, (bool, int, float)):
         return repr(item)
     raise TypeError(f"a program cannot hold {item!r}")
-
-
-class ProgramError(ValueError):
-    """A program's text is not one that parc writes; the message names the line."""
-
-
-def parse_program(text: str, name: str = "program") -> Program:
-    """The inverse of ``Program.text``. Nothing is executed: the text must be a program, line by line.
-
-    Raises:
-        ProgramError: anything else, with the line's number.
-    """
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ProgramError(f"{name}: {error}") from None
-    rows = text.split("\n")
-    try:
-        head, mesh_call, *functions = tree.body
-        role, action = _head(head)
-        mesh = _mesh(mesh_call)
-    except (ValueError, TypeError, AttributeError, IndexError):
-        raise ProgramError(f"{name}: does not begin as a parc program does") from None
-    parsed: list[Function] = []
-    for node in functions:
-        parsed.append(_parse_function(node, rows, mesh, name, {function.name for function in parsed}))
-    if not parsed:
-        raise ProgramError(f"{name}: holds no function")
-    return Program(role, action, mesh, tuple(parsed))
-
-
-def _head(node: ast.stmt) -> tuple[str, str]:
-    assert isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    words = node.value.value.removeprefix("parc program: role ").split(", action ")
-    return words[0], words[1]
-
-
-def _mesh(node: ast.stmt) -> Mesh:
-    call = node.value  # type: ignore[attr-defined]
-    if call.func.id != "mesh" or call.args:
-        raise ValueError("no mesh")
-    return Mesh(tuple((str(item.arg), int(ast.literal_eval(item.value))) for item in call.keywords))
-
-
-def _parse_function(node: ast.stmt, rows: Sequence[str], mesh: Mesh, name: str, known: set[str]) -> Function:
-    def fail(at: ast.AST, why: str) -> ProgramError:
-        return ProgramError(f"{name}:{getattr(at, 'lineno', 1)}: {why}")
-
-    if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.args.vararg or node.args.kwarg:
-        raise fail(node, "only functions stand here")
-    defined: dict[str, Value] = {}
-
-    def define(at: ast.AST, label: str, text: str, role: str = "") -> Value:
-        if label in defined:
-            raise fail(at, f"`{label}` is defined twice")
-        try:
-            value = Value(label, parse_type(text, mesh), role)
-            value.type.local(mesh)
-        except ValueError as error:
-            raise fail(at, str(error)) from None
-        defined[label] = value
-        return value
-
-    for argument in node.args.args:
-        if not isinstance(argument.annotation, ast.Constant) or not isinstance(argument.annotation.value, str):
-            raise fail(argument, f"`{argument.arg}` has no type")
-        _, _, role = rows[argument.lineno - 1].partition("  # ")
-        define(argument, argument.arg, argument.annotation.value, role)
-    parameters = tuple(defined.values())
-    lines = []
-    *body, last = node.body
-    for statement in body:
-        lines.append(_parse_line(statement, rows, defined, define, fail, known, mesh))
-    if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Dict):
-        raise fail(last, "a function ends in `return {…}`")
-    returns = []
-    for key, item in zip(last.value.keys, last.value.values, strict=True):
-        if not isinstance(key, ast.Constant) or not isinstance(item, ast.Name) or item.id not in defined:
-            raise fail(item, "returns an unknown value")
-        returns.append((str(key.value), item.id))
-    return Function(node.name, parameters, tuple(lines), tuple(returns))
-
-
-def _parse_line(
-    node: ast.stmt,
-    rows: Sequence[str],
-    defined: dict[str, Value],
-    define: Callable[[ast.AST, str, str], Value],
-    fail: Callable[[ast.AST, str], ProgramError],
-    known: set[str],
-    mesh: Mesh,
-) -> Line:
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or len(node.targets) != 1:
-        raise fail(node, "a line is `results = operator(arguments)`")
-    target = node.targets[0]
-    names = target.elts if isinstance(target, ast.Tuple) else [target]
-    op = ast.unparse(node.value.func)
-    if not allowed(op) and op not in known:
-        raise fail(node, f"`{op}` is not an operator that a program may use")
-
-    def argument(item: ast.expr) -> Any:
-        if isinstance(item, ast.Name):
-            if item.id in ("inf", "nan"):
-                return getattr(math, item.id)
-            if item.id not in defined:
-                raise fail(item, f"`{item.id}` is used before it is defined")
-            return Ref(item.id)
-        if isinstance(item, (ast.List, ast.Tuple)):
-            inner = [argument(element) for element in item.elts]
-            return inner if isinstance(item, ast.List) else tuple(inner)
-        if isinstance(item, ast.Attribute):
-            dtype = getattr(torch, item.attr, None)
-            if ast.unparse(item) != str(dtype) or not isinstance(dtype, torch.dtype):
-                raise fail(item, f"`{ast.unparse(item)}` is no dtype")
-            return dtype
-        if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Div) and isinstance(item.right, ast.Name):
-            whole = argument(item.left)
-            size, axes = (whole.size, whole.axes) if isinstance(whole, Cut) else (whole, ())
-            if item.right.id not in mesh.names or item.right.id in axes or not isinstance(size, int):
-                raise fail(item, f"`{ast.unparse(item)}` does not cut a size over axes of the mesh")
-            return Cut(size, (*axes, item.right.id))
-        if isinstance(item, ast.UnaryOp) and isinstance(item.op, ast.USub):
-            return -argument(item.operand)
-        if isinstance(item, ast.Constant) and (item.value is None or isinstance(item.value, (bool, int, float, str))):
-            return item.value
-        raise fail(item, f"`{ast.unparse(item)}` cannot stand in a program")
-
-    args = tuple(argument(item) for item in node.value.args)
-    kwargs = tuple((str(item.arg), argument(item.value)) for item in node.value.keywords)
-    _, _, note = rows[node.lineno - 1].partition("  # ")
-    types, _, origin = note.partition(" | ")
-    texts = types.split("; ")
-    if len(texts) != len(names):
-        raise fail(node, "results and types differ in number")
-    labels = [ast.unparse(n) for n in names]
-    results = tuple(
-        None if (label, text) == ("_", "-") else define(node, label, text)
-        for label, text in zip(labels, texts, strict=True)
-    )
-    return Line(results, op, args, kwargs, _parse_origin(origin))
-
-
-def _parse_origin(text: str) -> Origin:
-    module, source, *plan = text.split(" ") if text.count(" ") else ("-", "-")
-    number = plan[0].removeprefix("plan:") if plan else "0"
-    return Origin(module.replace("-", "", 1) if module == "-" else module, "" if source == "-" else source,
-                  int(number) if number.isdigit() else 0)  # fmt: skip
 
 
 def operator(op: str) -> Any:

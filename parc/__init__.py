@@ -1,1 +1,36 @@
-"""parc: declarative plans that turn a PyTorch model into checked per-rank programs."""
+"""parc: declarative plans that turn a PyTorch model into checked per-rank programs.
+
+``load`` opens a build for a training loop of one's own; ``reference`` trains the plain module with the same numbers;
+``register_rule`` tells parc how a custom operator treats its dims.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parc.compiler.op_rules import register as register_rule
+    from parc.runtime.faults import RunError
+    from parc.runtime.plain import reference
+    from parc.runtime.session import Session, load
+
+__all__ = ["RunError", "Session", "__version__", "load", "reference", "register_rule"]
+
+__version__ = "0.1.0"
+
+_PLACES = {
+    "RunError": ("parc.runtime.faults", "RunError"),
+    "Session": ("parc.runtime.session", "Session"),
+    "load": ("parc.runtime.session", "load"),
+    "reference": ("parc.runtime.plain", "reference"),
+    "register_rule": ("parc.compiler.op_rules", "register"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are asked for: ``parc --help`` needs no torch."""
+    if name not in _PLACES:
+        raise AttributeError(f"module `parc` has no `{name}`")
+    module, attribute = _PLACES[name]
+    return getattr(importlib.import_module(module), attribute)

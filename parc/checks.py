@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,15 +17,18 @@ from parc.compiler.cost import estimate_memory
 from parc.compiler.directives.sizes import SizeRange
 from parc.compiler.mesh import Mesh
 from parc.compiler.placement import TensorType, parse_type
-from parc.compiler.program import Program, parse_program
+from parc.compiler.program import Program
+from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recipe
 from parc.compiler.twin import compare_structure
-from parc.compiler.verify import Fault, check_bindings, check_program, mesh_faults
+from parc.compiler.verify import Fault, check_program
+from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, compile_plan, stored_types
+from parc.eager import compare_with_eager
 from parc.runtime.simulate import TOLERANCE, Agreement, Case, compare
 
 Progress = Callable[[str], None]
-_LARGE_ELEMENTS = 4_000_000
+_LARGE_WORK = 2_000_000_000  # parameters times tokens of a step: about half a minute in float64 on one core
 _LARGE_WORLD = 8
 _STEPS = 3
 
@@ -45,13 +49,15 @@ def static_faults(
     mesh: Mesh,
     actions: Sequence[Any],
     microbatches: int,
+    reference: Program | None = None,
 ) -> list[Fault]:
-    """Shapes, types and communication of a build's programs, from the programs alone."""
+    """Shapes, types and communication of a build's programs, from the programs and the captured graph alone."""
     faults = mesh_faults(programs, mesh)
     for program in programs.values():
         faults += check_program(program)
     if not faults:
         faults += check_bindings(programs, stored)
+        faults += check_reference(programs, reference, microbatches) if reference is not None else []
         faults += check_actions(actions, microbatches, counts="COUNT" in programs)
         faults += check_contract({"stage0": step_messages(programs, actions)})
     return faults
@@ -63,11 +69,12 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
     programs = reread(compiled.built.programs)
     stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
     progress("shapes, types, communication")
-    faults = static_faults(programs, stored, compiled.mesh, compiled.actions, compiled.plan.microbatches)
+    reference = compiled.built.reference
+    faults = static_faults(programs, stored, compiled.mesh, compiled.actions, compiled.plan.microbatches, reference)
     checked = Checked(report_of(compiled, programs, stored), faults)
     if not faults:
         progress("numbers")
-        _check_numbers(compiled, programs, checked)
+        check_numbers(compiled, programs, checked)
     if not checked.faults:
         checked.report["checks"] = {
             "shapes": "proved", "types": "proved", "communication": "proved", "numbers": "tested", "memory": "estimated"
@@ -81,7 +88,7 @@ def reread(programs: Mapping[str, Program]) -> dict[str, Program]:
     return {action: parse_program(program.text(), program.action) for action, program in programs.items()}
 
 
-def _check_numbers(compiled: Compiled, programs: Mapping[str, Program], checked: Checked) -> None:
+def check_numbers(compiled: Compiled, programs: Mapping[str, Program], checked: Checked) -> None:
     """Train all ranks and the captured graph in float64; a large build by its twin."""
     large = is_large(compiled)
     subject, subject_programs = compiled, programs
@@ -91,29 +98,47 @@ def _check_numbers(compiled: Compiled, programs: Mapping[str, Program], checked:
         checked.faults += compare_structure(programs, subject_programs)
         stored = {name: parse_type(text, subject.mesh) for name, text in stored_types(subject).items()}
         checked.faults += static_faults(
-            subject_programs, stored, subject.mesh, subject.actions, subject.plan.microbatches
+            subject_programs, stored, subject.mesh, subject.actions, subject.plan.microbatches, subject.built.reference
         )
     if checked.faults:
         return
     case = case_of(subject, subject_programs)
-    checked.agreement = agreement = compare(case, _STEPS)
+    with one_thread():
+        eager = compare_with_eager(subject, case)
+        checked.agreement = agreement = compare(case, _STEPS)
     checked.report["numbers"] = {
         "on": twin_text(subject) if large else "the build itself",
         "steps": agreement.steps,
         "loss": agreement.loss, "gradient": agreement.gradient, "parameter": agreement.parameter,
-        "tolerance": TOLERANCE,
+        "tolerance": TOLERANCE, "eager_loss": eager.loss, "eager_gradient": eager.gradient,
     }  # fmt: skip
+    if not eager.holds:
+        message = f"differs from the eager module: loss by {eager.loss:.1e}, gradients by {eager.gradient:.1e}"
+        checked.faults.append(Fault("numbers", "the captured graph", message))
     for kind, where in agreement.worst.items():
         error = getattr(agreement, kind)
         if not error <= TOLERANCE:
-            checked.faults.append(Fault("numbers", where, f"the {kind} differs from the captured graph's by {error:.1e}"))
+            checked.faults.append(
+                Fault("numbers", where, f"the {kind} differs from the captured graph's by {error:.1e}")
+            )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small tensors are computed faster by one thread, above all where other work wants the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def is_large(compiled: Compiled) -> bool:
-    """Whether numbers are checked on a twin: more ranks or more numbers than one process should hold."""
+    """Whether numbers are checked on a twin: more ranks than one process should hold, or more work than it should do."""
     elements = sum(math.prod(node.meta["val"].shape) for node in compiled.captured.placeholders("parameter").values())
     tokens = math.prod(compiled.sizes.values()) if compiled.sizes else 1
-    return elements > _LARGE_ELEMENTS or compiled.mesh.world > _LARGE_WORLD or tokens > 16_384
+    return elements * tokens > _LARGE_WORK or compiled.mesh.world > _LARGE_WORLD
 
 
 def twin_of(compiled: Compiled) -> Compiled:
@@ -135,7 +160,11 @@ def twin_text(twin: Compiled) -> str:
     """How the twin is smaller."""
     plan = twin.plan
     words = [f"{name}={value}" for name, value in (plan.verify.values if plan.verify is not None else ())]
-    words += [f"{name}={size}" for name, size in twin.sizes.items() if name not in dict(plan.verify.values if plan.verify else ())]
+    words += [
+        f"{name}={size}"
+        for name, size in twin.sizes.items()
+        if name not in dict(plan.verify.values if plan.verify else ())
+    ]
     return f"the twin: {', '.join(words)}, mesh {twin.mesh}"
 
 
@@ -196,4 +225,5 @@ def check_files(build: Build) -> list[Fault]:
     """Re-prove a build from its files alone: shapes, types and communication."""
     mesh = build.programs["F"].mesh
     stored = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
-    return static_faults(build.programs, stored, mesh, build.actions, int(build.manifest["microbatches"]))
+    microbatches = int(build.manifest["microbatches"])
+    return static_faults(build.programs, stored, mesh, build.actions, microbatches, build.reference)

@@ -52,6 +52,7 @@ class Compiled:
     built: Built
     actions: tuple[Action, ...]
     sizes: dict[str, int]
+    overrides: dict[str, Any]
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -94,7 +95,9 @@ def compile_plan(
         built = build_programs(captured, mesh, request)
     actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
     sizes = {name: size.high for name, size in plan.sizes.items()}
-    return Compiled(plan, folder, mesh, lines, recorded, captured, resolved, built, actions, sizes, seconds)
+    return Compiled(
+        plan, folder, mesh, lines, recorded, captured, resolved, built, actions, sizes, dict(overrides or {}), seconds
+    )
 
 
 def _capture(
@@ -147,9 +150,13 @@ def _trace(error: BaseException | None) -> tuple[str, ...]:
 
 def _ours(filename: str) -> bool:
     parts = Path(filename).parts
-    return "/torch/" in filename or "importlib" in filename or (
-        len(parts) > 1 and parts[-2] in ("compiler", "grammar", "passes", "runtime", "parc") and Path(filename).is_relative_to(
-            Path(__file__).resolve().parent.parent
+    return (
+        "/torch/" in filename
+        or "importlib" in filename
+        or (
+            len(parts) > 1
+            and parts[-2] in ("compiler", "grammar", "passes", "runtime", "parc")
+            and Path(filename).is_relative_to(Path(__file__).resolve().parent.parent)
         )
     )
 

@@ -112,6 +112,8 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[list[Line], dict[str, Value],
         for node, value in gradients.items()
         if node.op == "placeholder"
     }
+    if not lines:  # a model without parameters
+        del reads[scale.name]
     return lines, reads, found
 
 

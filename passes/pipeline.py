@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -58,7 +58,10 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
     programs: dict[str, Program] = {}
     count_type = None
     if loss.count is not None:
-        counted, _, _ = _place(loss.count, mesh, request)
+        # what the count reads is placed as the forward has it
+        inputs = {n.meta["role"]: placed.splits[n, 0] for n in loss.graph.nodes if n.op == "placeholder"}
+        claims = tuple((role, axis, at.get(axis), 0) for role, at in inputs.items() for axis in mesh.names)
+        counted, _, _ = _place(loss.count, mesh, replace(request, claims=claims))
         programs["COUNT"] = assemble_count(counted, mesh, ROLE)
         (count,) = counted.output_node().args[0]  # type: ignore[misc]
         count_type = node_type(count)  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ class _Propagation:
         if self.claimed.get((key, axis), split) != split:  # a later line has its own word on this value
             return []
         splits[axis] = split
-        self.placed.lines.setdefault(key[0], line)
+        self.placed.lines[key[0]] = line
         return self.readers.get(key, [])
 
     def nests(self, key: Key, axis: str, split: Split) -> bool:
@@ -115,7 +115,7 @@ class _Propagation:
             have = self.placed.splits[key].get(axis)
             if at is not None and (key, axis) in self.whole:
                 return False
-            if have is not None and (at is None or have != Split(*at)) and node.op != "placeholder" and at is not None:
+            if have is not None and at is not None and have != Split(*at):  # type: ignore[arg-type]
                 return False
         return True
 
@@ -129,7 +129,7 @@ class _Propagation:
                 if part is None:
                     continue
                 parts[axis] = part
-                self.placed.lines.setdefault(node, line)
+                self.placed.lines[node] = line
             for key, dims, _ in self.terms[node]:
                 at = from_factor(rule, dims, *parts[axis])
                 if at is not None:

@@ -87,9 +87,12 @@ class CallableData:
         """Sample ``number``, as the function gives it.
 
         Raises:
-            DataError: it gave something else than a dict of tensors.
+            DataError: it failed (chained), or gave something else than a dict of tensors.
         """
-        sample = self._function(number)
+        try:
+            sample = self._function(number)
+        except Exception as error:
+            raise DataError(f"making sample {number} failed: {type(error).__name__}: {error}") from error
         if not isinstance(sample, Mapping) or not all(isinstance(value, Tensor) for value in sample.values()):
             raise DataError(f"sample {number} is not a dict of tensors: {type(sample).__name__}")
         return dict(sample)

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from ..compiler.program import Line, Program
+from ..compiler.program import Line
 from ..grammar.code import Code
 from ..grammar.codes_build import BAD_NUMBER
 from ..grammar.diagnostics import Diagnostic
@@ -83,8 +83,8 @@ class Watcher:
         if made_nan or made_inf:
             self._line = (self._order, action, line, "NaN" if made_nan else "an infinity")
 
-    def found(self, plan: Sequence[str]) -> Bad | None:
-        """What was seen; ``plan`` are the lines of the plan as built."""
+    def found(self) -> Bad | None:
+        """What was seen, once the step was run."""
         if self._line is None:
             return None
         order, action, line, kind = self._line
@@ -96,8 +96,8 @@ class Watcher:
         phase = {"F": "forward", "B": "backward"}.get(action, "reduction")
         where = f"`{module}`" if module else "the model's own code"
         notes = [f"`{line.op}` at {line.origin.source or 'no line of the model'}, {phase}"]
-        if 0 < line.origin.plan <= len(plan):
-            notes.append(f"plan line {line.origin.plan} (as built): {plan[line.origin.plan - 1]}")
+        if line.origin.plan:
+            notes.append(f"placed by line {line.origin.plan} of the plan")
         return Bad(order, self.rank, f"the first is {kind} made in {where} on rank {self.rank}", tuple(notes))
 
 
@@ -112,16 +112,12 @@ def bad_tensor(tensors: Mapping[str, torch.Tensor], what: str, rank: int) -> Bad
 def bad_number(step: int, loss: float, norm: float, found: Iterable[Bad | None]) -> RunError:
     """The error of a step whose loss or gradients are not finite; all ranks' findings name one place."""
     first = min((bad for bad in found if bad is not None), default=None)
-    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm} (the loss is {loss:.6g})"
+    what = (
+        f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm} (the loss is {loss:.6g})"
+    )
     notes = () if first is None else (first.what, *first.notes)
     help_ = "nothing was updated; lower `lr`, add `clip`, or look at the data of this step"
     return RunError(BAD_NUMBER, f"step {step}: {what}", help_, notes)
-
-
-def watchers(programs: Mapping[str, Program], rank: int) -> tuple[Watcher, dict[str, Any]]:
-    """A watcher and its hooks by action."""
-    watcher = Watcher(rank)
-    return watcher, {action: watcher.watch(action) for action in programs}
 
 
 def _not_finite(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,6 +138,4 @@ def _writes_infinity(line: Line) -> bool:
 def _complete(module: str, caller: str) -> str:
     """``blocks.*.attn`` called as ``blocks.3`` is ``blocks.3.attn``."""
     names, given = module.split("."), caller.split(".")
-    return ".".join(
-        given[at] if name == "*" and at < len(given) else name for at, name in enumerate(names)
-    )
+    return ".".join(given[at] if name == "*" and at < len(given) else name for at, name in enumerate(names))

@@ -78,7 +78,9 @@ class Feed:
         """Every sample that this rank needs, read once, on the CPU."""
         assert self._source is not None
         wanted = {
-            (name, index): index * type_.shape[0] + self._index(type_, 0) if self._batched[name] else torch.zeros(1).long()
+            (name, index): index * type_.shape[0] + self._index(type_, 0)
+            if self._batched[name]
+            else torch.zeros(1).long()
             for name, type_ in self.types.items()
             for index in range(self._count)
         }
@@ -98,7 +100,9 @@ class Feed:
             at = torch.searchsorted(torch.tensor(rows), numbers)
             value = samples[name].index_select(0, at)
             value = value if self._batched[name] else value[0]
-            self._check(name, value, (len(at) if self._batched[name] else type_.shape[0], *type_.shape[1:]), "of a rank's rows")
+            self._check(
+                name, value, (len(at) if self._batched[name] else type_.shape[0], *type_.shape[1:]), "of a rank's rows"
+            )
             parts[index][name] = self._cut_rest(value, type_, 1 if self._batched[name] else 0)
         return parts
 

@@ -133,14 +133,15 @@ def _iota(site: Site, size: int, start: int, step: int, dtype: torch.dtype) -> t
 
 
 def _owned(site: Site, table: TensorType, dim: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Local positions of global indices along a split dim, 0 for those of other ranks, and which are this rank's.
-
-    A dim split as major parts alone is a run of consecutive entries.
-    """
-    entries = table.local(site.mesh)[dim]
-    start = int(site.index(table, dim)[0])
-    local = index - start
-    mine = (local >= 0) & (local < entries)
+    """Local positions of global indices along a dim, 0 for those of other ranks, and which are this rank's."""
+    entries = site.index(table, dim)
+    start, count = int(entries[0]), entries.shape[0]
+    if int(entries[-1]) == start + count - 1:  # a run of consecutive entries
+        local = index - start
+        mine = (local >= 0) & (local < count)
+    else:  # parts of sub-dims, in increasing order
+        local = torch.searchsorted(entries, index).clamp_(max=count - 1)
+        mine = entries[local] == index
     return torch.where(mine, local, 0), mine
 
 

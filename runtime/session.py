@@ -27,7 +27,7 @@ from .feed import Feed, Parts
 from .optimizer import make_optimizer, restore_optimizer, update
 from .processes import default_device, join, launched
 from .state import read_checkpoint, save_tensors
-from .step import RankState, StepResult, Stepper
+from .step import RankState, Stepper, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,9 @@ class Session:
         self.feed.close()
 
     def _initial_state(self) -> RankState:
-        recorded = record(model_builder(task_of(self.build.manifest), self.build.folder), int(self.build.manifest["seed"]))
+        recorded = record(
+            model_builder(task_of(self.build.manifest), self.build.folder), int(self.build.manifest["seed"])
+        )
         constants = {
             value.role.split(" ", 1)[1]: value.type
             for value in self.build.programs["F"].main.parameters
@@ -168,7 +170,7 @@ class Session:
             machine.watch = watcher.watch(action)
         stepper.gradients([self.state], [parts], self.step_number)
         self.state.buffers = dict(buffers)
-        seen = seen or watcher.found(str(self.build.plan).splitlines() if self.build.plan else [])
+        seen = seen or watcher.found()
         found: list[Bad | None] = [seen]
         if self.world > 1:
             found = [None] * self.world
@@ -268,7 +270,7 @@ def check_fits(build: Build, world: int) -> None:
     mesh = mesh_of(build)
     if world != mesh.world:
         raise RunError(
-            WORLD_SIZE, f"{world} process{'es' * (world != 1)} for a mesh of {mesh or '1 rank'}, which has {mesh.world} ranks",
+            WORLD_SIZE, f"{world} process{'es' * (world != 1)} for a mesh of {str(mesh) or 'one rank'}, which has {mesh.world} ranks",
             f"start {mesh.world}: `parc run {build.path}`, or `torchrun --nproc-per-node {mesh.world} …`",
         )  # fmt: skip
 

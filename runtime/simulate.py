@@ -62,7 +62,7 @@ class Agreement:
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in float64; integers as they are."""
-    return tensor.double() if tensor.is_floating_point() else tensor.clone()
+    return tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
 def random_batch(reference: Program, microbatches: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:

@@ -53,7 +53,9 @@ def check_target(folder: Path) -> None:
         RunError: it holds something else, which is left as it is.
     """
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / FACTS).is_file())):
-        raise RunError(BAD_STATE, f"`{folder}` exists and is not a checkpoint; it is left as it is", "name another folder")
+        raise RunError(
+            BAD_STATE, f"`{folder}` exists and is not a checkpoint; it is left as it is", "name another folder"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,101 @@
+"""The loss's scale: every gradient and the loss are multiplied by it exactly once, followed through the rule table.
+
+A step divides by the number of targets once, at its end. Each value has a degree: how often it was multiplied by that
+scale. Whatever is linear keeps the degree, a product adds degrees, and what the table does not know has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .collectives import COLLECTIVES
+from .factors import OpCall
+from .program import Function, Line, Program, Ref
+from .typing import rule_or_opaque
+from .verify import Fault, call_of
+
+Degree = float | None
+"""None is not known."""
+_ZERO = float("inf")
+"""The degree of zeros: whatever is asked of them."""
+
+
+def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
+    """The scale is one over the count, and the loss and each gradient have it once."""
+    faults = []
+    for action, wanted in (("SCALE", 1.0), ("B", 1.0), ("REDUCE", 1.0)):
+        program = programs[action]
+        if action == "SCALE" and not program.main.parameters:
+            continue
+        given = [_role_degree(value.role) for value in program.main.parameters]
+        found = degrees(program, program.main, given)
+        for (key, _), degree in zip(program.main.returns, found, strict=True):
+            if degree not in (wanted, None, _ZERO):
+                faults.append(Fault("types", f"{action} {key}", f"has the loss's scale {degree:g} times, not once"))
+    return faults
+
+
+def _role_degree(role: str) -> Degree:
+    return {"count": -1.0, "scale": 1.0, "gradient": 1.0}.get(role.partition(" ")[0], 0.0)
+
+
+def degrees(program: Program, function: Function, given: Sequence[Degree]) -> list[Degree]:
+    """The degrees of what a function returns, from those of its parameters."""
+    memory: dict[tuple[str, tuple[Degree, ...]], list[Degree]] = {}
+
+    def walk(function: Function, given: tuple[Degree, ...]) -> list[Degree]:
+        key = (function.name, given)
+        if key not in memory:
+            known = dict(zip((value.name for value in function.parameters), given, strict=True))
+            values = function.values()
+            for line in function.lines:
+                operands = [known[name] for name in line.uses()]
+                if line.calls_function:
+                    made = walk(program.function(line.op), tuple(operands))
+                else:
+                    types = [values[name].type for name in line.uses()]
+                    results = [value.type for value in line.results if value is not None]
+                    call = call_of(line, types, results, lambda item: item.size)
+                    made = [_line_degree(line, call, operands)] * len(line.results)
+                pairs = zip(line.results, made, strict=True)
+                known.update((value.name, degree) for value, degree in pairs if value is not None)
+            memory[key] = [known[name] for _, name in function.returns]
+        return memory[key]
+
+    return walk(function, tuple(given))
+
+
+_POWERS = {"aten.reciprocal.default": -1.0, "aten.sqrt.default": 0.5, "aten.rsqrt.default": -0.5,
+           "parc.square_sum.default": 2.0, "aten.square.default": 2.0}  # fmt: skip
+
+
+def _line_degree(line: Line, call: OpCall, operands: Sequence[Degree]) -> Degree:
+    known = [degree for degree in operands if degree is not None]
+    if len(known) != len(operands):
+        return None
+    if line.op == "aten.full.default" and line.args[1] == 0.0:
+        return _ZERO
+    if all(degree == 0.0 for degree in known):
+        return 0.0
+    if line.op in COLLECTIVES:
+        return known[0]
+    if line.op in _POWERS:
+        return known[0] * _POWERS[line.op]
+    if line.op == "aten.pow.Tensor_Scalar":
+        return known[0] * float(line.args[1])
+    if line.op == "aten.div.Tensor" and isinstance(line.args[1], Ref):
+        return known[0] - known[1]
+    return _by_rule(call, known)
+
+
+def _by_rule(call: OpCall, known: Sequence[float]) -> Degree:
+    """Linear in its scaled operands together: their degree. Linear in each of them alone: the sum of their degrees."""
+    scaled = {index for index, degree in enumerate(known) if degree != 0.0}
+    linear = rule_or_opaque(call).linear
+    for joint in linear:
+        degrees = {known[index] for index in joint} - {_ZERO}
+        if scaled <= joint and len(degrees) <= 1:
+            return next(iter(degrees), _ZERO)
+    if all(frozenset({index}) in linear for index in scaled):
+        return sum(known[index] for index in scaled)  # of zeros and anything else: zeros
+    return None

@@ -1,0 +1,76 @@
+"""The command line: one file a command, words on stderr, data on stdout, and an exit code that says whose fault it is.
+
+Nothing here imports torch before a command needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+from parc.cli.terminal import show_error, show_fault
+
+COMMANDS = {
+    "check": "read a plan and say everything that is wrong with it; writes nothing",
+    "build": "turn a plan into per-rank programs, checked",
+    "run": "train a build, or a plan",
+    "verify": "prove and test a build again, from its files alone",
+    "show": "what a build holds: placements, programs, communication, memory",
+    "explain": "what an error code means, with an example",
+}
+"""Name → what it does; each is a module of this package with ``arguments`` and ``run``."""
+
+EXIT_CODES = """exit codes:
+  0  done
+  1  the plan, the model or files are at fault; messages say where
+  2  wrong usage
+  3  a fault of parc's own
+  4  a run that failed on a rank
+  5  a check refused the build
+  143  stopped by SIGTERM, after saving where --save was given"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="parc", description="Declarative plans that turn a PyTorch model into checked per-rank programs.",
+        epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--version", action="store_true", help="print the version")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    chosen = next((word for word in arguments if not word.startswith("-")), "")
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.", allow_abbrev=False)
+        if name == chosen:
+            importlib.import_module(f"parc.cli.{name}").arguments(sub)
+    try:
+        given = parser.parse_args(arguments)
+    except SystemExit as stop:  # argparse has said what is wrong, or printed its help
+        return int(stop.code or 0)
+    if given.version:
+        from parc import __version__
+
+        print(f"parc {__version__}")
+        return 0
+    if not given.command:
+        parser.print_help(sys.stderr)
+        return 2
+    return _run(given)
+
+
+def _run(given: argparse.Namespace) -> int:
+    command = importlib.import_module(f"parc.cli.{given.command}")
+    try:
+        return int(command.run(given))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of stdout has seen enough
+        sys.stderr.close()
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        code = show_error(error)
+        return show_fault(error) if code is None else code

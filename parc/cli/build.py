@@ -1,0 +1,91 @@
+"""``parc build``: a plan's build directory, with every check of the build, and a short report."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from parc.cli.plan_arguments import add_defines, default_out, read
+from parc.cli.refusal import show_refusal
+from parc.cli.terminal import print_json, say, show, size_text, stages, table
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("plan", metavar="PLAN", type=Path)
+    parser.add_argument("-o", dest="out", metavar="DIR", type=Path, help="default: <plan>.parc.build")
+    parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+    add_defines(parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Build, and say what was built."""
+    out = given.out or default_out(given.plan)
+    made = make(given, given.plan, out)
+    if isinstance(made, int):
+        return made
+    report, seconds = made
+    if given.json:
+        print_json({**report, "seconds": seconds})
+    else:
+        say(report_text(report))
+        say(f"{'seconds':13}{sum(seconds.values()):.1f} ({', '.join(f'{k} {v:.1f}' for k, v in seconds.items())})")
+        say(f"built {out}")
+    return 0
+
+
+def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, Any], dict[str, float]] | int:
+    """The report and the seconds of a build, or the exit code of one that was refused."""
+    read(given, plan)
+    with stages() as progress:
+        progress("loading torch")
+        from parc.advice import warnings_of
+        from parc.build import Refused, build
+
+        start = time.perf_counter()
+        try:
+            compiled, checked = build(plan, out, dict(given.defines), progress)
+        except Refused as refused:
+            return show_refusal(refused.checked.faults)
+    show(warnings_of(compiled))
+    seconds = {**compiled.seconds, "checks": checked.seconds}
+    seconds["emit"] = round(time.perf_counter() - start - sum(seconds.values()), 3)
+    return checked.report, seconds
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    """A build's report for a reader."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one rank"
+    rows = [("mesh", f"{mesh} ({report['world']} rank{'s' * (report['world'] != 1)})"),
+            ("roles", ", ".join(report["roles"])), ("parameters", f"{report['parameters']:,}")]  # fmt: skip
+    for entry in report["memory"]:
+        held = ", ".join(f"{k} {size_text(entry[k])}" for k in ("parameters", "gradients", "optimizer", "activations"))
+        rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))
+    pipeline = report["pipeline"]
+    rows.append(("schedule", f"{pipeline['schedule']}, {pipeline['microbatches']} microbatches"))
+    lines = [f"{name:13}{text}" for name, text in rows]
+    if report["communication"]:
+        text = communication_text(report["communication"])
+        lines += [f"{'' if at else 'collectives':13}{line}" for at, line in enumerate(text.splitlines())]
+    checks = ", ".join(f"{name} {how}" for name, how in report["checks"].items())
+    lines.append(f"{'checks':13}{checks}")
+    if "numbers" in report:
+        numbers = report["numbers"]
+        worst = max(numbers[kind] for kind in ("loss", "gradient", "parameter"))
+        lines.append(f"{'':13}numbers: {numbers['steps']} steps of all ranks on {numbers['on']}, "
+                     f"largest relative error {worst:.1e} (at most {numbers['tolerance']:.0e})")  # fmt: skip
+    return "\n".join(lines)
+
+
+def communication_text(entries: Iterable[Mapping[str, Any]]) -> str:
+    """Collectives of one rank in one step, by axis, phase and operator."""
+    sums: dict[tuple[str, str, str], list[int]] = {}
+    for entry in entries:
+        total = sums.setdefault((entry["axis"], entry["phase"], entry["op"]), [0, 0])
+        total[0] += entry["count_per_step"]
+        total[1] += entry["count_per_step"] * entry["bytes"]
+    rows = [(*key, count, size_text(size)) for key, (count, size) in sums.items()]
+    return table(rows, ("axis", "phase", "collective", "a step", "bytes of a rank"), right=(3, 4))

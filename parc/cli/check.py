@@ -1,0 +1,40 @@
+"""``parc check``: everything that is wrong with a plan, and nothing written."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from parc.cli.plan_arguments import add_defines, read
+from parc.cli.refusal import show_refusal
+from parc.cli.terminal import say, show, stages
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("plan", metavar="PLAN", type=Path)
+    add_defines(parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Text and statements first; only a plan that has no fault there is worth loading torch and the model for."""
+    plan = read(given, given.plan)
+    with stages() as progress:
+        progress("loading torch")
+        from parc.advice import warnings_of
+        from parc.checks import reread, static_faults
+        from parc.compiler.placement import parse_type
+        from parc.driver import compile_plan, stored_types
+
+        compiled = compile_plan(plan, given.plan.resolve().parent, progress=progress)
+        progress("shapes, types, communication")
+        stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
+        programs = reread(compiled.built.programs)
+        faults = static_faults(programs, stored, compiled.mesh, compiled.actions, plan.microbatches)
+    show(warnings_of(compiled))
+    if faults:
+        return show_refusal(faults)
+    say(
+        f"{given.plan}: no fault found (text, names, shapes, types, communication); `parc build` also tests the numbers"
+    )
+    return 0

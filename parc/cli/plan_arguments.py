@@ -1,0 +1,62 @@
+"""What commands that take a plan have in common: `-D`, the plan's own faults before torch is there, where builds go."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parc.compiler.plan import Plan
+
+
+def define(text: str) -> tuple[str, str]:
+    """``name=value`` of one ``-D``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not that.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise argparse.ArgumentTypeError(f"`{text}` is not name=value")
+    return name.strip(), value
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not that.
+    """
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number of at least 1")
+    return int(text)
+
+
+def add_defines(parser: argparse.ArgumentParser) -> None:
+    """The option ``-D``."""
+    parser.add_argument(
+        "-D", dest="defines", metavar="NAME=VALUE", type=define, action="append", default=[],
+        help="replace the value of one of the plan's `let` names; may be given many times",
+    )  # fmt: skip
+
+
+def read(given: argparse.Namespace, plan: Path) -> Plan:
+    """The plan; without torch, so that mistakes in its text are said at once.
+
+    Raises:
+        PlanError: with every mistake that can be found without the model.
+    """
+    from parc.compiler.plan import read_plan
+
+    return read_plan(plan, dict(given.defines))
+
+
+def default_out(plan: Path) -> Path:
+    """Where a plan's build goes unless told: beside the current folder's other files."""
+    return Path(f"{plan.stem}.parc.build")
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a path that may be a plan or a build names a plan."""
+    return path.is_file() or (not path.exists() and path.suffix == ".parc")

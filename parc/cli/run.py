@@ -1,0 +1,184 @@
+"""``parc run``: train a build or a plan on as many processes as its mesh has ranks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parc.cli.plan_arguments import add_defines, default_out, is_plan, positive
+from parc.cli.terminal import say
+
+if TYPE_CHECKING:
+    from parc.compiler.artifact import Build
+    from parc.runtime.train import Options
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("target", metavar="DIR|PLAN", type=Path, help="a build, or a plan that is built first")
+    add_defines(parser)
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--steps", metavar="K", type=positive, help="train until step K (default: the plan's `steps`)"
+    )
+    training.add_argument("--metrics", metavar="FILE", type=Path, help="a JSON object a line: the run, then each step")
+    training.add_argument("--save", metavar="DIR", type=Path, help="write a checkpoint at the end, and when stopped")
+    training.add_argument("--save-every", metavar="K", type=positive, help="and after every K steps")
+    training.add_argument(
+        "--resume", metavar="DIR", type=Path, help="go on from a checkpoint, of any plan of the model"
+    )
+    place = parser.add_argument_group("processes")
+    place.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs, where there are any")
+    place.add_argument("--nproc", metavar="N", type=positive, help="processes on this host (default: mesh / nodes)")
+    place.add_argument("--nnodes", metavar="N", type=positive, default=1, help="hosts of the run; start parc on each")
+    place.add_argument("--node-rank", metavar="R", type=int, help="this host's number, from 0 (default: by arrival)")
+    place.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", default="", help="where the hosts meet: the first of them"
+    )
+    place.add_argument("--timeout", metavar="S", type=positive, default=300, help="longest wait for another rank (300)")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Launch the processes; in a process that was launched, by parc or by torchrun, be one of them."""
+    wrong = _wrong_usage(given)
+    if wrong:
+        say(f"parc run: {wrong}")
+        return 2
+    from parc.runtime.processes import launched
+
+    if launched():
+        return _rank(given)
+    from parc.runtime.session import open_build
+
+    target = given.target
+    if is_plan(target):
+        from parc.cli.build import make
+
+        target = default_out(target)
+        made = make(given, given.target, target)
+        if isinstance(made, int):
+            return made
+        say(f"built {target}")
+    build = open_build(target)
+    options = _options(given, build)
+    if options is None:
+        return _no_steps()
+    nproc = _before_launch(given, build, options)
+    if nproc * given.nnodes == 1:
+        return _alone(given, build, options)
+    return _launch(given, target, nproc)
+
+
+def _wrong_usage(given: argparse.Namespace) -> str:
+    if given.save_every and given.save is None:
+        return "--save-every needs --save DIR"
+    if given.nnodes > 1 and not given.rdzv_endpoint:
+        return "--nnodes needs --rdzv-endpoint HOST:PORT"
+    if given.defines and not is_plan(given.target):
+        return "-D is for plans; a build has its values already"
+    return ""
+
+
+def _options(given: argparse.Namespace, build: Build) -> Options | None:
+    from parc.runtime.train import Options
+
+    steps = given.steps or build.manifest["steps"]
+    return None if steps is None else Options(steps, given.metrics, given.save, given.save_every, given.resume)
+
+
+def _no_steps() -> int:
+    say("parc run: the plan has no `steps` line: say how many with --steps K")
+    return 2
+
+
+def _before_launch(given: argparse.Namespace, build: Build, options: Options) -> int:
+    """Look for mistakes that would meet every rank, so that they are said once; the processes of this host.
+
+    Raises:
+        RunError: the number of processes, torch, the checkpoint or the data do not fit.
+    """
+    from parc.compiler.placement import parse_type
+    from parc.runtime.feed import make_data
+    from parc.runtime.session import check_fits, mesh_of
+    from parc.runtime.state import check_target, read_checkpoint
+
+    mesh = mesh_of(build)
+    nproc = int(given.nproc or max(1, mesh.world // given.nnodes))
+    check_fits(build, nproc * given.nnodes)
+    if options.save is not None:
+        check_target(options.save)
+    if options.resume is not None:
+        types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
+        read_checkpoint(options.resume).check({name: type_.shape for name, type_ in types.items()})
+    line = build.manifest["data"]
+    if line is None or line["callable"] is None:
+        make_data(build)
+    return nproc
+
+
+def _alone(given: argparse.Namespace, build: Build, options: Options) -> int:
+    """One rank needs no other process."""
+    import torch
+
+    from parc.runtime.session import Session
+    from parc.runtime.train import train
+
+    device = torch.device(given.device) if given.device else None
+    return train(Session(build, device), options)
+
+
+def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
+    from parc.runtime.launch import Processes, launch
+
+    words = ["-m", "parc", "run", str(target), "--timeout", str(given.timeout)]
+    for name in ("steps", "metrics", "save", "save_every", "resume", "device"):
+        value = getattr(given, name)
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    processes = Processes(nproc, given.nnodes, given.node_rank, given.rdzv_endpoint, given.device)
+    outcome = launch(words, processes)
+    if outcome.failure is not None:
+        say(outcome.failure.text())
+    return outcome.exit_code
+
+
+def _rank(given: argparse.Namespace) -> int:
+    """One rank of a run. What fails is left for the launcher; torchrun prints no words of ours, so then we do."""
+    import os
+
+    from parc.runtime.failures import failure_of, leave_failure
+    from parc.runtime.processes import STORE
+
+    rank = int(os.environ["RANK"])
+    try:
+        return _train_rank(given)
+    except Exception as error:
+        failure = failure_of(rank, error)
+        leave_failure(failure)
+        if STORE not in os.environ and (not failure.expected or os.environ["LOCAL_RANK"] == "0"):
+            say(failure.text())
+        # Not a word of the interpreter's end: other ranks' connections are in an unknown state.
+        import sys
+
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(failure.exit_code)
+
+
+def _train_rank(given: argparse.Namespace) -> int:
+    import torch
+
+    from parc.runtime.processes import join, launched, leave
+    from parc.runtime.session import Session, check_fits, open_build
+    from parc.runtime.train import train
+
+    build = open_build(given.target)
+    check_fits(build, launched())
+    options = _options(given, build)
+    if options is None:
+        return _no_steps()
+    device = join(torch.device(given.device) if given.device == "cpu" else None, float(given.timeout))
+    code = train(Session(build, device), options)
+    leave()
+    return code

@@ -1,0 +1,131 @@
+"""``parc show``: what a build holds, as tables, as JSON, or one program as text."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parc.cli.plan_arguments import add_defines, is_plan
+from parc.cli.terminal import print_json, say, size_text, table
+
+if TYPE_CHECKING:
+    from parc.compiler.artifact import Build
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("target", metavar="DIR|PLAN", type=Path, help="a build, or a plan that is built for this alone")
+    parser.add_argument("--role", metavar="R", help="show a role's programs as text, e.g. stage0")
+    parser.add_argument("--action", metavar="F", help="one action's program: COUNT, SCALE, F, B or REDUCE")
+    parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
+    add_defines(parser)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Tables of parameters, communication and programs; or the text of programs."""
+    if not is_plan(given.target):
+        if given.defines:
+            say("parc show: -D is for plans; a build has its values already")
+            return 2
+        return _show(given, given.target)
+    with tempfile.TemporaryDirectory(prefix="parc-show-") as folder:
+        from parc.cli.build import make
+
+        made = make(given, given.target, Path(folder) / "build")
+        return made if isinstance(made, int) else _show(given, Path(folder) / "build")
+
+
+def _show(given: argparse.Namespace, path: Path) -> int:
+    from parc.compiler.artifact import read_build
+
+    build = read_build(path)
+    if given.role or given.action:
+        return _show_programs(given, build)
+    report = {**build.report, "mesh": dict(build.programs["F"].mesh.axes)}  # JSON's sorted keys lost their order
+    parameters = _parameters(build)
+    programs = _programs(build)
+    if given.json:
+        actions = [str(action) for action in build.actions]
+        print_json({**report, "parameter_table": parameters, "programs": programs, "actions": actions})
+        return 0
+    from parc.cli.build import report_text
+
+    print(report_text(report))
+    print(f"{'actions':13}{' '.join(map(str, build.actions))}\n")
+    print(table(_folded(parameters), ("parameters", "", "type", "placement", "a rank"), right=(1, 4)) + "\n")
+    print(_communication(build) + "\n")
+    lines = [(p["role"], p["action"], p["file"], p["lines"], p["collectives"]) for p in programs]
+    print(table(lines, ("role", "action", "program", "lines", "collectives"), right=(3, 4)))
+    return 0
+
+
+def _show_programs(given: argparse.Namespace, build: Build) -> int:
+    chosen = [
+        program
+        for program in build.programs.values()
+        if given.role in (None, program.role) and given.action in (None, program.action)
+    ]
+    if not chosen:
+        known = ", ".join(f"{program.role} {program.action}" for program in build.programs.values())
+        say(f"parc show: no such program; there are {known}")
+        return 2
+    print("\n\n".join(program.text().rstrip("\n") for program in chosen))
+    return 0
+
+
+def _parameters(build: Build) -> list[dict[str, Any]]:
+    """Each parameter with its global shape, how it is placed, and the bytes that a rank holds of it."""
+    from parc.compiler.placement import parse_type
+
+    mesh = build.programs["F"].mesh
+    rows = []
+    for name, text in build.manifest["parameters"].items():
+        type_ = parse_type(text, mesh)
+        placement = {axis: str(kind) for axis, kind in type_.placement.items()}
+        size = math.prod(type_.local(mesh)) * type_.dtype.itemsize
+        rows.append(
+            {"name": name, "type": text, "shape": list(type_.shape), "placement": placement, "local_bytes": size}
+        )
+    return rows
+
+
+def _folded(parameters: list[dict[str, Any]]) -> list[tuple[object, ...]]:
+    """Rows of a table; parameters of numbered modules that are alike share one, with their number."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for row in parameters:
+        name = ".".join("*" if word.isdigit() else word for word in row["name"].split("."))
+        groups.setdefault((name, row["type"], _placement(row["placement"])), []).append(row["local_bytes"])
+    return [(name, f"x{len(sizes)}" if len(sizes) > 1 else "", type_, placement, size_text(sum(sizes)))
+            for (name, type_, placement), sizes in groups.items()]  # fmt: skip
+
+
+def _placement(kinds: dict[str, str]) -> str:
+    split = [f"{axis}: {kind}" for axis, kind in kinds.items() if kind not in ("I", "R")]
+    return ", ".join(split) or "whole"
+
+
+def _communication(build: Build) -> str:
+    entries = build.report.get("communication", ())
+    rows = [
+        (e["number"], e["op"], e["axis"], e["phase"], e["count_per_step"], size_text(e["bytes"]), e["dtype"],
+         e["module"] or "-", e["line"] or "-")
+        for e in entries
+    ]  # fmt: skip
+    head = ("no.", "collective", "axis", "phase", "a step", "bytes", "dtype", "module", "plan line")
+    return table(rows, head, right=(0, 4, 5, 8))
+
+
+def _programs(build: Build) -> list[dict[str, Any]]:
+    from parc.compiler.collectives import COLLECTIVES
+
+    rows = []
+    for program in build.programs.values():
+        lines = [line for function in program.functions for line in function.lines]
+        communicating = sum(line.op in COLLECTIVES and COLLECTIVES[line.op].communicates for line in lines)
+        file = f"programs/{program.role}.{program.action}.py"
+        rows.append({"role": program.role, "action": program.action, "file": file, "lines": len(lines),
+                     "collectives": communicating})  # fmt: skip
+    return rows

@@ -1,0 +1,106 @@
+"""How commands speak: messages and progress on stderr, errors with their exit codes, sizes and tables as text."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from parc.grammar.diagnostics import Diagnostic, PlanError, render
+
+
+def say(text: str = "") -> None:
+    """A line of words, on stderr."""
+    print(text, file=sys.stderr)
+
+
+def show(diagnostics: Iterable[Diagnostic]) -> None:
+    """Diagnostics on stderr, a blank line after each."""
+    for diagnostic in diagnostics:
+        say(render(diagnostic) + "\n")
+
+
+def print_json(value: Any) -> None:
+    """Data for other programs, on stdout."""
+    print(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False))
+
+
+def show_error(error: BaseException) -> int | None:
+    """Show an error that has an exit code of its own, and return that; None for any other error."""
+    if isinstance(error, PlanError):
+        show(error.diagnostics)
+        count = sum(diagnostic.is_error for diagnostic in error.diagnostics)
+        if count > 1:
+            say(f"{count} errors")
+        return 1
+    if "torch" not in sys.modules:  # the errors below come from modules that need it
+        return None
+    from parc.compiler.artifact import BuildError
+    from parc.grammar.codes_build import BAD_BUILD
+    from parc.runtime.faults import RunError
+
+    if isinstance(error, RunError):
+        show([error.diagnostic()])
+        return error.exit_code
+    if isinstance(error, BuildError):
+        show([Diagnostic(BAD_BUILD, str(error))])
+        return 1
+    return None
+
+
+def show_fault(error: BaseException) -> int:
+    """Show an error that nobody foresaw: a fault of parc's own, with what to report."""
+    from parc import __version__
+
+    say("".join(traceback.format_exception(error)))
+    torch = sys.modules.get("torch")
+    versions = f"parc {__version__}, Python {platform.python_version()}"
+    versions += f", torch {torch.__version__}" if torch is not None else ""
+    say(f"parc failed: this is a fault of parc's own. Please report the lines above, with the plan and: {versions}")
+    return 3
+
+
+@contextmanager
+def stages() -> Iterator[Any]:
+    """A function that names what is being done: a spinner on a terminal, silent elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        yield lambda text: status.update(text)
+
+
+def table(rows: Sequence[Sequence[object]], head: Sequence[str], right: Sequence[int] = ()) -> str:
+    """Columns under a head; those numbered in ``right`` are aligned to the right."""
+    texts = [[str(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(row[at]) for row in texts) for at in range(len(head))]
+    lines = []
+    for row in texts:
+        cells = [
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size_text(count: float) -> str:
+    """Bytes for a reader.
+
+    >>> size_text(512), size_text(1536), size_text(3 * 2**30)
+    ('512 B', '1.5 KiB', '3.0 GiB')
+    """
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"

@@ -1,0 +1,42 @@
+"""``parc verify``: a build's checks again, from its files alone."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from parc.cli.refusal import show_refusal
+from parc.cli.terminal import print_json, say, show, stages
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("build", metavar="DIR", type=Path)
+    parser.add_argument("--json", action="store_true", help="the outcome as JSON on stdout")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Say what holds; 5 where a check refuses, 1 where files were altered though every check holds."""
+    with stages() as progress:
+        progress("loading torch")
+        from parc.verification import verify_build
+
+        found = verify_build(given.build, progress)
+    if given.json:
+        faults = [{"check": fault.check, "where": fault.where, "message": fault.message} for fault in found.faults]
+        print_json({"checks": found.checks, "numbers": found.numbers, "altered": found.altered, "faults": faults})
+    if found.faults:
+        return show_refusal(found.faults, edited=bool(found.altered))
+    if found.altered:
+        from parc.grammar.codes_build import BAD_BUILD
+        from parc.grammar.diagnostics import Diagnostic
+
+        files = ", ".join(f"`{name}`" for name in found.altered)
+        show(
+            [Diagnostic(BAD_BUILD, f"{files} altered since the build, though every check holds", help="build it again")]
+        )
+        return 1
+    held = ", ".join(f"{name} {how}" for name, how in found.checks.items())
+    worst = max(found.numbers[kind] for kind in ("loss", "gradient", "parameter"))
+    say(f"{given.build}: {held} (largest relative error {worst:.1e}, on {found.numbers['on']})")
+    return 0

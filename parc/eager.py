@@ -1,0 +1,81 @@
+"""The captured graph held once against the user's eager module: what every other check rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from parc.compiler.mesh import Mesh
+from parc.compiler.recipes import initialize
+from parc.compiler.task import caller, loss_function, model_builder
+from parc.driver import Compiled
+from parc.runtime.backends.in_process import InProcess
+from parc.runtime.execute import Machine
+from parc.runtime.kernels import REFERENCE_KERNELS
+from parc.runtime.plain import counted_dropout
+from parc.runtime.simulate import Case, random_batch
+
+TOLERANCE = 1e-4
+"""Of float32 results: eager and captured run the same operators, but not always the same kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagerAgreement:
+    """Relative differences of the loss and of all gradients together (by norm)."""
+
+    loss: float
+    gradient: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the captured graph is the module's."""
+        return self.loss <= TOLERANCE and self.gradient <= 10 * TOLERANCE
+
+
+def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
+    """One microbatch of random data through the module as the user wrote it, and through the captured graph."""
+    overrides = compiled.overrides
+    module = initialize(model_builder(compiled.lines, compiled.folder, overrides), compiled.plan.seed)
+    call, loss_of = caller(module, compiled.lines), loss_function(compiled.lines, compiled.folder)
+    (batch,) = random_batch(case.reference, 1, torch.Generator().manual_seed(0))
+    inputs = {line.name: _as(batch.get(line.name), line.dtype) for line in compiled.plan.inputs if line.name in batch}
+    with counted_dropout(module, compiled.plan.seed, 0, 0):
+        eager = loss_of(call(module, inputs), inputs)
+    eager.backward()
+    expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    loss, gradients = _captured(case, inputs)
+    difference = torch.stack([
+        (gradients.get(name, torch.zeros_like(value)) - value).double().norm() for name, value in expected.items()
+    ]).norm()  # fmt: skip
+    whole = torch.stack([value.double().norm() for value in expected.values()]).norm()
+    error = (loss - eager.detach()).abs() / eager.detach().abs().clamp_min(1e-12)
+    return EagerAgreement(float(error), float(difference / whole.clamp_min(1e-30)))
+
+
+def _as(value: torch.Tensor | None, dtype: str) -> torch.Tensor:
+    assert value is not None
+    return value.to(getattr(torch, dtype))
+
+
+def _captured(case: Case, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    machine = Machine(case.reference, InProcess(Mesh()), torch.device("cpu"), kernels=REFERENCE_KERNELS)
+    parameters = {name: value.clone() for name, value in case.parameters.items()}
+    for value in parameters.values():
+        value.requires_grad_(value.is_floating_point())
+    bound = {"input": inputs, "parameter": parameters, "buffer": case.buffers, "constant": case.buffers}
+
+    def environment(function: str) -> dict[str, torch.Tensor]:
+        found = {}
+        for value in case.reference.function(function).parameters:
+            kind, _, name = value.role.partition(" ")
+            found[value.name] = torch.zeros(2, dtype=torch.int64) if kind == "rng" else bound[kind][name]
+        return found
+
+    (made,) = machine.run([environment("forward")])
+    loss = made["loss"]
+    if any(function.name == "count" for function in case.reference.functions):
+        (counted,) = machine.run([environment("count")], "count")
+        loss = loss / counted["count"]
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in parameters.items() if p.grad is not None}

@@ -1,0 +1,54 @@
+"""``parc verify``: a build proved and tested again from its own files, and its plan compiled again beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parc.checks import Checked, check_files, check_numbers
+from parc.compiler.artifact import Build, read_build
+from parc.compiler.plan import read_plan
+from parc.compiler.verify import Fault
+from parc.driver import compile_plan
+from parc.runtime.session import check_fits, check_source_of
+
+
+@dataclass
+class Verified:
+    """What was found: faults of the programs, and files that are not as they were built."""
+
+    build: Build
+    faults: list[Fault]
+    altered: list[str]
+    checks: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None) -> Verified:
+    """Prove shapes, types and communication of the programs in the files; test their numbers against the model.
+
+    Raises:
+        BuildError: files are missing or cannot be read as a build.
+        RunError: the model's file changed, or torch is another.
+        PlanError: the build's plan can no longer be compiled.
+    """
+    altered: list[str] = []
+    build = read_build(path, altered=altered)
+    check_fits(build, build.programs["F"].mesh.world)
+    check_source_of(build)
+    progress("shapes, types, communication")
+    found = Verified(build, check_files(build), altered)
+    if found.faults:
+        return found
+    found.checks = dict.fromkeys(("shapes", "types", "communication"), "proved")
+    progress("numbers")
+    compiled = compile_plan(read_plan(path / "plan.parc"), build.folder)
+    checked = Checked({}, [])
+    check_numbers(compiled, build.programs, checked)
+    found.faults += checked.faults
+    found.numbers = checked.report.get("numbers", {})
+    if not found.faults:
+        found.checks["numbers"] = "tested"
+    return found

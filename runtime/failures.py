@@ -1,0 +1,91 @@
+"""What a failed process leaves for its launcher: a small file that says which rank failed, when, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..grammar.diagnostics import render
+from .faults import RunError
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "connection was closed",
+    "NCCL communicator",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank failed; ``rank`` is None where no rank is to blame. ``follows``: it failed because another had."""
+
+    rank: int | None
+    time_s: float
+    exit_code: int
+    message: str
+    follows: bool = False
+    expected: bool = False
+
+    def text(self) -> str:
+        """What a person is told."""
+        if self.rank is None or self.expected:
+            return self.message
+        return f"rank {self.rank} failed: {self.message}"
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """The failure of a rank that ended with an error."""
+    if isinstance(error, RunError):
+        return Failure(rank, time.time(), error.exit_code, render(error.diagnostic()), expected=True)
+    text = "".join(traceback.format_exception_only(error)).rstrip()
+    follows = isinstance(error, (dist.DistError, RuntimeError)) and any(word in text for word in _LOST)
+    if "imed out" in text and isinstance(error, (dist.DistError, RuntimeError)):
+        return Failure(rank, time.time(), 4, f"it waited too long for another rank\n{text}", follows=True)
+    if not follows:
+        text = "".join(traceback.format_exception(error)).rstrip()
+    return Failure(rank, time.time(), 4, text, follows=follows)
+
+
+def leave_failure(failure: Failure) -> bool:
+    """Leave a failure where the launcher looks for it; False where no launcher of parc's looks."""
+    path = os.environ.get(_ERROR_FILE)
+    if path is None:
+        return False
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    # ``message`` and ``timestamp`` are what torchrun reads; the rest is for parc.
+    content = {
+        "message": {"message": failure.message, "extraInfo": {"timestamp": str(int(failure.time_s)), "py_callstack": ""}},
+        "parc": {
+            "time_s": failure.time_s, "exit_code": failure.exit_code, "message": failure.message,
+            "follows": failure.follows, "expected": failure.expected,
+        },
+    }  # fmt: skip
+    Path(path).write_text(json.dumps(content), encoding="utf-8")
+    return True
+
+
+def read_failure(rank: int, exit_code: int, path: Path) -> Failure:
+    """The failure of a rank by what it left; one that was killed left nothing."""
+    try:
+        left = json.loads(path.read_text(encoding="utf-8"))["parc"]
+        return Failure(rank, left["time_s"], left["exit_code"], left["message"], left["follows"], left["expected"])
+    except (OSError, ValueError, KeyError):
+        pass_on = exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP)
+        if pass_on:
+            return Failure(rank, time.time(), exit_code, "it was stopped")
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        hint = ", often because memory ran out" if name == "SIGKILL" else ""
+        # A rank that the launcher ended, because another had failed, explains nothing.
+        return Failure(rank, time.time(), 4, f"it was killed by {name}{hint}", follows=name == "SIGTERM")
+    return Failure(rank, time.time(), 4, f"it ended with exit code {exit_code}")

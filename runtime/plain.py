@@ -1,0 +1,166 @@
+"""The plain module as the reference: the user's own code in eager torch, with parc's initial weights and dropout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..compiler.artifact import Build
+from ..compiler.counter import keep_mask, stream
+from ..compiler.mesh import Mesh
+from ..compiler.recipes import initialize
+from ..compiler.task import caller, loss_function, model_builder
+from .backends.in_process import InProcess
+from .execute import Machine
+from .feed import Feed
+from .kernels import REFERENCE_KERNELS
+from .optimizer import make_optimizer, update
+from .session import StepReport, open_build, task_of
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+@final
+class _CountedDropout(TorchDispatchMode):
+    """Draws every dropout mask from the stream that its module path and its place there name.
+
+    Below autograd, where torch's dropout and its attention with dropout fill their masks.
+    """
+
+    def __init__(self, seed: int, step: int, microbatch: int) -> None:
+        super().__init__()
+        self._seed, self._step, self._microbatch = seed, step, microbatch
+        self.paths = [""]
+        self._drawn: Counter[str] = Counter()
+
+    def _keep(self, shape: tuple[int, ...], p: float, device: torch.device) -> Tensor:
+        module = self.paths[-1] or "model"
+        name = f"{module}.{self._drawn[module]}"
+        self._drawn[module] += 1
+        count = torch.Size(shape).numel()
+        key = stream(self._seed, name, self._step, self._microbatch)
+        return keep_mask(key, torch.arange(count, device=device), p).reshape(shape)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.bernoulli_.float and args[1] not in (0.0, 1.0):
+            p = float(f"{1 - args[1]:.15g}")  # torch was told 1 - p: the p that was written has few digits
+            return args[0].copy_(self._keep(tuple(args[0].shape), p, args[0].device))
+        if func is aten.native_dropout.default and args[2] is not False and 0 < args[1] < 1:
+            keep = self._keep(tuple(args[0].shape), args[1], args[0].device)
+            return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_dropout(module: nn.Module, seed: int, step: int, microbatch: int = 0) -> Iterator[None]:
+    """Within it, one forward of ``module`` in training draws the dropout masks that every build of it draws.
+
+    ``step`` and ``microbatch`` count from 0. Attention with dropout takes torch's kernel that writes its weights.
+    """
+    mode = _CountedDropout(seed, step, microbatch)
+
+    def enter(path: str) -> Any:
+        return lambda *_: mode.paths.append(path)
+
+    def leave(*_: Any) -> None:
+        mode.paths.pop()
+
+    hooks = []
+    for path, child in module.named_modules():
+        hooks.append(child.register_forward_pre_hook(enter(path)))
+        hooks.append(child.register_forward_hook(leave, always_call=True))
+    try:
+        # Kernels of attention that keep no weights draw their masks where nobody sees it.
+        with mode, sdpa_kernel(SDPBackend.MATH) if _drops_in_attention(module) else _nothing():
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _drops_in_attention(module: nn.Module) -> bool:
+    """Whether some module has a dropout of its own that may be attention's; on a CPU torch chooses by itself."""
+    return any(parameter.device.type != "cpu" for parameter in module.parameters())
+
+
+@final
+class Plain:
+    """The plain module of a build trained on one device as the build trains it: the same microbatches, one denominator.
+
+    ``module`` is the user's own, in its own words; nothing of it is captured or compiled.
+    """
+
+    def __init__(self, build: Build, device: torch.device = CPU) -> None:
+        manifest = build.manifest
+        lines = task_of(manifest)
+        self.build, self.device = build, device
+        self.module: nn.Module = initialize(model_builder(lines, build.folder), int(manifest["seed"])).to(device)
+        self.step_number = 0
+        self._call, self._loss = caller(self.module, lines), loss_function(lines, build.folder)
+        self._parameters = dict(self.module.named_parameters())
+        self._optimizer = make_optimizer(self._parameters, manifest["optimizer"])
+        self._reference = Machine(build.reference, InProcess(Mesh()), CPU, kernels=REFERENCE_KERNELS)
+        whole = Mesh(tuple((axis, 1) for axis in build.programs["F"].mesh.names))
+        self._feed = Feed(build, whole, whole.coordinates(0), CPU)
+
+    def step(self, batch: Mapping[str, Tensor] | None = None, lr: float | None = None) -> StepReport:
+        """One step on a whole batch, or on the next of the plan's data.
+
+        Raises:
+            RunError: the batch is not one of the plan's, or the data cannot be read.
+        """
+        parts = self._feed.next(self.step_number) if batch is None else self._feed.cut(batch)
+        weights = self._weights(parts)
+        total = 0.0
+        for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            inputs = {name: value.to(self.device) for name, value in part.items()}
+            with counted_dropout(self.module, int(self.build.manifest["seed"]), self.step_number, index):
+                loss = self._loss(self._call(self.module, inputs), inputs)
+            (loss * weight).backward()
+            total += float(loss.detach()) * weight
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+        with torch.no_grad():
+            update(self._optimizer, self._parameters, gradients, norm, self.build.manifest["optimizer"]["clip"], lr)
+        self.step_number += 1
+        return StepReport(self.step_number, total, float(norm), float(self._optimizer.param_groups[0]["lr"]))
+
+    def _weights(self, parts: list[dict[str, Tensor]]) -> list[float]:
+        """What each microbatch's loss counts for: its share of the targets, where the loss is a mean over those."""
+        if "COUNT" not in self.build.programs:
+            (scale,) = self.build.programs["SCALE"].main.lines
+            return [float(scale.args[1])] * len(parts)
+        needed = self.build.reference.function("count").parameters
+        counts = []
+        for part in parts:
+            given = {value.name: part[value.role.removeprefix("input ")] for value in needed}
+            (made,) = self._reference.run([given], "count")
+            counts.append(float(made["count"]))
+        return [count / sum(counts) for count in counts]
+
+    def close(self) -> None:
+        """Stop reading data."""
+        self._feed.close()
+
+
+def reference(path: Path | str, device: torch.device = CPU) -> Plain:
+    """The plain module of a build, to hold a run's losses and weights against.
+
+    Raises:
+        RunError: there is no build, or it was altered.
+    """
+    return Plain(open_build(path), device)

@@ -1,0 +1,133 @@
+"""The loop of ``parc run`` on one rank: steps until the last, metrics, checkpoints, and a clean stop by a signal."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self, final
+
+import torch
+
+from .metrics import MetricsFile, ProgressDisplay
+from .processes import launched
+from .session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a person asks of a run; ``steps`` counts from the first step of training, also after ``resume``."""
+
+    steps: int
+    metrics: Path | None = None
+    save: Path | None = None
+    save_every: int | None = None
+    resume: Path | None = None
+
+
+@final
+class Stop:
+    """Notes SIGTERM and SIGINT, so that a run ends between two steps; also when the launcher is gone."""
+
+    def __init__(self) -> None:
+        self._signal = 0
+        self._parent = os.getppid() if launched() else None
+        self._before: dict[int, Any] = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = self._signal or number
+
+    @property
+    def signal(self) -> int:
+        """The signal that asks for a stop, 0 for none."""
+        orphan = self._parent is not None and os.getppid() != self._parent
+        return self._signal or (int(signal.SIGHUP) if orphan else 0)
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def train(session: Session, options: Options) -> int:
+    """Train until step ``options.steps``; 0, or 128 + the number of the signal that stopped every rank alike.
+
+    Raises:
+        RunError: data, checkpoints or numbers are at fault.
+    """
+    first = session.rank == 0
+    if options.resume is not None:
+        session.restore(options.resume)
+    with ExitStack() as stack:
+        stack.enter_context(session)
+        stop = stack.enter_context(Stop())
+        metrics = display = None
+        if first and options.metrics is not None:
+            append = options.resume is not None
+            metrics = stack.enter_context(MetricsFile(options.metrics, run_facts(session), append))
+        if first:
+            display = stack.enter_context(ProgressDisplay(options.steps))
+        saved = session.step_number if options.resume == options.save else -1
+        asked = 0
+        while session.step_number < options.steps and not asked:
+            start = time.perf_counter()
+            report = session.step()
+            step_s = time.perf_counter() - start
+            rows = session.exchange([stop.signal, peak_bytes(session.device)])
+            asked = max(row[0] for row in rows)
+            tokens = tokens_per_step(session)
+            if metrics is not None:
+                metrics.step(
+                    report.step, report.loss, grad_norm=report.grad_norm, lr=report.lr, tokens=tokens, step_s=step_s,
+                    tokens_per_s=tokens / step_s, peak_bytes=[row[1] for row in rows],
+                )  # fmt: skip
+            if display is not None:
+                display.step(report.step, report.loss, tokens, step_s)
+            if options.save is not None and options.save_every and report.step % options.save_every == 0:
+                session.save(options.save)
+                saved = report.step
+        if options.save is not None and saved != session.step_number:
+            session.save(options.save)
+    if asked and first:
+        where = f"; saved to {options.save}" if options.save is not None else ""
+        name = signal.Signals(asked).name
+        print(f"stopped by {name} after step {session.step_number}{where}", file=sys.stderr)
+    return 128 + asked if asked else 0
+
+
+def tokens_per_step(session: Session) -> int:
+    """Entries of the plan's first input in one step's whole batch: tokens, where it holds tokens."""
+    sizes, total = session.build.manifest["sizes"], 1
+    for dim in session.build.manifest["inputs"][0]["dims"]:
+        total *= int(sizes.get(dim, dim)) if isinstance(dim, str) else dim
+    return total
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory this rank held: allocated on a GPU, resident of the whole process on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def run_facts(session: Session) -> dict[str, Any]:
+    """The first line of a metrics file: versions, mesh, the plan's hash, device, and where training starts."""
+    manifest = session.build.manifest
+    return {
+        "parc": manifest["parc"], "torch": torch.__version__, "python": sys.version.split()[0],
+        "mesh": dict(session.mesh.axes), "plan": manifest["files"]["plan.parc"], "device": session.device.type,
+        "microbatches": manifest["microbatches"], "start": session.step_number,
+    }  # fmt: skip

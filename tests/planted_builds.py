@@ -1,0 +1,141 @@
+"""Good builds to plant bugs in, and the judge: which of a build's checks is the first to refuse changed programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from parc.checks import case_of, static_faults
+from parc.compiler.actions import Action
+from parc.compiler.placement import TensorType, parse_type
+from parc.compiler.plan import read_plan
+from parc.compiler.program import Program
+from parc.compiler.program_text import ProgramError, parse_program
+from parc.driver import compile_plan
+from parc.grammar.source import Source
+from parc.runtime.simulate import TOLERANCE, Case, compare
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKS = ("parse", "shapes", "types", "communication", "numbers")
+
+_GPT = """\
+model "./gpt.py:GPT" (layers=2, width=16, heads=2, vocab=24, length=8, dropout=0.25)
+input tokens int64 [B, S]
+input targets int64 [B, S]
+sizes B=8, S=8
+loss cross_entropy(output, targets)
+optimizer sgd lr 0.1 clip 1.0
+seed 1
+mesh dp=2, tp=2
+"""
+
+_GPT_LINES = """\
+shard tokens, targets [B/dp, _]
+column blocks.*.attn.qkv over tp rows (3 h/tp d)
+row blocks.*.attn.out over tp
+column blocks.*.mlp.up over tp
+row blocks.*.mlp.down over tp
+vocab embed, head over tp
+schedule microbatches 2
+"""
+
+_LLAMA = """\
+model "./llama.py:llama" (layers=1, width=16, heads=4, kv_heads=2, ffn=16, vocab=24, length=8)
+input input_ids int64 [B, S]
+input targets int64 [B, S]
+sizes B=4, S=8
+loss cross_entropy(output.logits, targets)
+optimizer sgd lr 0.1
+seed 1
+mesh dp=2, tp=2
+shard input_ids, targets [B/dp, _]
+column model.layers.*.self_attn.{q,k,v}_proj over tp
+row model.layers.*.self_attn.o_proj over tp
+column model.layers.*.mlp.{gate,up}_proj over tp
+row model.layers.*.mlp.down_proj over tp
+vocab model.embed_tokens, lm_head over tp
+"""
+
+_STACK = """\
+model "./planted_models.py:Stack" (width=8)
+input x float32 [B, D]
+input wanted float32 [B, D]
+sizes B=16, D=8
+loss "./planted_models.py:square"(output, wanted)
+optimizer sgd lr 0.1
+seed 1
+mesh tp=2
+shard x [B/tp, _]
+shard wanted [_, D/tp]
+column a over tp
+shard b.weight, c.weight [o/tp, _]
+schedule microbatches 2
+"""
+
+_PLANS = {
+    "gpt dp=2, tp=2, two microbatches": ("examples", _GPT + _GPT_LINES),
+    "llama dp=2, tp=2": ("examples", _LLAMA),
+    "stack tp=2, two microbatches": ("tests", _STACK),
+    "gpt with batch over dp and sequence over tp": ("examples", _GPT + "shard tokens, targets [B/dp, S/tp]\n"),
+}
+BUILDS = tuple(_PLANS)
+
+
+@dataclass(frozen=True)
+class GoodBuild:
+    """What a build directory holds, and the case that compares it with the captured graph."""
+
+    name: str
+    case: Case
+    stored: Mapping[str, TensorType]
+
+
+@cache
+def good_build(name: str) -> GoodBuild:
+    """One of ``BUILDS``."""
+    folder, text = _PLANS[name]
+    compiled = compile_plan(read_plan(Source("planted.parc", text)), ROOT / folder)
+    programs = {action: reread(program) for action, program in compiled.built.programs.items()}
+    case = case_of(compiled, programs)
+    return GoodBuild(name, case, {key: parse_type(type_, compiled.mesh) for key, type_ in case.stored.items()})
+
+
+def reread(program: Program) -> Program:
+    """What the program's text says: nothing else counts."""
+    return parse_program(program.text())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first check that refuses, "" if none does; and whether the checks of types refuse by themselves."""
+
+    check: str
+    reason: str
+    by_types: bool
+
+
+def judge(
+    build: GoodBuild,
+    programs: Mapping[str, Program],
+    actions: Sequence[Action] | None = None,
+    stored: Mapping[str, TensorType] | None = None,
+) -> Verdict:
+    """Hold changed programs against every check in order; numbers only where nothing before refuses."""
+    case = build.case
+    actions = case.actions if actions is None else actions
+    stored = build.stored if stored is None else stored
+    try:
+        read = {a: p if p is case.programs.get(a) else reread(p) for a, p in programs.items()}
+    except ProgramError as error:
+        return Verdict("parse", str(error), False)
+    faults = static_faults(read, stored, case.mesh, actions, case.microbatches, case.reference)
+    for check in CHECKS:
+        found = [fault for fault in faults if fault.check == check]
+        if found:
+            return Verdict(check, str(found[0]), any(fault.check == "types" for fault in faults))
+    agreement = compare(replace(case, programs=read, actions=actions), 2)
+    if not agreement.largest <= TOLERANCE:
+        return Verdict("numbers", str(agreement.worst), False)
+    return Verdict("", "every check accepts it", False)

@@ -1,0 +1,242 @@
+"""Hypothesis strategies: small models, meshes, and plans that place a model's tensors on a mesh."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from .random_layers import ACTIVATIONS, FUNCTIONS, LAYERS, Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer, the value it reads (counted back from the newest), and the one that is added to its result."""
+
+    kind: str
+    options: tuple[Any, ...] = ()
+    reads: int = 0
+    adds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A random model: data, so that it prints as what it is and shrinks."""
+
+    sizes: Sizes
+    source: str
+    layers: tuple[Layer, ...]
+    loss: str
+    microbatches: int = 1
+
+    @property
+    def drops(self) -> bool:
+        """Whether something in it is random."""
+        return any(layer.kind == "dropout" or (layer.kind == "attention" and layer.options[-1]) for layer in self.layers)
+
+
+class RandomModel(nn.Module):
+    """The model of a spec. With ``source`` ``tied`` the head's matrix is the embedding's."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        s = spec.sizes
+        self.spec = spec
+        self.embed = nn.Embedding(s.vocab, s.width) if spec.source != "floats" else None
+        self.layers = nn.ModuleList(LAYERS[layer.kind](s, *layer.options) for layer in spec.layers)
+        self.head = nn.Linear(s.width, s.vocab, bias=spec.source == "floats") if spec.loss == "cross_entropy" else None
+        if spec.source == "tied" and self.head is not None and self.embed is not None:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [x if self.embed is None else self.embed(x)]
+        for layer, module in zip(self.spec.layers, self.layers, strict=True):
+            made = module(values[-1 - layer.reads % len(values)])
+            values.append(made if layer.adds is None else made + values[-1 - layer.adds % len(values)])
+        return values[-1] if self.head is None else self.head(values[-1])
+
+
+def filled(spec: ModelSpec) -> RandomModel:
+    """The model in float64 with numbers that leave nothing symmetric; they depend on the names alone."""
+    model = RandomModel(spec).double()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            fan = parameter.shape[-1] if parameter.dim() > 1 else 4
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / math.sqrt(fan))
+            parameter.add_(0.3 if parameter.dim() < 2 else 0.0)
+    return model
+
+
+# ---- models
+
+_LAYER: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
+    "linear": st.tuples(st.booleans()),
+    "mlp": st.tuples(st.sampled_from(sorted(ACTIVATIONS)), st.booleans(), st.sampled_from(["none", "apart", "fused"])),
+    "attention": st.tuples(
+        st.sampled_from(["apart", "split", "chunk", "interleaved", "permuted"]),
+        st.sampled_from([1, 2, 3]),
+        st.sampled_from(["enable", "expand", "interleave", "plain"]),
+        st.sampled_from(["none", "causal", "bool", "where", "triu"]),
+        st.sampled_from([0.0, 0.0, 0.3]),
+    ),
+    "layer_norm": st.tuples(st.booleans()),
+    "rms_norm": st.tuples(st.booleans()),
+    "weighted": st.tuples(
+        st.sampled_from(
+            "scalar vector grid column heads length flat stacked twice tied_transposed rows einsum cat unused".split()
+        )
+    ),
+    "plain": st.tuples(st.sampled_from(sorted(FUNCTIONS))),
+    "positions": st.tuples(st.booleans()),
+    "dropout": st.tuples(st.just(0.25)),
+    "conv": st.tuples(st.booleans(), st.booleans()),
+    "running": st.tuples(st.sampled_from(["batch_norm", "mean"])),
+    "group_norm": st.tuples(),
+}
+
+
+@st.composite
+def layers(draw: st.DrawFn, heads: int) -> Layer:
+    """One layer of a model with so many heads."""
+    kind = draw(st.sampled_from(list(_LAYER)))
+    options = draw(_LAYER[kind])
+    if kind == "attention":
+        qkv, shared, repeat, mask, dropout = options
+        shared = shared if qkv == "apart" and heads % shared == 0 else 1
+        repeat = repeat if shared == 1 or repeat != "plain" else "enable"
+        options = qkv, shared, repeat, mask, dropout
+    return Layer(kind, options, draw(st.sampled_from([0, 0, 0, 1, 2])), draw(st.sampled_from([None, 0, 0, 1])))
+
+
+@st.composite
+def models(draw: st.DrawFn, most_layers: int = 4) -> ModelSpec:
+    """A small model; dims of equal size are as likely as not, since nothing may follow from equal sizes."""
+    heads = draw(st.sampled_from([2, 4, 1, 6]))
+    sizes = Sizes(
+        batch=draw(st.sampled_from([4, 2, 6, 8])),
+        length=draw(st.sampled_from([4, 6, 8, 2])),
+        heads=heads,
+        head=draw(st.sampled_from([2, 4, 6])),
+        vocab=draw(st.sampled_from([8, 12, 24])),
+    )
+    loss = draw(st.sampled_from(["cross_entropy", "cross_entropy", "mse", "mean", "sum"]))
+    source = draw(st.sampled_from(["tokens", "tied", "floats"]))
+    drawn = draw(st.lists(layers(heads), min_size=1, max_size=most_layers))
+    return ModelSpec(sizes, source, tuple(drawn), loss, draw(st.sampled_from([1, 1, 2, 3])))
+
+
+# ---- plans
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> dict[str, int]:
+    """One to three axes, at most eight ranks."""
+    names = draw(st.sampled_from([("dp", "tp"), ("tp",), ("dp", "tp", "ax")]))
+    mesh = {}
+    for name in names:
+        room = 8 // math.prod(mesh.values())
+        mesh[name] = draw(st.sampled_from([size for size in (2, 1, 3, 4) if size <= room]))
+    return mesh
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: dict[str, int], named: tuple[str, ...] = ()) -> str:
+    """A layout that fits the shape, with sub-dims and several axes on a dim."""
+    on: list[list[str]] = [[] for _ in shape]
+    for axis in draw(st.permutations(list(mesh))):
+        place = draw(st.sampled_from([*range(len(shape)), None]))
+        if place is not None and shape[place] % math.prod([mesh[axis], *(mesh[a] for a in on[place])]) == 0:
+            on[place].append(axis)
+    entries = []
+    for dim, (size, axes) in enumerate(zip(shape, on, strict=True)):
+        rest = size // math.prod(mesh[axis] for axis in axes)
+        words = []
+        for axis in axes:
+            outer = draw(st.sampled_from(_divisors(rest)))
+            rest //= outer
+            words += [str(outer)] * (outer > 1) + [f"_/{axis}={mesh[axis]}"]
+        if not words or all("/" in word for word in words):
+            entries.append("/".join([named[dim] if dim < len(named) else "_", *axes]))
+        else:
+            entries.append(f"({' '.join([*words, str(rest)] if rest > 1 else words)})")
+    return f"[{', '.join(entries)}]"
+
+
+def input_shapes(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each input of one microbatch."""
+    s = spec.sizes
+    shape = (s.batch, s.length)
+    found = {"x": ("float32", (*shape, s.width)) if spec.source == "floats" else ("int64", shape)}
+    if spec.loss == "cross_entropy":
+        found["y"] = ("int64", shape)
+    elif spec.loss == "mse":
+        found["y"] = ("float32", (*shape, s.width))
+    return found
+
+
+@st.composite
+def placements(draw: st.DrawFn, spec: ModelSpec, mesh: dict[str, int]) -> list[str]:
+    """Placement lines: inputs over some axes, then some of the parameters in any way that fits."""
+    lines = []
+    axes = list(mesh)
+    batch_axis = axes[0]
+    inputs = input_shapes(spec)
+    if draw(st.booleans()) and spec.sizes.batch % mesh[batch_axis] == 0:
+        rest = {name: ", ".join(["_"] * (len(shape) - 1)) for name, (_, shape) in inputs.items()}
+        lines += [f"shard {name} [B/{batch_axis}, {more}]" for name, more in rest.items()]
+    else:
+        for name, (_, shape) in inputs.items():
+            if draw(st.booleans()):
+                lines.append(f"shard {name} {draw(layouts(shape, mesh))}")
+    model = RandomModel(spec)
+    modules = dict(model.named_modules())
+    names = [name for name, _ in model.named_parameters()]
+    for name in draw(st.lists(st.sampled_from(names), unique=True, max_size=5)) if names else []:
+        shape = tuple(model.get_parameter(name).shape)
+        module = name.rpartition(".")[0]
+        axis = draw(st.sampled_from(axes))
+        fits = [dim for dim in (0, 1) if len(shape) == 2 and shape[dim] % mesh[axis] == 0]
+        if isinstance(modules[module], nn.Linear) and name.endswith("weight") and fits and draw(st.booleans()):
+            dim = draw(st.sampled_from(fits))
+            outer = draw(st.sampled_from(_divisors(shape[dim] // mesh[axis]))) if dim == 0 else 1
+            rows = f" rows ({outer} n/{axis})" if outer > 1 else ""
+            lines.append(f"{('column', 'row')[dim]} {module} over {axis}{rows}")
+        elif isinstance(modules[module], nn.Embedding) and 0 in fits and draw(st.booleans()):
+            lines.append(f"vocab {module} over {axis}")
+        elif draw(st.sampled_from([True, True, False])):
+            lines.append(f"shard {name} {draw(layouts(shape, mesh))}")
+        else:
+            lines.append(f"replicate {name}")
+    return lines
+
+
+def plan_text(spec: ModelSpec, mesh: dict[str, int], lines: list[str], optimizer: str = "sgd lr 0.1") -> str:
+    """A whole plan for the model of a spec."""
+    s = spec.sizes
+    rows = ['model "./model.py:make"']
+    for name, (dtype, shape) in input_shapes(spec).items():
+        rows.append(f"input {name} {dtype} [{', '.join(['B', *map(str, shape[1:])])}]")
+    loss = "cross_entropy(output, y)" if spec.loss == "cross_entropy" else f'"./model.py:{spec.loss}"(output)'
+    loss = '"./model.py:mse"(output, y)' if spec.loss == "mse" else loss
+    rows += [f"sizes B={s.batch * spec.microbatches}", f"loss {loss}", f"optimizer {optimizer}"]
+    rows += [f"mesh {', '.join(f'{axis}={size}' for axis, size in mesh.items())}", *lines]
+    if spec.microbatches > 1:
+        rows.append(f"schedule microbatches {spec.microbatches}")
+    return "\n".join(rows) + "\n"
+
+
+@st.composite
+def plans(draw: st.DrawFn, spec: ModelSpec) -> str:
+    """The text of a plan for the model."""
+    mesh = draw(meshes())
+    optimizer = draw(st.sampled_from(["sgd lr 0.1", "sgd lr 0.1 momentum 0.9 clip 0.5", "adamw lr 1e-2 clip 1.0"]))
+    return plan_text(spec, mesh, draw(placements(spec, mesh)), optimizer)

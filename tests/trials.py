@@ -1,0 +1,174 @@
+"""Trials of random models: captured once, then built for any number of plans and simulated against the captured graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from parc.checks import static_faults
+from parc.compiler.actions import accumulation
+from parc.compiler.capture import Captured, InputSpec, capture
+from parc.compiler.mesh import Mesh
+from parc.compiler.names import Names
+from parc.compiler.placement import Split, parse_type
+from parc.compiler.plan import read_plan
+from parc.compiler.program import Program
+from parc.compiler.program_text import parse_program
+from parc.compiler.recipes import Recorded, record
+from parc.compiler.resolve import resolve
+from parc.driver import Compiled, stored_types, task_lines
+from parc.grammar.source import Source
+from parc.passes.pipeline import Request, build_programs
+from parc.passes.weights import names_of
+from parc.runtime.backends.in_process import InProcess
+from parc.runtime.execute import Machine
+from parc.runtime.kernels import REFERENCE_KERNELS
+from parc.runtime.simulate import Agreement, Case, compare, random_batch
+
+from .strategies import ModelSpec, RandomModel, filled, input_shapes
+
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A captured model, and the numbers it starts from."""
+
+    spec: ModelSpec
+    recorded: Recorded
+    captured: Captured
+    names: Names
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
+def call_loss(spec: ModelSpec, output: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a spec."""
+    if spec.loss == "cross_entropy":
+        return F.cross_entropy(output.flatten(0, -2), inputs["y"].flatten())
+    if spec.loss == "mse":
+        return F.mse_loss(output, inputs["y"])
+    return output.square().mean() if spec.loss == "mean" else output.sin().sum()
+
+
+@lru_cache(maxsize=4)
+def subject(spec: ModelSpec) -> Subject:
+    """The model of a spec, captured."""
+    recorded = record(lambda: RandomModel(spec).train(), 1)
+    inputs = {name: InputSpec(getattr(torch, dtype), shape) for name, (dtype, shape) in input_shapes(spec).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured = capture(
+            recorded.module,
+            recorded.mode,
+            inputs,
+            lambda model, given: model(given["x"]),
+            lambda output, given: call_loss(spec, output, given),
+        )
+    model = filled(spec)
+    buffers = {**dict(model.named_buffers()), **captured.constants}
+    return Subject(spec, recorded, captured, names_of(captured), dict(model.named_parameters()), buffers)
+
+
+def build(made: Subject, text: str) -> Compiled:
+    """The programs of the model under a plan.
+
+    Raises:
+        PlanError: the plan asks for what cannot be.
+    """
+    plan = read_plan(Source("random.parc", text))
+    resolved = resolve(plan, made.names)
+    lines = task_lines(plan)
+    claims = tuple(
+        (
+            f"{'input' if seed.value in lines.inputs else 'parameter'} {seed.value}",
+            seed.axis,
+            None if seed.dim is None else Split(seed.dim, seed.outer),
+            seed.span.line,
+        )
+        for seed in resolved.seeds
+    )
+    built = build_programs(made.captured, plan.mesh, Request(claims, plan.microbatches, plan.seed))
+    actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
+    return Compiled(plan, Path("."), plan.mesh, lines, made.recorded, made.captured, resolved, built, actions, {}, {})
+
+
+def case_of(made: Subject, compiled: Compiled) -> Case:
+    """What the simulator needs, with programs read back from their texts."""
+    line = compiled.plan.optimizer
+    optimizer: dict[str, Any] = {
+        "name": line.name, "lr": line.lr, "weight_decay": line.weight_decay, "clip": line.clip,
+        "betas": line.betas, "eps": line.eps, "momentum": line.momentum, "nesterov": line.nesterov,
+    }  # fmt: skip
+    stored = stored_types(compiled)
+    programs = {name: reread(program) for name, program in compiled.built.programs.items()}
+    return Case(
+        programs,
+        reread(compiled.built.reference),
+        compiled.actions,
+        compiled.mesh,
+        compiled.plan.microbatches,
+        optimizer,
+        {name: made.parameters[name].detach() for name in stored},
+        made.buffers,
+        stored,
+    )
+
+
+def reread(program: Program) -> Program:
+    """The program from its text, which must be the same program."""
+    text = program.text()
+    again = parse_program(text)
+    assert again.text() == text
+    assert again == program
+    return again
+
+
+def check(made: Subject, text: str, steps: int = 2) -> tuple[Compiled, Agreement]:
+    """Build, run every static check, simulate; all must hold."""
+    compiled = build(made, text)
+    case = case_of(made, compiled)
+    types = {name: parse_type(stored, compiled.mesh) for name, stored in case.stored.items()}
+    faults = static_faults(case.programs, types, compiled.mesh, compiled.actions, case.microbatches)
+    assert not faults, "\n".join(map(str, faults))
+    agreement = compare(case, steps)
+    assert agreement.largest <= TOLERANCE, agreement
+    return compiled, agreement
+
+
+def eager_error(made: Subject, reference: Program) -> float:
+    """How far loss and gradients of the captured graph are from the module's own, relative to the largest."""
+    model = filled(made.spec).train()
+    batch = random_batch(reference, 1, torch.Generator().manual_seed(3))[0]
+    output = call_loss(made.spec, model(batch["x"]), batch)
+    output.backward()
+    parameters = {name: value.detach().clone().requires_grad_() for name, value in made.parameters.items()}
+    machine = Machine(reference, InProcess(Mesh()), torch.device("cpu"), wide=True, kernels=REFERENCE_KERNELS)
+    buffers = {name: value.detach().clone() for name, value in made.buffers.items()}
+
+    def environment(function: str) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        for value in reference.function(function).parameters:
+            kind, _, name = value.role.partition(" ")
+            table: Mapping[str, Any] = {"input": batch, "parameter": parameters}.get(kind, buffers)
+            given[value.name] = table[name]
+        return given
+
+    loss = machine.run([environment("forward")], "forward")[0]["loss"]
+    if any(function.name == "count" for function in reference.functions):
+        loss = loss / machine.run([environment("count")], "count")[0]["count"]
+    loss.backward()
+    pairs = [(loss, output)]
+    for name, expected in model.named_parameters():
+        given = parameters[name].grad
+        zero = torch.zeros_like(expected)
+        pairs.append((zero if given is None else given, zero if expected.grad is None else expected.grad))
+    floor = max(float(e.detach().abs().max()) for _, e in pairs) * 1e-3
+    return max(float((g - e).detach().abs().max()) / max(float(e.detach().abs().max()), floor, 1e-30) for g, e in pairs)
