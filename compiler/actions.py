@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Kind = Literal["COUNT", "SCALE", "F", "B", "REDUCE", "STEP"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+WORK: tuple[Kind, Kind] = ("F", "B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +31,10 @@ class Action:
             ValueError: not an action.
         """
         match = re.fullmatch(r"(\d+)([A-Z]+)(\d*)", text)
-        if match is None or match[2] not in get_args(Kind) or bool(match[3]) != (match[2] in ("COUNT", "F", "B")):
+        kind = next((kind for kind in KINDS if match is not None and kind == match[2]), None)
+        if match is None or kind is None or bool(match[3]) != (kind in ("COUNT", "F", "B")):
             raise ValueError(f"`{text}` is not an action such as `0F2`")
-        return cls(int(match[1]), match[2], int(match[3] or 0))  # type: ignore[arg-type]
+        return cls(int(match[1]), kind, int(match[3] or 0))
 
 
 def accumulation(microbatches: int, *, counts: bool) -> tuple[Action, ...]:
@@ -41,7 +44,7 @@ def accumulation(microbatches: int, *, counts: bool) -> tuple[Action, ...]:
     '0COUNT0 0COUNT1 0SCALE 0F0 0B0 0F1 0B1 0REDUCE 0STEP'
     """
     count = [Action(0, "COUNT", index) for index in range(microbatches)] if counts else []
-    work = [Action(0, kind, index) for index in range(microbatches) for kind in ("F", "B")]  # type: ignore[arg-type]
+    work = [Action(0, kind, index) for index in range(microbatches) for kind in WORK]
     return (*count, Action(0, "SCALE"), *work, Action(0, "REDUCE"), Action(0, "STEP"))
 
 

@@ -87,7 +87,11 @@ def read_build(path: Path, *, altered: list[str] | None = None) -> Build:
         raise BuildError(f"`{path}` is not a build: it has no {MANIFEST}") from None
     except (OSError, ValueError) as error:
         raise BuildError(f"`{path / MANIFEST}` cannot be read: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not isinstance(manifest.get("files"), dict):
+    if (
+        not isinstance(manifest, dict)
+        or manifest.get("format") != FORMAT
+        or not isinstance(manifest.get("files"), dict)
+    ):
         raise BuildError(f"`{path / MANIFEST}` is not of format {FORMAT}")
     texts: dict[str, str] = {}
     for name, expected in manifest["files"].items():

@@ -169,7 +169,8 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
     updates = tuple(name for name in values if name)
     graph.output((values[""], *(values[name] for name in updates)))
     modules = frozenset(name for name, _ in step.model.named_modules() if name)
-    return Captured(graph, updates, aliases, modules, dict(exported.constants))
+    constants = {name.removeprefix("model."): value for name, value in exported.constants.items()}
+    return Captured(graph, updates, aliases, modules, constants)
 
 
 def _role(name: str, signature: Any, aliases: Mapping[str, str], inputs: tuple[str, ...]) -> str:
@@ -179,7 +180,7 @@ def _role(name: str, signature: Any, aliases: Mapping[str, str], inputs: tuple[s
     if name in signature.inputs_to_buffers:
         return f"buffer {signature.inputs_to_buffers[name].removeprefix('model.')}"
     if name in signature.inputs_to_lifted_tensor_constants:
-        return f"constant {signature.inputs_to_lifted_tensor_constants[name]}"
+        return f"constant {signature.inputs_to_lifted_tensor_constants[name].removeprefix('model.')}"
     return f"input {inputs[list(signature.user_inputs).index(name)]}"
 
 

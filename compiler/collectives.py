@@ -107,7 +107,7 @@ def _row_max(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
 def slice_dim(x: torch.Tensor, ranks: int, index: int, dim: int, outer: int) -> torch.Tensor:
     """Part ``index`` of ``ranks`` along ``dim`` seen as ``(outer, ranks, rest)``."""
     size = x.shape[dim]
-    view = x.unflatten(dim, (outer, ranks, size // outer // ranks)).select(dim + 1, index)
+    view: torch.Tensor = x.unflatten(dim, (outer, ranks, size // outer // ranks)).select(dim + 1, index)
     return view.flatten(dim, dim + 1).contiguous()
 
 
@@ -204,4 +204,3 @@ def payload_bytes(op: str, shape: Shape, itemsize: int) -> int:
     for size in shape[:-1] if op == "parc.row_max" else shape:
         count *= size
     return count * itemsize
-

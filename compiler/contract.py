@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
-from .actions import Action
+from .actions import WORK, Action
 from .collectives import COLLECTIVES, payload_bytes
 from .program import Function, Origin, Program, Ref
 from .verify import Fault
@@ -66,10 +67,12 @@ def check_contract(roles: Mapping[str, Sequence[Message]]) -> list[Fault]:
     """
     faults = []
     names = list(roles)
-    for first, second in zip(names, names[1:], strict=False):
+    for first, second in pairwise(names):
         ours, theirs = ([replace(m, origin=Origin()) for m in roles[name]] for name in (first, second))
         if ours != theirs:
-            index = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+            index = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+            )
             faults.append(Fault("communication", f"{first}, {second}", f"message {index} of the step differs"))
     return faults
 
@@ -83,7 +86,7 @@ def check_actions(actions: Sequence[Action], microbatches: int, *, counts: bool)
         if not condition:
             faults.append(Fault("communication", "schedule", message))
 
-    expected = [Action(0, kind, m) for kind in ("F", "B") for m in range(microbatches)]  # type: ignore[arg-type]
+    expected = [Action(0, kind, m) for kind in WORK for m in range(microbatches)]
     expected += [Action(0, "COUNT", m) for m in range(microbatches)] if counts else []
     expected += [Action(0, "SCALE"), Action(0, "REDUCE"), Action(0, "STEP")]
     for action in expected:
@@ -110,7 +113,8 @@ def communication_table(programs: Mapping[str, Program], actions: Sequence[Actio
     for name in ("COUNT", "SCALE", "F", "B", "REDUCE"):
         for message in messages(programs[name], name) if name in programs else ():
             rows.append({
-                "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase, "role": role,
+                "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase,
+                "role": role,
                 "bytes": message.bytes, "count_per_step": times[name], "dtype": message.dtype,
                 "module": message.origin.module, "line": message.origin.plan,
             })  # fmt: skip

@@ -87,7 +87,7 @@ def estimate_memory(programs: Mapping[str, Program], stored: Mapping[str, Tensor
     parameters = sum(local_bytes(type_, forward) for type_ in stored.values())
     values = backward.main.values()
     gradients = sum(local_bytes(values[name].type, backward) for _, name in backward.main.returns)
-    kept = {name: value for name, value in forward.main.values().items()}
+    kept = forward.main.values()
     saved = sum(local_bytes(kept[name].type, forward) for key, name in forward.main.returns if key.startswith("saved "))
     transient = max(_Liveness(forward).peak(forward.main), saved + _Liveness(backward).peak(backward.main))
     return Memory(parameters, gradients, moments * parameters, transient)

@@ -6,7 +6,8 @@ kernel for tracing and its gradient; ``kernels.py`` computes them, since some ne
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,18 +44,45 @@ for _schema in _SCHEMAS:
     LIBRARY.define(_schema)
 OPS: Any = torch.ops.parc
 
-def _fake(name: str) -> Any:
-    return torch.library.register_fake(f"parc::{name}", lib=LIBRARY)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _fake(name: str) -> Callable[[_Function], _Function]:
+    """Registers the shape-only kernel of an operator."""
+
+    def register(function: _Function) -> _Function:
+        torch.library.register_fake(f"parc::{name}", function, lib=LIBRARY)
+        return function
+
+    return register
+
+
+def _check(fits: bool, op: str) -> None:
+    if not fits:
+        raise ValueError(f"parc.{op}: the operands' shapes do not fit each other")
+
+
+def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
+    fits = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1] and q.shape[0] == k.shape[0]
+    _check(fits and q.shape[1] % k.shape[1] == 0, "attention")
+    if mask is not None:
+        scores = (*q.shape[:-1], k.shape[2])
+        _check(all(m in (1, s) for m, s in zip(reversed(mask.shape), reversed(scores), strict=False)), "attention")
 
 
 @_fake("attention")
 def _(q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: float | None, p: float) -> Any:
+    _check_attention(q, k, v, mask)
     lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
 
 
 @_fake("attention_backward")
-def _(grad: Any, q: Any, k: Any, v: Any, mask: Any, key: Any, out: Any, lse: Any, causal: bool, scale: Any, p: float) -> Any:
+def _(
+    grad: Any, q: Any, k: Any, v: Any, mask: Any, key: Any, out: Any, lse: Any, causal: bool, scale: Any, p: float
+) -> Any:
+    _check_attention(q, k, v, mask)
+    _check(grad.shape == out.shape == (*q.shape[:-1], v.shape[-1]) and lse.shape == q.shape[:-1], "attention_backward")
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
@@ -80,11 +108,13 @@ def _(table: Any, index: Any) -> Any:
 
 @_fake("lookup_backward")
 def _(grad: Any, index: Any, rows: Any) -> Any:
+    _check(grad.shape[:-1] == index.shape, "lookup_backward")
     return grad.new_empty(rows, grad.shape[-1])
 
 
 @_fake("token_loss")
 def _(logits: Any, targets: Any, ignore: int) -> Any:
+    _check(logits.shape[:-1] == targets.shape, "token_loss")
     return logits.new_empty(targets.shape)
 
 
@@ -95,11 +125,14 @@ def _(logits: Any, axes: str) -> Any:
 
 @_fake("loss_parts")
 def _(logits: Any, peak: Any, targets: Any) -> Any:
+    _check(peak.shape == (*targets.shape, 1) and logits.shape[:-1] == targets.shape, "loss_parts")
     return logits.new_empty(2, *targets.shape)
 
 
 @_fake("loss_parts_backward")
 def _(grad: Any, logits: Any, peak: Any, targets: Any) -> Any:
+    _check(peak.shape == (*targets.shape, 1) and logits.shape[:-1] == targets.shape, "loss_parts_backward")
+    _check(grad.shape == (2, *targets.shape), "loss_parts_backward")
     return logits.new_empty(logits.shape)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .mesh import Mesh
-from .placement import parse_type
+from .placement import TensorType, parse_type
 from .program import Cut, Function, Line, Origin, Program, Ref, Value, allowed
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -65,6 +65,7 @@ class _Reader:
     name: str
     rows: Sequence[str]
     mesh: Mesh = field(default_factory=Mesh)
+    types: dict[str, TensorType] = field(default_factory=dict)
 
     def fail(self, at: ast.AST, why: str) -> ProgramError:
         return ProgramError(f"{self.name}:{getattr(at, 'lineno', 1)}: {why}")
@@ -100,7 +101,15 @@ class _Reader:
                     raise self.fail(at, "the mesh's axes are whole numbers")
         return Mesh(tuple(axes))
 
-    def behind(self, node: ast.expr | ast.stmt) -> str:
+    def type(self, text: str) -> TensorType:
+        """The type that a text says, which a rank can hold a piece of."""
+        if text not in self.types:
+            found = parse_type(text, self.mesh)
+            found.local(self.mesh)
+            self.types[text] = found
+        return self.types[text]
+
+    def behind(self, node: ast.expr | ast.stmt | ast.arg) -> str:
         """What stands on a node's last line after it."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self.rows[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
@@ -134,7 +143,9 @@ class _FunctionReader:
         returns: dict[str, str] = {}
         for pair in zip(node.value.keys, node.value.values, strict=True):
             match pair:
-                case (ast.Constant(value=str() as key), ast.Name(id=name)) if name in self.defined and key not in returns:
+                case (ast.Constant(value=str() as key), ast.Name(id=name)) if (
+                    name in self.defined and key not in returns
+                ):
                     returns[key] = name
                 case _:
                     raise self.reader.fail(pair[1], "returns an unknown value, or two under one key")
@@ -144,8 +155,7 @@ class _FunctionReader:
         if label in self.defined or label in _NUMBERS or label == "_":
             raise self.reader.fail(at, f"`{label}` is defined twice, or is no name for a value")
         try:
-            value = Value(label, parse_type(text, self.reader.mesh), role)
-            value.type.local(self.reader.mesh)
+            value = Value(label, self.reader.type(text), role)
         except ValueError as error:
             raise self.reader.fail(at, str(error)) from None
         self.defined[label] = value

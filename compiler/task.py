@@ -40,7 +40,9 @@ class InputsError(Exception):
     """The model's forward cannot be called with the plan's inputs."""
 
 
-def model_builder(lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None = None) -> Callable[[], nn.Module]:
+def model_builder(
+    lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None = None
+) -> Callable[[], nn.Module]:
     """A function that makes the model; ``overrides`` are the ``verify`` line's arguments.
 
     Raises:
@@ -113,7 +115,7 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
 
         return cross_entropy
     function = load_callable(line.target, folder)
-    return lambda output, inputs: function(*(_operand(name, output, inputs) for name in line.operands))  # type: ignore[no-any-return]
+    return lambda output, inputs: function(*(_operand(name, output, inputs) for name in line.operands))
 
 
 def _operand(name: str, output: Any, inputs: Mapping[str, torch.Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""The comparison that carries a result from a build's small twin over to it: equal programs, up to sizes and repetition."""
+"""The comparison that carries a result from a small twin to its build: programs equal up to sizes and repetition."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def _edges(function: Function, program: Program) -> Iterator[str]:
     for value in function.parameters:
         yield f"{makers[value.name]}: {_sizeless(value.type.text(program.mesh))}"
     for line in function.lines:
-        for position, value in enumerate(line.results):
-            if value is not None:
-                makers[value.name] = f"{line.op}.{position}"
-                yield f"{makers[value.name]}: {_sizeless(value.type.text(program.mesh))}"
+        for position, made in enumerate(line.results):
+            if made is not None:
+                makers[made.name] = f"{line.op}.{position}"
+                yield f"{makers[made.name]}: {_sizeless(made.type.text(program.mesh))}"
         for position, item in enumerate(line.args):
             for name in references(item):
                 yield f"{makers[name]} -> {line.op}({position})"

@@ -52,10 +52,34 @@ def infer(
         _require_split(call, rule, axis, part, kinds, mesh)
         for dims, result in zip(rule.results, results, strict=True):
             at = from_factor(rule, dims, *part)
-            result[axis] = Split(*at) if at else "P"  # type: ignore[arg-type]
+            result[axis] = Split(*at) if at else "P"
     placements = [Placement.of(mesh, result) for result in results]
     _require_disjoint(call, placements, mesh)
     return placements
+
+
+def place_created(
+    call: OpCall, operands: Sequence[Placement | None], zeros: frozenset[int], mesh: Mesh
+) -> list[Placement]:
+    """The placements of a call's operands; those given as None are made where they are read, in the placement that
+    the others ask for. ``zeros`` are operands of nothing but zeros, which are a part of any sum."""
+    rule = rule_or_opaque(call)
+    made: list[dict[str, AxisType]] = [{} for _ in operands]
+    for axis in mesh.names:
+        kinds: list[AxisType] = ["I" if placement is None else _data(placement[axis]) for placement in operands]
+        part = _part(call, rule, axis, kinds, mesh)
+        partial = frozenset(index for index, kind in enumerate(kinds) if kind == "P")
+        summed = next((together for together in rule.linear if partial and partial <= together), frozenset())
+        for index, (dims, types) in enumerate(zip(rule.operands, made, strict=True)):
+            at = from_factor(rule, dims, *part) if part is not None else None
+            if at is not None:
+                types[axis] = Split(*at)  # type: ignore[arg-type]
+            elif index in zeros and index in summed:
+                types[axis] = "P"
+    return [
+        Placement.of(mesh, types) if placement is None else placement
+        for placement, types in zip(operands, made, strict=True)
+    ]
 
 
 def _data(kind: AxisType) -> AxisType:
@@ -75,7 +99,7 @@ def _part(call: OpCall, rule: OpRule, axis: str, kinds: Sequence[AxisType], mesh
             raise TypeFault(f"{call.op} needs dim {kind.dim} of operand {index} whole on `{axis}`")
         if found is not None and found != part:
             raise TypeFault(f"{call.op} has operands split differently over `{axis}`")
-        found = part  # type: ignore[assignment]
+        found = part
     return found
 
 
@@ -87,16 +111,14 @@ def _free_part(rule: OpRule, axis: str, expected: Sequence[Placement], mesh: Mes
         if isinstance(kind, Split):
             part = to_factor(rule, dims, kind.dim, kind.outer, mesh.size(axis))
             if part is not None and part[0] not in owned and part[0] not in rule.whole:
-                return part  # type: ignore[return-value]
+                return part
     return None
 
 
-def _require_split(
-    call: OpCall, rule: OpRule, axis: str, part: Part, kinds: Sequence[AxisType], mesh: Mesh
-) -> None:
+def _require_split(call: OpCall, rule: OpRule, axis: str, part: Part, kinds: Sequence[AxisType], mesh: Mesh) -> None:
     for index, (kind, dims) in enumerate(zip(kinds, rule.operands, strict=True)):
         at = from_factor(rule, dims, *part)
-        if at is not None and kind != Split(*at):  # type: ignore[arg-type]
+        if at is not None and kind != Split(*at):
             raise TypeFault(f"operand {index} of {call.op} is whole on `{axis}`, where another is split")
 
 
@@ -108,5 +130,5 @@ def _require_disjoint(call: OpCall, placements: Sequence[Placement], mesh: Mesh)
                 if outer % position:
                     raise TypeFault(f"two axes split the same part of dim {dim} of the result of {call.op}")
                 position = outer * mesh.size(axis)
-            if size % position:  # type: ignore[operator]
+            if size % position:
                 raise TypeFault(f"dim {dim} of the result of {call.op} does not divide by {position}")

@@ -42,14 +42,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """A line with the types of what it reads; equal text and rule ask the same, so equal lines are looked at once."""
+    """A line, its names left out, and the types of what it reads; equal lines are looked at once."""
 
     text: str
     rule: Row | None
+    operands: tuple[TensorType, ...]
+    declared: tuple[TensorType | None, ...]
+    mesh: Mesh
     line: Line = field(compare=False)
-    operands: tuple[TensorType, ...] = field(compare=False)
-    declared: tuple[TensorType | None, ...] = field(compare=False)
-    mesh: Mesh = field(compare=False)
 
     @property
     def results(self) -> list[TensorType]:
@@ -70,7 +70,7 @@ def check_program(program: Program) -> list[Fault]:
         values = {value.name: value for value in function.parameters}
         for line in function.lines:
             if line.calls_function:
-                found = _call_faults(line, values, known[line.op])
+                found = tuple(_call_faults(line, values, known[line.op]))
             else:
                 found = _answer(_question(line, values, program.mesh))
             names = ", ".join(value.name for value in line.results if value is not None)
@@ -111,9 +111,7 @@ def _question(line: Line, values: Mapping[str, Value], mesh: Mesh) -> _Question:
     names = iter(f"%{index}" for index in range(len(operands)))
     words = [argument_text(map_references(item, lambda _: Ref(next(names)))) for item in line.args]
     words += [f"{key}={argument_text(map_references(item, lambda _: Ref(next(names))))}" for key, item in line.kwargs]
-    types = ["-" if t is None else t.text(mesh) for t in (*operands, *declared)]
-    text = f"{mesh}: {line.op}({', '.join(words)}) of {len(operands)}: {'; '.join(types)}"
-    return _Question(text, TABLE.get(line.op), line, operands, declared, mesh)
+    return _Question(f"{line.op}({', '.join(words)})", TABLE.get(line.op), operands, declared, mesh, line)
 
 
 @lru_cache(maxsize=8192)
@@ -142,30 +140,39 @@ def _collective_faults(q: _Question) -> Iterator[tuple[str, str]]:
         yield "types", f"{line.op} makes `{expected.text(mesh)}`, not what is declared"
 
 
-# Operators whose rule tells how they may be split, once they are replaced: on a rank's part they do something else.
-_REPLACED = {"aten.embedding.default": 0, "parc.token_loss.default": 1}
+# Operators whose rule tells how they are split once another stands in their place: as they are they need it whole.
+_REPLACED = {"aten.embedding.default": (0, 0), "parc.token_loss.default": (0, 1)}
+
+
+def _split_table(op: str, q: _Question) -> Iterator[int]:
+    """The dim of its table that the operator needs whole, where it is split."""
+    at, dim = _REPLACED.get(op, (0, -1))
+    if dim >= 0 and q.operands[at].placement.splits(dim):
+        yield dim
 
 
 def _operator_faults(q: _Question) -> Iterator[tuple[str, str]]:
     line, mesh, results = q.line, q.mesh, q.results
-    call = call_of(line, q.operands, results, lambda item: item.size)
     if _draws(line.op):
         yield "types", f"{line.op} draws from a rank's own random state"
         return
-    dim = _REPLACED.get(line.op)
-    if dim is not None and q.operands and q.operands[0].placement.splits(dim):
-        yield "types", f"{line.op} needs dim {dim} of its first operand whole"
+    call = call_of(line, q.operands, results, lambda item: item.size)
+    wrong = _made_otherwise(q, call, [t.shape for t in q.operands], [t and t.shape for t in q.declared])
+    if wrong:  # rules speak of calls that are valid
+        yield "shapes", wrong
         return
+    for dim in _split_table(line.op, q):
+        yield "types", f"{line.op} needs dim {dim} of its table whole"
     try:
         placements = infer(call, [t.placement for t in q.operands], mesh, [t.placement for t in results])
-    except ValueError as problem:
-        yield "types", str(problem)
+    except Exception as problem:  # a rule may stumble over arguments that it does not foresee
+        yield "types", str(problem) or type(problem).__name__
         return
     for made, type_ in zip(placements, results, strict=True):
         if made != type_.placement and not (_is_zero(line) and made == _without_sums(type_)):
             text = TensorType(type_.dtype, type_.shape, made).text(mesh)
             yield "types", f"{line.op} makes `{text}`, not `{type_.text(mesh)}`"
-    yield from _shape_faults(q, call)
+    yield from _local_faults(q, call)
 
 
 def _draws(op: str) -> bool:
@@ -184,26 +191,32 @@ def _without_sums(type_: TensorType) -> Placement:
     return type_.placement.replace(dict.fromkeys(type_.placement.partial, "I"))
 
 
-def _shape_faults(q: _Question, call: OpCall) -> Iterator[tuple[str, str]]:
-    """The operator on whole shapes makes the whole results, on a rank's shapes a rank's; and its sizes on a rank are
-    those that its rule derives from the whole's."""
+def _local_faults(q: _Question, call: OpCall) -> Iterator[tuple[str, str]]:
+    """On a rank's shapes the operator makes a rank's; and its sizes there are those that its rule derives."""
     op, mesh, results = q.line.op, q.mesh, q.results
     shapes = tuple(t.local(mesh) for t in q.operands), tuple(t.local(mesh) for t in results)
     local = call_of(q.line, q.operands, results, lambda item: item.local(mesh))
     try:
         args, kwargs = localize(call, *shapes)
-        if (list(args), kwargs) != (list(local.args), dict(local.kwargs)):
-            yield "shapes", f"sizes of {op} on a rank are not those its rule derives"
-        whole_made = _fake(op, call, [t.shape for t in q.operands], q.operands)
-        local_made = _fake(op, local, shapes[0], q.operands)
-    except Exception as problem:  # whatever an operator raises for operands that it does not take
-        first = (str(problem).strip() or type(problem).__name__).split("\n")[0]
-        yield "shapes", f"{op} does not take these shapes: {first}"
+    except Exception as problem:  # whatever a rule raises for sizes that do not divide
+        yield "shapes", f"{op} has no sizes on a rank: {problem}"
         return
-    for made, wanted in ((whole_made, [t and (t.dtype, t.shape) for t in q.declared]),
-                         (local_made, [t and (t.dtype, t.local(mesh)) for t in q.declared])):  # fmt: skip
-        if made != wanted:
-            yield "shapes", f"{op} makes {_shape_text(made)}, not {_shape_text(wanted)}"
+    if (list(args), kwargs) != (list(local.args), dict(local.kwargs)):
+        yield "shapes", f"sizes of {op} on a rank are not those its rule derives"
+    wrong = _made_otherwise(q, local, shapes[0], [t and t.local(mesh) for t in q.declared])
+    if wrong:
+        yield "shapes", f"on a rank {wrong}"
+
+
+def _made_otherwise(q: _Question, call: OpCall, shapes: Sequence[Any], wanted: Sequence[Any]) -> str:
+    """Runs the operator on shapes alone; what is wrong with its results, "" if nothing."""
+    op = q.line.op
+    expected = [None if t is None else (t.dtype, shape) for t, shape in zip(q.declared, wanted, strict=True)]
+    try:
+        made = _fake(op, call, shapes, q.operands)
+    except Exception as problem:  # whatever an operator raises for operands that it does not take
+        return f"{op} does not take these shapes: {(str(problem).strip() or type(problem).__name__).splitlines()[0]}"
+    return "" if made == expected else f"{op} makes {_shape_text(made)}, not {_shape_text(expected)}"
 
 
 @cache

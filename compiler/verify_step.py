@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .mesh import Mesh
 from .placement import TensorType
-from .program import Function, Program, Value
+from .program import Cut, Function, Program, Value
 from .scaling import check_scaling
 from .verify import Fault
 
@@ -17,9 +17,13 @@ _OUTSIDE = frozenset({"input", "parameter", "buffer", "constant", "rng"})
 
 def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
     """Every program is of the build's mesh, and of the action and the role that it stands for."""
-    faults = [Fault("types", action, f"is of mesh {p.mesh}, not {mesh}") for action, p in programs.items() if p.mesh != mesh]
+    faults = [
+        Fault("types", action, f"is of mesh {p.mesh}, not {mesh}") for action, p in programs.items() if p.mesh != mesh
+    ]
     roles = {program.role for program in programs.values()}
-    faults += [Fault("types", action, f"says that it is {p.action}") for action, p in programs.items() if p.action != action]
+    faults += [
+        Fault("types", action, f"says that it is {p.action}") for action, p in programs.items() if p.action != action
+    ]
     return faults if len(roles) == 1 else [*faults, Fault("types", "step", f"is of several roles: {sorted(roles)}")]
 
 
@@ -122,6 +126,7 @@ def check_reference(programs: Mapping[str, Program], reference: Program, microba
     return [
         *_outside_faults(programs, reference),
         *_stream_faults(programs["F"], captured),
+        *_position_faults(programs["F"], captured),
         *_gradient_faults(programs["B"], captured),
         *_average_faults(programs["SCALE"], reference, microbatches),
     ]
@@ -155,6 +160,20 @@ def _stream_faults(forward: Program, captured: Function) -> Iterator[Fault]:
         yield Fault("types", "F", f"the random stream {stream} is drawn twice")
 
 
+def _position_faults(forward: Program, captured: Function) -> Iterator[Fault]:
+    """Positions are counted as the model counts them; a constant offset can hide behind an attention that only sees
+    differences of positions."""
+
+    def counted(function: Function) -> set[str]:
+        found = [line.args for line in function.lines if line.op == "parc.iota.default"]
+        return {str([item.size if isinstance(item, Cut) else item for item in args]) for args in found}
+
+    known = counted(captured)
+    for function in forward.functions:
+        for line in sorted(counted(function) - known):
+            yield Fault("types", f"F {function.name}", f"the model counts no positions {line}")
+
+
 # Their results carry no gradient whatever they are given.
 _STOPS = frozenset({
     "aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default",
@@ -164,7 +183,9 @@ _STOPS = frozenset({
 
 def trained(captured: Function) -> list[str]:
     """The parameters that the loss of a captured graph depends on by differentiable operators."""
-    names = [value.role.removeprefix("parameter ") for value in captured.parameters if value.role.startswith("parameter ")]
+    names = [
+        value.role.removeprefix("parameter ") for value in captured.parameters if value.role.startswith("parameter ")
+    ]
     reach = {
         value.name: 1 << names.index(value.role.removeprefix("parameter "))
         for value in captured.parameters

@@ -89,7 +89,14 @@ if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
     metrics.unlink(missing_ok=True)
     run("build", "examples/gpt.parc", "-o", str(build.relative_to(HERE.parent)))
-    run("run", str(build.relative_to(HERE.parent)), "--steps", str(STEPS), "--metrics", str(metrics.relative_to(HERE.parent)))
+    run(
+        "run",
+        str(build.relative_to(HERE.parent)),
+        "--steps",
+        str(STEPS),
+        "--metrics",
+        str(metrics.relative_to(HERE.parent)),
+    )
     ours, theirs = losses_of(metrics), plain_losses(build)
     apart = differences(ours, theirs)
     show(ours, theirs, apart)

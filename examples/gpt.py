@@ -59,7 +59,13 @@ class GPT(nn.Module):
     """Next-token logits of a stack of blocks."""
 
     def __init__(
-        self, layers: int = 2, width: int = 64, heads: int = 4, vocab: int = 256, length: int = 128, dropout: float = 0.0
+        self,
+        layers: int = 2,
+        width: int = 64,
+        heads: int = 4,
+        vocab: int = 256,
+        length: int = 128,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)

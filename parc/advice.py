@@ -29,7 +29,8 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
         op = "all_to_all" if isinstance(first.result, Split) else "all_gather"
         many = f"{len(found)} times, first " if len(found) > 1 else ""
         where = f"in `{first.cause.module or 'the model'}`" + (f" at {place}" if place else "")
-        message = f"{op} over `{first.axis}` of `{first.value}` ({source} to {result}, {_size(first.bytes)} a rank) {many}{where}"
+        what = f"{op} over `{first.axis}` of `{first.value}`"
+        message = f"{what} ({source} to {result}, {_size(first.bytes)} a rank) {many}{where}"
         span = _line_span(compiled, line)
         yield Diagnostic(
             UNASKED_RESHARD, message, Label(span) if span else None,

@@ -23,7 +23,7 @@ from parc.compiler.recipes import Recipe
 from parc.compiler.twin import compare_structure
 from parc.compiler.verify import Fault, check_program
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
-from parc.driver import Compiled, compile_plan, stored_types
+from parc.driver import Compiled, compile_plan, optimizer_facts, stored_types
 from parc.eager import compare_with_eager
 from parc.runtime.simulate import TOLERANCE, Agreement, Case, compare
 
@@ -135,7 +135,7 @@ def one_thread() -> Iterator[None]:
 
 
 def is_large(compiled: Compiled) -> bool:
-    """Whether numbers are checked on a twin: more ranks than one process should hold, or more work than it should do."""
+    """Whether numbers are checked on a twin: more ranks, or more work, than one process should take on."""
     elements = sum(math.prod(node.meta["val"].shape) for node in compiled.captured.placeholders("parameter").values())
     tokens = math.prod(compiled.sizes.values()) if compiled.sizes else 1
     return elements * tokens > _LARGE_WORK or compiled.mesh.world > _LARGE_WORLD
@@ -177,7 +177,7 @@ def case_of(compiled: Compiled, programs: Mapping[str, Program]) -> Case:
                if kind in ("buffer", "constant")}  # fmt: skip
     return Case(
         programs, parse_program(compiled.built.reference.text(), "model"), compiled.actions, compiled.mesh,
-        compiled.plan.microbatches, optimizer_facts(compiled), {name: recipes[name].whole() for name in stored},
+        compiled.plan.microbatches, optimizer_facts(compiled.plan), {name: recipes[name].whole() for name in stored},
         buffers, stored,
     )  # fmt: skip
 
@@ -185,13 +185,6 @@ def case_of(compiled: Compiled, programs: Mapping[str, Program]) -> Case:
 def initial(name: str, recipes: Mapping[str, Recipe], compiled: Compiled) -> torch.Tensor:
     """The whole initial value of a buffer, or of a constant that capture found in the code."""
     return recipes[name].whole() if name in recipes else compiled.captured.constants[name]
-
-
-def optimizer_facts(compiled: Compiled) -> dict[str, Any]:
-    """The optimizer line as the manifest has it."""
-    line = compiled.plan.optimizer
-    return {"name": line.name, "lr": line.lr, "weight_decay": line.weight_decay, "clip": line.clip,
-            "betas": list(line.betas), "eps": line.eps, "momentum": line.momentum, "nesterov": line.nesterov}  # fmt: skip
 
 
 def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> dict[str, Any]:

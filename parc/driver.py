@@ -31,8 +31,7 @@ from parc.grammar.codes_build import (
     WRONG_INPUTS,
 )
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
-from parc.passes.pipeline import Built, Request, build_programs
-from parc.passes.weights import names_of
+from parc.passes.pipeline import Built, Request, build_programs, names_of
 
 Progress = Callable[[str], None]
 VERSION = "0.1.0"
@@ -192,7 +191,6 @@ def files_of(compiled: Compiled) -> dict[str, str]:
 def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
     """The facts a run needs beside the programs."""
     plan, forward = compiled.plan, compiled.built.programs["F"]
-    optimizer = plan.optimizer
     return {
         "parc": VERSION,
         "torch": torch.__version__.split("+")[0],
@@ -205,9 +203,7 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
                  "ignore": plan.loss.ignore},
         "mesh": dict(compiled.mesh.axes),
         "microbatches": plan.microbatches,
-        "optimizer": {"name": optimizer.name, "lr": optimizer.lr, "weight_decay": optimizer.weight_decay,
-                      "clip": optimizer.clip, "betas": list(optimizer.betas), "eps": optimizer.eps,
-                      "momentum": optimizer.momentum, "nesterov": optimizer.nesterov},
+        "optimizer": optimizer_facts(plan),
         "data": None if plan.data is None else {"globs": list(plan.data.globs), "callable": plan.data.callable,
                                                 "arguments": dict(plan.data.values)},
         "seed": plan.seed,
@@ -215,7 +211,27 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
         "aliases": dict(compiled.captured.aliases),
         "parameters": stored_types(compiled),
         "updates": list(compiled.captured.updates),
+        "constants": constant_facts(compiled),
         "role": forward.role,
+    }  # fmt: skip
+
+
+def constant_facts(compiled: Compiled) -> dict[str, Any]:
+    """Tensors that capture found written in the model's code: no module holds them, so a run reads them here."""
+    known = {**compiled.recorded.attributes, **compiled.recorded.recipes}
+    return {
+        name: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+        for name, value in sorted(compiled.captured.constants.items())
+        if name not in known
+    }
+
+
+def optimizer_facts(plan: Plan) -> dict[str, Any]:
+    """The optimizer line as the manifest has it."""
+    line = plan.optimizer
+    return {
+        "name": line.name, "lr": line.lr, "weight_decay": line.weight_decay, "clip": line.clip, "eps": line.eps,
+        "betas": list(line.betas), "momentum": line.momentum, "nesterov": line.nesterov,
     }  # fmt: skip
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parc.checks import Checked, check_files, check_numbers
+from parc.checks import Checked, case_of, check_files, check_numbers, is_large, reread, twin_of
 from parc.compiler.artifact import Build, read_build
 from parc.compiler.plan import read_plan
 from parc.compiler.verify import Fault
+from parc.difference import first_difference
 from parc.driver import compile_plan
 from parc.runtime.session import check_fits, check_source_of
 
@@ -24,10 +25,13 @@ class Verified:
     altered: list[str]
     checks: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
+    difference: str = ""
 
 
-def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None) -> Verified:
+def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *, locate: bool = False) -> Verified:
     """Prove shapes, types and communication of the programs in the files; test their numbers against the model.
+
+    ``locate``: where numbers differ, also look for the first line of the forward that does.
 
     Raises:
         BuildError: files are missing or cannot be read as a build.
@@ -51,4 +55,12 @@ def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None) -
     found.numbers = checked.report.get("numbers", {})
     if not found.faults:
         found.checks["numbers"] = "tested"
+    elif locate:
+        progress("first difference")
+        subject = twin_of(compiled) if is_large(compiled) else compiled
+        programs = reread(subject.built.programs) if subject is not compiled else build.programs
+        difference = first_difference(case_of(subject, programs))
+        found.difference = str(
+            difference or "no line of the forward differs: look at the backward of what is named above"
+        )
     return found

@@ -11,6 +11,7 @@ from torch import fx
 from ..compiler.mesh import Mesh
 from ..compiler.placement import Placement, TensorType
 from ..compiler.program import Function, Line, Origin, Program, Ref, Value
+from .calls import outputs
 from .emit import BlockPair, Names, emit_pair, identifier, size_argument
 from .joint import trace_joint
 from .segments import Segment, cut, node_type
@@ -40,7 +41,9 @@ class _Main:
         kind, name = role.split(" ", 1)
         type_ = replace(node_type(node), placement=node_type(node).placement.data())
         if kind == "key":
-            rng = self.parameters.setdefault("rng", Value(self.names.fresh("rng"), self.whole(torch.int64, (2,)), "rng"))
+            rng = self.parameters.setdefault(
+                "rng", Value(self.names.fresh("rng"), self.whole(torch.int64, (2,)), "rng")
+            )
             value = Value(self.names.fresh(f"key_{identifier(name)}"), type_)
             args = (Ref(rng.name), name, self.seed)
             self.forward.append(Line((value,), "parc.stream_key.default", args, (), Origin(name.rsplit(".", 1)[0])))
@@ -141,7 +144,7 @@ def assemble(graph: fx.Graph, mesh: Mesh, role: str, seed: int) -> dict[str, Pro
     parameters as they are stored.
     """
     main, pairs = call_segments(graph, mesh, seed)
-    loss, *updates = graph.output_node().args[0]  # type: ignore[misc]
+    loss, *updates = outputs(graph)
     backward_lines, reads, gradients = _backward(main, loss)
     returns = [("loss", main.bind(loss).name)]
     buffers = graph.output_node().meta.get("updates", ())
@@ -164,7 +167,7 @@ def assemble(graph: fx.Graph, mesh: Mesh, role: str, seed: int) -> dict[str, Pro
 def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
     """COUNT: what one microbatch adds to the loss's denominator, on one rank still partial."""
     main, pairs = call_segments(graph, mesh, 0)
-    (count,) = graph.output_node().args[0]  # type: ignore[misc]
+    (count,) = outputs(graph)
     returns = (("count", main.bind(count).name),)
     function = Function("count", tuple(main.parameters.values()), tuple(main.forward), returns)
     return Program(role, "COUNT", mesh, (*(pair.forward for pair in pairs.values()), function))

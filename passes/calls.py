@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,14 +37,14 @@ def fake(key: Key) -> Any:
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """The nodes that stand for tensor operands, in the order in which a call counts them."""
     found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    substitute((node.args, node.kwargs), found.append)
     return found
 
 
 def call_of(node: fx.Node) -> OpCall:
     """The node as a call on its global (or, in a local graph, local) shapes."""
     counter = iter(range(10**9))
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: Operand(next(counter)))  # type: ignore[misc]
+    args, kwargs = substitute((node.args, node.kwargs), lambda n: Operand(next(counter)))
     operands = tuple(tuple(fake(key_of(n)).shape) for n in operands_of(node))
     results = tuple(tuple(value.shape) for value in tensors_of(node) if isinstance(value, torch.Tensor))
     return OpCall(str(node.target), args, dict(kwargs), operands, results)
@@ -62,3 +63,20 @@ def rule_of(node: fx.Node) -> tuple[OpRule, bool]:
 def computes(node: fx.Node) -> bool:
     """Whether the node is an operator on tensors (``getitem`` only names a result)."""
     return node.op == "call_function" and node.target is not operator.getitem
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The node's positional arguments, as what each operator knows them to be."""
+    return tuple(node.args)
+
+
+def outputs(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that a graph returns, in order."""
+    found: Any = graph.output_node().args[0]
+    return list(found)
+
+
+def substitute(item: Any, change: Callable[[fx.Node], Any]) -> Any:
+    """An argument with every node in it replaced."""
+    rename: Any = change
+    return fx.node.map_arg(item, rename)

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..compiler.ops import OPS
 from ..compiler.program import Origin
+from .decompose import DECOMPOSITIONS, shape_of
 
 aten = torch.ops.aten
 
@@ -18,11 +19,6 @@ Rewrite = Callable[["Canonicalizer", fx.Node], None]
 
 _NO_MEANING = {aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.contiguous.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-
-
-def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Global shape of a node with one tensor result."""
-    return tuple(node.meta["val"].shape)
 
 
 class Canonicalizer:
@@ -34,16 +30,16 @@ class Canonicalizer:
         self.iotas: dict[fx.Node, tuple[int, int]] = {}
         """Nodes that count 0, 1, … along one dim: ``(dim, size)``."""
 
-    def emit(self, near: fx.Node, target: Any, *args: Any, val: Any = None) -> fx.Node:
+    def emit(self, near: fx.Node, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
         """A new node before ``near`` with its provenance; ``val`` defaults to what the operator makes of fakes."""
         with self.graph.inserting_before(near):
-            node = self.graph.call_function(target, args)
+            node = self.graph.call_function(target, args, kwargs)
         node.meta["origin"] = near.meta.get("origin", Origin())
         if val is None:
             fakes = fx.node.map_arg(args, lambda n: n.meta["val"])
             mode = next(n.meta["val"].fake_mode for n in self.graph.nodes if n.op == "placeholder")
             with mode:
-                val = target(*fakes)
+                val = target(*fakes, **kwargs)
         node.meta["val"] = val
         return node
 
@@ -151,24 +147,6 @@ def _addmm(c: Canonicalizer, node: fx.Node) -> None:
     bias, x, weight = node.args
     product = c.emit(node, aten.mm.default, x, weight, val=node.meta["val"])
     c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
-
-
-def _mean(c: Canonicalizer, node: fx.Node) -> None:
-    """A sum over the global count, so that a split dim can be summed in parts."""
-    x = node.args[0]
-    if node.kwargs or not x.meta["val"].dtype.is_floating_point:
-        return
-    dims = node.args[1] if len(node.args) > 1 and node.args[1] else list(range(len(shape_of(x))))
-    keep = bool(node.args[2]) if len(node.args) > 2 else False
-    count = 1
-    for dim in dims:
-        count *= shape_of(x)[dim]
-    total = c.emit(node, aten.sum.dim_IntList, x, list(dims), keep, val=node.meta["val"])
-    c.replace(node, c.emit(node, aten.div.Tensor, total, count, val=node.meta["val"]))
-
-
-def _mean_all(c: Canonicalizer, node: fx.Node) -> None:
-    _mean(c, node)
 
 
 def _dropout(c: Canonicalizer, node: fx.Node) -> None:
@@ -302,8 +280,7 @@ TABLE: Mapping[Any, Rewrite] = {
     aten.slice.Tensor: _slice,
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,
-    aten.mean.dim: _mean,
-    aten.mean.default: _mean_all,
+    **DECOMPOSITIONS,
     aten.native_dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
     aten.cross_entropy_loss.default: _cross_entropy,

@@ -89,6 +89,8 @@ class Emitter:
     mesh: Mesh
     names: Names = field(default_factory=Names)
     value_of: dict[fx.Node, Value] = field(default_factory=dict)
+    differentiated: bool = False
+    """Whether autograd will run over the lines, so that ``detach`` means something."""
 
     def define(self, node: fx.Node, base: str, role: str = "") -> Value:
         """The value of a node with one tensor."""
@@ -103,7 +105,7 @@ class Emitter:
     def _line(self, node: fx.Node) -> list[Line]:
         if node.target is operator.getitem:
             return []
-        if node.target in _SAME:
+        if node.target in _SAME and not (self.differentiated and node.target is aten.detach.default):
             self.value_of[node] = self.value_of[node.args[0]]  # type: ignore[index]
             return []
         origin = node.meta["origin"]
@@ -147,7 +149,9 @@ class Emitter:
         types = [node_type(operand) for operand in operands]
         results = [type_ for type_ in node.meta["types"] if type_ is not None]
         if node.target in _RESHAPES:
-            call = OpCall("aten.reshape.default", (call.args[0], list(results[0].shape)), {}, call.operands, call.results)
+            call = OpCall(
+                "aten.reshape.default", (call.args[0], list(results[0].shape)), {}, call.operands, call.results
+            )
         kwargs = {key: item for key, item in call.kwargs.items() if key not in _DEVICE_WORDS}
         call = replace(call, kwargs=kwargs)
         shapes = tuple(type_.local(self.mesh) for type_ in types), tuple(type_.local(self.mesh) for type_ in results)
@@ -159,7 +163,6 @@ class Emitter:
         named = tuple((key, cut_argument(item, local_kwargs[key], axes)) for key, item in whole_kwargs.items())
         refs = [Ref(self.value_of[operand].name) for operand in operands]
         return call.op, _refer(args, refs), _refer(named, refs)
-
 
     def _argument(self, whole: Any, local: Any, axes: Any, results: Sequence[TensorType]) -> Any:
         """One argument; a list that spells the result's shape is cut as the result is."""
@@ -223,7 +226,9 @@ def emit_pair(joint: Joint, name: str, mesh: Mesh, shared: str | None) -> BlockP
         tuple(_shared(backward_lines, shared)),
         tuple((label, label) for label in labels),
     )
-    return BlockPair(forward, backward, tuple(v.name for v in inputs), outputs, tuple(kept), tuple(joint.tangents), gradients)
+    return BlockPair(
+        forward, backward, tuple(v.name for v in inputs), outputs, tuple(kept), tuple(joint.tangents), gradients
+    )
 
 
 def _shared(lines: Sequence[Line], block: str | None) -> list[Line]:
@@ -234,7 +239,7 @@ def _shared(lines: Sequence[Line], block: str | None) -> list[Line]:
 
     def general(origin: Origin) -> Origin:
         if origin.module == block or origin.module.startswith(f"{block}."):
-            return replace(origin, module=f"{stem}.*{origin.module[len(block):]}")
+            return replace(origin, module=f"{stem}.*{origin.module[len(block) :]}")
         return origin
 
     return [replace(line, origin=general(line.origin)) for line in lines]

@@ -12,9 +12,7 @@ from .calls import Key, computes, key_of, operands_of
 from .propagate import Placed
 
 
-def plan_hoist(
-    graph: fx.Graph, mesh: Mesh, placed: Placed, grad: Mapping[Key, bool]
-) -> dict[fx.Node, frozenset[str]]:
+def plan_hoist(graph: fx.Graph, mesh: Mesh, placed: Placed, grad: Mapping[Key, bool]) -> dict[fx.Node, frozenset[str]]:
     """Operators to compute in ``R``, with the axes.
 
     ``R`` is absorbing, so an operator is hoisted only if every reader is hoisted or is split and needs ``R`` there,
@@ -60,10 +58,7 @@ def _fixpoint(
     chosen = {
         node
         for node in graph.nodes
-        if computes(node)
-        and axis not in placed.parts[node]
-        and axis not in placed.splits[node, 0]
-        and grad[node, 0]
+        if computes(node) and axis not in placed.parts[node] and axis not in placed.splits[node, 0] and grad[node, 0]
     }
     while True:
         dropped = {node for node in chosen if not holds(node)}

@@ -16,8 +16,9 @@ from ..compiler.ops import OPS
 from ..compiler.placement import Placement, TensorType, parse_kind
 from ..compiler.program import Origin
 from ..compiler.torch_private import proxy_node, trace, tracing_graph
-from ..compiler.typing import infer
-from .calls import call_of, operands_of, tensors_of
+from ..compiler.typing import infer, place_created
+from .backward_forms import free_creations, is_zero, write_functional
+from .calls import arguments, call_of, operands_of, substitute, tensors_of
 from .segments import Segment, gradient_flows, node_type
 
 aten = torch.ops.aten
@@ -95,8 +96,9 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
     """Run the segment's nodes; note which traced nodes each made, and the type of its gradient when it arrives."""
     for node in segment.nodes:
         uses = {operand: _use(env[operand], operand, node, record, graph) for operand in node.all_input_nodes}
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), uses.__getitem__)  # type: ignore[misc]
-        value = env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        args, kwargs = substitute((node.args, dict(node.kwargs)), uses.__getitem__)
+        target: Any = node.target
+        value = env[node] = target(*args, **kwargs)
         record.claim(graph, node.meta["origin"])
         if not isinstance(value, torch.Tensor):
             continue
@@ -138,16 +140,23 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
         types[node] = node_type(source).placement.data()
     for node, index in zip(tangents, flowing, strict=True):
         types[node] = node_type(segment.outputs[index]).placement.dual().data()
+    write_functional(graph)
+    free = free_creations(graph, record.known, record.owner)
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["types"] = [_typed(node.meta["val"], types[node])]
         elif node.op == "call_function":
             node.meta["origin"] = record.owner.get(node, Origin())
-            _type_node(node, record.known, mesh)
-    outputs, gradients = graph.output_node().args[0]  # type: ignore[misc]
+            if node not in free:
+                _place_free(node, free, mesh)
+                _type_node(node, record.known, mesh)
+    traced: Any = graph.output_node().args[0]
+    outputs_, gradients = traced
     for index in (i for i, flow in enumerate(flows) if flow):
         expected = node_type(segment.inputs[index]).placement.dual().data()
         gradient = gradients[[i for i, flow in enumerate(flows) if flow].index(index)]
+        if gradient in free:
+            gradient.meta["types"] = [_typed(gradient.meta["val"], expected)]
         if gradient is not None and node_type(gradient).placement != expected:
             raise InternalTypeFault(
                 f"the gradient of input {index} of {segment.block} is {node_type(gradient).text(mesh)}, not {expected}"
@@ -155,12 +164,24 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
     flow_index = [index for index, flow in enumerate(flows) if flow]
     joint = Joint(
         inputs,
-        list(outputs),
+        list(outputs_),
         dict(zip(flowing, tangents, strict=True)),
         {index: node for index, node in zip(flow_index, gradients, strict=True) if node is not None},
     )
     _split(joint, graph)
     return joint
+
+
+def _place_free(node: fx.Node, free: set[fx.Node], mesh: Mesh) -> None:
+    """Give the created operands of a node the types it needs them in."""
+    operands = operands_of(node)
+    if free.isdisjoint(operands):
+        return
+    placements = [None if operand in free else node_type(operand).placement for operand in operands]
+    zeros = frozenset(index for index, operand in enumerate(operands) if operand in free and is_zero(operand))
+    for operand, placement in zip(operands, place_created(call_of(node), placements, zeros, mesh), strict=True):
+        if operand in free:
+            operand.meta["types"] = [_typed(operand.meta["val"], placement)]
 
 
 def _typed(value: torch.Tensor, placement: Placement) -> TensorType:
@@ -170,18 +191,18 @@ def _typed(value: torch.Tensor, placement: Placement) -> TensorType:
 def _type_node(node: fx.Node, known: Mapping[fx.Node, Placement], mesh: Mesh) -> None:
     """Types of a traced node's results: inferred from its operands, and equal to what partition said."""
     if node.target is operator.getitem:
-        source, index = node.args
-        node.meta["types"] = [source.meta["types"][index]]  # type: ignore[union-attr,index]
+        source, index = arguments(node)
+        node.meta["types"] = [source.meta["types"][index]]
         return
     values = [value for value in tensors_of(node) if isinstance(value, torch.Tensor)]
     operands = [node_type(operand).placement for operand in operands_of(node)]
     if node.target is OPS.convert.default:
-        axes, source, result = (str(text) for text in node.args[1:])
+        axes, _, result = (str(text) for text in node.args[1:])
         kind = parse_kind(result)
         placements = [operands[0].replace(dict.fromkeys(axes.split(","), kind)).data()]
     elif node.target is OPS.row_max.default:
-        axes = [axis for axis in str(node.args[1]).split(",") if axis]
-        placements = [operands[0].replace(dict.fromkeys(axes, "I"))]
+        over = [axis for axis in str(node.args[1]).split(",") if axis]
+        placements = [operands[0].replace(dict.fromkeys(over, "I"))]
     else:
         expected = [known[node]] if node in known else None
         try:
@@ -229,9 +250,9 @@ def _split(joint: Joint, graph: fx.Graph) -> None:
 def _free(node: fx.Node) -> bool:
     """Whether the node only looks at its operand's storage in another shape."""
     if node.target is operator.getitem:
-        return node.args[0].target is aten.split.Tensor  # type: ignore[union-attr]
+        return arguments(node)[0].target is aten.split.Tensor
     if node.target in (aten.view.default, aten._unsafe_view.default):
-        return node.args[0].target is not aten.clone.default  # type: ignore[union-attr]
+        return arguments(node)[0].target is not aten.clone.default
     return node.target in _FREE_VIEWS
 
 

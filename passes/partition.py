@@ -22,6 +22,7 @@ from ..compiler.program import Origin
 from .calls import Key, computes, fake, key_of, operands_of, tensors_of
 from .expand import EXPANSIONS
 from .hoist import plan_hoist
+from .paths import cheapest_path
 from .propagate import Part, Placed
 
 
@@ -87,47 +88,16 @@ class Partition:
                 rebuilt = self.rebuild(key, want)
                 if rebuilt is not None:
                     return rebuilt
-        have = self.state[key]
-        for axes in self._steps(have, want):
-            have = self._step(key, have, {axis: want[axis] for axis in axes})
-        return self.forms[key][have]
-
-    def _steps(self, have: Placement, want: Placement) -> list[tuple[str, ...]]:
-        """Axes in the order in which they are converted: first what shrinks the value, then exchanges, then gathers,
-        the innermost first; sums and gradients' sums over several axes at once."""
-        slices, moves, gathers, sums, marks = [], [], [], [], []
-        for axis, old in have.items():
-            new = want[axis]
-            if old == new:
-                continue
-            if old == "P" and not isinstance(new, Split):
-                sums.append(axis)
-                if new == "R":
-                    marks.append(axis)
-            elif isinstance(new, Split):
-                (moves if isinstance(old, Split) else slices).append(axis)
-            elif isinstance(old, Split):
-                gathers.append(axis)
-            else:
-                marks.append(axis)
-
-        def at(placement: Placement, axis: str) -> int:
-            kind = placement[axis]
-            return kind.outer if isinstance(kind, Split) else 0
-
-        slices.sort(key=lambda axis: (have[axis] != "P", at(want, axis)))
-        gathers.sort(key=lambda axis: -at(have, axis))
-        # a sum to R is a sum to I, then the mark that its gradient will be summed
-        order = [(axis,) for axis in slices] + [(axis,) for axis in moves]
-        order += [tuple(sums)] if sums else []
-        order += [(axis,) for axis in gathers]
-        return order + ([tuple(marks)] if marks else [])
+        if want not in self.forms[key]:
+            have = self.state[key]
+            shape = tuple(fake(key).shape)
+            for step in cheapest_path(have, want, shape, self.mesh, self.grad[key]):
+                have = self._step(key, have, dict(step))
+        return self.forms[key][want]
 
     def _step(self, key: Key, have: Placement, changes: Mapping[str, AxisType]) -> Placement:
         """One conversion of one or several axes alike; its result is kept for later readers."""
         first = have[next(iter(changes))]
-        if first == "P" and "R" in changes.values():
-            changes = dict.fromkeys(changes, "I")
         target = have.replace(changes)
         if target not in self.forms[key]:
             self.forms[key][target] = self._emit_conversion(key, have, target, tuple(changes))
@@ -311,52 +281,13 @@ class Partition:
         state = self.state[key_of(loss)]
         target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
         outputs = [self.convert(key_of(loss), target)]
-        for update in updates:
-            outputs.append(self.convert(key_of(update), Placement.whole(self.mesh)))
+        buffers = {n.meta["role"]: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
+        names = self.source.output_node().meta.get("updates", ())
+        for name, update in zip(names, updates, strict=True):
+            # placed as the buffer, so that the next microbatch reads what this one wrote
+            stored = Placement.of(self.mesh, dict(self.placed.splits[buffers[f"buffer {name}"]]))
+            outputs.append(self.convert(key_of(update), stored))
         self.graph.output(tuple(outputs))
-        lift_parameters(self.graph)
-        fuse_bias(self.graph)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
-
-
-def lift_parameters(graph: fx.Graph) -> None:
-    """A parameter that every reader marks ``I→R`` enters the graph as ``R``: its gradient stays partial over the
-    microbatches and is summed once a step, by REDUCE."""
-    for node in graph.nodes:
-        if node.op != "placeholder" or not node.meta["role"].startswith("parameter") or not node.users:
-            continue
-        marks = [user for user in node.users if user.target is OPS.convert.default and user.args[2:4] == ("I", "R")]
-        if len(marks) != len(node.users):
-            continue
-        common = set.intersection(*(set(mark.args[1].split(",")) for mark in marks))
-        type_ = node.meta["types"][0]
-        lifted = replace(type_, placement=type_.placement.replace(dict.fromkeys(common, "R")))
-        node.meta["types"] = [lifted]
-        for mark in marks:
-            rest = [axis for axis in mark.args[1].split(",") if axis not in common]
-            if rest:
-                mark.args = (node, ",".join(rest), *mark.args[2:])
-            else:
-                mark.replace_all_uses_with(node)
-                graph.erase_node(mark)
-
-
-def fuse_bias(graph: fx.Graph) -> None:
-    """``linear(x, w) + b`` is one operator again where no conversion came between."""
-    aten = torch.ops.aten
-    for node in list(graph.nodes):
-        if node.target is not aten.add.Tensor or node.kwargs:
-            continue
-        product, bias = node.args
-        if not isinstance(product, fx.Node) or product.target is not aten.linear.default or len(product.args) != 2:
-            continue
-        if len(product.users) != 1 or not isinstance(bias, fx.Node) or len(bias.meta["types"][0].shape) != 1:
-            continue
-        if product.meta["types"] != node.meta["types"]:
-            continue
-        if product.meta["types"][0].placement.partial:
-            continue
-        node.target, node.args = aten.linear.default, (*product.args, bias)
-        graph.erase_node(product)

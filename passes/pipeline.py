@@ -13,13 +13,18 @@ from ..compiler.mesh import Mesh
 from ..compiler.placement import Split
 from ..compiler.program import Program
 from .assemble import assemble, assemble_count, assemble_scale
-from .calls import computes
+from .calls import computes, outputs
 from .canonicalize import canonicalize
+from .fuse import fuse_bias
+from .lift import lift_parameters
 from .loss import split_loss
 from .partition import Partition, Reshard
 from .propagate import Claim, Placed, propagate
 from .reference import reference_program
 from .segments import block_of, node_type
+from .weights import names_of
+
+__all__ = ["ROLE", "Built", "Request", "build_programs", "mark_blocks", "names_of"]
 
 ROLE = "stage0"
 
@@ -53,6 +58,7 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
     for part in (loss.graph, loss.count):
         if part is not None:
             mark_blocks(part)
+    loss.graph.output_node().meta["updates"] = captured.updates
     typed, placed, reshards = _place(loss.graph, mesh, request)
     typed.output_node().meta["updates"] = captured.updates
     programs: dict[str, Program] = {}
@@ -63,10 +69,8 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
         claims = tuple((role, axis, at.get(axis), 0) for role, at in inputs.items() for axis in mesh.names)
         counted, _, _ = _place(loss.count, mesh, replace(request, claims=claims))
         programs["COUNT"] = assemble_count(counted, mesh, ROLE)
-        (count,) = counted.output_node().args[0]  # type: ignore[misc]
-        count_type = node_type(count)  # type: ignore[arg-type]
-    numerator = typed.output_node().args[0][0]  # type: ignore[index]
-    dtype: torch.dtype = node_type(numerator).dtype  # type: ignore[arg-type]
+        count_type = node_type(outputs(counted)[0])
+    dtype: torch.dtype = node_type(outputs(typed)[0]).dtype
     parts = 1 if loss.summed else request.microbatches
     programs["SCALE"] = assemble_scale(count_type, dtype, parts, mesh, ROLE)
     programs.update(assemble(typed, mesh, ROLE, request.seed))
@@ -76,12 +80,15 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:
     nodes = {node.meta["role"]: node for node in graph.nodes if node.op == "placeholder"}
-    claims = [
-        Claim((nodes[role], 0), axis, split, line) for role, axis, split, line in request.claims if role in nodes
-    ]
+    claims = [Claim((nodes[role], 0), axis, split, line) for role, axis, split, line in request.claims if role in nodes]
     placed = propagate(graph, mesh, claims)
     partition = Partition(graph, mesh, placed)
-    return partition.run(), placed, partition.reshards
+    typed = partition.run()
+    lift_parameters(typed)
+    fuse_bias(typed)
+    typed.eliminate_dead_code()
+    typed.lint()
+    return typed, placed, partition.reshards
 
 
 def mark_blocks(graph: fx.Graph) -> None:

@@ -7,7 +7,7 @@ from torch import fx
 from ..compiler.mesh import Mesh
 from ..compiler.placement import Placement, TensorType
 from ..compiler.program import Function, Line, Origin, Program, Ref, Value
-from .calls import tensors_of
+from .calls import outputs, tensors_of
 from .emit import Emitter, identifier
 
 
@@ -19,7 +19,7 @@ def reference_program(graph: fx.Graph, count: fx.Graph | None, updates: tuple[st
 
 
 def _function(name: str, graph: fx.Graph, keys: tuple[str, ...], seed: int) -> Function:
-    emitter = Emitter(Mesh())
+    emitter = Emitter(Mesh(), differentiated=True)
     parameters: list[Value] = []
     streams: list[Line] = []
     rng: Value | None = None
@@ -46,6 +46,5 @@ def _function(name: str, graph: fx.Graph, keys: tuple[str, ...], seed: int) -> F
             args = (Ref(rng.name), path, seed)
             streams.append(Line((key,), "parc.stream_key.default", args, (), Origin(path.rsplit(".", 1)[0])))
     lines = emitter.lines(nodes)
-    outputs = graph.output_node().args[0]
-    returns = tuple((key, emitter.value_of[node].name) for key, node in zip(keys, outputs, strict=True))  # type: ignore[arg-type,index]
+    returns = tuple((key, emitter.value_of[node].name) for key, node in zip(keys, outputs(graph), strict=True))
     return Function(name, tuple(parameters), (*streams, *lines), returns)

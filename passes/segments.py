@@ -12,6 +12,7 @@ from torch import fx
 
 from ..compiler.mesh import Mesh
 from ..compiler.placement import TensorType
+from .calls import substitute
 
 _BLOCK = re.compile(r"((?:[^.]+\.)*?\d+)(?:\.|$)")
 
@@ -76,7 +77,7 @@ def _signature(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node] | dict[fx.Nod
     names.update((node, f"n{index}") for index, node in enumerate(nodes))
     rows = [f"{names[n]}:{typed_text(n, mesh)}:{gradient_flows(n)}" for n in inputs]
     for node in nodes:
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: names[n])  # type: ignore[misc]
+        args = substitute((node.args, dict(node.kwargs)), names.__getitem__)
         rows.append(f"{names[node]}={node.target}{args}:{typed_text(node, mesh)}")
     return "\n".join([*rows, ",".join(names[node] for node in outputs)])
 

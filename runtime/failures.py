@@ -63,8 +63,9 @@ def leave_failure(failure: Failure) -> bool:
         return False
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     # ``message`` and ``timestamp`` are what torchrun reads; the rest is for parc.
+    extra = {"timestamp": str(int(failure.time_s)), "py_callstack": ""}
     content = {
-        "message": {"message": failure.message, "extraInfo": {"timestamp": str(int(failure.time_s)), "py_callstack": ""}},
+        "message": {"message": failure.message, "extraInfo": extra},
         "parc": {
             "time_s": failure.time_s, "exit_code": failure.exit_code, "message": failure.message,
             "follows": failure.follows, "expected": failure.expected,

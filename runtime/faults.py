@@ -92,7 +92,7 @@ class Watcher:
             return Bad(order, self.rank, "every target of the batch is ignored, so the loss divides by nothing")
         module = line.origin.module
         if "*" in module and self._called_by:
-            module = _complete(module, self._called_by)
+            module = complete_module(module, self._called_by)
         phase = {"F": "forward", "B": "backward"}.get(action, "reduction")
         where = f"`{module}`" if module else "the model's own code"
         notes = [f"`{line.op}` at {line.origin.source or 'no line of the model'}, {phase}"]
@@ -135,7 +135,7 @@ def _writes_infinity(line: Line) -> bool:
     return any(isinstance(value, float) and math.isinf(value) for value in values)
 
 
-def _complete(module: str, caller: str) -> str:
+def complete_module(module: str, caller: str) -> str:
     """``blocks.*.attn`` called as ``blocks.3`` is ``blocks.3.attn``."""
     names, given = module.split("."), caller.split(".")
     return ".".join(given[at] if name == "*" and at < len(given) else name for at, name in enumerate(names))

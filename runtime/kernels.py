@@ -105,7 +105,7 @@ def _attention_backward(
     factor = _scale(q, scale)
     weights = torch.exp(_scores(q.to(wide), k.to(wide), mask, causal, factor) - lse[..., None])
     grad, q_, k_, v_ = (x.to(wide) for x in (grad, q, k, v))
-    kept = _scores_keep(site, q, k, key, p, 1) / (1 - p) if p else None
+    kept = _scores_keep(site, q, k, key, p, 1).to(wide) / (1 - p) if p else None
     dropped = weights if kept is None else weights * kept
     grad_weights = torch.matmul(grad, v_.transpose(-2, -1))
     if kept is not None:
@@ -152,7 +152,8 @@ def _lookup(site: Site, table: torch.Tensor, index: torch.Tensor) -> torch.Tenso
 
 def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
     local, mine = _owned(site, site.results[0], 0, index)
-    return aten.embedding_dense_backward(grad * mine[..., None], local, rows, -1, False)
+    made: torch.Tensor = aten.embedding_dense_backward(grad * mine[..., None], local, rows, -1, False)
+    return made
 
 
 def _loss_parts(site: Site, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

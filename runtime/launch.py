@@ -104,7 +104,8 @@ class _OneHost(RendezvousHandler):
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id
-        self._store = dist.HashStore()
+        stores: Any = dist  # torch does not declare what it exports there
+        self._store = stores.HashStore()
 
     def get_backend(self) -> str:
         """The name under which it is registered."""

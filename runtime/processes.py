@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,13 +40,14 @@ def join(device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> to
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = device or default_device()
     wait = timedelta(seconds=timeout_s)
+    stores: Any = dist  # torch does not declare what it exports here
     if STORE in os.environ:
-        store: dist.Store = dist.FileStore(os.environ[STORE], world)
+        store = stores.FileStore(os.environ[STORE], world)
     else:
-        store = next(iter(dist.rendezvous("env://", rank, world, timeout=wait)))[0]
+        store = next(iter(stores.rendezvous("env://", rank, world, timeout=wait)))[0]
     store.set_timeout(wait)
     # After a restart of the group the launcher's store still holds what the group before left there.
-    store = dist.PrefixStore(f"parc{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = stores.PrefixStore(f"parc{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
     return device

@@ -93,10 +93,20 @@ class Session:
             if value.role.split(" ")[0] in ("buffer", "constant")
         }
         recipes = {**recorded.attributes, **recorded.recipes}
+        self._kept = {name: recorded.recipes[name] for name in recorded.module.state_dict() if name in recorded.recipes}
+        self._updates = {name: constants[name] for name in self.build.manifest["updates"]}
         return RankState(
             {name: self._piece(recipes[name], type_) for name, type_ in self.types.items()},
-            {name: self._piece(recipes[name], type_) for name, type_ in constants.items()},
+            {
+                name: self._piece(recipes[name], type_) if name in recipes else self._take(self._constant(name), type_)
+                for name, type_ in constants.items()
+            },
         )
+
+    def _constant(self, name: str) -> torch.Tensor:
+        """A tensor that stands in the model's code."""
+        facts = self.build.manifest["constants"][name]
+        return torch.tensor(facts["values"], dtype=getattr(torch, facts["dtype"]))
 
     def _piece(self, recipe: Recipe, type_: TensorType) -> torch.Tensor:
         """This rank's piece of an initial value, without making the whole where the recipe is elementwise."""
@@ -185,13 +195,12 @@ class Session:
         Collective: every rank calls it, every rank gets it.
         """
         whole = {name: self._gather(self.state.parameters[name], type_) for name, type_ in self.types.items()}
-        for name, value in self.state.buffers.items():
-            if name in self.build.manifest["updates"]:
-                whole[name] = value.cpu().clone()
+        whole.update((name, self._gather(self.state.buffers[name], type_)) for name, type_ in self._updates.items())
         for alias, name in self.build.manifest["aliases"].items():
             if name in whole:
                 whole[alias] = whole[name]
-        return whole
+        # What no line of the programs reads or changes is as it was made.
+        return {name: whole[name] if name in whole else recipe.whole() for name, recipe in self._kept.items()}
 
     def _gather(self, piece: torch.Tensor, type_: TensorType) -> torch.Tensor:
         if not type_.placement.split_axes():
@@ -214,7 +223,8 @@ class Session:
                 if isinstance(value, torch.Tensor):
                     alike = value.dim() > 0 and value.shape == self.state.parameters[name].shape
                     tensors[f"optimizer.{key}.{name}"] = self._gather(value, type_) if alike else value.cpu().clone()
-        tensors.update((f"buffer.{name}", value.cpu().clone()) for name, value in self.state.buffers.items())
+        buffers = {name: self._gather(self.state.buffers[name], type_) for name, type_ in self._updates.items()}
+        tensors.update((f"buffer.{name}", value) for name, value in buffers.items())
         facts = {"step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"]}
         fault: list[RunError | None] = [None]
         if self.rank == 0:
@@ -244,9 +254,9 @@ class Session:
                     state[key] = self._take(value, type_) if tuple(value.shape) == type_.shape != () else value
                 if state:
                     self.optimizer.state[self.state.parameters[name]] = state
-            for name, buffer in self.state.buffers.items():
+            for name, type_ in self._updates.items():
                 if f"buffer.{name}" in checkpoint.shapes:
-                    self.state.buffers[name] = file.get_tensor(f"buffer.{name}").to(buffer)
+                    self.state.buffers[name] = self._take(file.get_tensor(f"buffer.{name}"), type_)
         self.step_number = checkpoint.step
 
 
@@ -270,9 +280,15 @@ def check_fits(build: Build, world: int) -> None:
     mesh = mesh_of(build)
     if world != mesh.world:
         raise RunError(
-            WORLD_SIZE, f"{world} process{'es' * (world != 1)} for a mesh of {str(mesh) or 'one rank'}, which has {mesh.world} ranks",
+            WORLD_SIZE,
+            f"{world} process{'es' * (world != 1)} for {mesh_text(mesh)}",
             f"start {mesh.world}: `parc run {build.path}`, or `torchrun --nproc-per-node {mesh.world} …`",
         )  # fmt: skip
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The mesh and how many ranks that makes."""
+    return f"a mesh of {mesh}, which has {mesh.world} ranks" if mesh.axes else "a mesh without axes, which has one rank"
 
 
 def check_source_of(build: Build) -> None:

@@ -47,18 +47,14 @@ class Stepper:
         self.actions, self.device, self.backend = tuple(actions), device, backend
         self.machines = {name: Machine(program, backend, device, **options) for name, program in programs.items()}
 
-    def gradients(
-        self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int
-    ) -> list[StepResult]:
+    def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Loss and gradients of a step. ``batches[rank][microbatch]``; ``step`` counts from 0 and seeds dropout."""
         work = [_Work() for _ in states]
         for action in self.actions:
             handler = getattr(self, f"_{action.kind.lower()}", None)
             if handler is not None:
                 handler(action, states, batches, step, work)
-        return [
-            StepResult(w.results["loss"], w.results.get("grad_norm"), _strip(w.results, "gradient ")) for w in work
-        ]
+        return [StepResult(w.results["loss"], w.results.get("grad_norm"), _strip(w.results, "gradient ")) for w in work]
 
     def loss(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """The loss alone, of the same numbers; nothing is kept for a backward."""

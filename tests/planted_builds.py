@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,14 +18,16 @@ from parc.driver import compile_plan
 from parc.grammar.source import Source
 from parc.runtime.simulate import TOLERANCE, Case, compare
 
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its words on shapes that do not fit
+
 ROOT = Path(__file__).resolve().parent.parent
 CHECKS = ("parse", "shapes", "types", "communication", "numbers")
 
 _GPT = """\
-model "./gpt.py:GPT" (layers=2, width=16, heads=2, vocab=24, length=8, dropout=0.25)
+model "./gpt.py:GPT" (layers=2, width=16, heads=2, vocab=24, length=4, dropout=0.25)
 input tokens int64 [B, S]
 input targets int64 [B, S]
-sizes B=8, S=8
+sizes B=4, S=4
 loss cross_entropy(output, targets)
 optimizer sgd lr 0.1 clip 1.0
 seed 1
@@ -78,7 +81,10 @@ _PLANS = {
     "gpt dp=2, tp=2, two microbatches": ("examples", _GPT + _GPT_LINES),
     "llama dp=2, tp=2": ("examples", _LLAMA),
     "stack tp=2, two microbatches": ("tests", _STACK),
-    "gpt with batch over dp and sequence over tp": ("examples", _GPT + "shard tokens, targets [B/dp, S/tp]\n"),
+    "gpt with batch over dp and sequence over tp": (
+        "examples",
+        _GPT.replace("layers=2", "layers=1") + "shard tokens, targets [B/dp, S/tp]\n",
+    ),
 }
 BUILDS = tuple(_PLANS)
 
@@ -120,22 +126,26 @@ def judge(
     build: GoodBuild,
     programs: Mapping[str, Program],
     actions: Sequence[Action] | None = None,
-    stored: Mapping[str, TensorType] | None = None,
 ) -> Verdict:
     """Hold changed programs against every check in order; numbers only where nothing before refuses."""
     case = build.case
     actions = case.actions if actions is None else actions
-    stored = build.stored if stored is None else stored
     try:
         read = {a: p if p is case.programs.get(a) else reread(p) for a, p in programs.items()}
     except ProgramError as error:
         return Verdict("parse", str(error), False)
-    faults = static_faults(read, stored, case.mesh, actions, case.microbatches, case.reference)
+    faults = static_faults(read, build.stored, case.mesh, actions, case.microbatches, case.reference)
     for check in CHECKS:
         found = [fault for fault in faults if fault.check == check]
         if found:
             return Verdict(check, str(found[0]), any(fault.check == "types" for fault in faults))
-    agreement = compare(replace(case, programs=read, actions=actions), 2)
+    try:
+        for steps in (1, 2):
+            agreement = compare(replace(case, programs=read, actions=actions), steps)
+            if not agreement.largest <= TOLERANCE:
+                break
+    except (RuntimeError, KeyError, IndexError, ValueError) as error:
+        return Verdict("numbers", f"does not run: {error}", False)
     if not agreement.largest <= TOLERANCE:
         return Verdict("numbers", str(agreement.worst), False)
     return Verdict("", "every check accepts it", False)

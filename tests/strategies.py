@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,7 +127,8 @@ def models(draw: st.DrawFn, most_layers: int = 4) -> ModelSpec:
     loss = draw(st.sampled_from(["cross_entropy", "cross_entropy", "mse", "mean", "sum"]))
     source = draw(st.sampled_from(["tokens", "tied", "floats"]))
     drawn = draw(st.lists(layers(heads), min_size=1, max_size=most_layers))
-    return ModelSpec(sizes, source, tuple(drawn), loss, draw(st.sampled_from([1, 1, 2, 3])))
+    spec = ModelSpec(sizes, source, tuple(drawn), loss, draw(st.sampled_from([1, 1, 2, 3])))
+    return spec if any(True for _ in RandomModel(spec).parameters()) else replace(spec, source="tokens")
 
 
 # ---- plans

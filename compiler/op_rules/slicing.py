@@ -90,6 +90,8 @@ def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> Row
         held, taken = tensors[long][dim], tensors[short][dim]
         begin = scale(start, held, size) if step == 1 else start
         end = begin if taken == 0 else tidy(begin + (taken - 1) * step + 1)
+        if step != 1 and same(taken * step, held):
+            end = held  # one of every `step` to the end, wherever that is on a rank
         changes: list[tuple[int, str, Any]] = [
             (first, "dim", dim),
             (first + 1, "start", begin),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,25 +147,21 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
 
 def _rank(given: argparse.Namespace) -> int:
     """One rank of a run. What fails is left for the launcher; torchrun prints no words of ours, so then we do."""
-    import os
-
     from parc.runtime.failures import failure_of, leave_failure
     from parc.runtime.processes import STORE
 
-    rank = int(os.environ["RANK"])
     try:
-        return _train_rank(given)
+        code = _train_rank(given)
     except Exception as error:
-        failure = failure_of(rank, error)
+        failure = failure_of(int(os.environ["RANK"]), error)
         leave_failure(failure)
         if STORE not in os.environ and (not failure.expected or os.environ["LOCAL_RANK"] == "0"):
             say(failure.text())
-        # Not a word of the interpreter's end: other ranks' connections are in an unknown state.
-        import sys
-
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(failure.exit_code)
+        code = failure.exit_code
+    # An interpreter that ends in peace destroys torch's groups under their own threads, which now and then aborts it.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _train_rank(given: argparse.Namespace) -> int:

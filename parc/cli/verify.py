@@ -12,6 +12,7 @@ from parc.cli.terminal import print_json, say, show, stages
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("build", metavar="DIR", type=Path)
+    parser.add_argument("--first-difference", action="store_true", help="where numbers differ, name the first line")
     parser.add_argument("--json", action="store_true", help="the outcome as JSON on stdout")
 
 
@@ -21,11 +22,21 @@ def run(given: argparse.Namespace) -> int:
         progress("loading torch")
         from parc.verification import verify_build
 
-        found = verify_build(given.build, progress)
+        found = verify_build(given.build, progress, locate=given.first_difference)
     if given.json:
         faults = [{"check": fault.check, "where": fault.where, "message": fault.message} for fault in found.faults]
-        print_json({"checks": found.checks, "numbers": found.numbers, "altered": found.altered, "faults": faults})
+        print_json(
+            {
+                "checks": found.checks,
+                "numbers": found.numbers,
+                "altered": found.altered,
+                "faults": faults,
+                "first_difference": found.difference or None,
+            }
+        )
     if found.faults:
+        if found.difference:
+            say(f"first difference: {found.difference}\n")
         return show_refusal(found.faults, edited=bool(found.altered))
     if found.altered:
         from parc.grammar.codes_build import BAD_BUILD

@@ -60,9 +60,31 @@ def _reduce_scatter(
 
 def _all_to_all(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
     _, dim, outer, to_dim, to_outer = args
+    if dim == to_dim:
+        return _regroup(backend, piece, dim, outer, to_outer, axes)
     ranks = _ranks_of(axes, backend.mesh)
     parts = [slice_dim(piece, ranks, index, to_dim, to_outer) for index in range(ranks)]
     return join_dim(_exchange(backend, parts, axes).unbind(0), dim, outer)
+
+
+def _regroup(
+    backend: Distributed, piece: torch.Tensor, dim: int, outer: int, to_outer: int, axes: tuple[str, ...]
+) -> torch.Tensor:
+    """From one way of splitting a dim to another: what two ranks exchange differs in size from pair to pair."""
+    ranks, index = _ranks_of(axes, backend.mesh), backend.index(axes)
+    places = torch.arange(piece.shape[dim] * ranks)
+    before = [slice_dim(places, ranks, rank, 0, outer) for rank in range(ranks)]
+    after = [slice_dim(places, ranks, rank, 0, to_outer) for rank in range(ranks)]
+    given = [torch.isin(before[index], theirs).nonzero().flatten().to(piece.device) for theirs in after]
+    taken = [torch.isin(after[index], theirs).nonzero().flatten().to(piece.device) for theirs in before]
+    rows = piece.movedim(dim, 0)
+    sent = torch.cat([rows.index_select(0, chosen) for chosen in given])
+    received = torch.empty_like(sent)
+    sizes = [len(chosen) for chosen in taken], [len(chosen) for chosen in given]
+    dist.all_to_all_single(received, sent, *sizes, group=backend.group(axes))
+    result = torch.empty_like(received)
+    result[torch.cat(taken)] = received
+    return result.movedim(0, dim).contiguous()
 
 
 def _row_max(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:

@@ -1,0 +1,59 @@
+"""Forms that autograd gives a backward, in the operators that types and programs know: nothing in place, and creation
+operators that read no tensor, each placed as its one reader needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_VALUES: Mapping[Any, Callable[[fx.Node], Any]] = {
+    aten.full.default: lambda node: node.args[1],
+    aten.full_like.default: lambda node: node.args[1],
+    aten.new_full.default: lambda node: node.args[2],
+    aten.scalar_tensor.default: lambda node: node.args[0],
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda node: 1),
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), lambda node: 0),
+}
+"""Creation operator → the value it fills with."""
+
+
+def write_functional(graph: fx.Graph) -> None:
+    """Operators that write a temporary of autograd's own become those that return it; tracing already lets later
+    readers read the result."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable and schema.name.endswith("_"):
+            packet = getattr(torch.ops.aten, schema.name.partition("::")[2].rstrip("_"))
+            node.target = getattr(packet, node.target._overloadname)
+
+
+def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx.Node, Any]) -> set[fx.Node]:
+    """Creation nodes whose placement nobody said, as ``full``, one for each reader."""
+    free: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        value = _VALUES.get(node.target)
+        if value is None or node in known:
+            continue
+        made = node.meta["val"]
+        fill = value(node)
+        node.target, node.args, node.kwargs = aten.full.default, (list(made.shape), fill), {"dtype": made.dtype}
+        free.add(node)
+        for reader in list(node.users)[1:]:
+            with graph.inserting_before(node):
+                copy = graph.node_copy(node)
+            copy.meta = dict(node.meta)
+            if node in owner:
+                owner[copy] = owner[node]
+            reader.replace_input_with(node, copy)
+            free.add(copy)
+    return free
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether a creation node makes zeros, which are a part of any sum."""
+    return node.args[1] == 0

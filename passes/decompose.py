@@ -1,0 +1,116 @@
+"""Operators that canonical form writes as several, so that a split batch gives a part of a sum: means, norms, losses."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    from .canonicalize import Canonicalizer
+
+aten = torch.ops.aten
+
+Rewrite = Callable[["Canonicalizer", fx.Node], None]
+
+_NONE, _MEAN = 0, 1  # torch's reduction argument
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Global shape of a node with one tensor result."""
+    return tuple(node.meta["val"].shape)
+
+
+def average(c: Canonicalizer, near: fx.Node, x: fx.Node, dims: list[int], keep: bool = False) -> fx.Node:
+    """The mean of ``x`` over ``dims``: a sum over the global count."""
+    total = c.emit(near, aten.sum.dim_IntList, x, dims, keep)
+    return c.emit(near, aten.div.Tensor, total, math.prod(shape_of(x)[dim] for dim in dims))
+
+
+def _mean(c: Canonicalizer, node: fx.Node) -> None:
+    x = node.args[0]
+    dtype = node.kwargs.get("dtype")
+    if not isinstance(x, fx.Node) or not (dtype or x.meta["val"].dtype).is_floating_point:  # type: ignore[union-attr]
+        return
+    if dtype is not None and dtype != x.meta["val"].dtype:
+        x = c.emit(node, aten._to_copy.default, x, dtype=dtype)
+    rank = len(shape_of(x))
+    given: Any = node.args[1] if len(node.args) > 1 and node.args[1] else range(rank)
+    keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    c.replace(node, average(c, node, x, [dim % max(rank, 1) for dim in given], keep))
+
+
+def _averaged_loss(reduction: int) -> Rewrite:
+    """A loss of every element, then their sum over how many there are; ``reduction``: that argument's position."""
+
+    def rewrite(c: Canonicalizer, node: fx.Node) -> None:
+        args, kwargs = list(node.args), dict(node.kwargs)
+        how = args[reduction] if len(args) > reduction else kwargs.pop("reduction", _MEAN)
+        if how == _NONE:
+            return
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        args += [kwargs.pop(name, None) for name in names[len(args) : reduction]]
+        args[reduction : reduction + 1] = [_NONE]
+        losses = c.emit(node, node.target, *args, **kwargs)
+        total = c.emit(node, aten.sum.default, losses)
+        count = math.prod(shape_of(losses))
+        c.replace(node, total if how != _MEAN else c.emit(node, aten.div.Tensor, total, count))
+
+    return rewrite
+
+
+def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
+    """Statistics as sums over the global count, so that they are the whole batch's however it is split."""
+    x, weight, bias, mean, var, training, momentum, eps = node.args
+    if not training or not isinstance(x, fx.Node):
+        return
+    shape = shape_of(x)
+    dims = [dim for dim in range(len(shape)) if dim != 1]
+    count = math.prod(shape[dim] for dim in dims)
+
+    def spread(value: Any) -> fx.Node:
+        """A value of each channel beside ``x``."""
+        for _ in range(len(shape) - 2):
+            value = c.emit(node, aten.unsqueeze.default, value, 1)
+        return value  # type: ignore[no-any-return]
+
+    def moved(old: Any, new: fx.Node) -> fx.Node:
+        kept = c.emit(node, aten.mul.Tensor, old, 1 - momentum)  # type: ignore[operator]
+        return c.emit(node, aten.add.Tensor, kept, c.emit(node, aten.mul.Tensor, new, momentum))
+
+    center = average(c, node, x, dims)
+    apart = c.emit(node, aten.sub.Tensor, x, spread(center))
+    square = c.emit(node, aten.sum.dim_IntList, c.emit(node, aten.mul.Tensor, apart, apart), dims)
+    biased = c.emit(node, aten.div.Tensor, square, count)
+    scale = c.emit(node, aten.rsqrt.default, c.emit(node, aten.add.Tensor, biased, eps))
+    result = c.emit(node, aten.mul.Tensor, apart, spread(scale))
+    if weight is not None:
+        result = c.emit(node, aten.mul.Tensor, result, spread(weight))
+    if bias is not None:
+        result = c.emit(node, aten.add.Tensor, result, spread(bias))
+    unbiased = c.emit(node, aten.div.Tensor, c.emit(node, aten.detach.default, square), max(count - 1, 1))
+    results = {0: lambda: result, 1: lambda: center, 2: lambda: scale,
+               3: lambda: moved(mean, c.emit(node, aten.detach.default, center)),
+               4: lambda: moved(var, unbiased)}  # fmt: skip
+    for user in list(node.users):
+        if user.target is operator.getitem:
+            c.replace(user, results[user.args[1]]())  # type: ignore[index]
+
+
+DECOMPOSITIONS: Mapping[Any, Rewrite] = {
+    aten.mean.dim: _mean,
+    aten.mean.default: _mean,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    **dict.fromkeys(
+        (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+         aten.soft_margin_loss.default, aten.kl_div.default),
+        _averaged_loss(2),
+    ),
+    aten.binary_cross_entropy.default: _averaged_loss(3),
+    aten.binary_cross_entropy_with_logits.default: _averaged_loss(4),
+}  # fmt: skip
+"""Operator → rewrite."""

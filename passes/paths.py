@@ -1,0 +1,108 @@
+"""Paths: the cheapest order of typed conversions from one placement of a value to another."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+from ..compiler.collectives import TypeFault
+from ..compiler.mesh import Mesh
+from ..compiler.placement import AxisType, Placement, Split, dual, local_shape
+
+Changes = tuple[tuple[str, AxisType], ...]
+"""What one step changes: axes with their new types, all from one type to one type."""
+
+_MESSAGE = 1
+"""What a message costs beside its bytes, in bytes: of two paths that move as much, the one of fewer messages."""
+
+
+@lru_cache(maxsize=65536)
+def cheapest_path(
+    have: Placement, want: Placement, shape: tuple[int, ...], mesh: Mesh, flows: bool
+) -> tuple[Changes, ...]:
+    """Steps from ``have`` to ``want``. Each axis goes straight to its type, or over whole where two axes would be in
+    each other's way. The cost is what all ranks send, the gradient's way back included if it ``flows``.
+
+    Raises:
+        TypeFault: there is no path.
+    """
+    # the order of equal costs: what shrinks the value first, then exchanges, then sums, then gathers
+    pending: list[tuple[float, int, int, Placement, tuple[Changes, ...]]] = [(0.0, 0, 0, have, ())]
+    done: set[Placement] = set()
+    counter = 0
+    while pending:
+        cost, rank, _, at, path = heapq.heappop(pending)
+        if at == want:
+            return path
+        if at in done:
+            continue
+        done.add(at)
+        for order, step in enumerate(_steps(at, want, mesh, shape)):
+            after = at.replace(dict(step))
+            if after in done or not fits(shape, after, mesh):
+                continue
+            counter += 1
+            price = cost + _price(at, after, step, shape, mesh, flows)
+            heapq.heappush(pending, (price, rank + order, counter, after, (*path, step)))
+    raise TypeFault(f"there is no conversion from {have} to {want}")
+
+
+def _steps(at: Placement, want: Placement, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Changes]:
+    """The next steps, in the order in which they are tried."""
+    open_ = [(axis, old, want[axis]) for axis, old in at.items() if old != want[axis]]
+    inner_first = sorted(open_, key=lambda entry: -entry[1].outer if isinstance(entry[1], Split) else 0)
+    outer_first = sorted(open_, key=lambda entry: entry[2].outer if isinstance(entry[2], Split) else 0)
+    yield from (((axis, new),) for axis, old, new in outer_first if isinstance(new, Split) and old == "P")
+    yield from (((axis, new),) for axis, old, new in outer_first if isinstance(new, Split) and old in ("I", "R"))
+    yield from (((axis, new),) for axis, old, new in outer_first if isinstance(new, Split) and isinstance(old, Split))
+    sums = [axis for axis, old, new in open_ if old == "P"]
+    whole = [axis for axis in sums if not isinstance(want[axis], Split)]
+    for axes in dict.fromkeys((tuple(whole), tuple(sums))):
+        if axes:  # a sum to R is a sum to I, then the mark that its gradient will be summed
+            yield tuple((axis, "I") for axis in axes)
+    for axis, old, new in inner_first:
+        if isinstance(old, Split):
+            yield ((axis, "I" if isinstance(new, Split) or new == "P" else new),)
+    marks = tuple((axis, new) for axis, old, new in open_ if (old, new) == ("I", "R"))
+    if marks:
+        yield marks
+
+
+def fits(shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> bool:
+    """Whether the splits of each dim nest and divide it."""
+    for dim, size in enumerate(shape):
+        position = 1
+        for outer, axis in placement.splits(dim):
+            if outer % position:
+                return False
+            position = outer * mesh.size(axis)
+        if size % position:
+            return False
+    return True
+
+
+def _price(
+    before: Placement, after: Placement, step: Changes, shape: tuple[int, ...], mesh: Mesh, flows: bool
+) -> float:
+    axes = tuple(axis for axis, _ in step)
+    ranks = math.prod(mesh.size(axis) for axis in axes)
+    small, large = sorted(math.prod(local_shape(shape, p, mesh)) for p in (before, after))
+    source, result = before[axes[0]], after[axes[0]]
+    price = _sent(source, result, ranks, small, large)
+    if flows:
+        price += _sent(dual(result), dual(source), ranks, small, large)
+    return price
+
+
+def _sent(source: AxisType, result: AxisType, ranks: int, small: int, large: int) -> float:
+    """Elements that a rank sends, by the ring algorithms, for values of which a rank holds ``small`` or ``large``."""
+    share = (ranks - 1) / ranks
+    if source == "P":
+        return _MESSAGE + share * large * (1 if isinstance(result, Split) else 2)
+    if isinstance(source, Split):
+        if isinstance(result, Split):
+            return _MESSAGE + share * small
+        return 0 if result == "P" else _MESSAGE + share * large
+    return 0

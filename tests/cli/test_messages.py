@@ -1,0 +1,255 @@
+"""Commands in this process: what each says, where, and with which exit code, above all for a person's mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parc.cli import COMMANDS, main
+from tests.runtime.tiny import DATA, PLAN, TENSOR, build
+
+Captured = pytest.CaptureFixture[str]
+
+MODELS = """
+import torch
+from torch import nn
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(256, 8)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        if x.sum() > 0:
+            x = x * 2
+        return x @ self.table.weight.T
+
+
+def llama(use_cache):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=2, use_cache=use_cache)
+    return LlamaForCausalLM(config)
+
+
+def fails():
+    raise RuntimeError("no weights here")
+"""
+
+
+def parc(capsys: Captured, *words: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    capsys.readouterr()
+    code = main([str(word) for word in words])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A build over dp=2, without a report."""
+    return build(tmp_path_factory.mktemp("cli"), DATA)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, made: Path) -> Path:
+    """A good plan with a `let`, in a folder with models."""
+    (tmp_path / "gpt.py").write_text((made.parent / "gpt.py").read_text())
+    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    place = tmp_path / "tiny.parc"
+    place.write_text("let tp=2\n" + PLAN + TENSOR.replace("tp=2", "tp=$tp"))
+    return place
+
+
+def test_help_and_usage(capsys: Captured) -> None:
+    code, out, _ = parc(capsys, "--help")
+    assert code == 0 and all(name in out for name in COMMANDS)
+    code, out, err = parc(capsys)
+    assert (code, out) == (2, "") and "usage: parc" in err
+    assert parc(capsys, "bulid")[0] == 2
+    assert parc(capsys, "build")[0] == 2
+    code, _, err = parc(capsys, "run", "x", "--nproc", "two")
+    assert code == 2 and "`two` is not a whole number of at least 1" in err
+    for command in COMMANDS:
+        code, out, _ = parc(capsys, command, "--help")
+        assert code == 0 and out.startswith(f"usage: parc {command}")
+    assert parc(capsys, "--version")[1].startswith("parc 0.")
+
+
+def test_words_before_torch_are_instant() -> None:
+    """Help, explanations, and the mistakes of a plan's text need no torch."""
+    code = """
+import sys
+from parc.cli import main
+for words in (["--help"], ["explain", "P0107"], ["check", "missing.parc"], ["run", "--help"]):
+    main(words)
+sys.exit("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0
+
+
+def test_explain(capsys: Captured) -> None:
+    code, out, _ = parc(capsys, "explain", "P0107")
+    assert code == 0 and out.startswith("## P0107: a sharded dim does not divide evenly")
+    assert parc(capsys, "explain", "p0107")[1] == out
+    code, out, err = parc(capsys, "explain", "P0170")
+    assert (code, out) == (1, "") and "there is no code `P0170`; did you mean" in err
+
+
+def test_build_show_and_verify(capsys: Captured, plan: Path, tmp_path: Path) -> None:
+    out_folder = tmp_path / "made"
+    code, out, err = parc(capsys, "build", plan, "-o", out_folder, "--json")
+    report = json.loads(out)
+    assert (
+        code == 0 and report["mesh"] == {"tp": 2} and set(report["seconds"]) == {"capture", "passes", "checks", "emit"}
+    )
+    assert "seconds" not in json.loads((out_folder / "report.json").read_text())
+    code, out, err = parc(capsys, "show", out_folder)
+    assert code == 0 and err == "" and "tp=2 (2 ranks)" in out
+    assert "blocks.*.attn.qkv.weight  x2  f32[(3 16/tp), 16]" in out and "stage0.F.py" in out
+    shown = json.loads(parc(capsys, "show", out_folder, "--json")[1])
+    assert {row["name"]: row["local_bytes"] for row in shown["parameter_table"]}["embed.weight"] == 256 * 16 * 4 // 2
+    code, out, _ = parc(capsys, "show", out_folder, "--role", "stage0", "--action", "SCALE")
+    assert code == 0 and out == (out_folder / "programs" / "stage0.SCALE.py").read_text()
+    assert parc(capsys, "show", out_folder, "--action", "Q")[0] == 2
+    code, out, err = parc(capsys, "verify", out_folder)
+    assert code == 0 and "numbers tested" in err
+
+    program = out_folder / "programs" / "stage0.B.py"
+    good = program.read_text()
+    program.write_text(good.replace("= parc.all_reduce(", "= parc.all_gather(", 1))
+    assert parc(capsys, "verify", out_folder)[0] in (1, 5)
+    number = next(line for line in good.splitlines() if "aten.mul.Tensor" in line)
+    program.write_text(good.replace(number, number.replace("aten.mul.Tensor", "aten.add.Tensor"), 1))
+    code, out, err = parc(capsys, "verify", out_folder, "--json")
+    assert code == 5 and "error[P0210]" in err and json.loads(out)["altered"] == ["programs/stage0.B.py"]
+
+    program.write_text(good)
+    program = out_folder / "programs" / "stage0.F.py"
+    program.write_text(program.read_text().replace("aten.gelu.default(", "aten.silu.default("))
+    code, _, err = parc(capsys, "verify", out_folder, "--first-difference")
+    assert code == 5 and "first difference: " in err and "in `blocks.0.mlp.down` at gpt.py:" in err
+
+
+def test_a_build_is_the_same_byte_for_byte(capsys: Captured, plan: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        assert parc(capsys, "build", plan, "-o", tmp_path / name)[0] == 0
+    files = [
+        sorted(path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob("*.*"))
+        for name in ("first", "second")
+    ]
+    assert files[0] == files[1]
+    assert all((tmp_path / "first" / f).read_bytes() == (tmp_path / "second" / f).read_bytes() for f in files[0])
+
+
+def test_check(capsys: Captured, plan: Path) -> None:
+    before = sorted(plan.parent.iterdir())
+    code, out, err = parc(capsys, "check", plan)
+    assert (code, out) == (0, "") and "no fault found" in err
+    assert [path for path in sorted(plan.parent.iterdir()) if path.name != "__pycache__"] == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "expected"),
+    [
+        (("let tp=2", "let tp=2, tp=2"), (), ["error[P0006]"]),
+        (("mesh ", "mehs "), (), ["error[P0002]", "did you mean `mesh`?", "tiny.parc:"]),
+        (None, ("-D", "pt=2"), ["error[P0008]", "`tp`"]),
+        (("./gpt.py:GPT", "./gtp.py:GPT"), (), ["error[P0201]", "there is no file `gtp.py`"]),
+        (("./gpt.py:GPT", "./gpt.py:GTP"), (), ["error[P0201]", "has no `GTP`"]),
+        (("./gpt.py:GPT", "./broken.py:GPT"), (), ["error[P0201]", "model's own traceback", "nothing_of_this_name"]),
+        (("layers=2, width=16", "layers=2, wdith=16"), (), ["error[P0201]", "wdith"]),
+        (("blocks.*.mlp.up over", "blocks.*.mpl.up over"), (), ["error[P0104]", "blocks.*.mlp.up"]),
+        (None, ("-D", "tp=3"), ["error[P010"]),
+        (("vocab ", "row blocks.0.mlp.up over tp\nvocab "), (), ["error[P0105]"]),
+    ],
+)  # fmt: skip
+def test_mistakes_in_plans(
+    capsys: Captured, plan: Path, change: tuple[str, str] | None, words: tuple[str, ...], expected: list[str]
+) -> None:
+    if change is not None:
+        assert change[0] in plan.read_text()
+        plan.write_text(plan.read_text().replace(*change))
+    for command in ("check", "build", "run"):
+        code, out, err = parc(capsys, command, plan, *words)
+        assert (code, out) == (1, ""), err
+        assert all(text in err for text in expected), err
+        assert "Traceback" not in err or "model's own traceback" in err
+        if command == "check" and "traceback" in err:
+            break  # a module that failed is imported again by the next command: once is enough
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ('"./models.py:Branches" ()', ["error[P0202]", "torch.where", "models.py:"]),
+        ('"./models.py:llama" (use_cache=true)', ["error[P0203]", "use_cache=False"]),
+        ('"./models.py:fails" ()', ["error[P0201]", "no weights here", 'raise RuntimeError("no weights here")']),
+    ],
+)
+def test_models_that_cannot_be_captured(capsys: Captured, plan: Path, model: str, expected: list[str]) -> None:
+    text = "\n".join(PLAN.splitlines()[2:])
+    plan.write_text(f"model {model}\n{text}\n")
+    code, _, err = parc(capsys, "check", plan)
+    assert code == 1 and all(part in err for part in expected), err
+
+
+def test_runs_that_cannot_start(capsys: Captured, made: Path, tmp_path: Path) -> None:
+    def run(*words: object) -> tuple[int, str]:
+        code, out, err = parc(capsys, "run", *words)
+        assert out == ""
+        return code, err
+
+    code, err = run(made, "--nproc", 3)
+    assert code == 1 and "error[P0301]: 3 processes for a mesh of dp=2, which has 2 ranks" in err
+    code, err = run(tmp_path / "missing")
+    assert code == 1 and "error[P0211]" in err and "has no manifest.json" in err
+    code, err = run(made, "-D", "tp=2")
+    assert code == 2 and "-D is for plans" in err
+    assert run(made, "--save-every", 2)[0] == 2
+    assert run(made, "--nnodes", 2)[0] == 2
+    code, err = run(made, "--resume", tmp_path)
+    assert code == 1 and "error[P0304]" in err
+    (tmp_path / "kept.txt").write_text("kept")
+    code, err = run(made, "--save", tmp_path)
+    assert code == 1 and "exists and is not a checkpoint" in err
+
+
+def test_builds_that_are_not_as_they_were(capsys: Captured, made: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy)
+    program = copy / "programs" / "stage0.F.py"
+    text = program.read_text()
+    program.write_text(text + "\n")
+    for command in ("run", "show"):
+        code, _, err = parc(capsys, command, copy)
+        assert code == 1 and "error[P0211]" in err and "stage0.F.py` was altered" in err
+    program.unlink()
+    code, _, err = parc(capsys, "run", copy)
+    assert code == 1 and "stage0.F.py` is missing" in err
+    program.write_text(text)
+    manifest = copy / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"torch": "', '"torch": "1.'))
+    code, _, err = parc(capsys, "run", copy)
+    assert code == 1 and "error[P0212]" in err and "was built with torch 1." in err
+    manifest.write_text("{")
+    assert parc(capsys, "run", copy)[0] == 1
+    code, _, err = parc(capsys, "build", made.parent / "build.parc", "-o", tmp_path)
+    assert code == 1 and "is not a build; it is left as it is" in err
+
+
+def test_a_fault_of_parcs_own_says_what_to_report(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parc.cli.explain.CODES", None)
+    code, _, err = parc(capsys, "explain", "P0107")
+    assert code == 3 and "Please report" in err and "parc 0." in err and "TypeError" in err

@@ -1,0 +1,163 @@
+"""Real runs of two gloo processes: metrics, checkpoints, torchrun, signals, and ranks that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parc
+from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, build
+
+SAMPLES = """
+import os
+import signal
+import torch
+
+
+def good(number):
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, 256, (8,), generator=generator)
+    return {"tokens": tokens, "targets": tokens}
+
+
+def killed(number):
+    if number >= 12 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return good(number)
+
+
+def fails(number):
+    if number == 23 and os.environ["RANK"] == "1":
+        raise LookupError("the shelf is empty")
+    return good(number)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with builds of one model: over dp=2, over tp=2, and of one rank."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "samples.py").write_text(SAMPLES)
+    build(folder, DATA, name="dp")
+    build(folder, TENSOR, name="tp")
+    build(folder, ONE, name="one")
+    return folder
+
+
+def start(
+    *words: object, launcher: tuple[str, ...] = ("-m", "parc", "run"), more: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """A started command."""
+    command = [sys.executable, *launcher, *map(str, words)]
+    variables = {**environment(), **(more or {})}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
+
+
+def environment() -> dict[str, str]:
+    """This process's, without what would make a command take itself for a rank."""
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and stderr; stdout is empty."""
+    out, err = process.communicate(timeout=120)
+    assert out == ""
+    return process.returncode, err
+
+
+def steps_of(path: Path) -> list[dict[str, Any]]:
+    """A metrics file's steps."""
+    return [line for line in map(json.loads, path.read_text().splitlines()) if "step" in line]
+
+
+def test_a_run_its_checkpoint_and_another_plan_that_goes_on(folder: Path, tmp_path: Path) -> None:
+    metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint"
+    two = start(folder / "tp", "--steps", 2, "--metrics", metrics, "--save", checkpoint, "--save-every", 1)
+    code, err = finish(two)
+    assert code == 0, err
+    assert err.splitlines()[0].startswith("step 1/2  loss 5.") and err.splitlines()[-1].startswith("step 2/2")
+    code, err = finish(start(folder / "dp", "--steps", 4, "--metrics", metrics, "--resume", checkpoint))
+    assert code == 0, err
+    run, first, *_ = map(json.loads, metrics.read_text().splitlines())
+    assert run["run"]["mesh"] == {"tp": 2} and run["run"]["start"] == 0
+    assert set(first) == {"step", "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "peak_bytes"}
+    assert first["tokens"] == 64 and len(first["peak_bytes"]) == 2 and first["lr"] == 1e-2
+    plain = parc.reference(folder / "dp")
+    for found, expected in zip(steps_of(metrics), [plain.step() for _ in range(4)], strict=True):
+        assert found["step"] == expected.step
+        assert found["loss"] == pytest.approx(expected.loss, rel=1e-5)
+    plain.close()
+
+
+def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "parc", "run")
+    good = start(folder / "dp", "--steps", 2, "--metrics", metrics, launcher=torchrun)
+    code, err = finish(good)
+    assert code == 0, err
+    assert len(steps_of(metrics)) == 2
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    code, err = finish(start(folder / "dp", more=alone))
+    assert code == 1 and err.count("error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks") == 1
+    code, err = finish(start(folder / "dp", more={**alone, "RANK": "1", "LOCAL_RANK": "1"}))
+    assert (code, err) == (1, "")  # said once a host
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "expected"),
+    [
+        ("killed", 4, ["rank 1 failed: it was killed by SIGKILL, often because memory ran out"]),
+        ("fails", 1, ["error[P0303]: step 3: making sample 23 failed: LookupError: the shelf is empty"]),
+    ],
+)
+def test_a_rank_that_fails_is_said_once(folder: Path, data: str, code: int, expected: list[str]) -> None:
+    made = build(folder, DATA, PLAN.replace('bytes "*.py"', f'"./samples.py:{data}" ()'), name=data)
+    found, err = finish(start(made, "--steps", 5))
+    assert found == code, err
+    assert all(err.count(text) == 1 for text in expected), err
+    assert "Traceback" not in err and "torch.distributed" not in err, err
+
+
+def test_numbers_that_are_not_finite_stop_a_run(folder: Path) -> None:
+    made = build(folder, TENSOR, PLAN.replace("lr 1e-2", "lr 1e30"), name="steep")
+    code, err = finish(start(made, "--steps", 5))
+    assert code == 4, err
+    assert err.count("error[P0302]: step 2: ") == 1 and "note: the first is " in err and "nothing was updated" in err
+
+
+@pytest.mark.parametrize(("name", "number", "code"), [("dp", signal.SIGTERM, 143), ("one", signal.SIGINT, 130)])
+def test_a_signal_saves_between_two_steps(
+    folder: Path, tmp_path: Path, name: str, number: signal.Signals, code: int
+) -> None:
+    metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint"
+    process = start(folder / name, "--steps", 10**6, "--metrics", metrics, "--save", checkpoint)
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not (metrics.is_file() and len(steps_of(metrics)) >= 2):
+        time.sleep(0.05)
+    process.send_signal(number)
+    found, err = finish(process)
+    assert found == code, err
+    last = json.loads((checkpoint / "state.json").read_text())["step"]
+    assert f"stopped by {number.name} after step {last}; saved to {checkpoint}" in err
+    assert "Traceback" not in err
+    assert steps_of(metrics)[-1]["step"] == last
+
+
+def test_a_plan_is_built_and_run(folder: Path, tmp_path: Path) -> None:
+    plan = folder / "alone.parc"
+    plan.write_text(PLAN)
+    process = subprocess.run(
+        [sys.executable, "-m", "parc", "run", str(plan), "--steps", "1"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert "built alone.parc.build" in process.stderr and (tmp_path / "alone.parc.build" / "manifest.json").is_file()

@@ -1,0 +1,72 @@
+"""Planted bugs: good builds changed in one place, as a faulty pass would, and which check refuses each.
+
+``python -m tests.planted_bugs`` prints the table.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tests.planted_builds import BUILDS, CHECKS, GoodBuild, Verdict, good_build, judge
+from tests.planted_conversions import CONVERSIONS
+from tests.planted_sites import Mutant
+from tests.planted_slips import SLIPS
+
+
+@dataclass
+class Row:
+    """A class of mutants: how many, which check is the first to refuse them, how many types refuse."""
+
+    mutants: int = 0
+    by_types: int = 0
+    first: Counter[str] = field(default_factory=Counter)
+    accepted: list[str] = field(default_factory=list)
+
+    def note(self, mutant: Mutant, verdict: Verdict) -> None:
+        """Count one more."""
+        self.mutants += 1
+        self.by_types += verdict.by_types
+        self.first[verdict.check] += 1
+        if not verdict.check:
+            self.accepted.append(mutant.what)
+
+
+def plant(build: GoodBuild) -> Iterator[Mutant]:
+    """Every mutant of a build."""
+    for make in (*CONVERSIONS, *SLIPS):
+        yield from make(build)
+
+
+def table(names: Sequence[str] = BUILDS) -> dict[str, Row]:
+    """All mutants of some builds, judged."""
+    rows: dict[str, Row] = {}
+    for name in names:
+        build = good_build(name)
+        for mutant in plant(build):
+            verdict = judge(build, mutant.programs, mutant.actions)
+            rows.setdefault(mutant.kind, Row()).note(mutant, verdict)
+    return rows
+
+
+def table_text(rows: Mapping[str, Row]) -> str:
+    """The table, a line a class and a last line of sums."""
+    head = f"{'class':<40}{'mutants':>9}" + "".join(f"{check:>15}" for check in CHECKS) + f"{'accepted':>10}"
+    lines = [head]
+    total: Counter[str] = Counter()
+    for kind, row in rows.items():
+        total.update(row.first)
+        counts = "".join(f"{row.first[check]:>15}" for check in CHECKS)
+        lines.append(f"{kind:<40}{row.mutants:>9}{counts}{row.first['']:>10}")
+    counts = "".join(f"{total[check]:>15}" for check in CHECKS)
+    lines.append(f"{'all':<40}{sum(total.values()):>9}{counts}{total['']:>10}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    found = table()
+    print(table_text(found))
+    for kind, row in found.items():
+        for what in row.accepted:
+            print(f"accepted: {kind}: {what}")

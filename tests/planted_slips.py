@@ -1,0 +1,231 @@
+"""Planted bugs that are not about a collective: the loss's scale, gradients, randomness, sizes, the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from parc.compiler.actions import Action
+from parc.compiler.program import Cut, Line, Ref, Value
+from tests.planted_builds import GoodBuild
+from tests.planted_sites import Mutant, Programs, Site, sites, with_function
+
+
+def _main(programs: Programs, action: str, **changes: Any) -> Programs:
+    """The programs with parts of a main function replaced."""
+    return with_function(programs, action, replace(programs[action].main, **changes))
+
+
+def unscaled(build: GoodBuild) -> Iterator[Mutant]:
+    """The loss or the gradients are scaled never, twice, or by something else."""
+    kind, programs = "un-scale the loss", build.case.programs
+    for site in sites(programs, lambda line: line.op in ("aten.reciprocal.default", "aten.mul.Tensor")):
+        if site.action in ("SCALE", "REDUCE"):
+            yield Mutant(kind, site.named("leave out"), site.replaced(read=site.source.name))
+            again = replace(site.result, name="again")
+            if site.action == "REDUCE":
+                twice = replace(site.line, results=(again,), args=(Ref(site.result.name), *site.line.args[1:]))
+            else:
+                twice = Line((again,), "aten.mul.Tensor", (Ref(site.result.name), Ref(site.result.name)))
+            yield Mutant(kind, site.named("square"), site.replaced(site.line, twice, read="again"))
+            more = Line((again,), "aten.mul.Scalar", (Ref(site.result.name), 2.0))
+            yield Mutant(kind, site.named("double"), site.replaced(site.line, more, read="again"))
+    for site in sites(programs, lambda line: line.op == "aten.full.default"):
+        if site.action == "SCALE":
+            for factor in (2.0, 0.5, 0.0):
+                line = replace(site.line, args=([], site.line.args[1] * factor))
+                yield Mutant(kind, site.named(f"times {factor}"), site.replaced(line))
+    yield from _backward_scale(build, kind)
+
+
+def _backward_scale(build: GoodBuild, kind: str) -> Iterator[Mutant]:
+    programs, main = build.case.programs, build.case.programs["B"].main
+    scale = next(value for value in main.parameters if value.role == "scale")
+    made = Value("another_scale", scale.type)
+    squared = Line((made,), "aten.mul.Tensor", (Ref(scale.name), Ref(scale.name)))
+    one = Line((made,), "aten.full.default", ([], 1.0), (("dtype", scale.type.dtype),))
+    for what, line in (("B squares the scale", squared), ("B scales by one", one)):
+        lines = tuple(_renamed(old, scale.name, made.name) for old in main.lines)
+        yield Mutant(kind, what, _main(programs, "B", lines=(line, *lines)))
+    name, value = next((n, v) for n, v in main.returns if main.values()[v].type.dtype == scale.type.dtype)
+    again = replace(main.values()[value], name="scaled_again", role="")
+    line = Line((again,), "aten.mul.Tensor", (Ref(value), Ref(scale.name)))
+    returns = tuple((n, again.name if n == name else v) for n, v in main.returns)
+    yield Mutant(kind, f"{name} is scaled twice", _main(programs, "B", lines=(*main.lines, line), returns=returns))
+
+
+def _renamed(line: Line, old: str, new: str) -> Line:
+    return replace(line, args=tuple(Ref(new) if item == Ref(old) else item for item in line.args))
+
+
+def split_sums(build: GoodBuild) -> Iterator[Mutant]:
+    """A gradient that is the sum of several uses' gets one of them."""
+    programs = build.case.programs
+    for site in sites(programs, lambda line: line.op == "aten.add.Tensor" and len(list(line.uses())) == 2):
+        if site.action != "B":
+            continue
+        whole = site.function.name == programs["B"].main.name
+        kind = "split a tied weight's gradient" if whole else "forget a part of a sum in backward"
+        for name in site.line.uses():
+            yield Mutant(kind, site.named(f"keep {name} of"), site.replaced(read=name))
+        if whole:
+            first, second = site.line.uses()
+            main = programs["B"].main
+            apart = _main(
+                site.replaced(read=first),
+                "B",
+                lines=tuple(line for line in main.lines if line is not site.line),
+                returns=(
+                    *((k, first if v == site.result.name else v) for k, v in main.returns),
+                    ("head.weight", second),
+                ),
+            )
+            yield Mutant(kind, site.named("return both parts of"), apart)
+
+
+def wrong_gradients(build: GoodBuild) -> Iterator[Mutant]:
+    """A gradient is missing, or is another parameter's of equal type."""
+    programs, main = build.case.programs, build.case.programs["B"].main
+    values = main.values()
+    for position, (name, value) in enumerate(main.returns):
+        without = _main(programs, "B", returns=tuple(pair for pair in main.returns if pair[0] != name))
+        yield Mutant("leave out a gradient", f"B: {name}", without)
+        yield Mutant("leave out a gradient", f"B, REDUCE: {name}", _unreduced(without, f"gradient {name}"))
+        alike = [(n, v) for n, v in main.returns if n > name and values[v].type == values[value].type]
+        for other, theirs in alike[: position % 3 == 0]:
+            swap = {name: theirs, other: value}
+            returns = tuple((n, swap.get(n, v)) for n, v in main.returns)
+            yield Mutant("give a gradient to another", f"{name} and {other}", _main(programs, "B", returns=returns))
+        for other, _ in alike[: position % 3 == 0]:
+            returns = tuple((n, value if n == other else v) for n, v in main.returns)
+            yield Mutant(
+                "give a gradient to another", f"{name}'s to {other} too", _main(programs, "B", returns=returns)
+            )
+
+
+def _unreduced(programs: Programs, role: str) -> Programs:
+    """REDUCE without one gradient, its sum and its part of the norm."""
+    main = programs["REDUCE"].main
+    gone = {value.name for value in main.parameters if value.role == role}
+    lines = []
+    for line in main.lines:
+        (result,) = line.results
+        assert result is not None
+        if line.op == "aten.stack.default" and gone & set(line.uses()):
+            items = [item for item in line.args[0] if item.name not in gone]
+            shape = replace(result, type=replace(result.type, shape=(len(items),)))
+            lines.append(replace(line, args=(items,), results=(shape,)))
+        elif gone & set(line.uses()):
+            gone.add(result.name)
+        else:
+            lines.append(line)
+    parameters = tuple(value for value in main.parameters if value.role != role)
+    returns = tuple(pair for pair in main.returns if pair[0] != role)
+    return _main(programs, "REDUCE", parameters=parameters, lines=tuple(lines), returns=returns)
+
+
+def wrong_values(build: GoodBuild) -> Iterator[Mutant]:
+    """F hands B another value of equal type, one too few, or one too many."""
+    kind, programs, main = "save another value", build.case.programs, build.case.programs["F"].main
+    values = main.values()
+    saved = [(key, name) for key, name in main.returns if key.startswith("saved ")]
+    for key, name in saved:
+        returns = tuple(pair for pair in main.returns if pair[0] != key)
+        yield Mutant(kind, f"not {name}", _main(programs, "F", returns=returns))
+        other = next((n for n in values if n != name and values[n].type == values[name].type), None)
+        if other is not None:
+            returns = tuple((k, other if k == key else v) for k, v in main.returns)
+            yield Mutant(kind, f"{other} as {name}", _main(programs, "F", returns=returns))
+    kept = {name for _, name in main.returns}
+    for name in [name for name in values if name not in kept and values[name].role == ""][:3]:
+        yield Mutant(kind, f"{name} too", _main(programs, "F", returns=(*main.returns, (f"saved {name}", name))))
+    for position, line in enumerate(main.lines):
+        names = [value for value in line.results if value is not None]
+        pair = next(((a, b) for a in names for b in names if a.name < b.name and a.type == b.type), None)
+        if line.calls_function and pair is not None:
+            swap = {pair[0].name: pair[1], pair[1].name: pair[0]}
+            results = tuple(v and swap.get(v.name, v) for v in line.results)
+            lines = (*main.lines[:position], replace(line, results=results), *main.lines[position + 1 :])
+            what = f"{pair[0].name} and {pair[1].name} change names"
+            yield Mutant(kind, what, _main(programs, "F", lines=lines))
+
+
+def wrong_streams(build: GoodBuild) -> Iterator[Mutant]:
+    """A dropout draws from another stream than its own."""
+    kind = "draw from another random stream"
+    found = list(sites(build.case.programs, lambda line: line.op == "parc.stream_key.default"))
+    for position, site in enumerate(found):
+        rng, name, seed = site.line.args
+        changes = [(f"{name}x", seed), (name, seed + 1), (found[position - 1].line.args[1], seed)]
+        for other, number in changes:
+            line = replace(site.line, args=(rng, other, number))
+            yield Mutant(kind, site.named(f"{other} {number} for"), site.replaced(line))
+    for site, other in pairwise(found):
+        lines = list(site.function.lines)
+        lines[site.index] = replace(site.line, args=other.line.args)
+        lines[other.index] = replace(other.line, args=site.line.args)
+        swapped = with_function(site.programs, site.action, replace(site.function, lines=tuple(lines)))
+        yield Mutant(kind, site.named("swap with the next"), swapped)
+
+
+_POSITIONS = frozenset({"aten.slice.Tensor", "aten.select.int", "parc.iota.default", "aten.split.Tensor",
+                        "aten.split_with_sizes.default"})  # fmt: skip
+
+
+def off_by_one(build: GoodBuild) -> Iterator[Mutant]:
+    """A size or a position is too large or too small by one entry of a rank."""
+    for site in sites(build.case.programs, lambda line: "." in line.op):
+        for place, item in enumerate(site.line.args):
+            for what, changed in _near(item, site.line.op in _POSITIONS):
+                args = (*site.line.args[:place], changed, *site.line.args[place + 1 :])
+                line = replace(site.line, args=args)
+                value = next(v for v in line.results if v is not None)
+                named = f"{what} in {site.action} {site.function.name}: {value.name} = {line.op}, argument {place}"
+                yield Mutant("be off by one", named, _at(site, line))
+
+
+def _at(site: Site, line: Line) -> Programs:
+    lines = (*site.function.lines[: site.index], line, *site.function.lines[site.index + 1 :])
+    return with_function(site.programs, site.action, replace(site.function, lines=lines))
+
+
+def _near(item: Any, position: bool) -> Iterator[tuple[str, Any]]:
+    """The argument with one of its numbers changed."""
+    if isinstance(item, Cut):
+        yield f"{item.size} + {2 ** len(item.axes)}", replace(item, size=item.size + 2 ** len(item.axes))
+    elif position and isinstance(item, int) and not isinstance(item, bool):
+        yield f"{item} + 1", item + 1
+        yield f"{item} - 1", item - 1
+    elif isinstance(item, list):
+        for place, inner in enumerate(item):
+            for what, changed in _near(inner, position):
+                yield what, [*item[:place], changed, *item[place + 1 :]]
+
+
+def wrong_schedules(build: GoodBuild) -> Iterator[Mutant]:
+    """An action is missing, there twice, or in the wrong order."""
+    kind, programs, actions = "change the schedule", build.case.programs, tuple(build.case.actions)
+    for index, action in enumerate(actions):
+        yield Mutant(kind, f"no {action}", programs, (*actions[:index], *actions[index + 1 :]))
+        yield Mutant(kind, f"{action} twice", programs, (*actions[: index + 1], *actions[index:]))
+        other = replace(action, microbatch=build.case.microbatches)
+        yield Mutant(kind, f"{other} for {action}", programs, (*actions[:index], other, *actions[index + 1 :]))
+    before: dict[str, Callable[[Action], bool]] = {
+        "SCALE": lambda a: a.kind == "COUNT",
+        "B": lambda a: a.kind in ("SCALE", "F"),
+        "REDUCE": lambda a: a.kind == "B",
+        "STEP": lambda a: a.kind == "REDUCE",
+    }
+    for late in actions:
+        for early in filter(before.get(late.kind, lambda _: False), actions):
+            if late.kind == "B" and early.kind == "F" and early.microbatch != late.microbatch:
+                continue
+            swap = {late: early, early: late}
+            yield Mutant(kind, f"{late} before {early}", programs, tuple(swap.get(a, a) for a in actions))
+
+
+SLIPS: Sequence[Callable[[GoodBuild], Iterator[Mutant]]] = (
+    unscaled, split_sums, wrong_gradients, wrong_values, wrong_streams, off_by_one, wrong_schedules,
+)  # fmt: skip

@@ -1,0 +1,99 @@
+"""What a faulty pass would declare: every later type derived anew from a changed line, as far as types can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from parc.compiler.collectives import COLLECTIVES
+from parc.compiler.placement import TensorType
+from parc.compiler.program import Function, Line, Program, Value
+from parc.compiler.typing import infer
+from parc.compiler.verify import call_of
+
+Programs = Mapping[str, Program]
+
+
+def carried(programs: Programs, good: Programs) -> dict[str, Program]:
+    """Changed programs with types that follow from those of their first values; a line that has none keeps its own.
+
+    A line of the ``good`` programs whose operands are what they were there keeps its types too.
+    """
+    made: dict[str, TensorType] = {}
+    result = {}
+    for action, program in programs.items():
+        found = {value.role: made[value.role] for value in program.main.parameters if value.role in made}
+        given = [found.get(value.role, value.type) for value in program.main.parameters]
+        carrier = _Carrier(program, good[action])
+        main = carrier.carry(program.main, given)
+        carrier.functions[main.name] = main
+        values = main.values()
+        for key, name in main.returns:
+            made[f"gradient {key}" if action == "B" else key] = values[name].type
+        functions = tuple(carrier.functions.values())
+        same = all(a is b for a, b in zip(functions, program.functions, strict=True))
+        result[action] = program if same else replace(program, functions=functions)
+    return result
+
+
+class _Carrier:
+    def __init__(self, program: Program, good: Program) -> None:
+        self.program = program
+        self.functions = {function.name: function for function in program.functions}
+        self.good = {function.name: function for function in good.functions}
+
+    def carry(self, function: Function, given: Sequence[TensorType]) -> Function:
+        """The function with other types of its parameters."""
+        good = self.good[function.name]
+        if (
+            function is good
+            and all(v.type is t for v, t in zip(function.parameters, given, strict=True))
+            and not any(
+                self.functions[line.op] is not self.good[line.op] for line in function.lines if line.calls_function
+            )
+        ):
+            return function
+        known = {name: value.type for name, value in good.values().items()}
+        unchanged = {id(line) for line in good.lines}
+        parameters = tuple(_retype(value, type_) for value, type_ in zip(function.parameters, given, strict=True))
+        types = {value.name: value.type for value in parameters}
+        lines = []
+        for line in function.lines:
+            operands = [types[name] for name in line.uses()]
+            derived: list[TensorType | None] = [None if value is None else value.type for value in line.results]
+            if line.calls_function:
+                inner = self.functions[line.op] = self.carry(self.functions[line.op], operands)
+                values = inner.values()
+                derived = [values[name].type for _, name in inner.returns]
+            elif id(line) not in unchanged or any(types[name] != known.get(name) for name in line.uses()):
+                derived = _derive(self.program, line, operands)
+            results = tuple(
+                value if value is None or type_ is None else _retype(value, type_)
+                for value, type_ in zip(line.results, derived, strict=True)
+            )
+            types.update((value.name, value.type) for value in results if value is not None)
+            same = all(a is b for a, b in zip(results, line.results, strict=True))
+            lines.append(line if same else replace(line, results=results))
+        if parameters == function.parameters and all(a is b for a, b in zip(lines, function.lines, strict=True)):
+            return function
+        return replace(function, parameters=parameters, lines=tuple(lines))
+
+
+def _retype(value: Value, type_: TensorType) -> Value:
+    return value if value.type == type_ else replace(value, type=type_)
+
+
+def _derive(program: Program, line: Line, operands: Sequence[TensorType]) -> list[TensorType | None]:
+    declared = [None if value is None else value.type for value in line.results]
+    results = [type_ for type_ in declared if type_ is not None]
+    try:
+        if line.op in COLLECTIVES:
+            derived = [COLLECTIVES[line.op].result(operands[0], program.mesh, line.args[1:])]
+            derived[0].local(program.mesh)
+            return [*derived]
+        call = call_of(line, operands, results, lambda item: item.size)
+        placements = infer(call, [t.placement for t in operands], program.mesh, [t.placement for t in results])
+    except (ValueError, KeyError, IndexError):
+        return declared
+    made = iter(replace(t, placement=p) for t, p in zip(results, placements, strict=True))
+    return [None if type_ is None else next(made) for type_ in declared]

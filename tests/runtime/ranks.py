@@ -1,0 +1,73 @@
+"""Real ranks for tests: functions run in processes that are joined by gloo, forked from a server that knows torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["parc.runtime.session", "parc.runtime.plain", "parc.passes.pipeline"])
+
+
+def run_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+    """``function(*arguments)`` on every rank of a gloo group; the results in rank order.
+
+    Raises:
+        AssertionError: a rank failed, with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world)]
+        processes = [
+            _CONTEXT.Process(target=_rank, args=(rank, world, folder, pipe, function, arguments), daemon=True)
+            for rank, (_, pipe) in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        for _, pipe in pipes:
+            pipe.close()
+        try:
+            results = [_receive(reader) for reader, _ in pipes]
+        finally:
+            for process in processes:
+                process.join(10)
+                process.kill()
+    failed = [text for done, text in results if not done]
+    assert not failed, "\n".join(failed)
+    return [value for _, value in results]
+
+
+def _receive(reader: Any) -> tuple[bool, Any]:
+    if not reader.poll(90):
+        return False, "a rank did not answer"
+    try:
+        done, value = pickle.loads(
+            reader.recv_bytes()
+        )  # a plain pickle: torch's would share memory with a dead process
+    except EOFError:
+        return False, "a rank died"
+    return bool(done), value
+
+
+def _rank(
+    rank: int, world: int, folder: str, pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    import torch
+
+    from parc.runtime.processes import STORE, join, leave
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ[STORE] = str(Path(folder) / "store")
+    try:
+        if world > 1:
+            join(timeout_s=60)
+        pipe.send_bytes(pickle.dumps((True, function(*arguments))))
+        leave()
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -1,0 +1,80 @@
+"""Conformance of collective backends: real gloo ranks give what the in-process backend gives, for every collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from parc.compiler.collectives import COLLECTIVES
+from parc.compiler.mesh import Mesh
+from parc.compiler.placement import Placement, TensorType
+from parc.compiler.program import Function, Line, Program, Ref, Value
+from parc.runtime.backends.distributed import Distributed
+from parc.runtime.backends.in_process import InProcess
+from tests.runtime.ranks import run_ranks
+
+SHAPE = (8, 12, 4)
+
+
+def cases(mesh: Mesh) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Every collective over every axis, dim and outer of ``SHAPE``; several axes where it takes them."""
+    several = [*mesh.names, ",".join(mesh.names)] if len(mesh.names) > 1 else list(mesh.names)
+    for axes in several:
+        yield "parc.all_reduce", (axes,)
+        yield "parc.row_max", (axes,)
+    yield "parc.row_max", ("",)
+    for axis in mesh.names:
+        for dim in range(len(SHAPE)):
+            for outer in (1, 2):
+                for op in ("parc.all_gather", "parc.reduce_scatter", "parc.shard", "parc.pad"):
+                    yield op, (axis, dim, outer)
+                for to_dim in range(len(SHAPE)):
+                    for to_outer in (1, 2):
+                        yield "parc.all_to_all", (axis, dim, outer, to_dim, to_outer)
+
+
+def piece(rank: int) -> torch.Tensor:
+    """A rank's operand: whole numbers, so that sums are exact in any order; not contiguous."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-50, 50, SHAPE[::-1], generator=generator).float().permute(2, 1, 0)
+
+
+def program(mesh: Mesh) -> Program:
+    """A program that uses all cases, from which a backend learns its groups."""
+    value = Value("x", TensorType(torch.float32, SHAPE, Placement.whole(mesh)))
+    lines = tuple(Line((value,), op, (Ref("x"), *args)) for op, args in cases(mesh))
+    return Program("stage0", "F", mesh, (Function("f", (value,), lines, ()),))
+
+
+def real(axes: tuple[tuple[str, int], ...]) -> list[torch.Tensor]:
+    """All cases on one rank of a gloo group."""
+    mesh = Mesh(axes)
+    rank = torch.distributed.get_rank()
+    backend = Distributed(mesh, [program(mesh)], rank, torch.device("cpu"))
+    results = []
+    for op, args in cases(mesh):
+        mine = piece(rank)
+        (result,) = backend.collective(op, args, [mine])
+        assert torch.equal(mine, piece(rank)), f"{op}{args} changed its operand"
+        results.append(result)
+    return results
+
+
+def test_every_collective_has_its_cases() -> None:
+    assert {op for op, _ in cases(Mesh((("dp", 2),)))} == set(COLLECTIVES)
+
+
+@pytest.mark.parametrize("axes", [(("dp", 2),), (("dp", 2), ("tp", 2))], ids=["2 ranks", "4 ranks"])
+def test_gloo_is_the_in_process_backend(axes: tuple[tuple[str, int], ...]) -> None:
+    mesh = Mesh(axes)
+    simulated = InProcess(mesh)
+    pieces = [piece(rank) for rank in range(mesh.world)]
+    found = run_ranks(real, mesh.world, axes)
+    for number, (op, args) in enumerate(cases(mesh)):
+        for rank, expected in enumerate(simulated.collective(op, args, pieces)):
+            result = found[rank][number]
+            assert result.shape == expected.shape, (op, args)
+            assert torch.equal(result, expected), (op, args, rank)

@@ -1,0 +1,61 @@
+"""Tiny builds for tests of running: the example's GPT, made small, under plans of a few lines; checks are left out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from parc.compiler.artifact import json_text, write_build
+from parc.compiler.plan import read_plan
+from parc.driver import compile_plan, files_of, manifest_of
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+
+PLAN = """
+model     "./gpt.py:GPT" (layers=2, width=16, heads=2, vocab=256, length=8, dropout=0.1)
+input     tokens  int64 [B, S]
+input     targets int64 [B, S]
+sizes     B=8, S=8
+loss      cross_entropy(output, targets)
+data      bytes "*.py"
+optimizer adamw lr 1e-2 eps 1e-5 weight_decay 0.1 clip 1.0
+seed      3
+steps     3
+schedule  microbatches 2
+"""
+ONE = ""
+DATA = """
+mesh      dp=2
+shard     tokens, targets [B/dp, _]
+"""
+TENSOR = """
+mesh      tp=2
+column    blocks.*.attn.qkv over tp rows (3 h/tp d)
+row       blocks.*.attn.out over tp
+column    blocks.*.mlp.up over tp
+row       blocks.*.mlp.down over tp
+vocab     embed, head over tp
+"""
+
+
+def build(folder: Path, placements: str, plan: str = PLAN, name: str = "build") -> Path:
+    """The build of a plan in ``folder``, beside a copy of the example's model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(EXAMPLES / "gpt.py", folder)
+    text = folder / f"{name}.parc"
+    text.write_text(plan + placements)
+    out = folder / name
+    compiled = compile_plan(read_plan(text), folder)
+    files = {**files_of(compiled), "report.json": json_text({})}
+    write_build(out, files, manifest_of(compiled, out))
+    return out
+
+
+def batch(step: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A whole batch of the plan; unequal numbers of targets are ignored."""
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    tokens, targets = torch.randint(0, 256, (2, 8, 8), generator=generator)
+    targets[: 1 + step % 4, 3:] = -100
+    return {"tokens": tokens, "targets": targets}

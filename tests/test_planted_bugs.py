@@ -1,0 +1,59 @@
+"""Planted bugs: every changed build is refused, types refuse almost all that is about placement, good builds pass."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.planted_bugs import Row, table, table_text
+from tests.planted_builds import BUILDS, good_build, judge
+
+PLACEMENT = ("drop a collective", "double a collective", "retype a collective", "re-group a collective",
+             "swap a shard's dim", "take a partial sum as whole")  # fmt: skip
+
+
+@cache
+def rows() -> dict[str, Row]:
+    """The whole table, made once."""
+    found = table()
+    print(f"\n{table_text(found)}")
+    return found
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_no_good_build_is_refused(name: str) -> None:
+    build = good_build(name)
+    verdict = judge(build, build.case.programs)
+    assert not verdict.check, verdict.reason
+
+
+def test_every_mutant_is_refused() -> None:
+    accepted = [f"{kind}: {what}" for kind, row in rows().items() for what in row.accepted]
+    assert not accepted, accepted
+
+
+@pytest.mark.parametrize("kind", [*PLACEMENT, "split a tied weight's gradient", "leave out a gradient"])
+def test_what_is_wrong_with_a_placement_is_seen_before_anything_runs(kind: str) -> None:
+    row = rows()[kind]
+    assert row.mutants > 0
+    assert row.first["numbers"] == 0
+    assert row.first["communication"] == 0
+
+
+def test_types_alone_refuse_almost_every_wrong_collective() -> None:
+    """Counted without the mutants that checks of shapes refuse first."""
+    mutants = sum(rows()[kind].mutants for kind in PLACEMENT)
+    by_types = sum(rows()[kind].first["types"] for kind in PLACEMENT)
+    assert by_types >= 0.95 * mutants, f"{by_types} of {mutants}"
+
+
+def test_the_schedule_is_refused_by_the_communication_contract() -> None:
+    row = rows()["change the schedule"]
+    assert row.first["communication"] == row.mutants > 0
+
+
+def test_there_are_enough_mutants_of_every_class() -> None:
+    assert sum(row.mutants for row in rows().values()) >= 2000
+    assert min(row.mutants for row in rows().values()) >= 4
+    assert rows()["give a gradient to another"].first["numbers"] > 0  # what nothing but numbers sees is still tried
