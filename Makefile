@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz soak clean
+.PHONY: help demo test check fuzz planted-bugs soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -20,6 +20,7 @@ help:
 	@echo "make test    the tests"
 	@echo "make check   what continuous integration runs: format, lint, types, layers, tests"
 	@echo "make fuzz    the property tests with many more examples"
+	@echo "make planted-bugs   break good builds in every way, and say which check refuses each"
 	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES))"
 
 # constraints.txt is the whole tested set; without its torch line pip leaves a torch that it finds as it is. A Python that
@@ -56,6 +57,9 @@ check: $(READY)
 
 fuzz: $(READY)
 	$(PY) -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz --timeout=0
+
+planted-bugs: $(READY)
+	$(PY) -m tests.planted_bugs
 
 soak: $(READY)
 	end=$$(($$(date +%s) + 60 * $(SOAK_MINUTES))); while test $$(date +%s) -lt $$end; do \

@@ -179,6 +179,8 @@ def lower(axes: str, before: Placement, after: Placement, mesh: Mesh) -> tuple[s
     """The operator and arguments of a conversion over ``axes``; None where no byte changes."""
     axis = axes.split(",")[0]
     source, result = before[axis], after[axis]
+    if before.data() == after.data():
+        return None
 
     def at(placement: Placement) -> tuple[int, int]:
         kind = placement[axis]
@@ -193,9 +195,7 @@ def lower(axes: str, before: Placement, after: Placement, mesh: Mesh) -> tuple[s
         return ("parc.reduce_scatter" if source == "P" else "parc.shard"), (axes, *at(after))
     if source == "P" and result != "P":
         return "parc.all_reduce", (axes,)
-    if result == "P":
-        raise TypeFault(f"there is no conversion from {source} to {result}")
-    return None
+    raise TypeFault(f"there is no conversion from {source} to {result}")
 
 
 def payload_bytes(op: str, shape: Shape, itemsize: int) -> int:

@@ -27,9 +27,9 @@ _SCHEMAS = (
     "dropout_mask(Tensor key, SymInt[] size, float p, ScalarType dtype) -> Tensor",
     # start + step * global index
     "iota(SymInt size, int start, int step, ScalarType dtype) -> Tensor",
-    # rows of a table of which a rank holds some: zeros for the others
-    "lookup(Tensor table, Tensor index) -> Tensor",
-    "lookup_backward(Tensor grad, Tensor index, SymInt rows) -> Tensor",
+    # rows of a table of which a rank holds some: zeros for the others; the row `padding` gets no gradient
+    "lookup(Tensor table, Tensor index, int padding) -> Tensor",
+    "lookup_backward(Tensor grad, Tensor index, SymInt rows, int padding) -> Tensor",
     # negative log-likelihood of each target, 0 where it is ignored: whole, and in parts over a split vocabulary
     "token_loss(Tensor logits, Tensor targets, int ignore) -> Tensor",
     "row_max(Tensor logits, str axes) -> Tensor",
@@ -102,12 +102,12 @@ def _(size: Any, start: int, step: int, dtype: torch.dtype) -> Any:
 
 
 @_fake("lookup")
-def _(table: Any, index: Any) -> Any:
+def _(table: Any, index: Any, padding: int) -> Any:
     return table.new_empty(*index.shape, table.shape[-1])
 
 
 @_fake("lookup_backward")
-def _(grad: Any, index: Any, rows: Any) -> Any:
+def _(grad: Any, index: Any, rows: Any, padding: int) -> Any:
     _check(grad.shape[:-1] == index.shape, "lookup_backward")
     return grad.new_empty(rows, grad.shape[-1])
 
@@ -161,12 +161,12 @@ def _attention_backward(ctx: Any, grad: Any, _: Any) -> Any:
 
 
 def _lookup_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.rows = inputs[0].shape[0]
+    ctx.rows, ctx.padding = inputs[0].shape[0], inputs[2]
     ctx.save_for_backward(inputs[1])
 
 
 def _lookup_backward(ctx: Any, grad: Any) -> Any:
-    return OPS.lookup_backward.default(grad, ctx.saved_tensors[0], ctx.rows), None
+    return OPS.lookup_backward.default(grad, ctx.saved_tensors[0], ctx.rows, ctx.padding), None, None
 
 
 def _loss_setup(ctx: Any, inputs: Any, output: Any) -> None:

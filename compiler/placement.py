@@ -110,13 +110,15 @@ def local_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape
     """Shape of one rank's piece of a tensor of global ``shape``.
 
     Raises:
-        ValueError: a dim does not divide.
+        ValueError: a dim does not divide, or two splits of it overlap.
     """
     result = []
     for dim, size in enumerate(shape):
         count = parts(placement, mesh, dim)
         if size % count:
             raise ValueError(f"dim {dim} of {list(shape)} does not divide by {count}")
+        if count > 1:
+            atoms(size, placement.splits(dim), mesh)  # the splits nest
         result.append(size // count)
     return tuple(result)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -181,7 +182,9 @@ def _function_text(function: Function, mesh: Mesh) -> str:
         types = "; ".join("-" if value is None else value.type.text(mesh) for value in line.results)
         rows.append(f"    {names} = {line.op}({', '.join(words)})  # {types} | {line.origin}")
     rows.append("    return {")
-    rows += [f'        "{key}": {name},' for key, name in function.returns]
+    rows += [
+        f"        {json.dumps(key, ensure_ascii=not key.isprintable())}: {name}," for key, name in function.returns
+    ]
     return "\n".join([*rows, "    }", ""])
 
 

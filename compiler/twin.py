@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,23 +24,34 @@ def compare_structure(full: Mapping[str, Program], twin: Mapping[str, Program]) 
         if action not in twin:
             faults.append(Fault("numbers", action, "the twin has no such program"))
             continue
-        ours, theirs = dict.fromkeys(_rows(full[action])), dict.fromkeys(_rows(twin[action]))
-        for mine, other, whose in ((ours, theirs, "the build"), (theirs, ours, "its twin")):
-            missing = next((row for row in mine if row not in other), None)
-            if missing is not None:
-                faults.append(Fault("numbers", action, f"only {whose} has `{missing}`: choose another `verify` line"))
-                break
+        difference = _difference(full[action], twin[action])
+        if difference is not None:
+            faults.append(Fault("numbers", action, difference))
     return faults
 
 
-def _rows(program: Program) -> Iterator[str]:
-    """Every line of the functions without its sizes, in order; of the main function what each kind of line reads from
-    which kind of line, since there equal blocks repeat."""
-    for function in program.functions:
-        if function is program.main:
-            yield from _edges(function, program)
-        else:
-            yield "\n".join(_function_rows(function, program))
+def _difference(full: Program, twin: Program) -> str | None:
+    """The first place where two programs are not the same work."""
+    theirs = {function.name: function for function in twin.functions}
+    for function in full.functions[:-1]:
+        if function.name not in theirs:
+            return f"only the build has a function `{function.name}`"
+        pairs = zip_longest(_function_rows(function, full), _function_rows(theirs[function.name], twin))
+        for ours, other in pairs:
+            if ours != other:
+                return f"`{function.name}` has `{ours}` in the build and `{other}` in its twin"
+    if len(theirs) > len(full.functions):
+        return f"only the twin has {', '.join(name for name in theirs if not _has(full, name))}"
+    ours, others = dict.fromkeys(_edges(full.main, full)), dict.fromkeys(_edges(twin.main, twin))
+    for mine, rest, whose in ((ours, others, "the build"), (others, ours, "its twin")):
+        missing = next((row for row in mine if row not in rest), None)
+        if missing is not None:
+            return f"only {whose} has `{missing}`"
+    return None
+
+
+def _has(program: Program, name: str) -> bool:
+    return any(function.name == name for function in program.functions)
 
 
 def _edges(function: Function, program: Program) -> Iterator[str]:
@@ -60,7 +72,6 @@ def _edges(function: Function, program: Program) -> Iterator[str]:
 
 def _function_rows(function: Function, program: Program) -> Iterator[str]:
     names = {value.name: f"x{index}" for index, value in enumerate(function.parameters)}
-    yield f"def {function.name}"
     for value in function.parameters:
         yield f"{names[value.name]}: {_sizeless(value.type.text(program.mesh))}"
     for index, line in enumerate(function.lines):

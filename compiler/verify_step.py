@@ -17,14 +17,14 @@ _OUTSIDE = frozenset({"input", "parameter", "buffer", "constant", "rng"})
 
 def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
     """Every program is of the build's mesh, and of the action and the role that it stands for."""
-    faults = [
-        Fault("types", action, f"is of mesh {p.mesh}, not {mesh}") for action, p in programs.items() if p.mesh != mesh
-    ]
-    roles = {program.role for program in programs.values()}
-    faults += [
-        Fault("types", action, f"says that it is {p.action}") for action, p in programs.items() if p.action != action
-    ]
-    return faults if len(roles) == 1 else [*faults, Fault("types", "step", f"is of several roles: {sorted(roles)}")]
+    faults = []
+    for action, program in programs.items():
+        if program.mesh != mesh:
+            faults.append(Fault("types", action, f"is of mesh {program.mesh}, not {mesh}"))
+        if program.action != action:
+            faults.append(Fault("types", action, f"says that it is {program.action}"))
+    roles = sorted({program.role for program in programs.values()})
+    return faults if len(roles) == 1 else [*faults, Fault("types", "step", f"is of the roles {roles}, not of one")]
 
 
 def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> list[Fault]:
@@ -183,14 +183,8 @@ _STOPS = frozenset({
 
 def trained(captured: Function) -> list[str]:
     """The parameters that the loss of a captured graph depends on by differentiable operators."""
-    names = [
-        value.role.removeprefix("parameter ") for value in captured.parameters if value.role.startswith("parameter ")
-    ]
-    reach = {
-        value.name: 1 << names.index(value.role.removeprefix("parameter "))
-        for value in captured.parameters
-        if value.role.startswith("parameter ") and _real(value)
-    }
+    given = [value for value in captured.parameters if value.role.startswith("parameter ") and _real(value)]
+    reach = {value.name: 1 << index for index, value in enumerate(given)}  # a set of parameters, as bits
     for line in captured.lines:
         found = 0
         for name in line.uses():
@@ -198,7 +192,7 @@ def trained(captured: Function) -> list[str]:
         if line.op not in _STOPS:
             reach.update((value.name, found) for value in line.results if value is not None and _real(value))
     loss = reach.get(dict(captured.returns)["loss"], 0)
-    return [name for index, name in enumerate(names) if loss >> index & 1]
+    return [value.role.removeprefix("parameter ") for index, value in enumerate(given) if loss >> index & 1]
 
 
 def _real(value: Value) -> bool:

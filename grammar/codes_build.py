@@ -110,6 +110,15 @@ OTHER_TORCH = Code(
     instead="parc build plan.parc -o build && parc run build",
     language="shell",
 )
+NO_TWIN = Code(
+    name="P0213",
+    title="too large to test, and nothing says how it is made small",
+    why="numbers are tested by running all ranks in one process; a large model is tested on its twin, the same code with"
+    " smaller arguments, whose programs must be the same up to sizes.",
+    example='model "./llama.py:llama" (layers=32, width=4096)',
+    instead='model "./llama.py:llama" (layers=32, width=4096)\nverify layers=2, width=64',
+    language="shell",
+)
 WORLD_SIZE = Code(
     name="P0301",
     title="the number of processes is not the mesh's",

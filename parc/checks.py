@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,22 +14,19 @@ import torch
 from parc.compiler.artifact import Build
 from parc.compiler.contract import check_actions, check_contract, communication_table, step_messages
 from parc.compiler.cost import estimate_memory
-from parc.compiler.directives.sizes import SizeRange
 from parc.compiler.mesh import Mesh
 from parc.compiler.placement import TensorType, parse_type
 from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recipe
-from parc.compiler.twin import compare_structure
 from parc.compiler.verify import Fault, check_program
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
-from parc.driver import Compiled, compile_plan, optimizer_facts, stored_types
+from parc.driver import Compiled, optimizer_facts, stored_types
 from parc.eager import compare_with_eager
 from parc.runtime.simulate import TOLERANCE, Agreement, Case, compare
+from parc.twins import find_twin, is_large, twin_text
 
 Progress = Callable[[str], None]
-_LARGE_WORK = 2_000_000_000  # parameters times tokens of a step: about half a minute in float64 on one core
-_LARGE_WORLD = 8
 _STEPS = 3
 
 
@@ -90,12 +87,11 @@ def reread(programs: Mapping[str, Program]) -> dict[str, Program]:
 
 def check_numbers(compiled: Compiled, programs: Mapping[str, Program], checked: Checked) -> None:
     """Train all ranks and the captured graph in float64; a large build by its twin."""
-    large = is_large(compiled)
-    subject, subject_programs = compiled, programs
-    if large:
-        subject = twin_of(compiled)
-        subject_programs = reread(subject.built.programs)
-        checked.faults += compare_structure(programs, subject_programs)
+    subject, subject_programs, on = compiled, programs, "the build itself"
+    if is_large(compiled):
+        subject, differences = find_twin(compiled, programs)
+        subject_programs, on = reread(subject.built.programs), twin_text(subject)
+        checked.faults += differences
         stored = {name: parse_type(text, subject.mesh) for name, text in stored_types(subject).items()}
         checked.faults += static_faults(
             subject_programs, stored, subject.mesh, subject.actions, subject.plan.microbatches, subject.built.reference
@@ -107,7 +103,7 @@ def check_numbers(compiled: Compiled, programs: Mapping[str, Program], checked: 
         eager = compare_with_eager(subject, case)
         checked.agreement = agreement = compare(case, _STEPS)
     checked.report["numbers"] = {
-        "on": twin_text(subject) if large else "the build itself",
+        "on": on,
         "steps": agreement.steps,
         "loss": agreement.loss, "gradient": agreement.gradient, "parameter": agreement.parameter,
         "tolerance": TOLERANCE, "eager_loss": eager.loss, "eager_gradient": eager.gradient,
@@ -132,40 +128,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def is_large(compiled: Compiled) -> bool:
-    """Whether numbers are checked on a twin: more ranks, or more work, than one process should take on."""
-    elements = sum(math.prod(node.meta["val"].shape) for node in compiled.captured.placeholders("parameter").values())
-    tokens = math.prod(compiled.sizes.values()) if compiled.sizes else 1
-    return elements * tokens > _LARGE_WORK or compiled.mesh.world > _LARGE_WORLD
-
-
-def twin_of(compiled: Compiled) -> Compiled:
-    """The same plan, small: the ``verify`` line's arguments, every axis at most 2, sizes as small as the axes allow."""
-    plan = compiled.plan
-    mesh = Mesh(tuple((axis, min(size, 2)) for axis, size in plan.mesh.axes))
-    given = dict(plan.verify.values) if plan.verify is not None else {}
-    sizes = {}
-    for name, size in plan.sizes.items():
-        chosen = given.pop(name, None)
-        if chosen is None:
-            unit = mesh.world * (plan.microbatches if name == "B" else 4)
-            chosen = min(size.high, unit * 2 if name == "B" else max(unit, 16))
-        sizes[name] = SizeRange(int(chosen), int(chosen))
-    return compile_plan(replace(plan, sizes=sizes, mesh=mesh), compiled.folder, mesh=mesh, overrides=given)
-
-
-def twin_text(twin: Compiled) -> str:
-    """How the twin is smaller."""
-    plan = twin.plan
-    words = [f"{name}={value}" for name, value in (plan.verify.values if plan.verify is not None else ())]
-    words += [
-        f"{name}={size}"
-        for name, size in twin.sizes.items()
-        if name not in dict(plan.verify.values if plan.verify else ())
-    ]
-    return f"the twin: {', '.join(words)}, mesh {twin.mesh}"
 
 
 def case_of(compiled: Compiled, programs: Mapping[str, Program]) -> Case:

@@ -14,8 +14,12 @@ from parc.compiler.program import Line
 from parc.runtime.faults import complete_module
 from parc.runtime.simulate import TOLERANCE, Case, ReferenceRun, Simulation, random_batch
 
-_SAME = {"aten.mm.default": "aten.linear.default", "aten.addmm.default": "aten.add.Tensor",
-         "aten.native_layer_norm.default": "aten.layer_norm.default", "parc.lookup.default": "aten.embedding.default"}  # fmt: skip
+_SAME = {
+    "aten.mm.default": "aten.linear.default",
+    "aten.addmm.default": "aten.add.Tensor",
+    "aten.native_layer_norm.default": "aten.layer_norm.default",
+    "parc.lookup.default": "aten.embedding.default",
+}
 """Operators that a program uses for one of the captured graph."""
 
 Place = tuple[str, str, str, int]
@@ -73,7 +77,7 @@ class _Watch:
 def _signature(tensor: torch.Tensor) -> tuple[float, ...]:
     """Numbers that a change of layout leaves as they are."""
     flat = tensor.reshape(-1).double()
-    return tuple(float((flat.abs() ** power).sum()) for power in (1, 2, 3)) + (float(flat.sum()),)
+    return (*(float((flat.abs() ** power).sum()) for power in (1, 2, 3)), float(flat.sum()))
 
 
 def first_difference(case: Case) -> Difference | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import parc
 from parc.compiler.actions import Action, accumulation, schedule_text
 from parc.compiler.callables import CallableError, load_callable, source_hash
 from parc.compiler.capture import Captured, CaptureError, InputSpec, capture
@@ -34,7 +35,6 @@ from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import Built, Request, build_programs, names_of
 
 Progress = Callable[[str], None]
-VERSION = "0.1.0"
 
 
 @dataclass
@@ -192,7 +192,7 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
     """The facts a run needs beside the programs."""
     plan, forward = compiled.plan, compiled.built.programs["F"]
     return {
-        "parc": VERSION,
+        "parc": parc.__version__,
         "torch": torch.__version__.split("+")[0],
         "folder": os.path.relpath(compiled.folder.resolve(), out.resolve()),
         "model": {"callable": compiled.lines.model, "arguments": dict(compiled.lines.arguments)},

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parc.checks import Checked, case_of, check_files, check_numbers, is_large, reread, twin_of
+from parc.checks import Checked, case_of, check_files, check_numbers, reread
 from parc.compiler.artifact import Build, read_build
 from parc.compiler.plan import read_plan
 from parc.compiler.verify import Fault
 from parc.difference import first_difference
 from parc.driver import compile_plan
 from parc.runtime.session import check_fits, check_source_of
+from parc.twins import find_twin, is_large
 
 
 @dataclass
@@ -57,7 +58,7 @@ def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *
         found.checks["numbers"] = "tested"
     elif locate:
         progress("first difference")
-        subject = twin_of(compiled) if is_large(compiled) else compiled
+        subject = find_twin(compiled, compiled.built.programs)[0] if is_large(compiled) else compiled
         programs = reread(subject.built.programs) if subject is not compiled else build.programs
         difference = first_difference(case_of(subject, programs))
         found.difference = str(

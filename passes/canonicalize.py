@@ -133,6 +133,16 @@ def _slice(c: Canonicalizer, node: fx.Node) -> None:
     node.args, node.kwargs = (node.args[0], dim, start, end, step), {}
 
 
+def _cat(c: Canonicalizer, node: fx.Node) -> None:
+    """Nothing joined to something is the something (what is left of a rotary embedding that turns all of a head)."""
+    pieces, *rest = node.args
+    full = [piece for piece in pieces if 0 not in shape_of(piece)]  # type: ignore[union-attr]
+    if len(full) == 1 and full[0].meta["val"].dtype == node.meta["val"].dtype:
+        c.replace(node, full[0])
+    elif 1 < len(full) < len(pieces):  # type: ignore[arg-type]
+        node.args = (full, *rest)
+
+
 def _linear(c: Canonicalizer, node: fx.Node) -> None:
     """A row-parallel bias would be added once a rank: product first, then the sum."""
     if len(node.args) > 2 and node.args[2] is not None:
@@ -278,6 +288,7 @@ TABLE: Mapping[Any, Rewrite] = {
     aten._to_copy.default: _to_copy,
     aten.type_as.default: _type_as,
     aten.slice.Tensor: _slice,
+    aten.cat.default: _cat,
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,
     **DECOMPOSITIONS,

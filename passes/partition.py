@@ -91,7 +91,8 @@ class Partition:
         if want not in self.forms[key]:
             have = self.state[key]
             shape = tuple(fake(key).shape)
-            for step in cheapest_path(have, want, shape, self.mesh, self.grad[key]):
+            lifts = key[0].op == "placeholder"
+            for step in cheapest_path(have, want, shape, self.mesh, self.grad[key], lifts):
                 have = self._step(key, have, dict(step))
         return self.forms[key][want]
 
@@ -113,18 +114,21 @@ class Partition:
             return form
         if source == "R" and result == "I":
             raise TypeFault(f"`{key[0].name}` is R over {axes[0]} and cannot be I again")
-        block = self.block
-        if source == "P" and self.last_block == form.meta["block"]:
+        block, origin = self.block, self.origin
+        if source == "P":
             # a sum belongs to what it sums, so that the first of equal blocks is equal to the others
-            self.block = form.meta["block"]
+            self.origin = form.meta["origin"]
+            if self.last_block == form.meta["block"]:
+                self.block = form.meta["block"]
         node = self.call(OPS.convert.default, (form, ",".join(axes), str(source), str(result)), {}, [(key, want)])
-        self.block = block
+        self.block, self.origin = block, origin
+        cause = replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
         if (source, result) != ("I", "R"):
             local = self.type_of(key, have).local(self.mesh)
             size = math.prod(local) * fake(key).dtype.itemsize
             for axis in axes:
                 self.reshards.append(
-                    Reshard(key[0].name, have[axis], want[axis], axis, self.origin, size, self.reader)
+                    Reshard(key[0].name, have[axis], want[axis], axis, cause, size, self.reader)
                 )
         return node
 
@@ -231,7 +235,8 @@ class Partition:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(given))  # type: ignore[misc]
         target: Any = node.target
         if node.target is torch.ops.aten.embedding.default and any(name == "v" for name, _ in parts.values()):
-            target, args, kwargs = OPS.lookup.default, args[:2], {}
+            padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
+            target, args, kwargs = OPS.lookup.default, (*args[:2], padding), {}
         return self.call(target, args, kwargs, results)
 
     def call(

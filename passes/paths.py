@@ -20,10 +20,11 @@ _MESSAGE = 1
 
 @lru_cache(maxsize=65536)
 def cheapest_path(
-    have: Placement, want: Placement, shape: tuple[int, ...], mesh: Mesh, flows: bool
+    have: Placement, want: Placement, shape: tuple[int, ...], mesh: Mesh, flows: bool, lifts: bool = False
 ) -> tuple[Changes, ...]:
     """Steps from ``have`` to ``want``. Each axis goes straight to its type, or over whole where two axes would be in
-    each other's way. The cost is what all ranks send, the gradient's way back included if it ``flows``.
+    each other's way. The cost is what all ranks send, the gradient's way back included if it ``flows``. A parameter
+    ``lifts`` its ``I → R``: its gradient is then summed once a step, so that this comes first and costs nothing here.
 
     Raises:
         TypeFault: there is no path.
@@ -39,19 +40,23 @@ def cheapest_path(
         if at in done:
             continue
         done.add(at)
-        for order, step in enumerate(_steps(at, want, mesh, shape)):
+        for order, step in enumerate(_steps(at, want, lifts)):
             after = at.replace(dict(step))
             if after in done or not fits(shape, after, mesh):
                 continue
             counter += 1
-            price = cost + _price(at, after, step, shape, mesh, flows)
+            marked = lifts and (at[step[0][0]], step[0][1]) == ("I", "R")
+            price = cost + (0 if marked else _price(at, after, step, shape, mesh, flows))
             heapq.heappush(pending, (price, rank + order, counter, after, (*path, step)))
     raise TypeFault(f"there is no conversion from {have} to {want}")
 
 
-def _steps(at: Placement, want: Placement, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Changes]:
+def _steps(at: Placement, want: Placement, lifts: bool) -> Iterator[Changes]:
     """The next steps, in the order in which they are tried."""
     open_ = [(axis, old, want[axis]) for axis, old in at.items() if old != want[axis]]
+    marks = tuple((axis, new) for axis, old, new in open_ if (old, new) == ("I", "R"))
+    if marks and lifts:
+        yield marks
     inner_first = sorted(open_, key=lambda entry: -entry[1].outer if isinstance(entry[1], Split) else 0)
     outer_first = sorted(open_, key=lambda entry: entry[2].outer if isinstance(entry[2], Split) else 0)
     yield from (((axis, new),) for axis, old, new in outer_first if isinstance(new, Split) and old == "P")
@@ -65,8 +70,7 @@ def _steps(at: Placement, want: Placement, mesh: Mesh, shape: tuple[int, ...]) -
     for axis, old, new in inner_first:
         if isinstance(old, Split):
             yield ((axis, "I" if isinstance(new, Split) or new == "P" else new),)
-    marks = tuple((axis, new) for axis, old, new in open_ if (old, new) == ("I", "R"))
-    if marks:
+    if marks and not lifts:
         yield marks
 
 

@@ -73,6 +73,14 @@ class _Propagation:
         self.placed.lines[key[0]] = line
         return self.readers.get(key, [])
 
+    def confirm(self, claim: Claim, line: int) -> None:
+        """A line that claims what propagation has found already is still the line to name for it."""
+        if self.placed.splits[claim.value].get(claim.axis) == claim.split:
+            self.placed.lines[claim.value[0]] = line
+            for reader in self.readers.get(claim.value, []):
+                if claim.axis in self.placed.parts[reader]:
+                    self.placed.lines[reader] = line
+
     def nests(self, key: Key, axis: str, split: Split) -> bool:
         """Whether the split divides its dim together with the other axes there."""
         size = tensors_of(key[0])[key[1]].shape[split.dim]
@@ -161,13 +169,14 @@ def propagate(graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim]) -> Placed:
             state.whole.add((claim.value, claim.axis))
         else:
             state.claimed[claim.value, claim.axis] = claim.split
-    by_line: Mapping[int, list[Claim]] = {}
+    by_line: dict[int, list[Claim]] = {}
     for claim in real:
-        by_line.setdefault(claim.line, []).append(claim)  # type: ignore[attr-defined]
+        by_line.setdefault(claim.line, []).append(claim)
     for line, group in by_line.items():
         start: list[fx.Node] = []
         for claim in group:
             if claim.split is not None:
                 start += state.place(claim.value, claim.axis, claim.split, line)
+                state.confirm(claim, line)
         state.settle(start, line)
     return state.placed

@@ -145,13 +145,15 @@ def _owned(site: Site, table: TensorType, dim: int, index: torch.Tensor) -> tupl
     return torch.where(mine, local, 0), mine
 
 
-def _lookup(site: Site, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _lookup(site: Site, table: torch.Tensor, index: torch.Tensor, padding: int) -> torch.Tensor:
     local, mine = _owned(site, site.operands[0], 0, index)
     return torch.nn.functional.embedding(local, table) * mine[..., None]
 
 
-def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int) -> torch.Tensor:
     local, mine = _owned(site, site.results[0], 0, index)
+    if padding >= 0:
+        mine = mine & (index != padding)
     made: torch.Tensor = aten.embedding_dense_backward(grad * mine[..., None], local, rows, -1, False)
     return made
 
@@ -178,6 +180,17 @@ def _square_sum(site: Site, x: torch.Tensor) -> torch.Tensor:
 
 Kernel = Callable[..., Any]
 
+
+def _dense(function: Any) -> Kernel:
+    """An operator that reads its tensors' storage in order: the module made them contiguous, which tracing sees as
+    nothing where the traced tensors were."""
+
+    def kernel(site: Site, *args: Any) -> Any:
+        return function(*(item.contiguous() if isinstance(item, torch.Tensor) else item for item in args))
+
+    return kernel
+
+
 KERNELS: Mapping[str, Kernel] = {
     "parc.attention.default": _attention,
     "parc.attention_backward.default": _attention_backward,
@@ -189,6 +202,8 @@ KERNELS: Mapping[str, Kernel] = {
     "parc.loss_parts.default": _loss_parts,
     "parc.loss_parts_backward.default": _loss_parts_backward,
     "parc.square_sum.default": _square_sum,
+    "aten.native_group_norm.default": _dense(aten.native_group_norm.default),
+    "aten.native_group_norm_backward.default": _dense(aten.native_group_norm_backward.default),
 }
 
 

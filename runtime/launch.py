@@ -84,8 +84,7 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
 
 def _rendezvous(processes: Processes) -> dict[str, Any]:
     if processes.nnodes == 1:
-        if _ONE_HOST not in rendezvous_handler_registry._registry:
-            rendezvous_handler_registry.register(_ONE_HOST, _OneHost)
+        rendezvous_handler_registry.register(_ONE_HOST, _OneHost)
         return {"rdzv_backend": _ONE_HOST}
     if processes.node_rank is None:
         return {"rdzv_backend": "c10d", "rdzv_endpoint": processes.endpoint}

@@ -268,6 +268,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swap": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "select": lambda x: x + x[:, 0:1] + x[:, -1][:, None],
     "ones": lambda x: x * torch.ones_like(x) + torch.zeros(x.shape[-1]),
+    "nothing": lambda x: torch.cat([x, x[..., x.shape[-1] :]], -1),
     "repeat": lambda x: x.repeat(1, 2, 1)[:, x.shape[1] :],
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
 }

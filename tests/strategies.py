@@ -46,7 +46,11 @@ class RandomModel(nn.Module):
         super().__init__()
         s = spec.sizes
         self.spec = spec
-        self.embed = nn.Embedding(s.vocab, s.width) if spec.source != "floats" else None
+        self.embed = (
+            nn.Embedding(s.vocab, s.width, padding_idx=1 if spec.source == "padded" else None)
+            if spec.source != "floats"
+            else None
+        )
         self.layers = nn.ModuleList(LAYERS[layer.kind](s, *layer.options) for layer in spec.layers)
         self.head = nn.Linear(s.width, s.vocab, bias=spec.source == "floats") if spec.loss == "cross_entropy" else None
         if spec.source == "tied" and self.head is not None and self.embed is not None:
@@ -125,7 +129,7 @@ def models(draw: st.DrawFn, most_layers: int = 4) -> ModelSpec:
         vocab=draw(st.sampled_from([8, 12, 24])),
     )
     loss = draw(st.sampled_from(["cross_entropy", "cross_entropy", "mse", "mean", "sum"]))
-    source = draw(st.sampled_from(["tokens", "tied", "floats"]))
+    source = draw(st.sampled_from(["tokens", "tied", "floats", "padded"]))
     drawn = draw(st.lists(layers(heads), min_size=1, max_size=most_layers))
     spec = ModelSpec(sizes, source, tuple(drawn), loss, draw(st.sampled_from([1, 1, 2, 3])))
     return spec if any(True for _ in RandomModel(spec).parameters()) else replace(spec, source="tokens")
@@ -220,7 +224,7 @@ def placements(draw: st.DrawFn, spec: ModelSpec, mesh: dict[str, int]) -> list[s
     return lines
 
 
-def plan_text(spec: ModelSpec, mesh: dict[str, int], lines: list[str], optimizer: str = "sgd lr 0.1") -> str:
+def plan_text(spec: ModelSpec, mesh: dict[str, int], lines: list[str], optimizer: str = "sgd lr 1e-3") -> str:
     """A whole plan for the model of a spec."""
     s = spec.sizes
     rows = ['model "./model.py:make"']
@@ -239,5 +243,5 @@ def plan_text(spec: ModelSpec, mesh: dict[str, int], lines: list[str], optimizer
 def plans(draw: st.DrawFn, spec: ModelSpec) -> str:
     """The text of a plan for the model."""
     mesh = draw(meshes())
-    optimizer = draw(st.sampled_from(["sgd lr 0.1", "sgd lr 0.1 momentum 0.9 clip 0.5", "adamw lr 1e-2 clip 1.0"]))
+    optimizer = draw(st.sampled_from(["sgd lr 1e-3", "sgd lr 1e-3 momentum 0.9 clip 0.5", "adamw lr 1e-3 clip 1.0"]))
     return plan_text(spec, mesh, draw(placements(spec, mesh)), optimizer)

@@ -55,7 +55,7 @@ def call_loss(spec: ModelSpec, output: torch.Tensor, inputs: Mapping[str, torch.
         return F.cross_entropy(output.flatten(0, -2), inputs["y"].flatten())
     if spec.loss == "mse":
         return F.mse_loss(output, inputs["y"])
-    return output.square().mean() if spec.loss == "mean" else output.sin().sum()
+    return output.square().mean() if spec.loss == "mean" else (output.tanh().square() / 16).sum()
 
 
 @lru_cache(maxsize=4)

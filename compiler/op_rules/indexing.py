@@ -139,9 +139,16 @@ def _embedding_backward(call: OpCall) -> OpRule:
     return rule(f"{lead} d, {lead} -> v! d", linear="0")(call)
 
 
+def _embedding(call: OpCall) -> OpRule:
+    """A gradient divided by how often a row is looked up needs all lookups, of all rows."""
+    if call.argument(3, "scale_grad_by_freq", False):
+        return rule("v! d, ...! -> ...! d", linear="0")(call)
+    return rule("v d, ... -> ... d", linear="0")(call)
+
+
 TABLE = {
     # a rank with a part of v looks up its own rows and gives zeros elsewhere: what is emitted masks the indices
-    **table("embedding", Row(rule("v d, ... -> ... d", linear="0"))),
+    **table("embedding", Row(_embedding)),
     **table("embedding_dense_backward", Row(_embedding_backward)),
     **table("one_hot", Row(rule("... -> ... c!"))),
     # the bucket is how many boundaries lie below: a count, which adds up

@@ -43,8 +43,10 @@ def _cut(call: OpCall, dim: int, offset: Size = 0) -> OpRule:
     sizes = {"p": piece}
     for index, shape in enumerate(tensors):
         count = quotient(shape[dim], piece)
-        if not count:  # an empty tensor
-            return opaque(call)
+        if not count:  # an empty tensor: no two of the dims have a piece in common
+            named = [_along(other, dim, (f"c{at}",)) for at, other in enumerate(tensors)]
+            lengths = {f"c{at}": other[dim] for at, other in enumerate(tensors)}
+            return _ruled(call, named, set(lengths), lengths)
         sizes[f"c{index}"] = count
     names = [_along(shape, dim, (f"c{index}", "p")) for index, shape in enumerate(tensors)]
     return _ruled(call, names, sizes.keys() - {"p"}, sizes)

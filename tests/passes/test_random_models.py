@@ -8,36 +8,47 @@ from hypothesis import strategies as st
 
 from parc.grammar.diagnostics import PlanError
 
-from ..strategies import ModelSpec, models, plans
+from ..strategies import Layer, ModelSpec, layers, meshes, models, placements, plan_text, plans
+from ..random_layers import Sizes
 from ..trials import TOLERANCE, build, check, eager_error, subject
 
-PLANS = 4
+SHARE = 3  # a model's capture serves several plans, so a part of the profile's examples is models enough
 
 
 @st.composite
 def trials(draw: st.DrawFn, most_layers: int) -> tuple[ModelSpec, list[str]]:
-    """A model and some plans for it; each plan is an example, the capture is shared."""
+    """A model and some plans for it."""
     spec = draw(models(most_layers))
-    return spec, draw(st.lists(plans(spec), min_size=1, max_size=PLANS))
+    return spec, draw(st.lists(plans(spec), min_size=1, max_size=6))
 
 
-def run(trial: tuple[ModelSpec, list[str]]) -> None:
-    """Check every plan of a trial; plans that cannot be are refused by diagnostics, never by a fault."""
-    spec, texts = trial
-    note(f"model: {spec}")
-    made = subject(spec)
-    for text in texts:
-        note(f"plan:\n{text}")
-        try:
-            check(made, text)
-        except PlanError as refusal:
-            event("plan refused")
-            note(f"refused: {refusal}")
-        else:
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("most_layers", [1, 2, 3, 5])
+def test_random_models(most_layers: int) -> None:
+    """Each plan is an example: built, checked, read back from its text and simulated for two steps, or refused by a
+    diagnostic; and the captured graph is the module's own mathematics."""
+    simulated = refused = 0
+
+    @settings(max_examples=settings().max_examples // SHARE, suppress_health_check=list(HealthCheck))
+    @given(trials(most_layers))
+    def run(trial: tuple[ModelSpec, list[str]]) -> None:
+        nonlocal simulated, refused
+        spec, texts = trial
+        note(f"model: {spec}")
+        made = subject(spec)
+        for text in texts:
+            note(f"plan:\n{text}")
+            try:
+                compiled, _ = check(made, text)
+            except PlanError as refusal:
+                event("plan refused")
+                note(f"refused: {refusal}")
+                refused += 1
+                continue
             event("plan simulated")
+            simulated += 1
+            if simulated % 4 == 1 and not spec.drops:
+                assert eager_error(made, compiled.built.reference) <= TOLERANCE
 
-
-@settings(max_examples=max(1, settings().max_examples * 3 // 10), suppress_health_check=list(HealthCheck))
-@given(trials(3))
-def test_small(trial: tuple[ModelSpec, list[str]]) -> None:
-    run(trial)
+    run()
+    assert simulated >= 50, f"{simulated} plans were simulated, {refused} refused"

@@ -1,0 +1,99 @@
+"""Twins: the small build on which a large one's numbers are tested, chosen so that its programs are the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from parc.compiler.directives.sizes import SizeRange
+from parc.compiler.mesh import Mesh
+from parc.compiler.program import Program
+from parc.compiler.twin import compare_structure
+from parc.compiler.verify import Fault
+from parc.driver import Compiled, compile_plan
+from parc.grammar.codes_build import NO_TWIN
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+
+_LARGE_WORK = 2_000_000_000  # parameters times tokens of a step: about half a minute in float64 on one core
+_LARGE_WORLD = 8
+_TWIN_WORLD = 32
+
+
+def work_of(compiled: Compiled) -> int:
+    """Parameters times tokens of a step."""
+    elements = sum(math.prod(node.meta["val"].shape) for node in compiled.captured.placeholders("parameter").values())
+    return elements * (math.prod(compiled.sizes.values()) if compiled.sizes else 1)
+
+
+def is_large(compiled: Compiled) -> bool:
+    """Whether numbers are tested on a twin: more ranks, or more work, than one process should take on."""
+    return work_of(compiled) > _LARGE_WORK or compiled.mesh.world > _LARGE_WORLD
+
+
+def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Compiled, list[Fault]]:
+    """The smallest twin with the same programs, and how the nearest differs where there is none.
+
+    Raises:
+        PlanError: the plan has no ``verify`` line that makes the model small enough, or the twin cannot be made.
+    """
+    first: tuple[Compiled, list[Fault]] | None = None
+    problem: PlanError | None = None
+    for mesh in _meshes(compiled.mesh):
+        try:
+            twin = _twin(compiled, mesh)
+        except PlanError as error:
+            problem = problem or error
+            continue
+        differences = compare_structure(programs, twin.built.programs)
+        if not differences:
+            return twin, []
+        first = first or (twin, differences)
+    if first is None:
+        raise problem if problem is not None else AssertionError("a mesh has at least one twin")
+    return first
+
+
+def _meshes(mesh: Mesh) -> Iterator[Mesh]:
+    """Axes cut to 2; then, since something may divide by 2 and not by more, one axis after the other as it is."""
+    small = {axis: min(size, 2) for axis, size in mesh.axes}
+    choices = [small]
+    choices += [{**small, axis: size} for axis, size in mesh.axes if size > 2]
+    choices += [{axis: min(size, 4) for axis, size in mesh.axes}, dict(mesh.axes)]
+    seen = set()
+    for choice in choices:
+        candidate = Mesh(tuple(choice.items()))
+        if candidate.world <= _TWIN_WORLD and candidate not in seen:
+            seen.add(candidate)
+            yield candidate
+
+
+def _twin(compiled: Compiled, mesh: Mesh) -> Compiled:
+    """The same plan with the ``verify`` line's arguments, sizes as small as the axes allow."""
+    plan = compiled.plan
+    given = dict(plan.verify.values) if plan.verify is not None else {}
+    sizes = {}
+    for name, size in plan.sizes.items():
+        chosen = given.pop(name, None)
+        if chosen is None:
+            unit = mesh.world * (plan.microbatches if name == "B" else 4)
+            chosen = min(size.high, unit * 2 if name == "B" else max(unit, 16))
+        sizes[name] = SizeRange(int(chosen), int(chosen))
+    twin = compile_plan(replace(plan, sizes=sizes, mesh=mesh), compiled.folder, mesh=mesh, overrides=given)
+    if work_of(twin) > _LARGE_WORK:
+        line = plan.verify or plan.model
+        raise PlanError([Diagnostic(
+            NO_TWIN,
+            f"the model is too large to test its numbers: {work_of(twin):.0e} parameters times tokens, even small",
+            Label(line.span),
+            help="a `verify` line names smaller arguments of the model, e.g. `verify layers=2, width=64`",
+        )])  # fmt: skip
+    return twin
+
+
+def twin_text(twin: Compiled) -> str:
+    """How the twin is smaller."""
+    given = dict(twin.plan.verify.values) if twin.plan.verify is not None else {}
+    words = [f"{name}={value}" for name, value in given.items()]
+    words += [f"{name}={size}" for name, size in twin.sizes.items() if name not in given]
+    return f"the twin: {', '.join(words)}, mesh {twin.mesh}"

@@ -1,0 +1,134 @@
+"""The communication contract: every message of a step in order, and schedules that cannot work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parc.compiler.actions import Action, accumulation
+from parc.compiler.contract import check_actions, check_contract, communication_table, messages, step_messages
+from parc.compiler.program import Program
+from parc.compiler.program_text import parse_program
+
+FORWARD = '''"""parc program: role stage0, action F"""
+
+mesh(dp=2, tp=2)
+
+
+def block(
+    x: "f32[8/dp, 4] +tp",
+):
+    all_reduce = parc.all_reduce(x, 'tp')  # f32[8/dp, 4] | blocks.*.mlp gpt.py:7 plan:3
+    shard = parc.shard(all_reduce, 'tp', 1, 1)  # f32[8/dp, 4/tp] | blocks.*.mlp -
+    row_max = parc.row_max(shard, 'tp')  # f32[8/dp, 1] | - -
+    return {
+        "row_max": row_max,
+    }
+
+
+def forward(
+    x: "f32[8/dp, 4] +tp",  # input x
+):
+    first = block(x)  # f32[8/dp, 1] | blocks.0 -
+    second = block(x)  # f32[8/dp, 1] | blocks.1 -
+    row_max = parc.row_max(first, '')  # f32[8/dp, 1] | - -
+    sum = aten.sum.default(row_max)  # f32[] +dp | - -
+    all_reduce = parc.all_reduce(sum, 'dp')  # f32[] | - -
+    return {
+        "loss": all_reduce,
+        "saved second": second,
+    }
+'''
+
+
+def program() -> Program:
+    """A forward program whose two blocks are one function."""
+    return parse_program(FORWARD)
+
+
+def test_messages_are_those_that_meet_other_ranks_once_a_call_with_the_callers_module() -> None:
+    found = [(m.op, m.axes, m.bytes, m.dtype, m.origin.module) for m in messages(program(), "F")]
+    block = [("all_reduce", ("tp",), 64, "float32"), ("row_max", ("tp",), 16, "float32")]
+    assert found == [
+        *((*block[0], "blocks.0.mlp"), (*block[1], "")),
+        *((*block[0], "blocks.1.mlp"), (*block[1], "")),
+        ("all_reduce", ("dp",), 4, "float32", ""),
+    ]
+
+
+def test_a_step_repeats_the_messages_of_its_actions() -> None:
+    step = step_messages({"F": program()}, accumulation(3, counts=False))
+    assert step == messages(program(), "F") * 3
+
+
+def test_the_table_counts_each_message_once_with_how_often_it_runs() -> None:
+    rows = communication_table({"F": program()}, accumulation(3, counts=False), "stage0")
+    assert [row["number"] for row in rows] == list(range(5))
+    assert {row["count_per_step"] for row in rows} == {3}
+    assert rows[0]["module"] == "blocks.0.mlp"
+    assert rows[0]["line"] == 3
+
+
+def test_roles_must_meet_in_the_same_messages_in_the_same_order() -> None:
+    ours = messages(program(), "F")
+    assert not check_contract({"a": ours, "b": list(ours), "c": list(ours)})
+    assert check_contract({"a": ours, "b": ours[:-1]})
+    assert check_contract({"a": ours, "b": [*ours[1:], ours[0]]})
+    for change in ({"dtype": "float64"}, {"bytes": 1}, {"axes": ("dp",)}, {"op": "all_gather"}):
+        (fault,) = check_contract({"a": ours, "b": [replace(ours[0], **change), *ours[1:]]})
+        assert "message 0" in fault.message
+
+
+@given(st.integers(1, 3), st.data())
+def test_a_schedule_with_an_action_too_few_or_too_many_is_refused(microbatches: int, data: st.DataObject) -> None:
+    actions = list(accumulation(microbatches, counts=True))
+    index = data.draw(st.integers(0, len(actions) - 1))
+    assert check_actions([*actions[:index], *actions[index + 1 :]], microbatches, counts=True)
+    assert check_actions([*actions, actions[index]], microbatches, counts=True)
+    assert check_actions(actions, microbatches, counts=False)
+    assert check_actions(actions, microbatches + 1, counts=True)
+
+
+@given(st.integers(1, 3), st.randoms())
+def test_an_order_is_refused_just_if_something_is_read_before_it_is_made(microbatches: int, random: object) -> None:
+    actions = list(accumulation(microbatches, counts=True))
+    random.shuffle(actions)  # type: ignore[attr-defined]
+    assert bool(check_actions(actions, microbatches, counts=True)) == (not _runs(actions, microbatches))
+
+
+def _runs(actions: list[Action], microbatches: int) -> bool:
+    """Plays the list: everything that an action reads is there."""
+    there: set[str] = set()
+    every = range(microbatches)
+    for action in actions:
+        needs = {
+            "COUNT": [],
+            "SCALE": [f"0COUNT{m}" for m in every],
+            "F": [],
+            "B": [f"0F{action.microbatch}", "0SCALE"],
+            "REDUCE": [f"0B{m}" for m in every],
+            "STEP": ["0REDUCE"],
+        }[action.kind]
+        if not there.issuperset(needs):
+            return False
+        there.add(str(action))
+    return True
+
+
+@pytest.mark.parametrize(
+    ("order", "why"),
+    [
+        ("0SCALE 0B0 0F0 0REDUCE 0STEP", "`0B0` comes before `0F0`"),
+        ("0F0 0B0 0SCALE 0REDUCE 0STEP", "`0B0` comes before `0SCALE`"),
+        ("0SCALE 0F0 0REDUCE 0B0 0STEP", "`0REDUCE` comes before `0B0`"),
+        ("0SCALE 0F0 0B0 0STEP 0REDUCE", "`0STEP` comes before `0REDUCE`"),
+        ("0SCALE 0F0 0B0 0REDUCE 0STEP 0STEP", "`0STEP` is there 2 times"),
+        ("1SCALE 0F0 0B0 0REDUCE 0STEP", "`0SCALE` is there 0 times"),
+    ],
+)
+def test_the_message_names_the_two_actions(order: str, why: str) -> None:
+    faults = check_actions([Action.parse(word) for word in order.split()], 1, counts=False)
+    assert any(why in fault.message for fault in faults), faults

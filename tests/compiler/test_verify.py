@@ -1,0 +1,280 @@
+"""The checker: a step written by hand passes, and every change of one line is refused with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from parc.compiler.mesh import Mesh
+from parc.compiler.placement import TensorType, parse_type
+from parc.compiler.program import Program
+from parc.compiler.program_text import parse_program
+from parc.compiler.scaling import degrees
+from parc.compiler.verify import Fault, check_program
+from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults, trained
+
+MESH = Mesh.parse("dp=2, tp=2")
+STORED = {"w": parse_type("f32[4, 4/tp]", MESH), "b": parse_type("f32[4]", MESH)}
+
+SCALE = """\
+def scale(
+):
+    full = aten.full.default([], 0.5, dtype=torch.float32)  # f32[] | - -
+    return {
+        "scale": full,
+    }
+"""
+
+FORWARD = """\
+def forward(
+    x: "f32[8/dp, 4/tp]",  # input x
+    w: "f32[4, 4/tp]",  # parameter w
+    b: "f32[4]",  # parameter b
+    rng: "i64[2]",  # rng
+):
+    key = parc.stream_key.default(rng, 'drop', 1)  # i64[] | - -
+    t = aten.t.default(w)  # f32[4/tp, 4] | - -
+    mm = aten.mm.default(x, t)  # f32[8/dp, 4] +tp | - -
+    all_reduce = parc.all_reduce(mm, 'tp')  # f32[8/dp, 4] | - -
+    mask = parc.dropout_mask.default(key, [8/dp, 4], 0.5, torch.float32)  # f32[8/dp, 4] | - -
+    mul = aten.mul.Tensor(all_reduce, mask)  # f32[8/dp, 4] | - -
+    add = aten.add.Tensor(mul, b)  # f32[8/dp, 4] | - -
+    tanh = aten.tanh.default(add)  # f32[8/dp, 4] | - -
+    sum = aten.sum.default(tanh)  # f32[] +dp | - -
+    return {
+        "loss": sum,
+        "saved mask": mask,
+        "saved tanh": tanh,
+    }
+"""
+
+BACKWARD = """\
+def inner(
+    tanh: "f32[8/dp, 4]",
+    grad: "f32[]",
+):
+    expand = aten.expand.default(grad, [8/dp, 4])  # f32[8/dp, 4] | - -
+    tanh_backward = aten.tanh_backward.default(expand, tanh)  # f32[8/dp, 4] | - -
+    return {
+        "tanh_backward": tanh_backward,
+    }
+
+
+def backward(
+    scale: "f32[]",  # scale
+    x: "f32[8/dp, 4/tp]",  # input x
+    mask: "f32[8/dp, 4]",  # saved mask
+    tanh: "f32[8/dp, 4]",  # saved tanh
+):
+    made = inner(tanh, scale)  # f32[8/dp, 4] | - -
+    bias = aten.sum.dim_IntList(made, [0])  # f32[4] +dp | - -
+    mul = aten.mul.Tensor(made, mask)  # f32[8/dp, 4] | - -
+    t = aten.t.default(mul)  # f32[4, 8/dp] | - -
+    mm = aten.mm.default(t, x)  # f32[4, 4/tp] +dp | - -
+    return {
+        "w": mm,
+        "b": bias,
+    }
+"""
+
+REDUCE = """\
+def reduce(
+    w: "f32[4, 4/tp] +dp",  # gradient w
+    b: "f32[4] +dp",  # gradient b
+    loss: "f32[] +dp",  # loss
+    scale: "f32[]",  # scale
+):
+    all_reduce = parc.all_reduce(w, 'dp')  # f32[4, 4/tp] | - -
+    all_reduce_1 = parc.all_reduce(b, 'dp')  # f32[4] | - -
+    square_sum = parc.square_sum.default(all_reduce)  # f32[] +tp | - -
+    all_reduce_2 = parc.all_reduce(square_sum, 'tp')  # f32[] | - -
+    square_sum_1 = parc.square_sum.default(all_reduce_1)  # f32[] | - -
+    add = aten.add.Tensor(all_reduce_2, square_sum_1)  # f32[] | - -
+    sqrt = aten.sqrt.default(add)  # f32[] | - -
+    all_reduce_3 = parc.all_reduce(loss, 'dp')  # f32[] | - -
+    mul = aten.mul.Tensor(all_reduce_3, scale)  # f32[] | - -
+    return {
+        "gradient w": all_reduce,
+        "gradient b": all_reduce_1,
+        "loss": mul,
+        "grad_norm": sqrt,
+    }
+"""
+
+MODEL = '''"""parc program: role model, action reference"""
+
+mesh()
+
+
+def forward(
+    x: "f32[8, 4]",  # input x
+    w: "f32[4, 4]",  # parameter w
+    b: "f32[4]",  # parameter b
+    rng: "i64[2]",  # rng
+):
+    key = parc.stream_key.default(rng, 'drop', 1)  # i64[] | - -
+    linear = aten.linear.default(x, w)  # f32[8, 4] | - -
+    mask = parc.dropout_mask.default(key, [8, 4], 0.5, torch.float32)  # f32[8, 4] | - -
+    mul = aten.mul.Tensor(linear, mask)  # f32[8, 4] | - -
+    add = aten.add.Tensor(mul, b)  # f32[8, 4] | - -
+    tanh = aten.tanh.default(add)  # f32[8, 4] | - -
+    sum = aten.sum.default(tanh)  # f32[] | - -
+    return {
+        "loss": sum,
+    }
+'''
+
+TEXTS = {"SCALE": SCALE, "F": FORWARD, "B": BACKWARD, "REDUCE": REDUCE}
+
+
+def step(action: str = "", old: str = "", new: str = "") -> dict[str, Program]:
+    """The step's programs, with one text replaced in one of them."""
+    found = {}
+    for name, text in TEXTS.items():
+        if name == action:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        head = f'"""parc program: role stage0, action {name}"""\n\nmesh({MESH})\n\n\n'
+        found[name] = parse_program(head + text, name)
+    return found
+
+
+def faults(programs: dict[str, Program], stored: dict[str, TensorType] | None = None) -> list[Fault]:
+    """What all static checks of programs say."""
+    found = [fault for program in programs.values() for fault in check_program(program)]
+    found += mesh_faults(programs, MESH) + check_bindings(programs, STORED if stored is None else stored)
+    return found + check_reference(programs, parse_program(MODEL), 2)
+
+
+def test_the_step_is_right() -> None:
+    assert not faults(step())
+
+
+# program, what stands there, what stands there instead, and what the checker says
+WRONG = [
+    ("F", "mm = aten.mm.default(x, t)  # f32[8/dp, 4] +tp", "mm = aten.mm.default(x, t)  # f32[8/dp, 4]",
+     "aten.mm.default makes `f32[8/dp, 4] +tp`, not `f32[8/dp, 4]`"),
+    ("F", "aten.mul.Tensor(all_reduce, mask)", "aten.mul.Tensor(mm, mask)", "makes `f32[8/dp, 4] +tp`"),
+    ("F", "aten.tanh.default(add)", "aten.tanh.default(mm)", "not linear in operands that are still to be summed"),
+    ("F", "parc.all_reduce(mm, 'tp')", "parc.all_reduce(mm, 'dp')", "all_reduce over `dp` needs P"),
+    ("F", "parc.all_reduce(mm, 'tp')", "parc.all_reduce(mm, 'tp,tp')", "are not distinct axes"),
+    ("F", "parc.all_reduce(mm, 'tp')", "parc.all_reduce(mm, 'pp')", "are not distinct axes"),
+    ("F", "parc.all_reduce(mm, 'tp')", "parc.all_reduce([mm], 'tp')", "takes one value"),
+    ("F", "parc.all_reduce(mm, 'tp')", "parc.all_reduce()", "takes one value"),
+    ("F", "aten.mm.default(x, t)", "aten.mm.default(t, x)", "does not take these shapes"),
+    ("F", "'drop', 1)", "'other', 1)", "is drawn in one of"),
+    ("F", "aten.tanh.default(add)", "aten.rand_like.default(add)", "random state"),
+    ("F", "    t = aten", "    dead = aten.t.default(x)  # f32[4/tp, 8/dp] | - -\n    t = aten",
+     "is made and never read"),
+    ("F", '        "saved tanh": tanh,\n', "", "nothing makes `saved tanh` before it"),
+    ("F", '"saved tanh": tanh', '"saved tanh": add', "is not `add`"),
+    ("F", '"saved tanh": tanh', '"saved tanh": tanh,\n        "saved add": add', "is saved and never read"),
+    ("F", "# parameter b", "# gradient b", "nothing makes `gradient b` before it"),
+    ("F", "# parameter b", "# elsewhere b", "nothing is bound to"),
+    ("F", 'w: "f32[4, 4/tp]"', 'w: "f32[4/tp, 4]"', "`parameter w` has another type"),
+    ("F", '"loss": sum', '"lost": sum', "`loss` is not returned"),
+    ("F", "# rng", "# input x", "takes `input x` twice"),
+    ("B", "(grad, [8/dp, 4])", "(grad, [8, 4])",
+     "sizes of aten.expand.default on a rank are not those its rule derives"),
+    ("B", "tanh: \"f32[8/dp, 4]\",\n    grad", "tanh: \"f32[8, 4/dp]\",\n    grad", "operands of other types"),
+    ("B", "inner(tanh, scale)  # f32[8/dp, 4]", "inner(tanh, scale)  # f32[8, 4/dp]", "other types than it returns"),
+    ("B", "inner(tanh, scale)", "inner(scale, tanh)", "operands of other types"),
+    ("B", '        "b": bias,\n', "", "`gradient b` is returned, but nobody takes it"),
+    ("B", '"b": bias', '"c": bias', "`c` is returned, but nobody takes it"),
+    ("B", "# saved mask", "# saved key", "nothing makes `saved key`"),
+    ("B", "aten.mul.Tensor(made, mask)", "aten.mul.Tensor(made, made)", "has the loss's scale 2 times"),
+    ("B", "aten.mul.Tensor(made, mask)", "aten.mul.Tensor(mask, mask)", "has the loss's scale 0 times"),
+    ("B", '"tanh_backward": tanh_backward', '"other": tanh_backward', "returns `tanh_backward` as `other`"),
+    ("REDUCE", "parc.all_reduce(w, 'dp')  # f32[4, 4/tp]", "aten.alias.default(w)  # f32[4, 4/tp] +dp",
+     "is still to be summed"),
+    ("REDUCE", '"loss": mul', '"loss": all_reduce_3', "has the loss's scale 0 times"),
+    ("REDUCE", "aten.sqrt.default(add)", "aten.neg.default(add)", "has the loss's scale 2 times"),
+    ("REDUCE", '"grad_norm": sqrt', '"norm": sqrt', "`norm` is returned, but nobody takes it"),
+    ("REDUCE", '        "gradient b": all_reduce_1,\n', "", "`gradient b` is not returned"),
+    ("SCALE", "0.5", "1.0", "is to be scaled by 0.5"),
+    ("SCALE", '"scale": full', '"size": full', "nothing makes `scale` before it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("action", "old", "new", "why"), WRONG)
+def test_a_change_of_one_line_is_refused_with_its_reason(action: str, old: str, new: str, why: str) -> None:
+    found = faults(step(action, old, new))
+    assert any(why in fault.message for fault in found), "\n".join(map(str, found)) or "nothing is said"
+
+
+def test_a_function_that_nobody_calls_is_refused() -> None:
+    programs = step("B", "made = inner(tanh, scale)", "made = aten.mul.Tensor(tanh, scale)")
+    assert any("is never called" in fault.message for fault in faults(programs))
+
+
+def test_tables_that_the_rules_split_only_once_replaced_are_whole() -> None:
+    text = '''"""parc program: role stage0, action F"""
+
+mesh(dp=2, tp=2)
+
+
+def forward(
+    w: "f32[8/tp, 4]",  # parameter w
+    x: "i64[6]",  # input x
+):
+    embedding = aten.embedding.default(w, x)  # f32[6, 4] +tp | - -
+    return {
+        "loss": embedding,
+    }
+'''
+    assert [fault.message for fault in check_program(parse_program(text))] == [
+        "aten.embedding.default needs dim 0 of its table whole"
+    ]
+    lookup = text.replace("aten.embedding.default(w, x)", "parc.lookup.default(w, x, -1)")
+    assert not check_program(parse_program(lookup))
+
+
+def test_zeros_are_partial_sums_of_zero_and_ones_are_not() -> None:
+    text = '''"""parc program: role stage0, action F"""
+
+mesh(dp=2, tp=2)
+
+
+def forward(
+):
+    full = aten.full.default([4], 0.0, dtype=torch.float32)  # f32[4] +tp | - -
+    return {
+        "loss": full,
+    }
+'''
+    assert not check_program(parse_program(text))
+    assert check_program(parse_program(text.replace("0.0", "1.0")))
+
+
+def test_programs_of_another_mesh_or_action_or_role_are_refused() -> None:
+    programs = step()
+    assert any("is of mesh" in fault.message for fault in mesh_faults(programs, Mesh.parse("dp=2")))
+    swapped = {**programs, "F": programs["B"]}
+    assert any("says that it is B" in fault.message for fault in mesh_faults(swapped, MESH))
+    other = parse_program(programs["F"].text().replace("role stage0", "role stage1"))
+    assert any("of the roles" in fault.message for fault in mesh_faults({**programs, "F": other}, MESH))
+    without = {action: program for action, program in programs.items() if action != "B"}
+    assert check_bindings(without, STORED)
+
+
+def test_a_stored_parameter_of_another_type_is_refused() -> None:
+    other = {**STORED, "w": parse_type("f32[4/tp, 4]", MESH)}
+    found = [str(fault) for fault in check_bindings(step(), other)]
+    assert any("REDUCE gradient w: is not placed as its parameter is stored" in text for text in found), found
+
+
+def test_trained_parameters_are_those_that_the_loss_depends_on_differentiably() -> None:
+    model = parse_program(MODEL)
+    assert trained(model.main) == ["w", "b"]
+    detached = MODEL.replace("mul = aten.mul.Tensor(linear, mask)", "mul = aten.detach.default(linear)")
+    assert trained(parse_program(detached).main) == ["b"]
+
+
+def test_degrees_follow_products_roots_and_sums() -> None:
+    programs = step()
+    reduce = programs["REDUCE"]
+    assert degrees(reduce, reduce.main, [1.0, 1.0, 0.0, 1.0]) == [1.0, 1.0, 1.0, 1.0]
+    assert degrees(reduce, reduce.main, [2.0, 2.0, 3.0, -1.0]) == [2.0, 2.0, 2.0, 2.0]
+    assert degrees(reduce, reduce.main, [1.0, 2.0, 0.0, 1.0])[3] is None  # a sum of unequal degrees has none
+    backward = programs["B"]
+    assert degrees(backward, backward.main, [1.0, 0.0, 0.0, 0.0]) == [1.0, 1.0]
+    assert degrees(backward, backward.main, [0.0, 0.0, 0.0, 0.0]) == [0.0, 0.0]

@@ -1,0 +1,121 @@
+"""Communication: counts and bytes by axis and phase are Megatron-LM's closed form, and no rank holds what it should not."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from parc.compiler.contract import communication_table
+from parc.compiler.plan import read_plan
+from parc.driver import Compiled, compile_plan
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LAYERS, WIDTH, BATCH, LENGTH, VOCAB = 2, 64, 8, 128, 512
+F32, I64 = 4, 8
+MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
+
+
+@lru_cache(maxsize=None)
+def compiled(plan: str, dp: int, tp: int, layers: int = LAYERS) -> Compiled:
+    """An example's plan, with few layers."""
+    defines = {"dp": str(dp), "tp": str(tp), "layers": str(layers), "width": str(WIDTH)}
+    return compile_plan(read_plan(EXAMPLES / plan, defines), EXAMPLES)
+
+
+def sent(made: Compiled) -> tuple[Counter[tuple[str, str, str]], Counter[tuple[str, str, str]]]:
+    """How often a step runs each collective, by axis, phase and operator, and the bytes of a rank in all of them."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    for row in communication_table(made.built.programs, made.actions, "stage0"):
+        key = row["axis"], row["phase"], row["op"].removeprefix("parc.")
+        counts[key] += row["count_per_step"]
+        sizes[key] += row["count_per_step"] * row["bytes"]
+    return counts, sizes
+
+
+def local_parameters(made: Compiled) -> list[int]:
+    """Elements of each parameter on a rank."""
+    values = [v for v in made.built.programs["REDUCE"].main.parameters if v.role.startswith("gradient ")]
+    return [math.prod(value.type.local(made.mesh)) for value in values]
+
+
+@pytest.mark.parametrize(("dp", "tp"), MESHES)
+def test_llama_is_megatrons_closed_form(dp: int, tp: int) -> None:
+    made = compiled("llama.parc", dp, tp)
+    rows = BATCH // dp * LENGTH
+    activation = rows * WIDTH * F32
+    expected: dict[tuple[str, str, str], tuple[int, int]] = {}
+    if tp > 1:
+        # a layer: after the attention's output and after the MLP's; one for the embedding; the loss: the largest
+        # logit of each row, then both its sums in one message
+        expected["tp", "forward", "all_reduce"] = (2 * LAYERS + 2, (2 * LAYERS + 1) * activation + 2 * rows * F32)
+        expected["tp", "forward", "row_max"] = (1, rows * F32)
+        # a layer: before its queries, keys and values, and before its MLP; one before the head
+        expected["tp", "backward", "all_reduce"] = (2 * LAYERS + 1, (2 * LAYERS + 1) * activation)
+        expected["tp", "step", "all_reduce"] = (1, F32)  # the norm of the split gradients
+    if dp > 1:
+        parameters = local_parameters(made)
+        expected["dp", "forward", "all_reduce"] = (1, I64)  # how many targets count
+        expected["dp", "step", "all_reduce"] = (len(parameters) + 1, (sum(parameters) + 1) * F32)  # and the loss
+    counts, sizes = sent(made)
+    assert {key: (counts[key], sizes[key]) for key in counts} == expected
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_layer_adds_two_and_two(layers: int) -> None:
+    more, less = (sent(compiled("llama.parc", 2, 2, n))[0] for n in (layers + 1, layers))
+    more.subtract(less)
+    assert {key: count for key, count in more.items() if count} == {
+        ("tp", "forward", "all_reduce"): 2,
+        ("tp", "backward", "all_reduce"): 2,
+        ("dp", "step", "all_reduce"): 9,
+    }
+
+
+@pytest.mark.parametrize(("dp", "tp"), MESHES)
+def test_gpt_block_is_two_and_two(dp: int, tp: int) -> None:
+    """Dropout, biases, a tied embedding and a fused qkv add nothing; each microbatch pays."""
+    made = compiled("gpt.parc", dp, tp)
+    microbatches, batch = 2, 16
+    rows = batch // dp // microbatches * 128
+    activation = microbatches * rows * WIDTH * F32
+    expected: dict[tuple[str, str, str], tuple[int, int]] = {}
+    if tp > 1:
+        inner = 2 * LAYERS + 1
+        sums = 2 * microbatches * rows * F32
+        expected["tp", "forward", "all_reduce"] = (microbatches * (inner + 1), inner * activation + sums)
+        expected["tp", "forward", "row_max"] = (microbatches, microbatches * rows * F32)
+        expected["tp", "backward", "all_reduce"] = (microbatches * inner, inner * activation)
+        expected["tp", "step", "all_reduce"] = (1, F32)
+    if dp > 1:
+        parameters = local_parameters(made)
+        assert len(parameters) == 12 * LAYERS + 4  # the tied matrix once
+        expected["dp", "forward", "all_reduce"] = (1, I64)
+        expected["dp", "step", "all_reduce"] = (len(parameters) + 1, (sum(parameters) + 1) * F32)
+    counts, sizes = sent(made)
+    assert {key: (counts[key], sizes[key]) for key in counts} == expected
+
+
+@pytest.mark.parametrize("plan", ["llama.parc", "gpt.parc"])
+def test_no_rank_holds_whole_logits_or_the_global_batch(plan: str) -> None:
+    made = compiled(plan, 2, 2)
+    captured = [value for line in made.built.reference.main.lines for value in line.results if value is not None]
+    batch = {"llama.parc": BATCH, "gpt.parc": 8}[plan]
+    vocab = {"llama.parc": VOCAB, "gpt.parc": 256}[plan]
+    rows = batch * LENGTH
+    assert any(value.type.shape[-1:] == (vocab,) and math.prod(value.type.shape) == rows * vocab for value in captured)
+    seen = 0
+    for program in made.built.programs.values():
+        for function in program.functions:
+            for value in function.values().values():
+                whole, local = value.type.shape, value.type.local(made.mesh)
+                if math.prod(whole) >= rows and set(whole[:1]) & {batch, rows}:
+                    seen += 1
+                    assert local[0] <= whole[0] // 2, f"{value.name} holds the global batch: {value.type}"
+                if vocab in whole and math.prod(whole) >= rows * vocab:
+                    assert math.prod(local) <= rows * vocab // 4, f"{value.name} holds whole logits: {value.type}"
+    assert seen > 100

@@ -1,0 +1,113 @@
+"""Small models and plans that once went wrong, each with what was wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+
+from ..random_layers import Sizes
+from ..strategies import Layer, ModelSpec, plan_text
+from ..trials import TOLERANCE, check, eager_error, subject
+
+SIZES = Sizes(batch=4, length=4, heads=2, head=4, vocab=8)
+MLP = Layer("mlp", ("silu", True, "none"))
+
+
+def attention(qkv: str = "apart", shared: int = 1, repeat: str = "enable", mask: str = "causal", p: float = 0.0) -> Layer:
+    """An attention layer with a residual."""
+    return Layer("attention", (qkv, shared, repeat, mask, p), 0, 0)
+
+
+CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
+    "a table's rows in parts of a sub-dim are no run of rows": (
+        ModelSpec(SIZES, "tied", (MLP,), "cross_entropy"),
+        {"dp": 2, "tp": 2},
+        ["shard x, y [B/dp, _]", "shard embed.weight [(2 _/tp), _]"],
+    ),
+    "a table over two axes": (
+        ModelSpec(SIZES, "tokens", (MLP,), "cross_entropy"),
+        {"dp": 2, "tp": 2},
+        ["shard embed.weight [_/tp/dp, _]", "shard head.weight [_/dp/tp, _]"],
+    ),
+    "the count reads targets as the forward places them": (
+        ModelSpec(SIZES, "tokens", (MLP,), "cross_entropy"),
+        {"tp": 4},
+        ["shard x [_/tp, _]"],
+    ),
+    "the reference stops gradients where the module does": (
+        ModelSpec(SIZES, "tokens", (Layer("running", ("mean",), 0, 0), Layer("plain", ("detach",))), "mse"),
+        {"dp": 2},
+        ["shard x, y [B/dp, ...]"],
+    ),
+    "a buffer is updated where it is placed": (
+        ModelSpec(SIZES, "tied", (Layer("running", ("mean",)), Layer("linear", (False,), 0, 0)), "mse", 2),
+        {"dp": 2, "tp": 2},
+        ["shard layers.1.weight [_, _/dp]", "vocab embed over tp"],
+    ),
+    "batch statistics are those of the whole batch": (
+        ModelSpec(SIZES, "tokens", (Layer("running", ("batch_norm",), 0, 0), MLP), "cross_entropy", 2),
+        {"dp": 4},
+        ["shard x, y [B/dp, _]"],
+    ),
+    "attention's dropout keeps float64": (
+        ModelSpec(SIZES, "tokens", (attention(p=0.3),), "cross_entropy"),
+        {"tp": 2},
+        ["column layers.0.q, layers.0.k, layers.0.v over tp", "row layers.0.out over tp"],
+    ),
+    "attention's dropout with shared heads": (
+        ModelSpec(SIZES, "tokens", (attention(shared=2, p=0.3, mask="triu"),), "cross_entropy"),
+        {"tp": 2},
+        ["column layers.0.q over tp", "row layers.0.out over tp"],
+    ),
+    "the gradient of a maximum makes zeros where they are read": (
+        ModelSpec(SIZES, "floats", (Layer("linear", (True,)), Layer("plain", ("largest_rows",))), "mean"),
+        {"dp": 2, "tp": 2},
+        ["shard x [B/dp, _, _]", "column layers.0 over tp"],
+    ),
+    "autograd's operators in place": (
+        ModelSpec(SIZES, "floats", (Layer("linear", (True,)), Layer("plain", ("clamp",))), "mean"),
+        {"dp": 2},
+        ["shard x [_, _/dp, _]"],
+    ),
+    "a slice of every second": (
+        ModelSpec(SIZES, "tokens", (Layer("plain", ("gate",)),), "cross_entropy"),
+        {"tp": 2},
+        ["shard embed.weight [_, _/tp]"],
+    ),
+    "a norm of groups reads its storage in order": (
+        ModelSpec(SIZES, "floats", (Layer("conv", (False, True)), Layer("group_norm")), "mean"),
+        {"dp": 2},
+        ["shard x [_/dp, _, _]"],
+    ),
+    "the padding row of a split table gets no gradient": (
+        ModelSpec(SIZES, "padded", (MLP,), "cross_entropy"),
+        {"dp": 2, "tp": 2},
+        ["shard x, y [B/dp, _]", "vocab embed over tp"],
+    ),
+    "nothing joined to something": (
+        ModelSpec(SIZES, "tokens", (Layer("linear", (True,)), Layer("plain", ("nothing",))), "cross_entropy"),
+        {"dp": 2, "tp": 2},
+        ["shard x, y [B/dp, _]", "column layers.0 over tp"],
+    ),
+    "two axes in each other's way": (
+        ModelSpec(Sizes(4, 6, 4, 6, 24), "tied", (Layer("conv", (True, False), 0, 1), MLP), "mse", 2),
+        {"tp": 4, "ax": 2},
+        ["vocab embed over ax", "shard layers.1.down.weight [(4 _/ax=2 3), (4 _/tp=4 3)]",
+         "shard layers.1.down.bias [(3 _/tp=4 2)]"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_found(name: str) -> None:
+    spec, mesh, lines = CASES[name]
+    made = subject(spec)
+    compiled, _ = check(made, plan_text(spec, mesh, lines))
+    if not spec.drops:
+        assert eager_error(made, compiled.built.reference) <= TOLERANCE
+
+
+def test_ranks_that_share_a_process_clip_once() -> None:
+    spec = ModelSpec(SIZES, "tokens", (MLP,), "cross_entropy")
+    lines = ["shard x, y [B/dp, _]", "column layers.0.up over tp", "row layers.0.down over tp"]
+    check(subject(spec), plan_text(spec, {"dp": 2, "tp": 2}, lines, "sgd lr 0.1 clip 0.01"))
