@@ -48,7 +48,7 @@ class Captured:
 
 
 class CaptureError(Exception):
-    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output`` or ``other``; the cause is chained."""
+    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output`` or ``other``."""
 
     def __init__(self, kind: str, message: str, source: str = "") -> None:
         super().__init__(message)

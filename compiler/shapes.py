@@ -40,7 +40,7 @@ def quotient(a: Size, b: Size) -> Size | None:
 def _quotient(a: sympy.Expr, b: sympy.Expr) -> Size | None:
     if b == 0:
         return None
-    numerator, denominator = sympy.fraction(sympy.cancel(a / b))
+    numerator, denominator = sympy.fraction(sympy.together(sympy.cancel(a / b)))
     return tidy(numerator) if denominator == 1 else None
 
 

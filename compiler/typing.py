@@ -73,7 +73,7 @@ def place_created(
         for index, (dims, types) in enumerate(zip(rule.operands, made, strict=True)):
             at = from_factor(rule, dims, *part) if part is not None else None
             if at is not None:
-                types[axis] = Split(*at)  # type: ignore[arg-type]
+                types[axis] = Split(*at)
             elif index in zeros and index in summed:
                 types[axis] = "P"
     return [

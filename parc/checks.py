@@ -23,7 +23,9 @@ from parc.compiler.verify import Fault, check_program
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, optimizer_facts, stored_types
 from parc.eager import compare_with_eager
+from parc.grammar.diagnostics import PlanError
 from parc.runtime.simulate import TOLERANCE, Agreement, Case, compare
+from parc.size_ranges import range_errors
 from parc.twins import find_twin, is_large, twin_text
 
 Progress = Callable[[str], None]
@@ -61,11 +63,18 @@ def static_faults(
 
 
 def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Checked:
-    """Check a compiled plan through the texts of its programs, and make its report."""
+    """Check a compiled plan through the texts of its programs, and make its report.
+
+    Raises:
+        PlanError: something does not divide at a size that the plan declares.
+    """
     start = time.perf_counter()
     programs = reread(compiled.built.programs)
     stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
     progress("shapes, types, communication")
+    errors = range_errors(compiled)
+    if errors:
+        raise PlanError(errors)
     reference = compiled.built.reference
     faults = static_faults(programs, stored, compiled.mesh, compiled.actions, compiled.plan.microbatches, reference)
     checked = Checked(report_of(compiled, programs, stored), faults)
@@ -158,6 +167,7 @@ def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mappi
     return {
         "mesh": dict(compiled.mesh.axes),
         "world": compiled.mesh.world,
+        "sizes": {name: str(size) for name, size in plan.sizes.items()},
         "roles": [role],
         "parameters": sum(math.prod(type_.shape) for type_ in stored.values()),
         "memory": [{

@@ -52,6 +52,7 @@ class Compiled:
     actions: tuple[Action, ...]
     sizes: dict[str, int]
     overrides: dict[str, Any]
+    request: Request
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -81,7 +82,7 @@ def compile_plan(
     seconds: dict[str, float] = {}
     progress("capture")
     with _timed(seconds, "capture"):
-        recorded, captured = _capture(plan, lines, folder, overrides)
+        recorded, captured = capture_plan(plan, lines, folder, overrides)
     progress("passes")
     with _timed(seconds, "passes"):
         resolved = resolve(plan, names_of(captured))
@@ -95,13 +96,19 @@ def compile_plan(
     actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
-        plan, folder, mesh, lines, recorded, captured, resolved, built, actions, sizes, dict(overrides or {}), seconds
-    )
+        plan, folder, mesh, lines, recorded, captured, resolved, built, actions, sizes,
+        dict(overrides or {}), request, seconds,
+    )  # fmt: skip
 
 
-def _capture(
+def capture_plan(
     plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None
 ) -> tuple[Recorded, Captured]:
+    """Make the plan's model without allocating it, and capture it with its loss.
+
+    Raises:
+        PlanError: the model or its loss is at fault.
+    """
     model_span = plan.model.arguments.statement.span
     try:
         build = model_builder(lines, folder, overrides)

@@ -56,4 +56,4 @@ def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx
 
 def is_zero(node: fx.Node) -> bool:
     """Whether a creation node makes zeros, which are a part of any sum."""
-    return node.args[1] == 0
+    return bool(node.args[1] == 0)

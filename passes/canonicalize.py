@@ -15,7 +15,7 @@ from .decompose import DECOMPOSITIONS, shape_of
 
 aten = torch.ops.aten
 
-Rewrite = Callable[["Canonicalizer", fx.Node], None]
+Rewrite = Callable[["Canonicalizer", Any], None]
 
 _NO_MEANING = {aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.contiguous.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
@@ -81,15 +81,15 @@ def _fake_like(node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> Any
         return torch.empty(shape, dtype=dtype)
 
 
-def _drop(c: Canonicalizer, node: fx.Node) -> None:
+def _drop(c: Canonicalizer, node: Any) -> None:
     c.graph.erase_node(node)
 
 
-def _forward(c: Canonicalizer, node: fx.Node) -> None:
+def _forward(c: Canonicalizer, node: Any) -> None:
     c.replace(node, node.args[0])
 
 
-def _view(c: Canonicalizer, node: fx.Node) -> None:
+def _view(c: Canonicalizer, node: Any) -> None:
     source = node.args[0]
     if shape_of(source) == shape_of(node):
         c.replace(node, source)
@@ -98,14 +98,14 @@ def _view(c: Canonicalizer, node: fx.Node) -> None:
     node.args = (source, list(shape_of(node)))
 
 
-def _expand(c: Canonicalizer, node: fx.Node) -> None:
+def _expand(c: Canonicalizer, node: Any) -> None:
     if shape_of(node.args[0]) == shape_of(node):
         c.replace(node, node.args[0])
         return
     node.args, node.kwargs = (node.args[0], list(shape_of(node))), {}
 
 
-def _to_copy(c: Canonicalizer, node: fx.Node) -> None:
+def _to_copy(c: Canonicalizer, node: Any) -> None:
     dtype = node.meta["val"].dtype
     if node.args[0].meta["val"].dtype == dtype:
         c.replace(node, node.args[0])
@@ -113,12 +113,12 @@ def _to_copy(c: Canonicalizer, node: fx.Node) -> None:
         node.args, node.kwargs = (node.args[0],), {"dtype": dtype}
 
 
-def _type_as(c: Canonicalizer, node: fx.Node) -> None:
+def _type_as(c: Canonicalizer, node: Any) -> None:
     node.target = aten._to_copy.default
     _to_copy(c, node)
 
 
-def _slice(c: Canonicalizer, node: fx.Node) -> None:
+def _slice(c: Canonicalizer, node: Any) -> None:
     """Positions counted from the front, and an end at the last element taken: sizes that a rank can cut."""
     before, after = shape_of(node.args[0]), shape_of(node)
     names = ("x", "dim", "start", "end", "step")
@@ -133,17 +133,17 @@ def _slice(c: Canonicalizer, node: fx.Node) -> None:
     node.args, node.kwargs = (node.args[0], dim, start, end, step), {}
 
 
-def _cat(c: Canonicalizer, node: fx.Node) -> None:
+def _cat(c: Canonicalizer, node: Any) -> None:
     """Nothing joined to something is the something (what is left of a rotary embedding that turns all of a head)."""
     pieces, *rest = node.args
-    full = [piece for piece in pieces if 0 not in shape_of(piece)]  # type: ignore[union-attr]
+    full = [piece for piece in pieces if 0 not in shape_of(piece)]
     if len(full) == 1 and full[0].meta["val"].dtype == node.meta["val"].dtype:
         c.replace(node, full[0])
-    elif 1 < len(full) < len(pieces):  # type: ignore[arg-type]
+    elif 1 < len(full) < len(pieces):
         node.args = (full, *rest)
 
 
-def _linear(c: Canonicalizer, node: fx.Node) -> None:
+def _linear(c: Canonicalizer, node: Any) -> None:
     """A row-parallel bias would be added once a rank: product first, then the sum."""
     if len(node.args) > 2 and node.args[2] is not None:
         x, weight, bias = node.args
@@ -151,7 +151,7 @@ def _linear(c: Canonicalizer, node: fx.Node) -> None:
         c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
 
 
-def _addmm(c: Canonicalizer, node: fx.Node) -> None:
+def _addmm(c: Canonicalizer, node: Any) -> None:
     if node.kwargs:
         return
     bias, x, weight = node.args
@@ -159,7 +159,7 @@ def _addmm(c: Canonicalizer, node: fx.Node) -> None:
     c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
 
 
-def _dropout(c: Canonicalizer, node: fx.Node) -> None:
+def _dropout(c: Canonicalizer, node: Any) -> None:
     x, p, *train = node.args
     kept = next((user for user in node.users if user.args[1] == 0), None)
     if kept is None:
@@ -173,7 +173,7 @@ def _dropout(c: Canonicalizer, node: fx.Node) -> None:
     c.replace(kept, c.emit(node, aten.mul.Tensor, x, mask))
 
 
-def _attention(c: Canonicalizer, node: fx.Node) -> None:
+def _attention(c: Canonicalizer, node: Any) -> None:
     names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     p = float(given.get("dropout_p") or 0.0)
@@ -190,19 +190,25 @@ def _attention(c: Canonicalizer, node: fx.Node) -> None:
     c.replace(node, out)
 
 
-def _cross_entropy(c: Canonicalizer, node: fx.Node) -> None:
+def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     """``mean`` becomes a sum of token losses over the count of targets that are not ignored."""
     names = ("logits", "targets", "weight", "reduction", "ignore", "smoothing")
     given = {**dict(zip(names, node.args, strict=False))}
     given.update({"ignore": -100, "reduction": 1} | given | dict(node.kwargs))
     logits, targets = given["logits"], given["targets"]
     plain = given.get("weight") is None and not given.get("smoothing") and not targets.meta["val"].is_floating_point()
-    if not plain or logits.meta["val"].dim() != 2:
+    rank = logits.meta["val"].dim()
+    if not plain or rank < 2:
         return
+    if rank > 2:  # classes come second: they go last, all else becomes rows
+        logits = c.emit(node, aten.permute.default, logits, [0, *range(2, rank), 1])
+        logits = c.emit(node, aten.reshape.default, logits, [-1, shape_of(logits)[-1]])
+        targets = c.emit(node, aten.reshape.default, targets, [-1])
+        logits.args, targets.args = (logits.args[0], list(shape_of(logits))), (targets.args[0], list(shape_of(targets)))
     ignore, reduction = int(given.get("ignore_index", given["ignore"])), given["reduction"]
     losses = c.emit(node, OPS.token_loss.default, logits, targets, ignore)
     if reduction == 0:
-        c.replace(node, losses)
+        c.replace(node, losses if rank == 2 else c.emit(node, aten.reshape.default, losses, list(shape_of(node))))
         return
     total = c.emit(node, aten.sum.default, losses)
     if reduction == 1:
@@ -211,7 +217,7 @@ def _cross_entropy(c: Canonicalizer, node: fx.Node) -> None:
     c.replace(node, total)
 
 
-def _arange(c: Canonicalizer, node: fx.Node) -> None:
+def _arange(c: Canonicalizer, node: Any) -> None:
     value = node.meta["val"]
     start = node.args[0] if node.target is not aten.arange.default else 0
     step = node.args[2] if node.target is aten.arange.start_step and len(node.args) > 2 else 1
@@ -223,13 +229,18 @@ def _arange(c: Canonicalizer, node: fx.Node) -> None:
     c.replace(node, count)
 
 
-def _add(c: Canonicalizer, node: fx.Node) -> None:
+def _add(c: Canonicalizer, node: Any) -> None:
     x, y = node.args[0], node.args[1]
-    if isinstance(x, fx.Node) and not isinstance(y, fx.Node) and y == 0 and x.meta["val"].dtype == node.meta["val"].dtype:
+    if (
+        isinstance(x, fx.Node)
+        and not isinstance(y, fx.Node)
+        and y == 0
+        and x.meta["val"].dtype == node.meta["val"].dtype
+    ):
         c.replace(node, x)
 
 
-def _unsqueeze(c: Canonicalizer, node: fx.Node) -> None:
+def _unsqueeze(c: Canonicalizer, node: Any) -> None:
     source = node.args[0]
     if source in c.iotas:
         dim, size = c.iotas[source]
@@ -237,7 +248,7 @@ def _unsqueeze(c: Canonicalizer, node: fx.Node) -> None:
         c.iotas[node] = (dim + (at <= dim), size)
 
 
-def _index(c: Canonicalizer, node: fx.Node) -> None:
+def _index(c: Canonicalizer, node: Any) -> None:
     """Indexing every dim by counts over its whole range, on increasing dims, only inserts dims of size 1."""
     x, indices = node.args
     result = shape_of(node)
@@ -258,7 +269,7 @@ def _index(c: Canonicalizer, node: fx.Node) -> None:
 
 
 def _creation(value: Callable[[fx.Node], Any]) -> Rewrite:
-    def rewrite(c: Canonicalizer, node: fx.Node) -> None:
+    def rewrite(c: Canonicalizer, node: Any) -> None:
         result = node.meta["val"]
         with c.graph.inserting_before(node):
             made = c.graph.call_function(aten.full.default, (list(result.shape), value(node)), {"dtype": result.dtype})
@@ -306,7 +317,9 @@ TABLE: Mapping[Any, Rewrite] = {
     aten.new_full.default: _creation(_filled),
     **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), _creation(_scalar(1.0))),
     **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), _creation(_scalar(0.0))),
-    **dict.fromkeys((aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default), _creation(_scalar(0.0))),
+    **dict.fromkeys(
+        (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default), _creation(_scalar(0.0))
+    ),
 }
 """Operator → rewrite. An operator that is not here keeps its form."""
 

@@ -1,4 +1,4 @@
-"""Operators that canonical form writes as several, so that a split batch gives a part of a sum: means, norms, losses."""
+"""Operators that canonical form writes as several, so that a split batch gives a part of a sum: means, losses."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from .calls import outputs
+
 aten = torch.ops.aten
 
 
@@ -24,7 +26,7 @@ def split_loss(graph: fx.Graph) -> SplitLoss:
     """Take the division by the count of targets out of a mean cross entropy, so that it is made once a step, by the
     count over all data ranks and microbatches; a mean of means would weigh targets unequally."""
     output = graph.output_node()
-    loss, *updates = output.args[0]  # type: ignore[misc]
+    loss, *updates = outputs(graph)
     denominator = _denominator(loss)
     if denominator is None:
         return SplitLoss(graph, None, loss.target is aten.sum.default and _is_token_loss(loss))

@@ -19,7 +19,7 @@ from ..compiler.mesh import Mesh
 from ..compiler.ops import OPS
 from ..compiler.placement import AxisType, Placement, Split, TensorType
 from ..compiler.program import Origin
-from .calls import Key, computes, fake, key_of, operands_of, tensors_of
+from .calls import Key, computes, fake, key_of, operands_of, outputs, substitute, tensors_of
 from .expand import EXPANSIONS
 from .hoist import plan_hoist
 from .paths import cheapest_path
@@ -127,9 +127,7 @@ class Partition:
             local = self.type_of(key, have).local(self.mesh)
             size = math.prod(local) * fake(key).dtype.itemsize
             for axis in axes:
-                self.reshards.append(
-                    Reshard(key[0].name, have[axis], want[axis], axis, cause, size, self.reader)
-                )
+                self.reshards.append(Reshard(key[0].name, have[axis], want[axis], axis, cause, size, self.reader))
         return node
 
     def rebuild(self, key: Key, want: Placement) -> fx.Node | None:
@@ -146,11 +144,11 @@ class Partition:
                 part = to_factor(rule, rule.results[index], kind.dim, kind.outer, self.mesh.size(axis))
                 if part is None or part[0] in rule.whole:
                     return None
-                parts[axis] = part  # type: ignore[assignment]
+                parts[axis] = part
         operands = []
         for operand, dims in zip(operands_of(node), rule.operands, strict=True):
             places = {axis: from_factor(rule, dims, *part) for axis, part in parts.items()}
-            inner = Placement.of(self.mesh, {axis: Split(*at) for axis, at in places.items() if at})  # type: ignore[arg-type]
+            inner = Placement.of(self.mesh, {axis: Split(*at) for axis, at in places.items() if at})
             made = self.rebuild(key_of(operand), inner)
             if made is None:
                 return None
@@ -166,7 +164,7 @@ class Partition:
         types: dict[str, AxisType] = {}
         for axis, part in parts.items():
             at = from_factor(rule, dims, *part)
-            types[axis] = Split(*at) if at else absent  # type: ignore[arg-type]
+            types[axis] = Split(*at) if at else absent
         return Placement.of(self.mesh, types)
 
     def operator(self, node: fx.Node) -> None:
@@ -179,10 +177,10 @@ class Partition:
             if axis in parts:
                 for key, dims, want in zip(keys, rule.operands, wants, strict=True):
                     at = from_factor(rule, dims, *parts[axis])
-                    want[axis] = Split(*at) if at else ("R" if self.grad[key] else "I")  # type: ignore[arg-type]
+                    want[axis] = Split(*at) if at else ("R" if self.grad[key] else "I")
                 for dims, state in zip(rule.results, states, strict=True):
                     at = from_factor(rule, dims, *parts[axis])
-                    state[axis] = Split(*at) if at else "P"  # type: ignore[arg-type]
+                    state[axis] = Split(*at) if at else "P"
             else:
                 result = self._unsplit(node, axis, keys, wants)
                 for state in states:
@@ -201,19 +199,22 @@ class Partition:
             # a sum whose own placement is a split goes there at once
             own = {axis: split for axis, split in self.placed.splits[key].items() if placement[axis] == "P"}
             if own:
-                want = placement.replace(own)
-                self.convert(key, want)
-                self.state[key] = want
+                reduced = placement.replace(own)
+                self.convert(key, reduced)
+                self.state[key] = reduced
 
-    def _unsplit(
-        self, node: fx.Node, axis: str, keys: Sequence[Key], wants: Sequence[dict[str, AxisType]]
-    ) -> AxisType:
+    def _unsplit(self, node: fx.Node, axis: str, keys: Sequence[Key], wants: Sequence[dict[str, AxisType]]) -> AxisType:
         """Types on an axis that splits no factor of the operator: partial sums pass what is linear in them; one ``R``
         operand makes all ``R``; else all are ``I``."""
         have = [self.state[key][axis] if key in self.state else "I" for key in keys]
         partial = frozenset(index for index, kind in enumerate(have) if kind == "P")
         rest_whole = all(not isinstance(kind, Split) for kind in have)
-        if partial and rest_whole and partial in self.placed.rules[node].linear and self._no_larger(node, keys, partial):
+        if (
+            partial
+            and rest_whole
+            and partial in self.placed.rules[node].linear
+            and self._no_larger(node, keys, partial)
+        ):
             for index, (key, want) in enumerate(zip(keys, wants, strict=True)):
                 want[axis] = "P" if index in partial else ("R" if self.grad[key] else "I")
             return "P"
@@ -225,14 +226,15 @@ class Partition:
 
     def _no_larger(self, node: fx.Node, keys: Sequence[Key], partial: frozenset[int]) -> bool:
         """Whether a sum put off costs no more than one made now."""
-        made = sum(value.numel() for value in tensors_of(node) if isinstance(value, torch.Tensor))
-        return made <= sum(fake(keys[index]).numel() for index in partial)
+        made: int = sum(value.numel() for value in tensors_of(node) if isinstance(value, torch.Tensor))
+        given: int = sum(fake(keys[index]).numel() for index in partial)
+        return made <= given
 
     def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[Key, Placement]],
              operands: Sequence[fx.Node]) -> fx.Node:  # fmt: skip
         """The operator as a node whose results have the given placements."""
         given = iter(operands)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(given))  # type: ignore[misc]
+        args, kwargs = substitute((node.args, node.kwargs), lambda _: next(given))
         target: Any = node.target
         if node.target is torch.ops.aten.embedding.default and any(name == "v" for name, _ in parts.values()):
             padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
@@ -281,18 +283,18 @@ class Partition:
                 self.block = node.meta.get("block")
                 self.reader = str(node.target)
                 self.operator(node)
-        loss, *updates = self.source.output_node().args[0]  # type: ignore[misc]
+        loss, *updates = outputs(self.source)
         self.block, self.reader = None, "output"
         state = self.state[key_of(loss)]
         target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
-        outputs = [self.convert(key_of(loss), target)]
+        results = [self.convert(key_of(loss), target)]
         buffers = {n.meta["role"]: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
         names = self.source.output_node().meta.get("updates", ())
         for name, update in zip(names, updates, strict=True):
             # placed as the buffer, so that the next microbatch reads what this one wrote
             stored = Placement.of(self.mesh, dict(self.placed.splits[buffers[f"buffer {name}"]]))
-            outputs.append(self.convert(key_of(update), stored))
-        self.graph.output(tuple(outputs))
+            results.append(self.convert(key_of(update), stored))
+        self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph

@@ -12,6 +12,7 @@ from ..compiler.capture import Captured
 from ..compiler.mesh import Mesh
 from ..compiler.placement import Split
 from ..compiler.program import Program
+from ..compiler.ranges import PlacedValue
 from .assemble import assemble, assemble_count, assemble_scale
 from .calls import computes, outputs
 from .canonicalize import canonicalize
@@ -21,10 +22,11 @@ from .loss import split_loss
 from .partition import Partition, Reshard
 from .propagate import Claim, Placed, propagate
 from .reference import reference_program
+from .sample import placed_values, sample
 from .segments import block_of, node_type
 from .weights import names_of
 
-__all__ = ["ROLE", "Built", "Request", "build_programs", "mark_blocks", "names_of"]
+__all__ = ["ROLE", "Built", "Request", "build_programs", "mark_blocks", "names_of", "sample"]
 
 ROLE = "stage0"
 
@@ -45,7 +47,7 @@ class Built:
 
     reference: Program
     programs: dict[str, Program]
-    placed: Placed
+    values: tuple[PlacedValue, ...]
     reshards: tuple[Reshard, ...]
     without_rule: tuple[str, ...]
 
@@ -75,7 +77,8 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
     programs["SCALE"] = assemble_scale(count_type, dtype, parts, mesh, ROLE)
     programs.update(assemble(typed, mesh, ROLE, request.seed))
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
-    return Built(reference, programs, placed, tuple(reshards), missing)
+    values = placed_values(loss.graph, mesh, placed)
+    return Built(reference, programs, values, tuple(reshards), missing)
 
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -24,7 +24,6 @@ class Claim:
     axis: str
     split: Split | None
     line: int
-
 
 
 @dataclass(slots=True)
@@ -103,18 +102,18 @@ class _Propagation:
         for key, dims, _ in self.terms[node]:
             split = self.placed.splits[key].get(axis)
             part = to_factor(rule, dims, split.dim, split.outer, ranks) if split else None
-            if part is None or part[0] in rule.whole or not self.fits(node, axis, part):  # type: ignore[arg-type]
+            if part is None or part[0] in rule.whole or not self.fits(node, axis, part):
                 continue
             rank = 0 if key[0].op == "placeholder" else 1
             if best is None or rank < best[0]:
-                best = rank, part  # type: ignore[assignment]
+                best = rank, part
         return best[1] if best else None
 
     def fits(self, node: fx.Node, axis: str, part: Part) -> bool:
         """Whether the factor nests with the other axes on it, and the result may be split so."""
         rule = self.placed.rules[node]
         others = [(outer, a) for a, (name, outer) in self.placed.parts[node].items() if name == part[0]]
-        if not self.disjoint([*others, (part[1], axis)], rule.sizes[part[0]]):  # type: ignore[arg-type]
+        if not self.disjoint([*others, (part[1], axis)], rule.sizes[part[0]]):
             return False
         for key, dims, is_operand in self.terms[node]:
             if is_operand:
@@ -123,7 +122,7 @@ class _Propagation:
             have = self.placed.splits[key].get(axis)
             if at is not None and (key, axis) in self.whole:
                 return False
-            if have is not None and at is not None and have != Split(*at):  # type: ignore[arg-type]
+            if have is not None and at is not None and have != Split(*at):
                 return False
         return True
 
@@ -141,7 +140,7 @@ class _Propagation:
             for key, dims, _ in self.terms[node]:
                 at = from_factor(rule, dims, *parts[axis])
                 if at is not None:
-                    again += self.place(key, axis, Split(*at), line)  # type: ignore[arg-type]
+                    again += self.place(key, axis, Split(*at), line)
         return again
 
     def settle(self, start: Iterable[fx.Node], line: int) -> None:

@@ -91,7 +91,18 @@ def _wide(q: torch.Tensor) -> torch.dtype:
 
 
 def _attention_backward(
-    site: Site, grad: Any, q: Any, k: Any, v: Any, mask: Any, key: Any, out: Any, lse: Any, causal: bool, scale: Any, p: float
+    site: Site,
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    key: Any,
+    out: Any,
+    lse: Any,
+    causal: bool,
+    scale: Any,
+    p: float,
 ) -> Any:
     heads, groups = q.shape[1], k.shape[1]
     k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
@@ -229,4 +240,3 @@ REFERENCE_KERNELS: Mapping[str, Kernel] = {
     "parc.token_loss.default": _plain_token_loss,
 }
 """Kernels for the captured graph, which autograd differentiates: written apart from those they check."""
-

@@ -97,7 +97,8 @@ def _random(type_: TensorType, bound: int, generator: torch.Generator) -> torch.
 
 
 _SHAPES_ONLY = {"aten.reshape.default", "aten.unsqueeze.default", "aten.slice.Tensor", "aten.squeeze.dim",
-                "aten.transpose.int", "aten.permute.default", "aten.expand.default", "aten._to_copy.default"}  # fmt: skip
+                "aten.transpose.int", "aten.permute.default", "aten.expand.default",
+                "aten._to_copy.default"}  # fmt: skip
 
 
 def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
@@ -298,7 +299,7 @@ def compare(case: Case, steps: int = 3, seed: int = 0) -> Agreement:
 def _amplified(apart: float, line: Mapping[str, Any]) -> float:
     """How far an update can be apart for gradients that are so far apart: AdamW divides a gradient that is nothing but
     rounding (that of a bias of keys, which softmax cancels) by its own size, or by ``eps``."""
-    return line["lr"] * min(2.0, apart / line["eps"]) if line["name"] == "adamw" else 0.0  # type: ignore[no-any-return]
+    return line["lr"] * min(2.0, apart / line["eps"]) if line["name"] == "adamw" else 0.0
 
 
 def _compare_state(

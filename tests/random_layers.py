@@ -1,4 +1,4 @@
-"""Layers of random models: each maps [B, S, W] to [B, S, W], and every one is a way in which real models are written."""
+"""Layers of random models: each maps [B, S, W] to [B, S, W], in a way in which real models are written."""
 
 from __future__ import annotations
 
@@ -50,11 +50,14 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)
         if self.side is not None:
-            return self.down(self.activation(up) * self.side(x))
+            gated: Tensor = self.down(self.activation(up) * self.side(x))
+            return gated
         if self.gate == "fused":
             first, second = up.chunk(2, -1)
-            return self.down(self.activation(first) * second)
-        return self.down(self.activation(up))
+            halves: Tensor = self.down(self.activation(first) * second)
+            return halves
+        result: Tensor = self.down(self.activation(up))
+        return result
 
 
 class RMSNorm(nn.Module):
@@ -133,11 +136,13 @@ class Attention(nn.Module):
             mask = mask.to(x.dtype)
         if self.repeat == "plain" and not grouped:  # written out
             scores = q @ k.transpose(-2, -1) / self.head**0.5
-            scores = scores if mask is None else scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -1e9)
+            if mask is not None:
+                scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -1e9)
             y = F.dropout(torch.softmax(scores, -1), self.dropout) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, self.mask == "causal", **options)
-        return self.out(y.transpose(1, 2).reshape(x.shape))
+        made: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
+        return made
 
 
 class Positions(nn.Module):
@@ -151,7 +156,8 @@ class Positions(nn.Module):
         positions = torch.arange(x.shape[1])
         if self.batched:
             positions = positions.unsqueeze(0).expand(x.shape[0], -1)
-        return x + self.table(positions)
+        turned: Tensor = x + self.table(positions)
+        return turned
 
 
 class Running(nn.Module):
@@ -166,9 +172,17 @@ class Running(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.norm is not None:
-            return self.norm(x.transpose(1, 2)).transpose(1, 2)
+            normed: Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2)
+            return normed
         self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
         return x - self.mean
+
+
+WEIGHTED = {
+    "scalar", "vector", "grid", "column", "heads", "length", "flat", "stacked", "twice", "tied_transposed", "rows",
+    "einsum", "cat", "unused",
+}  # fmt: skip
+"""Ways to use a parameter."""
 
 
 class Weighted(nn.Module):
@@ -203,11 +217,13 @@ class Weighted(nn.Module):
         if kind == "tied_transposed":
             return F.linear(torch.tanh(x @ w), w)
         if kind == "rows":
-            return F.linear(x.flatten(0, 1), w).unflatten(0, shape[:2])
+            rows: Tensor = F.linear(x.flatten(0, 1), w).unflatten(0, shape[:2])
+            return rows
         if kind == "einsum":
             return torch.einsum("bsw,wv->bsv", x, w)
         if kind == "cat":
-            return torch.cat([x @ w, x], -1).unflatten(-1, (2, -1)).sum(-2)
+            joined: Tensor = torch.cat([x @ w, x], -1).unflatten(-1, (2, -1)).sum(-2)
+            return joined
         return x @ w
 
 
@@ -221,7 +237,8 @@ class Conv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.transpose(1, 2)
-        return self.conv(F.pad(y, (2, 0)) if self.causal else y).transpose(1, 2)
+        moved: Tensor = self.conv(F.pad(y, (2, 0)) if self.causal else y).transpose(1, 2)
+        return moved
 
 
 def _cat_rows(x: Tensor) -> Tensor:
@@ -289,7 +306,9 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "linear": lambda s, bias: nn.Linear(s.width, s.width, bias),
     "mlp": MLP,
     "layer_norm": lambda s, affine: nn.LayerNorm(s.width, elementwise_affine=affine),
-    "group_norm": lambda s: nn.Sequential(nn.Flatten(0, 1), nn.GroupNorm(s.heads, s.width), nn.Unflatten(0, (s.batch, s.length))),
+    "group_norm": lambda s: nn.Sequential(
+        nn.Flatten(0, 1), nn.GroupNorm(s.heads, s.width), nn.Unflatten(0, (s.batch, s.length))
+    ),
     "rms_norm": RMSNorm,
     "attention": Attention,
     "dropout": lambda s, p: nn.Dropout(p),

@@ -10,7 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from .random_layers import ACTIVATIONS, FUNCTIONS, LAYERS, Sizes
+from .random_layers import ACTIVATIONS, FUNCTIONS, LAYERS, WEIGHTED, Sizes
+
+CLASSES_SECOND = "cross_entropy_classes_second"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,16 @@ class ModelSpec:
     microbatches: int = 1
 
     @property
+    def has_head(self) -> bool:
+        """Whether it gives logits of a vocabulary."""
+        return self.loss in ("cross_entropy", CLASSES_SECOND)
+
+    @property
     def drops(self) -> bool:
         """Whether something in it is random."""
-        return any(layer.kind == "dropout" or (layer.kind == "attention" and layer.options[-1]) for layer in self.layers)
+        return any(
+            layer.kind == "dropout" or (layer.kind == "attention" and layer.options[-1]) for layer in self.layers
+        )
 
 
 class RandomModel(nn.Module):
@@ -52,7 +61,7 @@ class RandomModel(nn.Module):
             else None
         )
         self.layers = nn.ModuleList(LAYERS[layer.kind](s, *layer.options) for layer in spec.layers)
-        self.head = nn.Linear(s.width, s.vocab, bias=spec.source == "floats") if spec.loss == "cross_entropy" else None
+        self.head = nn.Linear(s.width, s.vocab, bias=spec.source == "floats") if spec.has_head else None
         if spec.source == "tied" and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
 
@@ -90,11 +99,7 @@ _LAYER: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
     ),
     "layer_norm": st.tuples(st.booleans()),
     "rms_norm": st.tuples(st.booleans()),
-    "weighted": st.tuples(
-        st.sampled_from(
-            "scalar vector grid column heads length flat stacked twice tied_transposed rows einsum cat unused".split()
-        )
-    ),
+    "weighted": st.tuples(st.sampled_from(sorted(WEIGHTED))),
     "plain": st.tuples(st.sampled_from(sorted(FUNCTIONS))),
     "positions": st.tuples(st.booleans()),
     "dropout": st.tuples(st.just(0.25)),
@@ -128,7 +133,7 @@ def models(draw: st.DrawFn, most_layers: int = 4) -> ModelSpec:
         head=draw(st.sampled_from([2, 4, 6])),
         vocab=draw(st.sampled_from([8, 12, 24])),
     )
-    loss = draw(st.sampled_from(["cross_entropy", "cross_entropy", "mse", "mean", "sum"]))
+    loss = draw(st.sampled_from(["cross_entropy", "cross_entropy", CLASSES_SECOND, "mse", "mean", "sum"]))
     source = draw(st.sampled_from(["tokens", "tied", "floats", "padded"]))
     drawn = draw(st.lists(layers(heads), min_size=1, max_size=most_layers))
     spec = ModelSpec(sizes, source, tuple(drawn), loss, draw(st.sampled_from([1, 1, 2, 3])))
@@ -142,7 +147,7 @@ def models(draw: st.DrawFn, most_layers: int = 4) -> ModelSpec:
 def meshes(draw: st.DrawFn) -> dict[str, int]:
     """One to three axes, at most eight ranks."""
     names = draw(st.sampled_from([("dp", "tp"), ("tp",), ("dp", "tp", "ax")]))
-    mesh = {}
+    mesh: dict[str, int] = {}
     for name in names:
         room = 8 // math.prod(mesh.values())
         mesh[name] = draw(st.sampled_from([size for size in (2, 1, 3, 4) if size <= room]))
@@ -180,8 +185,10 @@ def input_shapes(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of each input of one microbatch."""
     s = spec.sizes
     shape = (s.batch, s.length)
-    found = {"x": ("float32", (*shape, s.width)) if spec.source == "floats" else ("int64", shape)}
-    if spec.loss == "cross_entropy":
+    found: dict[str, tuple[str, tuple[int, ...]]] = {
+        "x": ("float32", (*shape, s.width)) if spec.source == "floats" else ("int64", shape)
+    }
+    if spec.has_head:
         found["y"] = ("int64", shape)
     elif spec.loss == "mse":
         found["y"] = ("float32", (*shape, s.width))
@@ -230,8 +237,10 @@ def plan_text(spec: ModelSpec, mesh: dict[str, int], lines: list[str], optimizer
     rows = ['model "./model.py:make"']
     for name, (dtype, shape) in input_shapes(spec).items():
         rows.append(f"input {name} {dtype} [{', '.join(['B', *map(str, shape[1:])])}]")
-    loss = "cross_entropy(output, y)" if spec.loss == "cross_entropy" else f'"./model.py:{spec.loss}"(output)'
-    loss = '"./model.py:mse"(output, y)' if spec.loss == "mse" else loss
+    operands = "output, y" if "y" in input_shapes(spec) else "output"
+    loss = f'"./model.py:{spec.loss}"({operands})'
+    if spec.loss == "cross_entropy":
+        loss = f"cross_entropy({operands})"
     rows += [f"sizes B={s.batch * spec.microbatches}", f"loss {loss}", f"optimizer {optimizer}"]
     rows += [f"mesh {', '.join(f'{axis}={size}' for axis, size in mesh.items())}", *lines]
     if spec.microbatches > 1:

@@ -1,4 +1,4 @@
-"""Trials of random models: captured once, then built for any number of plans and simulated against the captured graph."""
+"""Trials of random models: captured once, then built and simulated for any number of plans."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ def call_loss(spec: ModelSpec, output: torch.Tensor, inputs: Mapping[str, torch.
     """The loss of a spec."""
     if spec.loss == "cross_entropy":
         return F.cross_entropy(output.flatten(0, -2), inputs["y"].flatten())
+    if spec.loss == "cross_entropy_classes_second":
+        return F.cross_entropy(output.transpose(1, 2), inputs["y"])
     if spec.loss == "mse":
         return F.mse_loss(output, inputs["y"])
     return output.square().mean() if spec.loss == "mean" else (output.tanh().square() / 16).sum()

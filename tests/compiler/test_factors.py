@@ -51,6 +51,8 @@ def test_quotient_knows_what_does_not_divide() -> None:
     assert quotient(U, 2) is None
     assert quotient(6 * U, 4) is None
     assert quotient(S + 1, S) is None
+    assert quotient(S + 1, 4) is None
+    assert quotient(4 * S + 2, 4) is None
     assert quotient(4, 0) is None
     assert quotient(6 * U * S, 2 * U) == 3 * S
     assert quotient(S * (S + 1), S + 1) == S

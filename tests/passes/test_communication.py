@@ -1,10 +1,10 @@
-"""Communication: counts and bytes by axis and phase are Megatron-LM's closed form, and no rank holds what it should not."""
+"""Communication: counts and bytes by axis and phase are Megatron-LM's closed form; no rank holds too much."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ F32, I64 = 4, 8
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled(plan: str, dp: int, tp: int, layers: int = LAYERS) -> Compiled:
     """An example's plan, with few layers."""
     defines = {"dp": str(dp), "tp": str(tp), "layers": str(layers), "width": str(WIDTH)}

@@ -1,4 +1,4 @@
-"""Families of transformers: captured without a warning, split over data and tensor ranks, equal to the captured graph."""
+"""Families of transformers, captured without a warning and split: equal to the captured graph."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-
 from ..random_layers import Sizes
 from ..strategies import Layer, ModelSpec, plan_text
 from ..trials import TOLERANCE, check, eager_error, subject
@@ -13,7 +12,9 @@ SIZES = Sizes(batch=4, length=4, heads=2, head=4, vocab=8)
 MLP = Layer("mlp", ("silu", True, "none"))
 
 
-def attention(qkv: str = "apart", shared: int = 1, repeat: str = "enable", mask: str = "causal", p: float = 0.0) -> Layer:
+def attention(
+    qkv: str = "apart", shared: int = 1, repeat: str = "enable", mask: str = "causal", p: float = 0.0
+) -> Layer:
     """An attention layer with a residual."""
     return Layer("attention", (qkv, shared, repeat, mask, p), 0, 0)
 
@@ -83,6 +84,11 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         ModelSpec(SIZES, "padded", (MLP,), "cross_entropy"),
         {"dp": 2, "tp": 2},
         ["shard x, y [B/dp, _]", "vocab embed over tp"],
+    ),
+    "classes that come second": (
+        ModelSpec(SIZES, "tokens", (MLP,), "cross_entropy_classes_second", 2),
+        {"dp": 2, "tp": 2},
+        ["shard x, y [B/dp, _]", "vocab head over tp"],
     ),
     "nothing joined to something": (
         ModelSpec(SIZES, "tokens", (Layer("linear", (True,)), Layer("plain", ("nothing",))), "cross_entropy"),

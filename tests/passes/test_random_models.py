@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from parc.grammar.diagnostics import PlanError
 
-from ..strategies import Layer, ModelSpec, layers, meshes, models, placements, plan_text, plans
-from ..random_layers import Sizes
-from ..trials import TOLERANCE, build, check, eager_error, subject
+from ..strategies import ModelSpec, models, plans
+from ..trials import TOLERANCE, check, eager_error, subject
 
 SHARE = 3  # a model's capture serves several plans, so a part of the profile's examples is models enough
 

@@ -1,0 +1,99 @@
+"""Paths of conversions: every step is one that exists, the value is the value, and the cheapest way is taken."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parc.compiler.collectives import COLLECTIVES, lower
+from parc.compiler.mesh import Mesh
+from parc.compiler.placement import AxisType, Placement, Split, assemble, take
+from parc.passes.paths import Changes, cheapest_path, fits
+from parc.runtime.backends.in_process import InProcess
+
+MESH = Mesh((("dp", 2), ("tp", 2), ("ax", 3)))
+SHAPE = (12, 24)
+
+
+@st.composite
+def kinds(draw: st.DrawFn, partial: bool) -> AxisType:
+    """A type on one axis."""
+    if draw(st.booleans()):
+        return Split(draw(st.sampled_from([0, 1])), draw(st.sampled_from([1, 2, 3, 4, 6])))
+    return "P" if partial and draw(st.booleans()) else "I"
+
+
+@st.composite
+def placements(draw: st.DrawFn, partial: bool) -> Placement:
+    """A placement of SHAPE that nests and divides."""
+    found = Placement.whole(MESH)
+    for axis in draw(st.permutations(MESH.names)):
+        changed = found.replace({axis: draw(kinds(partial))})
+        found = changed if fits(SHAPE, changed, MESH) else found
+    return found
+
+
+def walk(have: Placement, path: tuple[Changes, ...], pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Every rank's piece after the steps, each lowered to its collective."""
+    backend = InProcess(MESH)
+    for step in path:
+        want = have.replace(dict(step))
+        assert fits(SHAPE, want, MESH)
+        lowered = lower(",".join(axis for axis, _ in step), have, want, MESH)
+        if lowered is not None:
+            op, args = lowered
+            assert op in COLLECTIVES
+            pieces = backend.collective(op, args, pieces)
+        have = want
+    return pieces
+
+
+@given(placements(partial=True), placements(partial=False), st.booleans())
+def test_a_path_keeps_the_value(have: Placement, want: Placement, flows: bool) -> None:
+    coordinates = [MESH.coordinates(rank) for rank in range(MESH.world)]
+    generator = torch.Generator().manual_seed(0)
+    # parts of a sum differ from rank to rank, replicas do not
+    parts: dict[tuple[int, ...], torch.Tensor] = {}
+    pieces = []
+    for at in coordinates:
+        key = tuple(at[axis] for axis in have.partial)
+        part = parts.setdefault(key, torch.randint(0, 9, SHAPE, generator=generator))
+        pieces.append(take(part, have, MESH, at))
+    whole = assemble(pieces, have, MESH)
+    for at, piece in zip(coordinates, walk(have, cheapest_path(have, want, SHAPE, MESH, flows), pieces), strict=True):
+        assert torch.equal(piece, take(whole, want, MESH, at))
+
+
+def of(**types: AxisType) -> Placement:
+    return Placement.of(MESH, types)
+
+
+def test_what_shrinks_comes_before_what_sends() -> None:
+    path = cheapest_path(of(dp=Split(0)), of(tp=Split(1)), SHAPE, MESH, flows=False)
+    assert path == ((("tp", Split(1)),), (("dp", "I"),))
+
+
+def test_inner_axes_are_gathered_first() -> None:
+    path = cheapest_path(of(dp=Split(0), tp=Split(0, 2)), of(), SHAPE, MESH, flows=False)
+    assert path == ((("tp", "I"),), (("dp", "I"),))
+
+
+def test_sums_over_several_axes_are_one_message() -> None:
+    assert cheapest_path(of(dp="P", tp="P"), of(), SHAPE, MESH, flows=True) == ((("dp", "I"), ("tp", "I")),)
+
+
+def test_a_sum_goes_straight_to_its_split() -> None:
+    assert cheapest_path(of(dp="P"), of(dp=Split(1)), SHAPE, MESH, flows=True) == ((("dp", Split(1)),),)
+
+
+def test_axes_in_each_others_way_take_turns() -> None:
+    have, want = of(dp=Split(0), tp=Split(0, 2)), of(dp=Split(0, 2), tp=Split(0))
+    path = cheapest_path(have, want, SHAPE, MESH, flows=False)
+    assert len(path) == 3, "one is gathered, the other moves, the first is cut again"
+
+
+def test_a_parameter_is_marked_before_it_is_cut() -> None:
+    """Its gradient is then summed over `dp` once a step, not once a microbatch."""
+    path = cheapest_path(of(), of(dp="R", tp=Split(0)), SHAPE, MESH, flows=True, lifts=True)
+    assert path == ((("dp", "R"),), (("tp", Split(0)),))
