@@ -6,6 +6,7 @@ from .code import Code
 
 _MODEL = """import torch
 
+
 class Model(torch.nn.Module):
     def forward(self, x):
         {body}"""
@@ -71,7 +72,7 @@ NO_DIVIDE = Code(
 WITHOUT_RULE = Code(
     name="P0208",
     title="an operator without a sharding rule",
-    why="parc knows nothing of how the operator treats its dims, so its operands are gathered whole: right, but costly.",
+    why="parc knows nothing of how the operator treats its dims, so its operands are gathered whole: right, but dear.",
     example="parc.register_rule is not called for mylib::scale",
     instead='parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")',
     language="python",
@@ -113,8 +114,8 @@ OTHER_TORCH = Code(
 NO_TWIN = Code(
     name="P0213",
     title="too large to test, and nothing says how it is made small",
-    why="numbers are tested by running all ranks in one process; a large model is tested on its twin, the same code with"
-    " smaller arguments, whose programs must be the same up to sizes.",
+    why="numbers are tested by running all ranks in one process; a large model is tested on its twin, the same code"
+    " with smaller arguments, whose programs must be the same up to sizes.",
     example='model "./llama.py:llama" (layers=32, width=4096)',
     instead='model "./llama.py:llama" (layers=32, width=4096)\nverify layers=2, width=64',
     language="shell",

@@ -22,7 +22,8 @@ _TWIN_WORLD = 32
 
 def work_of(compiled: Compiled) -> int:
     """Parameters times tokens of a step."""
-    elements: int = sum(math.prod(node.meta["val"].shape) for node in compiled.captured.placeholders("parameter").values())
+    parameters = compiled.captured.placeholders("parameter").values()
+    elements = sum(int(math.prod(node.meta["val"].shape)) for node in parameters)
     return elements * (math.prod(compiled.sizes.values()) if compiled.sizes else 1)
 
 

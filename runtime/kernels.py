@@ -151,7 +151,7 @@ def _owned(site: Site, table: TensorType, dim: int, index: torch.Tensor) -> tupl
         local = index - start
         mine = (local >= 0) & (local < count)
     else:  # parts of sub-dims, in increasing order
-        local = torch.searchsorted(entries, index).clamp_(max=count - 1)
+        local = torch.searchsorted(entries, index.contiguous()).clamp_(max=count - 1)
         mine = entries[local] == index
     return torch.where(mine, local, 0), mine
 

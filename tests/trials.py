@@ -97,9 +97,12 @@ def build(made: Subject, text: str) -> Compiled:
         )
         for seed in resolved.seeds
     )
-    built = build_programs(made.captured, plan.mesh, Request(claims, plan.microbatches, plan.seed))
+    request = Request(claims, plan.microbatches, plan.seed)
+    built = build_programs(made.captured, plan.mesh, request)
     actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
-    return Compiled(plan, Path("."), plan.mesh, lines, made.recorded, made.captured, resolved, built, actions, {}, {})
+    return Compiled(
+        plan, Path("."), plan.mesh, lines, made.recorded, made.captured, resolved, built, actions, {}, {}, request
+    )
 
 
 def case_of(made: Subject, compiled: Compiled) -> Case:

@@ -24,6 +24,7 @@ from parc.grammar.syntax import (
     Dim,
     Ellipsis,
     Group,
+    Item,
     Layout,
     Number,
     Phrase,
@@ -104,8 +105,9 @@ splits = st.builds(
     st.none() | ends,
     st.just(NOWHERE),
 )
-simple = words | numbers | strings | variables | st.just(Ellipsis(NOWHERE)) | splits
-simple |= st.builds(Range, ends, ends, st.just(NOWHERE))
+simple_words = words | numbers | strings | variables | st.just(Ellipsis(NOWHERE)) | splits
+ranges = st.builds(Range, ends, ends, st.just(NOWHERE))
+simple: st.SearchStrategy[Item] = st.one_of(simple_words, ranges)
 
 
 def phrases(items: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
