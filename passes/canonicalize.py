@@ -215,7 +215,12 @@ def _arange(c: Canonicalizer, node: fx.Node) -> None:
 
 def _add(c: Canonicalizer, node: fx.Node) -> None:
     x, y = node.args[0], node.args[1]
-    if isinstance(x, fx.Node) and not isinstance(y, fx.Node) and y == 0 and x.meta["val"].dtype == node.meta["val"].dtype:
+    if (
+        isinstance(x, fx.Node)
+        and not isinstance(y, fx.Node)
+        and y == 0
+        and x.meta["val"].dtype == node.meta["val"].dtype
+    ):
         c.replace(node, x)
 
 
@@ -270,6 +275,17 @@ def _scalar(value: float) -> Callable[[fx.Node], Any]:
     return read
 
 
+def _embedding(c: Canonicalizer, node: fx.Node) -> None:
+    """A table whose padding row is not trained: what is looked up there carries no gradient, wherever the row is."""
+    weight, index, *rest = node.args
+    padding = rest[0] if rest else -1
+    if not isinstance(padding, int) or padding < 0:
+        return
+    found = c.emit(node, aten.embedding.default, weight, index)
+    padded = c.emit(node, aten.unsqueeze.default, c.emit(node, aten.eq.Scalar, index, padding), -1)
+    c.replace(node, c.emit(node, aten.where.self, padded, c.emit(node, aten.detach.default, found), found))
+
+
 TABLE: Mapping[Any, Rewrite] = {
     aten._assert_tensor_metadata.default: _drop,
     **dict.fromkeys(_NO_MEANING, _forward),
@@ -278,6 +294,7 @@ TABLE: Mapping[Any, Rewrite] = {
     aten._to_copy.default: _to_copy,
     aten.type_as.default: _type_as,
     aten.slice.Tensor: _slice,
+    aten.embedding.default: _embedding,
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,
     **DECOMPOSITIONS,
@@ -295,7 +312,9 @@ TABLE: Mapping[Any, Rewrite] = {
     aten.new_full.default: _creation(_filled),
     **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), _creation(_scalar(1.0))),
     **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), _creation(_scalar(0.0))),
-    **dict.fromkeys((aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default), _creation(_scalar(0.0))),
+    **dict.fromkeys(
+        (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default), _creation(_scalar(0.0))
+    ),
 }
 """Operator → rewrite. An operator that is not here keeps its form."""
 
