@@ -68,6 +68,7 @@ KINDS: dict[str, Kind] = {
     "CALL": Kind("a call such as `cross_entropy(output, targets)`", lambda item: isinstance(item, Call)),
     "CALLABLE": Kind('a callable such as `"file.py:fn"`', lambda item: isinstance(item, String)),
     "ARGS": Kind("arguments in parentheses", _arguments),
+    "FILE": Kind("a name in double quotes", lambda item: isinstance(item, String)),
     "GLOBS": Kind("strings", lambda item: isinstance(item, String), count=0),
     "NAME=VALUE,...": Kind("`name=value` pairs", _binding, count=0),
     "NAME=SIZE,...": Kind("`NAME=SIZE` pairs", lambda item: True, count=0, rest=True),

@@ -48,7 +48,7 @@ def _rules(compiled: Compiled) -> Iterator[Diagnostic]:
 
 
 def _line_span(compiled: Compiled, line: int) -> Span | None:
-    return next((s.span for s in compiled.plan.statements if s.span.line == line), None)
+    return next((s.span.root for s in compiled.plan.statements if s.span.root.line == line), None)
 
 
 def _size(count: int) -> str:

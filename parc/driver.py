@@ -89,7 +89,7 @@ def compile_plan(
         for seed in resolved.seeds:
             split = None if seed.dim is None else Split(seed.dim, seed.outer)
             kind = "input" if seed.value in lines.inputs else "parameter"
-            claims.append((f"{kind} {seed.value}", seed.axis, split, seed.span.line))
+            claims.append((f"{kind} {seed.value}", seed.axis, split, seed.span.root.line))
         request = Request(tuple(claims), plan.microbatches, plan.seed)
         built = build_programs(captured, mesh, request)
     actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
