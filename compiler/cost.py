@@ -80,14 +80,17 @@ class _Liveness:
         return most
 
 
-def estimate_memory(programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: int) -> Memory:
-    """Memory of a rank that runs its microbatches one after the other; ``moments`` tensors of optimizer state a
-    parameter."""
+def estimate_memory(
+    programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: Mapping[str, int]
+) -> Memory:
+    """Memory of a rank that runs its microbatches one after the other; ``moments`` says how many tensors of optimizer
+    state each parameter has."""
     forward, backward = programs["F"], programs["B"]
-    parameters = sum(local_bytes(type_, forward) for type_ in stored.values())
+    sizes = {name: local_bytes(type_, forward) for name, type_ in stored.items()}
+    optimizer = sum(moments.get(name, 0) * size for name, size in sizes.items())
     values = backward.main.values()
     gradients = sum(local_bytes(values[name].type, backward) for _, name in backward.main.returns)
     kept = forward.main.values()
     saved = sum(local_bytes(kept[name].type, forward) for key, name in forward.main.returns if key.startswith("saved "))
     transient = max(_Liveness(forward).peak(forward.main), saved + _Liveness(backward).peak(backward.main))
-    return Memory(parameters, gradients, moments * parameters, transient)
+    return Memory(sum(sizes.values()), gradients, optimizer, transient)

@@ -76,6 +76,21 @@ def find_values(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
     return _nothing(word, "parameter or input", pattern, known, help_)
 
 
+def find_parameters(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
+    """The parameters that a word means, under their one name: by name, or all inside modules."""
+    pattern = Pattern(word.text)
+    modules = pattern.of(sorted(names.modules, key=_natural))
+    inside = [name for name in names.all_parameters if any(name.startswith(f"{module}.") for module in modules)]
+    found = tuple(dict.fromkeys(map(names.canonical, [*pattern.of(names.all_parameters), *inside])))
+    if found or pattern.optional:
+        return found
+    if modules:
+        message = f"the module `{modules[0]}` has no parameters"
+        return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help="name modules that have, or parameters")
+    known = (*sorted(names.modules, key=_natural), *names.all_parameters)
+    return _nothing(word, "module or parameter", pattern, known, "")
+
+
 def find_weights(line: SplitWeights, word: Word, names: Names) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:
     """The weights that a word of a `column`, `row` or `vocab` line means, and what is wrong with it."""
     pattern = Pattern(word.text)

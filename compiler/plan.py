@@ -13,13 +13,14 @@ from ..grammar.format import format_statements
 from ..grammar.nearest import did_you_mean, listed
 from ..grammar.source import Source, Span
 from ..grammar.substitute import LET
-from ..grammar.syntax import Phrase, Statement
+from ..grammar.syntax import Phrase, Statement, Word
 from ..grammar.usage import parse_usage
 from .constraints import Constraint
 from .directive import D, Directive, Scope, check_unique
 from .directives import directive, verbs
 from .directives.column import Column
 from .directives.data import Data
+from .directives.freeze import Freeze
 from .directives.input import Input
 from .directives.loss import Loss
 from .directives.mesh import MeshLine, merged, outer_first
@@ -65,7 +66,9 @@ class Plan:
     steps: int | None
     mesh: Mesh
     microbatches: int
+    accumulate: str
     precision: str
+    frozen: tuple[Word, ...]
     placements: tuple[Constraint, ...]
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
     warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
@@ -203,6 +206,8 @@ def _assemble(
         steps=steps.value if steps is not None else None,
         mesh=_mesh(meshes),
         microbatches=schedule.microbatches if schedule is not None else 1,
+        accumulate=schedule.accumulate if schedule is not None else "fp32",
+        frozen=tuple(word for line in scope.all(Freeze) for word in line.where),
         precision=precision.type if precision is not None else "fp32",
         placements=tuple(found.constraint for found in placed),
         mesh_spans={binding.name.text: binding.span for binding in merged(meshes)},

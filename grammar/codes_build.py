@@ -110,6 +110,14 @@ OTHER_TORCH = Code(
     instead="parc build plan.parc -o build && parc run build",
     language="shell",
 )
+NOTHING_TRAINED = Code(
+    name="P0213",
+    title="no parameter is left to train",
+    why="a step has gradients of what is trained; with every parameter frozen there is nothing to do.",
+    example="freeze **",
+    instead="freeze embed",
+    language="shell",
+)
 WORLD_SIZE = Code(
     name="P0301",
     title="the number of processes is not the mesh's",

@@ -177,7 +177,7 @@ def case_of(compiled: Compiled, programs: Mapping[str, Program]) -> Case:
                if kind in ("buffer", "constant")}  # fmt: skip
     return Case(
         programs, parse_program(compiled.built.reference.text(), "model"), compiled.actions, compiled.mesh,
-        compiled.plan.microbatches, optimizer_facts(compiled.plan), {name: recipes[name].whole() for name in stored},
+        compiled.plan.microbatches, optimizer_facts(compiled), {name: recipes[name].whole() for name in stored},
         buffers, stored,
     )  # fmt: skip
 
@@ -191,7 +191,8 @@ def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mappi
     """``report.json``: what others rely on, nothing that differs between two builds of one plan."""
     plan = compiled.plan
     moments = 2 if plan.optimizer.name == "adamw" else int(plan.optimizer.momentum > 0)
-    memory = estimate_memory(programs, stored, moments)
+    trained = [name for name in stored if name not in compiled.frozen]
+    memory = estimate_memory(programs, stored, dict.fromkeys(trained, moments))
     role = programs["F"].role
     return {
         "mesh": dict(compiled.mesh.axes),

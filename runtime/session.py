@@ -24,7 +24,7 @@ from .backends.in_process import InProcess
 from .execute import Backend
 from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
 from .feed import Feed, Parts
-from .optimizer import make_optimizer, restore_optimizer, update
+from .optimizer import make_optimizer, rate, restore_optimizer, update
 from .processes import default_device, join, launched
 from .state import read_checkpoint, save_tensors
 from .step import RankState, Stepper, StepResult
@@ -142,6 +142,7 @@ class Session:
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise bad_number(self.step_number + 1, loss, norm, self._find_bad())
         line = self.build.manifest["optimizer"]
+        lr = rate(line, self.step_number + 1) if lr is None else lr
         update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, line["clip"], lr)
         self.step_number += 1
         return StepReport(self.step_number, loss, norm, float(self.optimizer.param_groups[0]["lr"]))
