@@ -10,7 +10,7 @@ from .placement import TensorType
 from .program import Function, Program
 
 # These look at their operand's storage in another shape, so they hold nothing of their own.
-_VIEWS = frozenset({
+VIEWS = frozenset({
     "aten.reshape.default", "aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default",
     "aten.squeeze.dim", "aten.squeeze.default", "aten.squeeze.dims", "aten.expand.default", "aten.slice.Tensor",
     "aten.select.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default",
@@ -56,7 +56,7 @@ class _Liveness:
         source: dict[str, str] = {}
         sizes: dict[str, int] = {}
         for index, line in reversed(list(enumerate(function.lines))):
-            if line.op in _VIEWS:
+            if line.op in VIEWS:
                 owner = next(line.uses())
                 for value in line.results:
                     if value is not None:

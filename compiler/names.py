@@ -11,7 +11,7 @@ from ..grammar.diagnostics import Diagnostic, Label
 from ..grammar.nearest import listed
 from ..grammar.syntax import Word
 from .constraints import SplitWeights
-from .pattern import Pattern
+from .pattern import ANY_DEPTH, Pattern
 
 Shape = tuple[int, ...]
 
@@ -89,6 +89,18 @@ def find_parameters(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
         return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help="name modules that have, or parameters")
     known = (*sorted(names.modules, key=_natural), *names.all_parameters)
     return _nothing(word, "module or parameter", pattern, known, "")
+
+
+def find_modules(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
+    """The outermost modules that a word means; `**` is the whole model, whose name is empty."""
+    if word.text == ANY_DEPTH:
+        return ("",)
+    pattern = Pattern(word.text)
+    known = sorted(names.modules, key=_natural)
+    found = pattern.of(known)
+    if not found and not pattern.optional:
+        return _nothing(word, "module", pattern, known, "")
+    return tuple(name for name in found if not any(name.startswith(f"{outer}.") for outer in found))
 
 
 def find_weights(line: SplitWeights, word: Word, names: Names) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:

@@ -18,8 +18,11 @@ from ..grammar.usage import parse_usage
 from .constraints import Constraint
 from .directive import D, Directive, Scope, check_unique
 from .directives import directive, verbs
+from .directives.budget import Budget
 from .directives.column import Column
 from .directives.data import Data
+from .directives.expect import Expect
+from .directives.forbid import Forbid
 from .directives.freeze import Freeze
 from .directives.input import Input
 from .directives.loss import Loss
@@ -38,6 +41,7 @@ from .directives.verify import Verify
 from .directives.vocab import Vocab
 from .include import Expanded, expand, read_source
 from .mesh import Mesh
+from .promises import Promise
 
 MESH = "mesh"
 REQUIRED: dict[str, str] = {
@@ -70,6 +74,8 @@ class Plan:
     precision: str
     frozen: tuple[Word, ...]
     placements: tuple[Constraint, ...]
+    promises: tuple[Promise, ...] = ()
+    budget: Budget | None = None
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
     warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
 
@@ -209,6 +215,8 @@ def _assemble(
         accumulate=schedule.accumulate if schedule is not None else "fp32",
         frozen=tuple(word for line in scope.all(Freeze) for word in line.where),
         precision=precision.type if precision is not None else "fp32",
+        promises=tuple(found.promise for found in directives if isinstance(found, Forbid | Expect)),
+        budget=one(Budget),
         placements=tuple(found.constraint for found in placed),
         mesh_spans={binding.name.text: binding.span for binding in merged(meshes)},
         warnings=warnings,

@@ -13,7 +13,7 @@ import torch
 
 from parc.compiler.artifact import Build
 from parc.compiler.contract import check_actions, check_contract, communication_table, step_messages
-from parc.compiler.cost import estimate_memory
+from parc.compiler.cost import Memory, estimate_memory
 from parc.compiler.directives.sizes import SizeRange
 from parc.compiler.mesh import Mesh
 from parc.compiler.placement import TensorType, parse_type
@@ -187,12 +187,18 @@ def initial(name: str, recipes: Mapping[str, Recipe], compiled: Compiled) -> tor
     return recipes[name].whole() if name in recipes else compiled.captured.constants[name]
 
 
+def memory_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Memory:
+    """The memory of a rank; what is frozen has no state of the optimizer."""
+    line = compiled.plan.optimizer
+    moments = 2 if line.name == "adamw" else int(line.momentum > 0)
+    trained = [name for name in stored if name not in compiled.frozen]
+    return estimate_memory(programs, stored, dict.fromkeys(trained, moments))
+
+
 def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> dict[str, Any]:
     """``report.json``: what others rely on, nothing that differs between two builds of one plan."""
     plan = compiled.plan
-    moments = 2 if plan.optimizer.name == "adamw" else int(plan.optimizer.momentum > 0)
-    trained = [name for name in stored if name not in compiled.frozen]
-    memory = estimate_memory(programs, stored, dict.fromkeys(trained, moments))
+    memory = memory_of(compiled, programs, stored)
     role = programs["F"].role
     return {
         "mesh": dict(compiled.mesh.axes),

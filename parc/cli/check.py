@@ -25,6 +25,7 @@ def run(given: argparse.Namespace) -> int:
         from parc.checks import reread, static_faults
         from parc.compiler.placement import parse_type
         from parc.driver import compile_plan, stored_types
+        from parc.promises import hold_promises
 
         compiled = compile_plan(plan, given.plan.resolve().parent, progress=progress)
         progress("shapes, types, communication")
@@ -32,6 +33,7 @@ def run(given: argparse.Namespace) -> int:
         programs = reread(compiled.built.programs)
         faults = static_faults(programs, stored, compiled.mesh, compiled.actions, plan.microbatches)
     show(warnings_of(compiled))
+    hold_promises(compiled)
     if faults:
         return show_refusal(faults)
     say(
