@@ -24,6 +24,7 @@ from .directives.data import Data
 from .directives.expect import Expect
 from .directives.forbid import Forbid
 from .directives.freeze import Freeze
+from .directives.init import Init
 from .directives.input import Input
 from .directives.loss import Loss
 from .directives.mesh import MeshLine, merged, outer_first
@@ -76,6 +77,7 @@ class Plan:
     placements: tuple[Constraint, ...]
     promises: tuple[Promise, ...] = ()
     budget: Budget | None = None
+    init: Init | None = None
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
     warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
 
@@ -217,6 +219,7 @@ def _assemble(
         precision=precision.type if precision is not None else "fp32",
         promises=tuple(found.promise for found in directives if isinstance(found, Forbid | Expect)),
         budget=one(Budget),
+        init=one(Init),
         placements=tuple(found.constraint for found in placed),
         mesh_spans={binding.name.text: binding.span for binding in merged(meshes)},
         warnings=warnings,

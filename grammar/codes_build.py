@@ -118,6 +118,15 @@ NOTHING_TRAINED = Code(
     instead="freeze embed",
     language="shell",
 )
+BAD_WEIGHTS = Code(
+    name="P0214",
+    title="weights that are not the model's",
+    why="`init from` takes safetensors files with every tensor of the model's state, by the model's own names; each one"
+    " that is missing, extra or misshapen, or would be rounded, is named.",
+    example='init from "weights-of-another-model"',
+    instead='init from "weights"',
+    language="shell",
+)
 WORLD_SIZE = Code(
     name="P0301",
     title="the number of processes is not the mesh's",

@@ -33,6 +33,7 @@ from parc.grammar.codes_build import (
     WRONG_INPUTS,
 )
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.initial_weights import init_facts
 from parc.passes.pipeline import Built, Request, build_programs, names_of
 
 Progress = Callable[[str], None]
@@ -231,6 +232,7 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
         "accumulate": ACCUMULATE[plan.accumulate],
         "data": None if plan.data is None else {"globs": list(plan.data.globs), "callable": plan.data.callable,
                                                 "arguments": dict(plan.data.values)},
+        "init": init_facts(plan, compiled.recorded, compiled.captured),
         "seed": plan.seed,
         "steps": plan.steps,
         "aliases": dict(compiled.captured.aliases),

@@ -21,6 +21,7 @@ from ..compiler.task import caller, loss_function, model_builder
 from .backends.in_process import InProcess
 from .execute import Machine
 from .feed import Feed
+from .initial import expected_of, weights_of
 from .kernels import REFERENCE_KERNELS
 from .optimizer import make_optimizer, rate, update
 from .session import StepReport, open_build, task_of
@@ -109,6 +110,7 @@ class Plain:
         lines = task_of(manifest)
         self.build, self.device = build, device
         self.module: nn.Module = initialize(model_builder(lines, build.folder), int(manifest["seed"])).to(device)
+        self._read_weights()
         self.step_number = 0
         self._call, self._loss = caller(self.module, lines), loss_function(lines, build.folder)
         self._parameters = dict(self.module.named_parameters())
@@ -118,6 +120,17 @@ class Plain:
         self._reference = Machine(build.reference, InProcess(Mesh()), CPU, kernels=REFERENCE_KERNELS)
         whole = Mesh(tuple((axis, 1) for axis in build.programs["F"].mesh.names))
         self._feed = Feed(build, whole, whole.coordinates(0), CPU)
+
+    def _read_weights(self) -> None:
+        """The weights of the `init` line, whole, into the module."""
+        weights = weights_of(self.build)
+        if weights is None:
+            return
+        state = self.module.state_dict()
+        with torch.no_grad():
+            for tensor in expected_of(self.build.manifest["init"]):
+                state[tensor.names[0]].copy_(weights.whole(tensor.names, tensor.dtype))
+        weights.close()
 
     def step(self, batch: Mapping[str, Tensor] | None = None, lr: float | None = None) -> StepReport:
         """One step on a whole batch, or on the next of the plan's data.
@@ -175,6 +188,6 @@ def reference(path: Path | str, device: torch.device = CPU) -> Plain:
     """The plain module of a build, to hold a run's losses and weights against.
 
     Raises:
-        RunError: there is no build, or it was altered.
+        RunError: there is no build, or it was altered; the weights of its `init` line are not the model's.
     """
     return Plain(open_build(path), device)
