@@ -185,6 +185,6 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
     return Weights(folder, tensors, tuple(twice), rounded)
 
 
-def shown_faults(faults: Sequence[str], most: int = 40) -> tuple[str, ...]:
+def shown_faults(faults: Sequence[str], most: int = 200) -> tuple[str, ...]:
     """Faults for a reader: all of them, unless they are very many."""
     return (*faults[:most], *([f"and {len(faults) - most} more"] if len(faults) > most else []))

@@ -21,6 +21,15 @@ from parc.passes.pipeline import names_of
 _ACTIONS = ("COUNT", "SCALE", "F", "B", "REDUCE")
 _SHOWN = 5
 _WORTH = 20  # a parameter that is less than this part of all is not worth a line
+_INSTEAD = dict.fromkeys(
+    ("all_gather", "all_to_all"), "split what makes the value and what reads it alike, or name fewer modules"
+)
+_COUNTED = {
+    "": "counted are the forward and the backward of one microbatch",
+    "forward": "counted is the forward of one microbatch",
+    "backward": "counted is the backward of one microbatch",
+    "step": "counted is what is summed once a step",
+}
 _DIGITS = re.compile(r"\d+")
 
 
@@ -66,7 +75,7 @@ def _forbidden(compiled: Compiled, promise: Promise, found: list[Message]) -> It
         message = f"{_described(first)} is forbidden"
         yield Diagnostic(
             FORBIDDEN, message, Label(promise.span), _related(compiled, first), notes=(_cause(first), *more),
-            help="split both sides of the value alike, or name fewer modules",
+            help=_INSTEAD.get(first.op, "place the module otherwise, or name fewer modules"),
         )  # fmt: skip
 
 
@@ -84,13 +93,11 @@ def _unexpected(compiled: Compiled, promise: Promise, inside: Mapping[str, list[
         groups = _alike(found)
         notes = [f"{_described(m)}{_times(others + 1)}: {_cause(m)}" for m, others in groups[:_SHOWN]]
         notes += [f"and {len(groups) - _SHOWN} more"] if len(groups) > _SHOWN else []
-        notes += [f"the same holds for {len(modules) - 1} more modules"] if len(modules) > 1 else []
+        notes += [f"the same holds for {len(modules) - 1} more of the modules"] if len(modules) > 1 else []
         message = f"{where} has {count} {what}{over}, not {promise.count}"
         related = _related(compiled, found[0]) if found else ()
-        counted = "forward and backward" if promise.phase is None else promise.phase.text
-        help_ = f"the {counted} of one microbatch is counted: place the module otherwise, or correct the number"
-        if promise.phase is not None and promise.phase.text == "step":
-            help_ = "what is summed once a step is counted: place the module otherwise, or correct the number"
+        counted = _COUNTED["" if promise.phase is None else promise.phase.text]
+        help_ = f"{counted}: place the module otherwise, or correct the number"
         yield Diagnostic(NOT_EXPECTED, message, Label(promise.span), related, help=help_, notes=tuple(notes))
 
 

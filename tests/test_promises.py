@@ -76,7 +76,7 @@ def test_another_number_than_expected_lists_what_is_there() -> None:
     text = render(found)
     assert "error[P0403]: `blocks.0` has 4 `all_reduce`, not 3" in text
     assert text.count("= note: `all_reduce` over `tp` in `blocks.0.") == 4
-    assert "the same holds for 1 more module" in text
+    assert "the same holds for 1 more of the modules" in text
     (none,) = broken("expect 1 all_gather in **\n")
     assert none.message == "the model has 0 `all_gather`, not 1"
 

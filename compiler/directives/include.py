@@ -18,8 +18,11 @@ class Include(Directive):
 
     The file has names of its own: arguments replace the values of its `let`s, and it sees none of this plan's. What can
     be said once is said in one of them. Its `mesh` says which axes it needs, with their sizes: the plan's own `mesh`
-    must agree, and gets those axes that it lacks. Families place a model's weights; what they take is their `let` line,
-    and `parc show PLAN --expand` shows what they say.
+    must agree, and gets those axes that it lacks. Names of other files (`model`, `data`, `init`) count from the plan's
+    folder wherever they stand.
+
+    Families place a model's weights for tensor parallelism over `tp`: `parc:gpt2`, `parc:llama` (Llama, Mistral, Qwen2,
+    Qwen3) and `parc:olmo2`. `parc show PLAN --expand` shows what they say.
     """
 
     USAGE = "include FILE [ARGS]"
