@@ -15,7 +15,7 @@ from .actions import Action, parse_schedule
 from .program import Program
 from .program_text import ProgramError, parse_program
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 

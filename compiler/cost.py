@@ -10,7 +10,7 @@ from .placement import TensorType
 from .program import Function, Program
 
 # These look at their operand's storage in another shape, so they hold nothing of their own.
-_VIEWS = frozenset({
+VIEWS = frozenset({
     "aten.reshape.default", "aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default",
     "aten.squeeze.dim", "aten.squeeze.default", "aten.squeeze.dims", "aten.expand.default", "aten.slice.Tensor",
     "aten.select.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default",
@@ -56,7 +56,7 @@ class _Liveness:
         source: dict[str, str] = {}
         sizes: dict[str, int] = {}
         for index, line in reversed(list(enumerate(function.lines))):
-            if line.op in _VIEWS:
+            if line.op in VIEWS:
                 owner = next(line.uses())
                 for value in line.results:
                     if value is not None:
@@ -80,14 +80,17 @@ class _Liveness:
         return most
 
 
-def estimate_memory(programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: int) -> Memory:
-    """Memory of a rank that runs its microbatches one after the other; ``moments`` tensors of optimizer state a
-    parameter."""
+def estimate_memory(
+    programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: Mapping[str, int]
+) -> Memory:
+    """Memory of a rank that runs its microbatches one after the other; ``moments`` says how many tensors of optimizer
+    state each parameter has."""
     forward, backward = programs["F"], programs["B"]
-    parameters = sum(local_bytes(type_, forward) for type_ in stored.values())
+    sizes = {name: local_bytes(type_, forward) for name, type_ in stored.items()}
+    optimizer = sum(moments.get(name, 0) * size for name, size in sizes.items())
     values = backward.main.values()
     gradients = sum(local_bytes(values[name].type, backward) for _, name in backward.main.returns)
     kept = forward.main.values()
     saved = sum(local_bytes(kept[name].type, forward) for key, name in forward.main.returns if key.startswith("saved "))
     transient = max(_Liveness(forward).peak(forward.main), saved + _Liveness(backward).peak(backward.main))
-    return Memory(parameters, gradients, moments * parameters, transient)
+    return Memory(sum(sizes.values()), gradients, optimizer, transient)

@@ -11,7 +11,7 @@ from ..grammar.diagnostics import Diagnostic, Label
 from ..grammar.nearest import listed
 from ..grammar.syntax import Word
 from .constraints import SplitWeights
-from .pattern import Pattern
+from .pattern import ANY_DEPTH, Pattern
 
 Shape = tuple[int, ...]
 
@@ -74,6 +74,33 @@ def find_values(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
     inside = [name for name in known if modules and name.startswith(f"{modules[0]}.")]
     help_ = f"it is a module: name its parameters, as {listed(inside[:3], 'or')}" if inside else ""
     return _nothing(word, "parameter or input", pattern, known, help_)
+
+
+def find_parameters(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
+    """The parameters that a word means, under their one name: by name, or all inside modules."""
+    pattern = Pattern(word.text)
+    modules = pattern.of(sorted(names.modules, key=_natural))
+    inside = [name for name in names.all_parameters if any(name.startswith(f"{module}.") for module in modules)]
+    found = tuple(dict.fromkeys(map(names.canonical, [*pattern.of(names.all_parameters), *inside])))
+    if found or pattern.optional:
+        return found
+    if modules:
+        message = f"the module `{modules[0]}` has no parameters"
+        return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help="name modules that have, or parameters")
+    known = (*sorted(names.modules, key=_natural), *names.all_parameters)
+    return _nothing(word, "module or parameter", pattern, known, "")
+
+
+def find_modules(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
+    """The outermost modules that a word means; `**` is the whole model, whose name is empty."""
+    if word.text == ANY_DEPTH:
+        return ("",)
+    pattern = Pattern(word.text)
+    known = sorted(names.modules, key=_natural)
+    found = pattern.of(known)
+    if not found and not pattern.optional:
+        return _nothing(word, "module", pattern, known, "")
+    return tuple(name for name in found if not any(name.startswith(f"{outer}.") for outer in found))
 
 
 def find_weights(line: SplitWeights, word: Word, names: Names) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..grammar.codes_language import MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
+from ..grammar.codes_language import MISSING_STATEMENT, REPEATED, UNKNOWN_VERB
 from ..grammar.diagnostics import Diagnostic, Label, PlanError
 from ..grammar.format import format_statements
 from ..grammar.nearest import did_you_mean, listed
-from ..grammar.parse import parse
 from ..grammar.source import Source, Span
-from ..grammar.substitute import LET, substitute
-from ..grammar.syntax import Statement
+from ..grammar.substitute import LET
+from ..grammar.syntax import Phrase, Statement, Word
 from ..grammar.usage import parse_usage
 from .constraints import Constraint
 from .directive import D, Directive, Scope, check_unique
 from .directives import directive, verbs
+from .directives.budget import Budget
 from .directives.column import Column
 from .directives.data import Data
+from .directives.expect import Expect
+from .directives.forbid import Forbid
+from .directives.freeze import Freeze
+from .directives.init import Init
 from .directives.input import Input
 from .directives.loss import Loss
-from .directives.mesh import MeshLine
+from .directives.mesh import MeshLine, merged, outer_first
 from .directives.model import Model
 from .directives.optimizer import Optimizer
 from .directives.precision import Precision
@@ -36,8 +40,11 @@ from .directives.sizes import SizeRange, Sizes
 from .directives.steps import Steps
 from .directives.verify import Verify
 from .directives.vocab import Vocab
+from .include import Expanded, expand, read_source
 from .mesh import Mesh
+from .promises import Promise
 
+MESH = "mesh"
 REQUIRED: dict[str, str] = {
     "model": 'model "./model.py:Model" (width=64)',
     "input": "input tokens int64 [B, S]",
@@ -48,7 +55,7 @@ REQUIRED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan says, with its defaults; ``statements`` are without ``$name`` and without ``let``."""
+    """What a plan says, with its defaults; ``statements`` are without ``$name``, ``let`` and ``include``."""
 
     source: Source
     statements: tuple[Statement, ...]
@@ -64,13 +71,18 @@ class Plan:
     steps: int | None
     mesh: Mesh
     microbatches: int
+    accumulate: str
     precision: str
+    frozen: tuple[Word, ...]
     placements: tuple[Constraint, ...]
+    promises: tuple[Promise, ...] = ()
+    budget: Budget | None = None
+    init: Init | None = None
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
     warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
 
     def text(self) -> str:
-        """The plan as built: every ``$name`` replaced, in canonical form."""
+        """The plan as built: every ``$name`` and ``include`` replaced, in canonical form."""
         return format_statements(self.statements)
 
 
@@ -80,27 +92,30 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
     Raises:
         PlanError: with every error that can be found without the model.
     """
-    source = plan if isinstance(plan, Source) else _read_source(Path(plan))
+    source = plan if isinstance(plan, Source) else read_source(Path(plan))
     defines = dict(defines or {})
-    statements, diagnostics = parse(source)
-    replaced = substitute(statements, defines)
-    directives, errors = _read_directives(replaced.statements)
-    broken = _broken(source, directives)
-    found = [*diagnostics, *replaced.diagnostics, *errors, *_check(directives, source, broken)]
+    expanded = expand(source, defines)
+    directives, errors = _read_directives(expanded.statements)
+    broken = _broken(expanded, directives)
+    found = [*expanded.diagnostics, *errors, *_check(directives, source, broken)]
     found.sort(key=_position)
     if any(diagnostic.is_error for diagnostic in found):
         raise PlanError(found)
-    kept = tuple(statement for statement in replaced.statements if statement.verb.text != LET)
-    return _assemble(source, kept, defines, directives, tuple(found))
+    return _assemble(source, _kept(expanded.statements, directives), defines, directives, tuple(found))
 
 
-def _read_source(path: Path) -> Source:
-    try:
-        return Source(path.name, path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
-        message = f"`{path}` cannot be read: {reason[:1].lower()}{reason[1:]}"
-        raise PlanError([Diagnostic(UNREADABLE, message, help="name a plan file, as `gpt.parc`")]) from error
+def _kept(statements: Sequence[Statement], directives: Sequence[Directive]) -> tuple[Statement, ...]:
+    """What the plan says when nothing is included: no ``let``, and one ``mesh`` line of all axes."""
+    axes = merged([found for found in directives if isinstance(found, MeshLine)])
+    kept: list[Statement] = []
+    for statement in statements:
+        if statement.verb.text == MESH:
+            if any(found.verb.text == MESH for found in kept):
+                continue
+            statement = replace(statement, phrases=(Phrase(axes, statement.phrases[0].span),))
+        if statement.verb.text != LET:
+            kept.append(statement)
+    return tuple(kept)
 
 
 def _read_directives(statements: Sequence[Statement]) -> tuple[tuple[Directive, ...], tuple[Diagnostic, ...]]:
@@ -121,17 +136,20 @@ def _read_directives(statements: Sequence[Statement]) -> tuple[tuple[Directive, 
     return tuple(directives), tuple(errors)
 
 
-def _broken(source: Source, directives: Sequence[Directive]) -> frozenset[str]:
+def _broken(expanded: Expanded, directives: Sequence[Directive]) -> frozenset[str]:
     """Verbs with a line that could not be read: what such a line would have said must not be reported missing."""
-    lines = [match[1] for line in source.text.split("\n") if (match := re.match(r"\s*(\w+)", line))]
+    if not expanded.complete:
+        return frozenset(verbs())
+    texts = (line for source in expanded.sources for line in source.text.split("\n"))
+    lines = [match[1] for line in texts if (match := re.match(r"\s*(\w+)", line))]
     read = [found.arguments.statement.verb.text for found in directives]
     return frozenset(verb for verb in lines if lines.count(verb) > read.count(verb))
 
 
 def _check(directives: tuple[Directive, ...], source: Source, broken: frozenset[str]) -> Iterator[Diagnostic]:
     first: dict[type[Directive], Directive] = {}
-    meshes = [found.mesh for found in directives if isinstance(found, MeshLine)]
-    scope = Scope(directives, meshes[0] if meshes else Mesh(), broken)
+    meshes = [found for found in directives if isinstance(found, MeshLine)]
+    scope = Scope(directives, _mesh(meshes), broken)
     for found in directives:
         if found.ONCE and type(found) in first:
             verb = found.arguments.statement.verb
@@ -149,11 +167,18 @@ def _check(directives: tuple[Directive, ...], source: Source, broken: frozenset[
             yield Diagnostic(MISSING_STATEMENT, message, help=f"add a line: `{example}`")
 
 
-def _position(diagnostic: Diagnostic) -> tuple[bool, int]:
+def _mesh(lines: Sequence[MeshLine]) -> Mesh:
+    """The axes of all lines; of sizes that differ, which is an error, the first."""
+    sizes = {name: size for line in reversed(outer_first(lines)) for name, size in line.mesh.axes}
+    return Mesh(tuple((binding.name.text, sizes[binding.name.text]) for binding in merged(lines)))
+
+
+def _position(diagnostic: Diagnostic) -> tuple[bool, int, int]:
     """In the order of the plan's lines; what has no place in it (a missing statement, a ``-D``) last."""
-    primary = diagnostic.primary
-    inside = primary is not None and not primary.span.source.name.startswith("-D ")
-    return not inside, primary.span.start if primary is not None else 0
+    if diagnostic.primary is None:
+        return True, 0, 0
+    span = diagnostic.primary.span
+    return span.source.name.startswith("-D "), span.root.start, span.start
 
 
 def _assemble(
@@ -170,10 +195,10 @@ def _assemble(
 
     model, loss, optimizer = one(Model), one(Loss), one(Optimizer)
     assert model is not None and loss is not None and optimizer is not None  # REQUIRED was checked
-    mesh, sizes, seed, steps = one(MeshLine), one(Sizes), one(SeedLine), one(Steps)
+    sizes, seed, steps = one(Sizes), one(SeedLine), one(Steps)
     schedule, precision = one(Schedule), one(Precision)
     placed = (found for found in directives if isinstance(found, Shard | Replicate | Column | Row | Vocab))
-    axes = mesh.arguments.bindings("name") if mesh is not None else ()
+    meshes = scope.all(MeshLine)
     return Plan(
         source=source,
         statements=statements,
@@ -187,10 +212,15 @@ def _assemble(
         optimizer=optimizer,
         seed=seed.value if seed is not None else 0,
         steps=steps.value if steps is not None else None,
-        mesh=mesh.mesh if mesh is not None else Mesh(),
+        mesh=_mesh(meshes),
         microbatches=schedule.microbatches if schedule is not None else 1,
+        accumulate=schedule.accumulate if schedule is not None else "fp32",
+        frozen=tuple(word for line in scope.all(Freeze) for word in line.where),
         precision=precision.type if precision is not None else "fp32",
+        promises=tuple(found.promise for found in directives if isinstance(found, Forbid | Expect)),
+        budget=one(Budget),
+        init=one(Init),
         placements=tuple(found.constraint for found in placed),
-        mesh_spans={binding.name.text: binding.span for binding in axes},
+        mesh_spans={binding.name.text: binding.span for binding in merged(meshes)},
         warnings=warnings,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..grammar.codes_placement import CONFLICT, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
@@ -11,7 +11,7 @@ from ..grammar.source import Span
 from ..grammar.syntax import Word
 from .constraints import DimLayout, Factor, Fix, SplitWeights
 from .directives.schedule import BATCH
-from .names import Names, Weight, WeightUse, find_values, find_weights, split_dim
+from .names import Names, Weight, WeightUse, find_parameters, find_values, find_weights, split_dim
 from .plan import Plan
 from .sub_dims import Cut, cut, uneven
 
@@ -36,10 +36,13 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Seeds in order of the plan's lines, at most one for a value and axis, none on axes of size 1; and warnings."""
+    """Seeds in order of the plan's lines, at most one for a value and axis, none on axes of size 1; and warnings;
+    parameters that are not trained, and those that weight decay leaves alone."""
 
     seeds: tuple[Seed, ...]
     warnings: tuple[Diagnostic, ...]
+    frozen: frozenset[str] = frozenset()
+    no_decay: frozenset[str] = frozenset()
 
 
 def resolve(plan: Plan, names: Names) -> Resolved:
@@ -51,12 +54,14 @@ def resolve(plan: Plan, names: Names) -> Resolved:
     resolver = _Resolver(plan, names)
     for line in plan.placements:
         resolver.apply(line)
+    frozen, no_decay = resolver.parameters(plan.frozen), resolver.parameters(plan.optimizer.no_decay)
     errors = [diagnostic for diagnostic in resolver.diagnostics if diagnostic.is_error]
     if errors:
         raise PlanError(resolver.diagnostics)
     return Resolved(
-        tuple(seed for seed in resolver.seeds.values() if plan.mesh.size(seed.axis) > 1), tuple(resolver.diagnostics)
-    )
+        tuple(seed for seed in resolver.seeds.values() if plan.mesh.size(seed.axis) > 1),
+        tuple(resolver.diagnostics), frozen, no_decay,
+    )  # fmt: skip
 
 
 class _Resolver:
@@ -97,6 +102,17 @@ class _Resolver:
                     severity=Severity.WARNING,
                 )
             )
+
+    def parameters(self, words: Iterable[Word]) -> frozenset[str]:
+        """The parameters that words mean."""
+        found: set[str] = set()
+        for word in words:
+            result = find_parameters(word, self._names)
+            if isinstance(result, Diagnostic):
+                self.diagnostics.append(result)
+            else:
+                found.update(result)
+        return frozenset(found)
 
     def _report(self, errors: list[Diagnostic]) -> None:
         alike: dict[tuple[object, ...], list[Diagnostic]] = {}

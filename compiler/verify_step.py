@@ -12,7 +12,8 @@ from .verify import Fault
 
 _ORDER = ("COUNT", "SCALE", "F", "B", "REDUCE")
 _HANDED_OVER = frozenset({"saved", "count", "scale", "loss", "gradient"})
-_OUTSIDE = frozenset({"input", "parameter", "buffer", "constant", "rng"})
+_OUTSIDE = frozenset({"input", "parameter", "frozen", "buffer", "constant", "rng"})
+_STORED = ("parameter", "frozen")
 
 
 def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
@@ -53,8 +54,8 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
             if kind not in _HANDED_OVER | _OUTSIDE:
                 yield Fault("types", f"{action} {value.name}", f"nothing is bound to `{value.role}`")
                 continue
-            expected = stored.get(name) if kind == "parameter" else made.get(value.role)
-            if expected is None and kind in (*_HANDED_OVER, "parameter"):
+            expected = stored.get(name) if kind in _STORED else made.get(value.role)
+            if expected is None and kind in (*_HANDED_OVER, *_STORED):
                 yield Fault("types", f"{action} {value.name}", f"nothing makes `{value.role}` before it")
             elif expected is not None and expected != value.type:
                 yield Fault("types", f"{action} {value.name}", f"`{value.role}` has another type where it is made")

@@ -120,6 +120,23 @@ NO_TWIN = Code(
     instead='model "./llama.py:llama" (layers=32, width=4096)\nverify layers=2, width=64',
     language="shell",
 )
+NOTHING_TRAINED = Code(
+    name="P0214",
+    title="no parameter is left to train",
+    why="a step has gradients of what is trained; with every parameter frozen there is nothing to do.",
+    example="freeze **",
+    instead="freeze embed",
+    language="shell",
+)
+BAD_WEIGHTS = Code(
+    name="P0215",
+    title="weights that are not the model's",
+    why="`init from` takes safetensors files with every tensor of the model's state, by the model's own names; each one"
+    " that is missing, extra or misshapen, or would be rounded, is named.",
+    example='init from "weights-of-another-model"',
+    instead='init from "weights"',
+    language="shell",
+)
 WORLD_SIZE = Code(
     name="P0301",
     title="the number of processes is not the mesh's",

@@ -55,8 +55,9 @@ UNDEFINED_NAME = Code(
 )
 UNKNOWN_DEFINE = Code(
     name="P0008",
-    title="`-D` cannot override this",
-    why="`-D name=value` replaces the value of a `let` and nothing else, so that a misspelt name is never ignored.",
+    title="there is no such `let` to override",
+    why="`-D name=value` and the arguments of an `include` replace the value of a `let` and nothing else, so that a"
+    " misspelt name is never ignored.",
     example="# -D widht=64\nlet width = 32\nseed $width",
     instead="-D width=64",
 )

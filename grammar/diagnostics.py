@@ -75,10 +75,12 @@ def render(diagnostic: Diagnostic) -> str:
 
 def _rendered_lines(diagnostic: Diagnostic) -> Iterator[str]:
     yield f"{diagnostic.severity}[{diagnostic.code.name}]: {diagnostic.message}"
-    labels = ([diagnostic.primary] if diagnostic.primary else []) + list(diagnostic.related)
+    primary = diagnostic.primary
+    includes = [Label(span, "included here") for span in primary.span.includes] if primary else []
+    labels = [*([primary] if primary else []), *includes, *diagnostic.related]
     gutter = max((len(str(label.span.line)) for label in labels), default=0)
     for label in labels:
-        first = label is diagnostic.primary
+        first = label is primary
         arrow = "-->" if first else ":::"
         yield f"{' ' * gutter}{arrow} {label.span}"
         yield from _excerpt(label, gutter, "^" if first else "-")

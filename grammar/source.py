@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Source:
-    """A named text: a plan file, or the value of one ``-D``."""
+    """A named text: a plan file, a file that one includes (``included`` is the line that does), or a ``-D``'s value."""
 
     name: str
     text: str
+    included: Span | None = None
+    path: Path | None = field(default=None, compare=False)
 
     def line_text(self, number: int) -> str:
         """The text of line ``number`` (from 1), without its newline; empty beyond the end."""
@@ -49,6 +53,19 @@ class Span:
     def text(self) -> str:
         """The spanned characters."""
         return self.source.text[self.start : self.end]
+
+    @property
+    def includes(self) -> Iterator[Span]:
+        """The lines by which the text came into the plan, innermost first."""
+        span = self.source.included
+        while span is not None:
+            yield span
+            span = span.source.included
+
+    @property
+    def root(self) -> Span:
+        """The place in the plan itself: the outermost line by which the text came into it."""
+        return next(reversed([self, *self.includes]))
 
     def __str__(self) -> str:
         return f"{self.source.name}:{self.line}:{self.column}"

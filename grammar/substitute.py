@@ -1,4 +1,4 @@
-"""``$name`` in statements replaced by what ``let`` and ``-D name=value`` say."""
+"""``$name`` in statements replaced by what ``let``, ``-D name=value`` and the arguments of an ``include`` say."""
 
 from __future__ import annotations
 
@@ -43,42 +43,64 @@ class Substituted:
     diagnostics: tuple[Diagnostic, ...]
 
 
-def substitute(statements: Sequence[Statement], defines: Mapping[str, str]) -> Substituted:
-    """Replaces every ``$name``; ``defines`` (from ``-D``) override the values of ``let`` and nothing else.
+@dataclass(frozen=True, slots=True)
+class _Override:
+    """What replaces the value of a ``let``, or None if it is no value; ``said`` is how messages call it."""
+
+    value: Value | None
+    span: Span
+    said: str
+    help: str
+
+
+def substitute(
+    statements: Sequence[Statement], defines: Mapping[str, str], given: Sequence[Binding] = ()
+) -> Substituted:
+    """Replaces every ``$name``; ``defines`` (from ``-D``) and ``given`` (the arguments of the ``include`` of this file)
+    override the values of ``let`` and nothing else.
 
     A value keeps the span of its use, so later messages point at the line that uses it.
     """
     scope = _Scope()
     overrides = {name: _define(name, text) for name, text in defines.items()}
+    overrides.update((binding.name.text, _argument(binding)) for binding in given)
+    values = {name: override.value for name, override in overrides.items()}
     for statement in statements:
         if statement.verb.text == LET:
-            scope.define_all(statement, overrides)
+            scope.define_all(statement, values)
     lets = tuple(scope.values)
-    for name, value in overrides.items():
-        span = Span(Source(f"-D {name}", f"{name}={defines[name]}"), 0, len(name))
+    for name, override in overrides.items():
         if name not in scope.values:
             known = f"the plan's names are {listed(lets)}" if lets else "this plan has no `let`"
             message = f"no `let` defines `{name}`"
             help_ = did_you_mean(name, lets, known)
-            scope.diagnostics.append(Diagnostic(UNKNOWN_DEFINE, message, Label(span), help=help_))
-        elif value is None:
-            message = f"the value of `-D {name}` is not a number, a word or a text without quotes"
-            help_ = f"write one value: `-D {name}=2`"
-            scope.diagnostics.append(Diagnostic(UNKNOWN_DEFINE, message, Label(span), help=help_))
+            scope.diagnostics.append(Diagnostic(UNKNOWN_DEFINE, message, Label(override.span), help=help_))
+        elif override.value is None:
+            message = f"the value of {override.said} is not a number, a word or a text without quotes"
+            scope.diagnostics.append(Diagnostic(UNKNOWN_DEFINE, message, Label(override.span), help=override.help))
     result = [scope.lets.get(id(statement)) or scope.statement(statement) for statement in statements]
     scope.report_unused()
     return Substituted(tuple(statement for statement in result if statement), tuple(scope.diagnostics))
 
 
-def _define(name: str, text: str) -> Value | None:
+def _define(name: str, text: str) -> _Override:
     """The value of one ``-D``: an item if the text is one, else a string."""
+    span = Span(Source(f"-D {name}", f"{name}={text}"), 0, len(name))
+    said, help_ = f"`-D {name}`", f"write one value: `-D {name}=2`"
     source = Source(f"-D {name}", text)
     item = parse_value(source)
     if isinstance(item, Number | Word | String | Range):
-        return item
+        return _Override(item, span, said, help_)
     if any(character in text for character in '"$\r\n') or not text.isprintable():
-        return None
-    return String(text, Span(source, 0, len(text)))
+        return _Override(None, span, said, help_)
+    return _Override(String(text, Span(source, 0, len(text))), span, said, help_)
+
+
+def _argument(binding: Binding) -> _Override:
+    """The value of one argument of an ``include``."""
+    name, value = binding.name.text, binding.value
+    kept = value if isinstance(value, Number | Word | String | Range) else None
+    return _Override(kept, binding.span, f"`{name}`", f"write one value: `{name}=2`")
 
 
 class _Scope:

@@ -1,8 +1,8 @@
 """A directive's USAGE line, and the matching of a statement against it into named arguments.
 
 ``column WHERE over AXIS [rows DIMS]``: the verb, then the subject (words in capitals, one phrase each), then keyword
-clauses in any order, each once. A keyword takes one phrase, or none: then it is a flag. What stands in ``[]`` may be
-left out; `` | `` separates whole alternatives. A word in capitals names its kind in ``KINDS``.
+clauses in any order, each once. A keyword takes one phrase, or none: then it is a flag; it may be several words. What
+stands in ``[]`` may be left out; `` | `` separates whole alternatives. A word in capitals names its kind in ``KINDS``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Kind:
     accepts: Callable[[Item], bool]
     count: int = 1
     rest: bool = False  # takes every remaining phrase, as one
+    leads: frozenset[str] = frozenset()  # words that may stand before the items, as a phrase of their own
 
 
 def _name(item: Item) -> bool:
@@ -43,6 +44,10 @@ def _number(item: Item) -> bool:
 
 def _integer(item: Item) -> bool:
     return isinstance(item, Number) and item.is_integer
+
+
+def _size(item: Item) -> bool:
+    return isinstance(item, Number) and item.unit == "B" and item.value > 0
 
 
 def _binding(item: Item) -> bool:
@@ -62,12 +67,16 @@ KINDS: dict[str, Kind] = {
     "VALUES": Kind("names or patterns of parameters or inputs", _where, count=0),
     "N": Kind("a whole number", _integer),
     "X": Kind("a number", _number),
+    "RATE": Kind("a number, or `cosine` or `linear` and a number", _number, leads=frozenset({"cosine", "linear"})),
+    "SIZE": Kind("a size such as `20GB`", _size),
+    "OP": Kind("a collective such as `all_gather`", _name),
     "PAIR": Kind("two numbers", _number, count=2),
     "LAYOUT": Kind("a layout such as `[B/dp, _]`", lambda item: isinstance(item, Layout)),
     "DIMS": Kind("sub-dims such as `(3 h/tp d)`", lambda item: isinstance(item, Group)),
     "CALL": Kind("a call such as `cross_entropy(output, targets)`", lambda item: isinstance(item, Call)),
     "CALLABLE": Kind('a callable such as `"file.py:fn"`', lambda item: isinstance(item, String)),
     "ARGS": Kind("arguments in parentheses", _arguments),
+    "FILE": Kind("a name in double quotes", lambda item: isinstance(item, String)),
     "GLOBS": Kind("strings", lambda item: isinstance(item, String), count=0),
     "NAME=VALUE,...": Kind("`name=value` pairs", _binding, count=0),
     "NAME=SIZE,...": Kind("`NAME=SIZE` pairs", lambda item: True, count=0, rest=True),
@@ -165,7 +174,7 @@ def _slots(form: str) -> list[Slot]:
     optional = False
     keyword: str | None = None
     for token in form.replace(", ...", ",...").replace("[", "[ ").replace("]", " ]").split():
-        if token.upper() != token and keyword is not None:
+        if token == "[" and keyword is not None:
             slots.append(Slot(keyword, None, True, not optional))
             keyword = None
         if token == "[":
@@ -175,7 +184,7 @@ def _slots(form: str) -> list[Slot]:
                 slots.append(Slot(keyword, None, True, False))
             optional, keyword = False, None
         elif token.upper() != token:
-            keyword = token
+            keyword = token if keyword is None else f"{keyword} {token}"
         elif token not in KINDS:
             raise ValueError(f"no kind is called {token!r}")
         else:
@@ -243,6 +252,13 @@ class _Match:
                 self._rest.pop(0)  # most likely the argument of a misspelt keyword
             self._error(UNEXPECTED_ARGUMENT, message, phrase.span, help_)
             return
+        first_word, *more_words = slot.name.split(" ")
+        for word in more_words:
+            if not self._rest or self._rest[0].span.text != word:
+                wanted = " ".join([*more_words, *([slot.placeholder] if slot.placeholder else [])])
+                self._error(MISSING_ARGUMENT, f"`{first_word}` needs `{wanted}`", phrase.span)
+                return
+            phrase = Phrase(phrase.items, phrase.span.to(self._rest.pop(0).span))
         earlier = self._flags.get(slot.name)
         if slot.name in self._phrases:
             earlier = self._phrases[slot.name].span
@@ -257,10 +273,18 @@ class _Match:
             self._phrases.setdefault(slot.name, phrase)  # the clause is there, though empty: it is not missing too
             self._error(MISSING_ARGUMENT, f"`{slot.name}` needs {slot.placeholder}: {kind.text}", phrase.span)
             return
-        value = self._rest.pop(0)
+        value = self._value(kind)
         self._check(kind, value, f"`{slot.name}`")
         if earlier is None:
             self._phrases[slot.name] = value
+
+    def _value(self, kind: Kind) -> Phrase:
+        """The phrase that a keyword takes, together with a word that leads it."""
+        value = self._rest.pop(0)
+        if self._rest and len(value.items) == 1 and value.span.text in kind.leads and not self._keyword(self._rest[0]):
+            more = self._rest.pop(0)
+            value = Phrase((*value.items, *more.items), value.span.to(more.span))
+        return value
 
     def _has(self, name: str) -> bool:
         return name in self._phrases or name in self._flags
@@ -268,14 +292,19 @@ class _Match:
     def _keyword(self, phrase: Phrase) -> Slot | None:
         """The clause that this phrase begins, if it is a keyword of the form."""
         first = phrase.items[0]
-        return self._clauses.get(first.text) if isinstance(first, Word) and len(phrase.items) == 1 else None
+        if not isinstance(first, Word) or len(phrase.items) > 1:
+            return None
+        return next((slot for name, slot in self._clauses.items() if name.split(" ")[0] == first.text), None)
 
     def _check(self, kind: Kind, phrase: Phrase, taker: str) -> None:
-        for item in phrase.items:
+        items = phrase.items
+        if isinstance(items[0], Word) and items[0].text in kind.leads and len(items) > 1:
+            items = items[1:]
+        for item in items:
             if not kind.accepts(item):
                 message = f"{taker} takes {kind.text}, not {_described(item)}"
                 self._error(WRONG_KIND, message, item.span)
-        if kind.count and len(phrase.items) != kind.count:
+        if kind.count and len(items) != kind.count:
             message = f"{taker} takes {kind.text}, not {len(phrase.items)} items"
             self._error(WRONG_KIND, message, phrase.span)
 

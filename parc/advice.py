@@ -30,8 +30,8 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
         many = f"{len(found)} times, first " if len(found) > 1 else ""
         where = f"in `{first.cause.module or 'the model'}`" + (f" at {place}" if place else "")
         what = f"{op} over `{first.axis}` of `{first.value}`"
-        message = f"{what} ({source} to {result}, {_size(first.bytes)} a rank) {many}{where}"
-        span = _line_span(compiled, line)
+        message = f"{what} ({source} to {result}, {bytes_text(first.bytes)} a rank) {many}{where}"
+        span = line_span(compiled, line)
         yield Diagnostic(
             UNASKED_RESHARD, message, Label(span) if span else None,
             help="split both sides alike, or leave the axis out where it does not divide", severity=Severity.WARNING,
@@ -42,16 +42,18 @@ def _rules(compiled: Compiled) -> Iterator[Diagnostic]:
     for op in compiled.built.without_rule:
         cost = sum(r.bytes for r in compiled.built.reshards if r.reader == op)
         yield Diagnostic(
-            WITHOUT_RULE, f"`{op}` has no sharding rule: its operands are gathered whole, {_size(cost)} a rank",
+            WITHOUT_RULE, f"`{op}` has no sharding rule: its operands are gathered whole, {bytes_text(cost)} a rank",
             help=f'parc.register_rule("{op}", "...") in the module of the model', severity=Severity.WARNING,
         )  # fmt: skip
 
 
-def _line_span(compiled: Compiled, line: int) -> Span | None:
-    return next((s.span for s in compiled.plan.statements if s.span.line == line), None)
+def line_span(compiled: Compiled, line: int) -> Span | None:
+    """The statement of the plan at a line; an `include` for all that it brings."""
+    return next((s.span.root for s in compiled.plan.statements if s.span.root.line == line), None)
 
 
-def _size(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """Bytes for a reader, in units of a thousand, as sizes in plans."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

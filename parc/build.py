@@ -9,6 +9,8 @@ from parc.checks import Checked, check_build
 from parc.compiler.artifact import json_text, write_build
 from parc.compiler.plan import read_plan
 from parc.driver import Compiled, compile_plan, files_of, manifest_of
+from parc.initial_weights import check_weights
+from parc.promises import hold_promises
 
 
 class Refused(Exception):
@@ -25,11 +27,13 @@ def build(
     """Read a plan, compile it, check it, and write the build directory.
 
     Raises:
-        PlanError: the plan or its model is at fault.
+        PlanError: the plan or its model is at fault, or the build would not keep a promise of the plan.
         BuildError: ``out`` holds something that is not a build.
         Refused: a check failed.
     """
     compiled = compile_plan(read_plan(path, defines), path.resolve().parent, progress=progress)
+    check_weights(compiled.plan, compiled.folder, compiled.recorded, compiled.captured)
+    hold_promises(compiled)
     checked = check_build(compiled, progress)
     if checked.faults:
         raise Refused(checked)

@@ -13,7 +13,7 @@ import torch
 
 from parc.compiler.artifact import Build
 from parc.compiler.contract import check_actions, check_contract, communication_table, step_messages
-from parc.compiler.cost import estimate_memory
+from parc.compiler.cost import Memory, estimate_memory
 from parc.compiler.mesh import Mesh
 from parc.compiler.placement import TensorType, parse_type
 from parc.compiler.program import Program
@@ -148,7 +148,7 @@ def case_of(compiled: Compiled, programs: Mapping[str, Program]) -> Case:
                if kind in ("buffer", "constant")}  # fmt: skip
     return Case(
         programs, parse_program(compiled.built.reference.text(), "model"), compiled.actions, compiled.mesh,
-        compiled.plan.microbatches, optimizer_facts(compiled.plan), {name: recipes[name].whole() for name in stored},
+        compiled.plan.microbatches, optimizer_facts(compiled), {name: recipes[name].whole() for name in stored},
         buffers, stored,
     )  # fmt: skip
 
@@ -158,11 +158,18 @@ def initial(name: str, recipes: Mapping[str, Recipe], compiled: Compiled) -> tor
     return recipes[name].whole() if name in recipes else compiled.captured.constants[name]
 
 
+def memory_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Memory:
+    """The memory of a rank; what is frozen has no state of the optimizer."""
+    line = compiled.plan.optimizer
+    moments = 2 if line.name == "adamw" else int(line.momentum > 0)
+    trained = [name for name in stored if name not in compiled.frozen]
+    return estimate_memory(programs, stored, dict.fromkeys(trained, moments))
+
+
 def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> dict[str, Any]:
     """``report.json``: what others rely on, nothing that differs between two builds of one plan."""
     plan = compiled.plan
-    moments = 2 if plan.optimizer.name == "adamw" else int(plan.optimizer.momentum > 0)
-    memory = estimate_memory(programs, stored, moments)
+    memory = memory_of(compiled, programs, stored)
     role = programs["F"].role
     return {
         "mesh": dict(compiled.mesh.axes),

@@ -17,6 +17,7 @@ import parc
 from parc.compiler.actions import Action, accumulation, schedule_text
 from parc.compiler.callables import CallableError, load_callable, source_hash
 from parc.compiler.capture import Captured, CaptureError, InputSpec, capture
+from parc.compiler.directives.schedule import ACCUMULATE
 from parc.compiler.mesh import Mesh
 from parc.compiler.placement import Split
 from parc.compiler.plan import Plan
@@ -28,10 +29,12 @@ from parc.grammar.codes_build import (
     CONTROL_FLOW,
     LOSS_NOT_NUMBER,
     MODEL_FAILED,
+    NOTHING_TRAINED,
     RETURNED_CACHE,
     WRONG_INPUTS,
 )
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.initial_weights import init_facts
 from parc.passes.pipeline import Built, Request, build_programs, names_of
 
 Progress = Callable[[str], None]
@@ -54,6 +57,7 @@ class Compiled:
     overrides: dict[str, Any]
     request: Request
     seconds: dict[str, float] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
 
 
 def task_lines(plan: Plan) -> TaskLines:
@@ -86,19 +90,38 @@ def compile_plan(
     progress("passes")
     with _timed(seconds, "passes"):
         resolved = resolve(plan, names_of(captured))
+        frozen = _frozen(plan, recorded, captured, resolved)
         claims = []
         for seed in resolved.seeds:
             split = None if seed.dim is None else Split(seed.dim, seed.outer)
-            kind = "input" if seed.value in lines.inputs else "parameter"
-            claims.append((f"{kind} {seed.value}", seed.axis, split, seed.span.line))
-        request = Request(tuple(claims), plan.microbatches, plan.seed)
+            kind = "frozen" if seed.value in frozen else "parameter"
+            kind = "input" if seed.value in lines.inputs else kind
+            claims.append((f"{kind} {seed.value}", seed.axis, split, seed.span.root.line))
+        accumulate = getattr(torch, ACCUMULATE[plan.accumulate])
+        request = Request(tuple(claims), plan.microbatches, plan.seed, frozen, accumulate)
         built = build_programs(captured, mesh, request)
     actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
         plan, folder, mesh, lines, recorded, captured, resolved, built, actions, sizes,
-        dict(overrides or {}), request, seconds,
+        dict(overrides or {}), request, seconds, frozen,
     )  # fmt: skip
+
+
+def _frozen(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
+    """Parameters that are not trained: the plan's, and those that the model itself does not train.
+
+    Raises:
+        PlanError: none is left.
+    """
+    own = {name for name, value in recorded.module.named_parameters() if not value.requires_grad}
+    frozen = resolved.frozen | own
+    parameters = captured.placeholders("parameter")
+    if plan.frozen and not parameters.keys() - frozen:
+        message = "every parameter of the model is frozen"
+        help_ = "name fewer of them: a step trains at least one"
+        raise PlanError([Diagnostic(NOTHING_TRAINED, message, Label(plan.frozen[0].span), help=help_)])
+    return frozen
 
 
 def capture_plan(
@@ -210,9 +233,12 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
                  "ignore": plan.loss.ignore},
         "mesh": dict(compiled.mesh.axes),
         "microbatches": plan.microbatches,
-        "optimizer": optimizer_facts(plan),
+        "optimizer": optimizer_facts(compiled),
+        "frozen": sorted(compiled.frozen),
+        "accumulate": ACCUMULATE[plan.accumulate],
         "data": None if plan.data is None else {"globs": list(plan.data.globs), "callable": plan.data.callable,
                                                 "arguments": dict(plan.data.values)},
+        "init": init_facts(plan, compiled.recorded, compiled.captured),
         "seed": plan.seed,
         "steps": plan.steps,
         "aliases": dict(compiled.captured.aliases),
@@ -233,10 +259,13 @@ def constant_facts(compiled: Compiled) -> dict[str, Any]:
     }
 
 
-def optimizer_facts(plan: Plan) -> dict[str, Any]:
-    """The optimizer line as the manifest has it."""
-    line = plan.optimizer
+def optimizer_facts(compiled: Compiled) -> dict[str, Any]:
+    """The optimizer line as the manifest has it; a rate that falls has its last step."""
+    line = compiled.plan.optimizer
+    over = line.over if line.over is not None else compiled.plan.steps
     return {
+        "shape": line.shape, "warmup": line.warmup, "to": line.to, "over": None if line.shape == "constant" else over,
+        "no_decay": sorted(compiled.resolved.no_decay),
         "name": line.name, "lr": line.lr, "weight_decay": line.weight_decay, "clip": line.clip, "eps": line.eps,
         "betas": list(line.betas), "momentum": line.momentum, "nesterov": line.nesterov,
     }  # fmt: skip
@@ -250,7 +279,7 @@ def stored_types(compiled: Compiled) -> dict[str, str]:
             if key.startswith("gradient ")}  # fmt: skip
     for value in compiled.built.programs["F"].main.parameters:
         kind, _, name = value.role.partition(" ")
-        if kind == "parameter":
+        if kind in ("parameter", "frozen"):
             kept.setdefault(name, value.type.text(compiled.mesh))
     return dict(sorted(kept.items()))
 

@@ -38,6 +38,8 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
     overrides = compiled.overrides
     module = initialize(model_builder(compiled.lines, compiled.folder, overrides), compiled.plan.seed)
     call, loss_of = caller(module, compiled.lines), loss_function(compiled.lines, compiled.folder)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name not in compiled.frozen)
     (batch,) = random_batch(case.reference, 1, torch.Generator().manual_seed(0))
     inputs = {line.name: _as(batch.get(line.name), line.dtype) for line in compiled.plan.inputs if line.name in batch}
     with counted_dropout(module, compiled.plan.seed, 0, 0):
@@ -61,9 +63,16 @@ def _as(value: torch.Tensor | None, dtype: str) -> torch.Tensor:
 def _captured(case: Case, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     machine = Machine(case.reference, InProcess(Mesh()), torch.device("cpu"), kernels=REFERENCE_KERNELS)
     parameters = {name: value.clone() for name, value in case.parameters.items()}
-    for value in parameters.values():
-        value.requires_grad_(value.is_floating_point())
-    bound = {"input": inputs, "parameter": parameters, "buffer": case.buffers, "constant": case.buffers}
+    frozen = {value.role for value in case.reference.main.parameters}
+    for name, value in parameters.items():
+        value.requires_grad_(value.is_floating_point() and f"frozen {name}" not in frozen)
+    bound = {
+        "input": inputs,
+        "parameter": parameters,
+        "frozen": parameters,
+        "buffer": case.buffers,
+        "constant": case.buffers,
+    }
 
     def environment(function: str) -> dict[str, torch.Tensor]:
         found = {}

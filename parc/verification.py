@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from parc.compiler.plan import read_plan
 from parc.compiler.verify import Fault
 from parc.difference import first_difference
 from parc.driver import compile_plan
+from parc.promises import hold_promises
 from parc.runtime.session import check_fits, check_source_of
 from parc.twins import find_twin, is_large
 
@@ -37,7 +38,7 @@ def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *
     Raises:
         BuildError: files are missing or cannot be read as a build.
         RunError: the model's file changed, or torch is another.
-        PlanError: the build's plan can no longer be compiled.
+        PlanError: the build's plan can no longer be compiled, or its programs do not keep a promise of it.
     """
     altered: list[str] = []
     build = read_build(path, altered=altered)
@@ -50,6 +51,7 @@ def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *
     found.checks = dict.fromkeys(("shapes", "types", "communication"), "proved")
     progress("numbers")
     compiled = compile_plan(read_plan(path / "plan.parc"), build.folder)
+    hold_promises(replace(compiled, built=replace(compiled.built, programs=dict(build.programs))))
     checked = Checked({}, [])
     check_numbers(compiled, build.programs, checked)
     found.faults += checked.faults

@@ -137,15 +137,16 @@ def _add(main: _Main, first: Value, second: Value, lines: list[Line]) -> Value:
     return value
 
 
-def assemble(graph: fx.Graph, mesh: Mesh, role: str, seed: int) -> dict[str, Program]:
+def assemble(graph: fx.Graph, mesh: Mesh, role: str, seed: int, sums: torch.dtype | None = None) -> dict[str, Program]:
     """F, B and REDUCE of a typed graph whose first output is the loss's numerator.
 
-    B's gradients have the types of the parameters as F reads them, dual; REDUCE sums what is partial, back to the
-    parameters as they are stored.
+    B's gradients have the types of the parameters as F reads them, dual, in the dtype ``sums`` in which microbatches
+    are added up; REDUCE sums what is partial, back to the parameters as they are stored.
     """
     main, pairs = call_segments(graph, mesh, seed)
     loss, *updates = outputs(graph)
     backward_lines, reads, gradients = _backward(main, loss)
+    gradients = {name: _narrowed(main, value, sums, backward_lines) for name, value in gradients.items()}
     returns = [("loss", main.bind(loss).name)]
     buffers = graph.output_node().meta.get("updates", ())
     returns += [(f"buffer {name}", main.bind(node).name) for name, node in zip(buffers, updates, strict=True)]
@@ -162,6 +163,15 @@ def assemble(graph: fx.Graph, mesh: Mesh, role: str, seed: int) -> dict[str, Pro
         "B": Program(role, "B", mesh, (*(pair.backward for pair in unique if pair.backward), backward_main)),
         "REDUCE": _reduce(graph, main, gradients, main.bind(loss), role),
     }
+
+
+def _narrowed(main: _Main, value: Value, sums: torch.dtype | None, lines: list[Line]) -> Value:
+    """A gradient in a smaller dtype in which it is added up, if there is one."""
+    if sums is None or sums.itemsize >= value.type.dtype.itemsize:
+        return value
+    made = Value(main.names.fresh("narrow"), replace(value.type, dtype=sums))
+    lines.append(Line((made,), "aten._to_copy.default", (Ref(value.name),), (("dtype", sums),)))
+    return made
 
 
 def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
@@ -203,9 +213,10 @@ def _reduce(graph: fx.Graph, main: _Main, gradients: Mapping[str, Value], loss: 
     stored = {n.meta["role"].removeprefix("parameter "): n for n in graph.nodes if n.op == "placeholder"}
     squares: dict[tuple[str, ...], list[Value]] = {}
 
-    def emit(op: str, args: tuple[object, ...], type_: TensorType, base: str, origin: Origin) -> Value:
+    def emit(op: str, args: tuple[object, ...], type_: TensorType, base: str, origin: Origin,
+             **options: object) -> Value:  # fmt: skip
         value = Value(names.fresh(base), type_)
-        lines.append(Line((value,), op, args, (), origin))
+        lines.append(Line((value,), op, args, tuple(options.items()), origin))
         return value
 
     def total(value: Value, origin: Origin) -> Value:
@@ -219,6 +230,10 @@ def _reduce(graph: fx.Graph, main: _Main, gradients: Mapping[str, Value], loss: 
         value = Value(names.fresh(identifier(name)), gradient.type, f"gradient {name}")
         parameters.append(value)
         origin = Origin(name, "", stored[name].meta["line"])
+        dtype = node_type(stored[name]).dtype
+        if gradient.type.dtype != dtype:
+            wide = replace(gradient.type, dtype=dtype)
+            value = emit("aten._to_copy.default", (Ref(value.name),), wide, "widen", origin, dtype=dtype)
         reduced = total(value, origin)
         returns.append((f"gradient {name}", reduced.name))
         split = reduced.type.placement.split_axes()

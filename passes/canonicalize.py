@@ -291,6 +291,17 @@ def _scalar(value: float) -> Callable[[fx.Node], Any]:
     return read
 
 
+def _embedding(c: Canonicalizer, node: fx.Node) -> None:
+    """A table whose padding row is not trained: what is looked up there carries no gradient, wherever the row is."""
+    weight, index, *rest = node.args
+    padding = rest[0] if rest else -1
+    if not isinstance(padding, int) or padding < 0:
+        return
+    found = c.emit(node, aten.embedding.default, weight, index)
+    padded = c.emit(node, aten.unsqueeze.default, c.emit(node, aten.eq.Scalar, index, padding), -1)
+    c.replace(node, c.emit(node, aten.where.self, padded, c.emit(node, aten.detach.default, found), found))
+
+
 TABLE: Mapping[Any, Rewrite] = {
     aten._assert_tensor_metadata.default: _drop,
     **dict.fromkeys(_NO_MEANING, _forward),
@@ -300,6 +311,7 @@ TABLE: Mapping[Any, Rewrite] = {
     aten.type_as.default: _type_as,
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
+    aten.embedding.default: _embedding,
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,
     **DECOMPOSITIONS,

@@ -39,6 +39,8 @@ class Request:
     """``(role, axis, split or None for whole, line)``, in order of the plan's lines."""
     microbatches: int
     seed: int
+    frozen: frozenset[str] = frozenset()
+    accumulate: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Built:
 def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
     """Run every pass."""
     graph = canonicalize(captured.graph)
+    freeze_parameters(graph, request.frozen)
     loss = split_loss(graph)
     reference = reference_program(loss.graph, loss.count, captured.updates, request.seed)
     for part in (loss.graph, loss.count):
@@ -75,7 +78,8 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
     dtype: torch.dtype = node_type(outputs(typed)[0]).dtype
     parts = 1 if loss.summed else request.microbatches
     programs["SCALE"] = assemble_scale(count_type, dtype, parts, mesh, ROLE)
-    programs.update(assemble(typed, mesh, ROLE, request.seed))
+    sums = request.accumulate if request.microbatches > 1 else None
+    programs.update(assemble(typed, mesh, ROLE, request.seed, sums))
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
     values = placed_values(loss.graph, mesh, placed)
     return Built(reference, programs, values, tuple(reshards), missing)
@@ -92,6 +96,15 @@ def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Pla
     typed.eliminate_dead_code()
     typed.lint()
     return typed, placed, partition.reshards
+
+
+def freeze_parameters(graph: fx.Graph, names: frozenset[str]) -> None:
+    """Parameters that are not trained have a role of their own, which no gradient flows to."""
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            kind, _, name = node.meta["role"].partition(" ")
+            if kind == "parameter" and name in names:
+                node.meta["role"] = f"frozen {name}"
 
 
 def mark_blocks(graph: fx.Graph) -> None:

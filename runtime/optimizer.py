@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,15 +16,38 @@ from .state import Checkpoint
 def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, Any]) -> torch.optim.Optimizer:
     """The plan's optimizer over tensors that require no autograd of their own."""
     tensors = list(parameters.values())
+    kept = [value for name, value in parameters.items() if name not in line["no_decay"]]
+    free = [value for name, value in parameters.items() if name in line["no_decay"]]
+    groups: list[dict[str, Any]] = (
+        [{"params": kept}, {"params": free, "weight_decay": 0.0}] if free else [{"params": kept}]
+    )
     if line["name"] == "sgd":
         return torch.optim.SGD(
-            tensors, lr=line["lr"], momentum=line["momentum"], weight_decay=line["weight_decay"],
+            groups, lr=line["lr"], momentum=line["momentum"], weight_decay=line["weight_decay"],
             nesterov=line["nesterov"], foreach=True,
         )  # fmt: skip
     return torch.optim.AdamW(
-        tensors, lr=line["lr"], betas=tuple(line["betas"]), eps=line["eps"], weight_decay=line["weight_decay"],
+        groups, lr=line["lr"], betas=tuple(line["betas"]), eps=line["eps"], weight_decay=line["weight_decay"],
         fused=all(tensor.is_floating_point() for tensor in tensors) or None,
     )  # fmt: skip
+
+
+def rate(line: Mapping[str, Any], step: int) -> float:
+    """The learning rate of a step, counted from 1: a rise in ``warmup`` steps, then constant, or a fall to ``to`` which
+    it reaches at step ``over``.
+
+    >>> line = {"shape": "linear", "lr": 1.0, "warmup": 2, "to": 0.5, "over": 6}
+    >>> [rate(line, step) for step in range(1, 8)]
+    [0.5, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+    """
+    peak = float(line["lr"])
+    if step <= line["warmup"]:
+        return peak * step / int(line["warmup"])
+    if line["shape"] == "constant":
+        return peak
+    done = min(1.0, (step - line["warmup"]) / (line["over"] - line["warmup"]))
+    left = 1 - done if line["shape"] == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return float(line["to"] + (peak - line["to"]) * left)
 
 
 def update(

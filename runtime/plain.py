@@ -21,8 +21,9 @@ from ..compiler.task import caller, loss_function, model_builder
 from .backends.in_process import InProcess
 from .execute import Machine
 from .feed import Feed
+from .initial import expected_of, weights_of
 from .kernels import REFERENCE_KERNELS
-from .optimizer import make_optimizer, update
+from .optimizer import make_optimizer, rate, update
 from .session import StepReport, open_build, task_of
 
 aten = torch.ops.aten
@@ -109,13 +110,27 @@ class Plain:
         lines = task_of(manifest)
         self.build, self.device = build, device
         self.module: nn.Module = initialize(model_builder(lines, build.folder), int(manifest["seed"])).to(device)
+        self._read_weights()
         self.step_number = 0
         self._call, self._loss = caller(self.module, lines), loss_function(lines, build.folder)
         self._parameters = dict(self.module.named_parameters())
+        for name in manifest["frozen"]:
+            self._parameters[name].requires_grad_(False)
         self._optimizer = make_optimizer(self._parameters, manifest["optimizer"])
         self._reference = Machine(build.reference, InProcess(Mesh()), CPU, kernels=REFERENCE_KERNELS)
         whole = Mesh(tuple((axis, 1) for axis in build.programs["F"].mesh.names))
         self._feed = Feed(build, whole, whole.coordinates(0), CPU)
+
+    def _read_weights(self) -> None:
+        """The weights of the `init` line, whole, into the module."""
+        weights = weights_of(self.build)
+        if weights is None:
+            return
+        state = self.module.state_dict()
+        with torch.no_grad():
+            for tensor in expected_of(self.build.manifest["init"]):
+                state[tensor.names[0]].copy_(weights.whole(tensor.names, tensor.dtype))
+        weights.close()
 
     def step(self, batch: Mapping[str, Tensor] | None = None, lr: float | None = None) -> StepReport:
         """One step on a whole batch, or on the next of the plan's data.
@@ -124,20 +139,32 @@ class Plain:
             RunError: the batch is not one of the plan's, or the data cannot be read.
         """
         parts = self._feed.next(self.step_number) if batch is None else self._feed.cut(batch)
-        weights = self._weights(parts)
-        total = 0.0
-        for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        line = self.build.manifest["optimizer"]
+        lr = rate(line, self.step_number + 1) if lr is None else lr
+        total, gradients = self._gradients(parts)
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+        with torch.no_grad():
+            update(self._optimizer, self._parameters, gradients, norm, line["clip"], lr)
+        self.step_number += 1
+        return StepReport(self.step_number, total, float(norm), lr)
+
+    def _gradients(self, parts: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+        """The loss, and gradients added up in the plan's type over microbatches."""
+        sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
+        total, found = 0.0, dict[str, Tensor]()
+        for index, (part, weight) in enumerate(zip(parts, self._weights(parts), strict=True)):
             inputs = {name: value.to(self.device) for name, value in part.items()}
             with counted_dropout(self.module, int(self.build.manifest["seed"]), self.step_number, index):
                 loss = self._loss(self._call(self.module, inputs), inputs)
             (loss * weight).backward()
             total += float(loss.detach()) * weight
-        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
-        with torch.no_grad():
-            update(self._optimizer, self._parameters, gradients, norm, self.build.manifest["optimizer"]["clip"], lr)
-        self.step_number += 1
-        return StepReport(self.step_number, total, float(norm), float(self._optimizer.param_groups[0]["lr"]))
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None:
+                    small = sums is not None and sums.itemsize < parameter.grad.dtype.itemsize
+                    made = parameter.grad.to(sums) if small else parameter.grad
+                    found[name] = found[name] + made if name in found else made
+                    parameter.grad = None
+        return total, {name: value.to(self._parameters[name].dtype) for name, value in found.items()}
 
     def _weights(self, parts: list[dict[str, Tensor]]) -> list[float]:
         """What each microbatch's loss counts for: its share of the targets, where the loss is a mean over those."""
@@ -161,6 +188,6 @@ def reference(path: Path | str, device: torch.device = CPU) -> Plain:
     """The plain module of a build, to hold a run's losses and weights against.
 
     Raises:
-        RunError: there is no build, or it was altered.
+        RunError: there is no build, or it was altered; the weights of its `init` line are not the model's.
     """
     return Plain(open_build(path), device)

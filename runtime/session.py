@@ -15,16 +15,16 @@ import torch.distributed as dist
 from ..compiler.artifact import Build, BuildError, read_build
 from ..compiler.callables import CallableError, load_callable, source_hash
 from ..compiler.mesh import Mesh
-from ..compiler.placement import TensorType, assemble, flat_index, parse_type, take
-from ..compiler.recipes import Recipe, record
-from ..compiler.task import LossLine, TaskLines, model_builder
+from ..compiler.placement import TensorType, assemble, parse_type, take
+from ..compiler.task import LossLine, TaskLines
 from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
 from .execute import Backend
 from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
 from .feed import Feed, Parts
-from .optimizer import make_optimizer, restore_optimizer, update
+from .initial import Initial
+from .optimizer import make_optimizer, rate, restore_optimizer, update
 from .processes import default_device, join, launched
 from .state import read_checkpoint, save_tensors
 from .step import RankState, Stepper, StepResult
@@ -46,7 +46,8 @@ class Session:
     Under torchrun (or ``parc run``) each process is one rank of the mesh; without it the mesh must have one rank.
 
     Raises:
-        RunError: the number of processes is not the mesh's, torch or the model's file is not the build's.
+        RunError: the number of processes is not the mesh's, torch or the model's file is not the build's, the weights
+            of its `init` line are not the model's.
     """
 
     def __init__(self, build: Build, device: torch.device | None = None, *, check_source: bool = True) -> None:
@@ -84,36 +85,14 @@ class Session:
         self.feed.close()
 
     def _initial_state(self) -> RankState:
-        recorded = record(
-            model_builder(task_of(self.build.manifest), self.build.folder), int(self.build.manifest["seed"])
-        )
         constants = {
             value.role.split(" ", 1)[1]: value.type
             for value in self.build.programs["F"].main.parameters
             if value.role.split(" ")[0] in ("buffer", "constant")
         }
-        recipes = {**recorded.attributes, **recorded.recipes}
-        self._kept = {name: recorded.recipes[name] for name in recorded.module.state_dict() if name in recorded.recipes}
+        self._initial = Initial(self.build, task_of(self.build.manifest), self.mesh, self.coordinates, self.device)
         self._updates = {name: constants[name] for name in self.build.manifest["updates"]}
-        return RankState(
-            {name: self._piece(recipes[name], type_) for name, type_ in self.types.items()},
-            {
-                name: self._piece(recipes[name], type_) if name in recipes else self._take(self._constant(name), type_)
-                for name, type_ in constants.items()
-            },
-        )
-
-    def _constant(self, name: str) -> torch.Tensor:
-        """A tensor that stands in the model's code."""
-        facts = self.build.manifest["constants"][name]
-        return torch.tensor(facts["values"], dtype=getattr(torch, facts["dtype"]))
-
-    def _piece(self, recipe: Recipe, type_: TensorType) -> torch.Tensor:
-        """This rank's piece of an initial value, without making the whole where the recipe is elementwise."""
-        if not type_.placement.split_axes() or not recipe.elementwise:
-            return self._take(recipe.whole(), type_)
-        index = flat_index(type_.shape, type_.placement, self.mesh, self.coordinates, None)
-        return recipe.elements(index).contiguous().to(self.device)
+        return self._initial.state(self.types, constants)
 
     def _take(self, whole: torch.Tensor, type_: TensorType) -> torch.Tensor:
         return take(whole, type_.placement, self.mesh, self.coordinates).to(self.device)
@@ -142,6 +121,7 @@ class Session:
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise bad_number(self.step_number + 1, loss, norm, self._find_bad())
         line = self.build.manifest["optimizer"]
+        lr = rate(line, self.step_number + 1) if lr is None else lr
         update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, line["clip"], lr)
         self.step_number += 1
         return StepReport(self.step_number, loss, norm, float(self.optimizer.param_groups[0]["lr"]))
@@ -200,7 +180,7 @@ class Session:
             if name in whole:
                 whole[alias] = whole[name]
         # What no line of the programs reads or changes is as it was made.
-        return {name: whole[name] if name in whole else recipe.whole() for name, recipe in self._kept.items()}
+        return {name: whole[name] if name in whole else self._initial.whole(name) for name in self._initial.kept}
 
     def _gather(self, piece: torch.Tensor, type_: TensorType) -> torch.Tensor:
         if not type_.placement.split_axes():

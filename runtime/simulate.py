@@ -15,7 +15,7 @@ from ..compiler.program import Line, Program, Ref
 from .backends.in_process import InProcess
 from .execute import Machine
 from .kernels import REFERENCE_KERNELS
-from .optimizer import make_optimizer, update
+from .optimizer import make_optimizer, rate, update
 from .step import RankState, Stepper
 
 CPU = torch.device("cpu")
@@ -129,7 +129,10 @@ class ReferenceRun:
         self.case = case
         self.machine = Machine(case.reference, InProcess(Mesh()), CPU, wide=True, kernels=REFERENCE_KERNELS)
         self.counts = any(function.name == "count" for function in case.reference.functions)
-        self.parameters = {name: wide(value).requires_grad_() for name, value in case.parameters.items()}
+        frozen = {value.role for value in case.reference.main.parameters}
+        self.parameters = {
+            name: wide(value).requires_grad_(f"frozen {name}" not in frozen) for name, value in case.parameters.items()
+        }
         self.buffers = {name: wide(value) for name, value in case.buffers.items()}
         self.optimizer = make_optimizer(self.parameters, case.optimizer)
 
@@ -142,7 +145,8 @@ class ReferenceRun:
             if kind == "rng":
                 given[value.name] = torch.tensor([step, microbatch])
             else:
-                given[value.name] = {"input": batch, "parameter": self.parameters}.get(kind, self.buffers)[name]
+                bound = {"input": batch, "parameter": self.parameters, "frozen": self.parameters}
+                given[value.name] = bound.get(kind, self.buffers)[name]
         return given
 
     def step(
@@ -170,7 +174,8 @@ class ReferenceRun:
         with torch.no_grad():
             # clipping scales in place, and what is returned is compared before clipping
             given = {name: gradient.clone() for name, gradient in gradients.items()}
-            update(self.optimizer, self.parameters, given, norm, self.case.optimizer["clip"])
+            line = self.case.optimizer
+            update(self.optimizer, self.parameters, given, norm, line["clip"], rate(line, step + 1))
         return total, gradients
 
 
@@ -224,7 +229,8 @@ class Simulation:
         for state, optimizer, result in zip(self.states, self.optimizers, results, strict=True):
             # ranks of one process share what a collective made, and clipping scales in place
             given = {name: gradient.clone() for name, gradient in result.gradients.items()}
-            update(optimizer, state.parameters, given, result.grad_norm, self.case.optimizer["clip"])
+            line = self.case.optimizer
+            update(optimizer, state.parameters, given, result.grad_norm, line["clip"], rate(line, step + 1))
         return [result.loss for result in results], whole
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -138,7 +138,7 @@ def _bind(role: str, state: RankState, work: _Work, extra: Environment) -> torch
     kind, _, name = role.partition(" ")
     if role in extra:
         return extra[role]  # type: ignore[no-any-return]
-    if kind == "parameter":
+    if kind in ("parameter", "frozen"):
         return state.parameters[name]
     if kind in ("buffer", "constant"):
         return state.buffers[name]

@@ -83,7 +83,7 @@ BLOCKS = list(blocks())
 def test_spec(block: Block) -> None:
     plain = re.sub(r" *# (error|warning): P.*", "", block.text)
     diagnostics, resolved = check(plain, "spec.parc")
-    found = {(found.primary.span.line if found.primary else 0, found.code.name) for found in diagnostics}
+    found = {(found.primary.span.root.line if found.primary else 0, found.code.name) for found in diagnostics}
     assert found == block.expected, "\n".join(map(render, diagnostics))
     if block.rendered is not None:
         assert "\n".join(map(render, diagnostics)) + "\n" == block.rendered

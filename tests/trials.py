@@ -23,7 +23,7 @@ from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recorded, record
 from parc.compiler.resolve import resolve
-from parc.driver import Compiled, stored_types, task_lines
+from parc.driver import Compiled, optimizer_facts, stored_types, task_lines
 from parc.grammar.source import Source
 from parc.passes.pipeline import Request, build_programs
 from parc.passes.weights import names_of
@@ -107,11 +107,6 @@ def build(made: Subject, text: str) -> Compiled:
 
 def case_of(made: Subject, compiled: Compiled) -> Case:
     """What the simulator needs, with programs read back from their texts."""
-    line = compiled.plan.optimizer
-    optimizer: dict[str, Any] = {
-        "name": line.name, "lr": line.lr, "weight_decay": line.weight_decay, "clip": line.clip,
-        "betas": line.betas, "eps": line.eps, "momentum": line.momentum, "nesterov": line.nesterov,
-    }  # fmt: skip
     stored = stored_types(compiled)
     programs = {name: reread(program) for name, program in compiled.built.programs.items()}
     return Case(
@@ -120,7 +115,7 @@ def case_of(made: Subject, compiled: Compiled) -> Case:
         compiled.actions,
         compiled.mesh,
         compiled.plan.microbatches,
-        optimizer,
+        optimizer_facts(compiled),
         {name: made.parameters[name].detach() for name in stored},
         made.buffers,
         stored,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ...grammar.codes_language import BAD_VALUE, WRONG_KIND
+from ...grammar.codes_include import MESH_DIFFERS
+from ...grammar.codes_language import BAD_VALUE, REPEATED, WRONG_KIND
 from ...grammar.diagnostics import Diagnostic, Label
-from ...grammar.syntax import Number
+from ...grammar.syntax import Binding, Number
 from ...grammar.usage import Arguments
 from ..directive import Directive, Scope, check_unique
 from ..mesh import Mesh
@@ -18,10 +19,12 @@ from ..mesh import Mesh
 class MeshLine(Directive):
     """The ranks, arranged along named axes, outermost (slowest links) first.
 
-    The world size is the product of the sizes. Without this line there is one rank.
+    The world size is the product of the sizes. Without this line there is one rank. An included file may have one too:
+    its axes are the plan's, with the same sizes, or come after them.
     """
 
     USAGE = "mesh NAME=VALUE, ..."
+    ONCE = False
 
     mesh: Mesh
 
@@ -37,6 +40,7 @@ class MeshLine(Directive):
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         bindings = self.arguments.bindings("name")
+        yield from self._check_others(scope)
         yield from check_unique(tuple(binding.name for binding in bindings), "axis")
         for binding in bindings:
             value, label = binding.value, Label(binding.value.span)
@@ -46,3 +50,42 @@ class MeshLine(Directive):
             elif value.value < 1:
                 message = f"the axis `{binding.name.text}` has size {value.text}"
                 yield Diagnostic(BAD_VALUE, message, label, help="sizes are 1 or more; 1 turns an axis off")
+
+    def _check_others(self, scope: Scope) -> Iterator[Diagnostic]:
+        """An error for a second line in one file, and for axes that another file gives another size."""
+        earlier = outer_first(scope.all(MeshLine))
+        earlier = earlier[: next(at for at, line in enumerate(earlier) if line is self)]
+        same = next((line for line in earlier if line.span.source == self.span.source), None)
+        if same is not None:
+            verb = self.arguments.statement.verb
+            related = (Label(same.span, "given here first"),)
+            yield Diagnostic(
+                REPEATED, "a plan has one `mesh` line", Label(verb.span), related, help="remove one of them"
+            )
+            return
+        first: dict[str, tuple[Binding, int]] = {}
+        for line in earlier:
+            for binding in line.arguments.bindings("name"):
+                first.setdefault(binding.name.text, (binding, line.mesh.size(binding.name.text)))
+        for binding in self.arguments.bindings("name"):
+            name = binding.name.text
+            before, size = first.get(name, (None, 0))
+            if before is not None and size != self.mesh.size(name):
+                related = (Label(before.span, f"{size} here"),)
+                message = f"the axis `{name}` has size {self.mesh.size(name)} in one file and {size} in another"
+                help_ = f"give the size as the include's argument: `({name}={size})`"
+                yield Diagnostic(MESH_DIFFERS, message, Label(self.span.root), related, help=help_)
+
+
+def outer_first(lines: Sequence[MeshLine]) -> list[MeshLine]:
+    """Lines in the order in which their axes count: the plan's own before those of included files."""
+    return sorted(lines, key=lambda line: sum(1 for _ in line.span.includes))
+
+
+def merged(lines: Sequence[MeshLine]) -> tuple[Binding, ...]:
+    """Every axis once, as the first line that names it has it."""
+    found: dict[str, Binding] = {}
+    for line in outer_first(lines):
+        for binding in line.arguments.bindings("name"):
+            found.setdefault(binding.name.text, binding)
+    return tuple(found.values())

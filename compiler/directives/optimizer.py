@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from ...grammar.codes_language import BAD_VALUE, UNEXPECTED_ARGUMENT
+from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, UNEXPECTED_ARGUMENT
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import did_you_mean, listed
+from ...grammar.syntax import Word
 from ...grammar.usage import Arguments
 from ..directive import Directive, Scope, check_number
+from .steps import Steps
 
 # The clauses that each optimizer takes beside `lr`, `weight_decay` and `clip`.
 OPTIMIZERS: dict[str, tuple[str, ...]] = {"adamw": ("betas", "eps"), "sgd": ("momentum", "nesterov")}
@@ -21,12 +23,25 @@ class Optimizer(Directive):
     """How parameters are updated: `adamw` or `sgd`, with the meaning and defaults of `torch.optim`.
 
     `clip` bounds the global norm of the gradients. `betas` and `eps` are AdamW's, `momentum` and `nesterov` SGD's.
+    `decay off on WHERE`: parameters, or modules with all of theirs, that `weight_decay` leaves alone.
+
+    `lr 3e-4` is the rate of every step. `lr cosine 3e-4` and `lr linear 3e-4` fall from it by half a cosine or a line
+    to the rate that `to` says (else 0) at step `over` (else the last of `steps`), and stay there. `warmup N` rises to
+    the rate in N steps before: step n of them has n/N of it.
     """
 
-    USAGE = "optimizer NAME lr X [weight_decay X] [clip X] [betas PAIR] [eps X] [momentum X] [nesterov]"
+    USAGE = (
+        "optimizer NAME lr RATE [warmup N] [to X] [over N] [weight_decay X] [decay off on WHERE] [clip X]"
+        " [betas PAIR] [eps X] [momentum X] [nesterov]"
+    )
 
     name: str
     lr: float
+    shape: str  # "constant", "cosine" or "linear"
+    warmup: int
+    to: float
+    over: int | None
+    no_decay: tuple[Word, ...]
     weight_decay: float
     clip: float | None
     betas: tuple[float, float]
@@ -49,6 +64,11 @@ class Optimizer(Directive):
             arguments,
             name=name.text,
             lr=number("lr", 0.0),
+            shape=next((item.text for item in arguments.items("lr") if isinstance(item, Word)), "constant"),
+            warmup=int(number("warmup", 0)),
+            to=number("to", 0.0),
+            over=int(number("over", 0)) if "over" in arguments else None,
+            no_decay=arguments.words("decay off on"),
             weight_decay=number("weight_decay", 0.01 if name.text == "adamw" else 0.0),
             clip=None if clip is None else float(clip),
             betas=(float(betas[0]), float(betas[1])),
@@ -73,6 +93,29 @@ class Optimizer(Directive):
         yield from check_number(self.arguments, "clip", lambda value: value > 0, "above 0")
         yield from check_number(self.arguments, "betas", lambda value: 0 <= value < 1, "from 0 to below 1")
         yield from check_number(self.arguments, "momentum", lambda value: value >= 0, "0 or more")
+        yield from self._check_rate(scope)
         if self.nesterov and self.name == "sgd" and self.momentum <= 0:
             message = "`nesterov` needs a momentum"
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("nesterov")), help="add `momentum 0.9`")
+
+    def _check_rate(self, scope: Scope) -> Iterator[Diagnostic]:
+        """What is wrong with the rate's way over the steps."""
+        yield from check_number(self.arguments, "warmup", lambda value: value >= 0, "0 or more")
+        yield from check_number(self.arguments, "to", lambda value: value >= 0, "0 or more")
+        if self.shape == "constant":
+            for clause in ("to", "over"):
+                if clause in self.arguments:
+                    message = f"a constant rate has no `{clause}`"
+                    label = Label(self.arguments.span(clause))
+                    yield Diagnostic(UNEXPECTED_ARGUMENT, message, label, help=f"write `lr cosine {self.lr:g}`")
+            return
+        steps = next(iter(scope.all(Steps)), None)
+        over = self.over if self.over is not None else steps.value if steps is not None else None
+        if over is None and "steps" not in scope.broken:
+            message = f"`lr {self.shape}` has no last step"
+            label = Label(self.arguments.span("lr"))
+            yield Diagnostic(MISSING_STATEMENT, message, label, help="add `over 1000`, or a line `steps 1000`")
+        if over is not None and over <= self.warmup:
+            span = self.arguments.span("over" if self.over is not None else "lr")
+            message = f"the rate's last step is {over}, and its warmup has {self.warmup}"
+            yield Diagnostic(BAD_VALUE, message, Label(span), help="end the rate's fall after its warmup")

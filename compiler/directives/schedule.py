@@ -6,29 +6,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from ...grammar.codes_language import MISSING_STATEMENT, UNEVEN_BATCH
-from ...grammar.diagnostics import Diagnostic, Label
+from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, NO_EFFECT, UNEVEN_BATCH
+from ...grammar.diagnostics import Diagnostic, Label, Severity
 from ...grammar.usage import Arguments
 from ..directive import Directive, Scope, check_number
 from .sizes import Sizes
 
 BATCH = "B"
+ACCUMULATE = {"fp32": "float32", "bf16": "bfloat16"}
+"""Types in which gradients of microbatches are added up."""
 
 
 @dataclass(frozen=True)
 class Schedule(Directive):
-    """The order of a step's work: `microbatches N` runs the batch `B` in N parts and adds their gradients."""
+    """The order of a step's work: `microbatches N` runs the batch `B` in N parts and adds their gradients.
 
-    USAGE = "schedule microbatches N"
+    `accumulate bf16` adds the parts' gradients up in bfloat16, which takes half the memory of them and rounds every
+    sum; `accumulate fp32` is the default. The sum over ranks, the norm and the update stay in float32.
+    """
+
+    USAGE = "schedule microbatches N [accumulate TYPE]"
 
     microbatches: int
+    accumulate: str
 
     @classmethod
     def read(cls, arguments: Arguments) -> Self:
-        return cls(arguments, int(arguments.number("microbatches") or 1))
+        word = arguments.word("accumulate")
+        return cls(arguments, int(arguments.number("microbatches") or 1), word.text if word is not None else "fp32")
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from check_number(self.arguments, "microbatches", lambda value: value >= 1, "1 or more")
+        yield from self._check_accumulate()
         if self.microbatches <= 1 or "sizes" in scope.broken:
             return
         label = Label(self.arguments.span("microbatches"))
@@ -46,3 +55,13 @@ class Schedule(Directive):
                     "" if size.fixed else " as the step of the range"
                 )
                 yield Diagnostic(UNEVEN_BATCH, message, label, related, help=help_)
+
+    def _check_accumulate(self) -> Iterator[Diagnostic]:
+        label = Label(self.arguments.span("accumulate"))
+        if self.accumulate not in ACCUMULATE:
+            message = f"gradients are not added up in `{self.accumulate}`"
+            yield Diagnostic(BAD_VALUE, message, label, help="write `accumulate fp32` or `accumulate bf16`")
+        elif self.accumulate != "fp32" and self.microbatches == 1:
+            message = "one microbatch has nothing to add up"
+            help_ = "remove `accumulate`, or give more microbatches"
+            yield Diagnostic(NO_EFFECT, message, label, help=help_, severity=Severity.WARNING)

@@ -19,6 +19,7 @@ COMMANDS = {
     "run": "train a build, or a plan",
     "verify": "prove and test a build again, from its files alone",
     "show": "what a build holds: placements, programs, communication, memory",
+    "fmt": "rewrite plan files in their one canonical text",
     "explain": "what an error code means, with an example",
 }
 """Name → what it does; each is a module of this package with ``arguments`` and ``run``."""

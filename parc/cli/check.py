@@ -25,6 +25,8 @@ def run(given: argparse.Namespace) -> int:
         from parc.checks import reread, static_faults
         from parc.compiler.placement import parse_type
         from parc.driver import compile_plan, stored_types
+        from parc.initial_weights import check_weights
+        from parc.promises import hold_promises
 
         compiled = compile_plan(plan, given.plan.resolve().parent, progress=progress)
         progress("shapes, types, communication")
@@ -32,6 +34,8 @@ def run(given: argparse.Namespace) -> int:
         programs = reread(compiled.built.programs)
         faults = static_faults(programs, stored, compiled.mesh, compiled.actions, plan.microbatches)
     show(warnings_of(compiled))
+    check_weights(plan, compiled.folder, compiled.recorded, compiled.captured)
+    hold_promises(compiled)
     if faults:
         return show_refusal(faults)
     say(

@@ -98,10 +98,11 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     """Look for mistakes that would meet every rank, so that they are said once; the processes of this host.
 
     Raises:
-        RunError: the number of processes, torch, the checkpoint or the data do not fit.
+        RunError: the number of processes, torch, the checkpoint, the weights or the data do not fit.
     """
     from parc.compiler.placement import parse_type
     from parc.runtime.feed import make_data
+    from parc.runtime.initial import weights_of
     from parc.runtime.session import check_fits, mesh_of
     from parc.runtime.state import check_target, read_checkpoint
 
@@ -113,6 +114,7 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     if options.resume is not None:
         types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
         read_checkpoint(options.resume).check({name: type_.shape for name, type_ in types.items()})
+    weights_of(build)
     line = build.manifest["data"]
     if line is None or line["callable"] is None:
         make_data(build)

@@ -1,4 +1,4 @@
-"""``parc show``: what a build holds, as tables, as JSON, or one program as text."""
+"""``parc show``: what a build holds, as tables, as JSON, or one program as text; or its plan in primitives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parc.cli.plan_arguments import add_defines, is_plan
-from parc.cli.terminal import print_json, say, size_text, table
+from parc.cli.plan_arguments import add_defines, is_plan, read
+from parc.cli.terminal import print_json, say, size_text, stages, table
 
 if TYPE_CHECKING:
     from parc.compiler.artifact import Build
@@ -20,22 +20,47 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DIR|PLAN", type=Path, help="a build, or a plan that is built for this alone")
     parser.add_argument("--role", metavar="R", help="show a role's programs as text, e.g. stage0")
     parser.add_argument("--action", metavar="F", help="one action's program: COUNT, SCALE, F, B or REDUCE")
+    parser.add_argument(
+        "--expand", action="store_true", help="the plan with every placement as `shard` or `replicate` of names"
+    )
     parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
     add_defines(parser)
 
 
 def run(given: argparse.Namespace) -> int:
     """Tables of parameters, communication and programs; or the text of programs."""
+    if given.defines and not is_plan(given.target):
+        say("parc show: -D is for plans; a build has its values already")
+        return 2
+    if given.expand:
+        return _expand(given)
     if not is_plan(given.target):
-        if given.defines:
-            say("parc show: -D is for plans; a build has its values already")
-            return 2
         return _show(given, given.target)
     with tempfile.TemporaryDirectory(prefix="parc-show-") as folder:
         from parc.cli.build import make
 
         made = make(given, given.target, Path(folder) / "build")
         return made if isinstance(made, int) else _show(given, Path(folder) / "build")
+
+
+def _expand(given: argparse.Namespace) -> int:
+    """The plan in primitives, on stdout; a build's own plan where a build is named."""
+    if is_plan(given.target):
+        path, folder = given.target, given.target.resolve().parent
+        plan = read(given, path)
+    else:
+        from parc.compiler.artifact import read_build
+
+        build = read_build(given.target)
+        plan, folder = read(given, given.target / "plan.parc"), build.folder
+    with stages() as progress:
+        progress("loading torch")
+        from parc.desugar import desugar
+        from parc.driver import compile_plan
+
+        text = desugar(compile_plan(plan, folder, progress=progress))
+    print(text, end="")
+    return 0
 
 
 def _show(given: argparse.Namespace, path: Path) -> int:

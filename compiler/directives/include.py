@@ -1,0 +1,40 @@
+"""``include``: the lines of another file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from ...grammar.diagnostics import Diagnostic
+from ...grammar.syntax import String
+from ...grammar.usage import Arguments
+from ..directive import Directive, Scope, check_unique
+
+
+@dataclass(frozen=True)
+class Include(Directive):
+    """Stands for the lines of another file, relative to this one, or of a family that parc ships: `"parc:llama"`.
+
+    The file has names of its own: arguments replace the values of its `let`s, and it sees none of this plan's. What can
+    be said once is said in one of them. Its `mesh` says which axes it needs, with their sizes: the plan's own `mesh`
+    must agree, and gets those axes that it lacks. Names of other files (`model`, `data`, `init`) count from the plan's
+    folder wherever they stand.
+
+    Families place a model's weights for tensor parallelism over `tp`: `parc:gpt2`, `parc:llama` (Llama, Mistral, Qwen2,
+    Qwen3) and `parc:olmo2`. `parc show PLAN --expand` shows what they say.
+    """
+
+    USAGE = "include FILE [ARGS]"
+    ONCE = False
+
+    file: str
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> Self:
+        (item,) = arguments.items("file")
+        assert isinstance(item, String)
+        return cls(arguments, item.text)
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from check_unique(tuple(binding.name for binding in self.arguments.bindings("args")), "argument")

@@ -1,0 +1,146 @@
+"""Includes: a plan's statements with those of the files it includes in place of the ``include`` lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from ..grammar.codes_include import INCLUDE_CYCLE, NO_FILE
+from ..grammar.codes_language import UNREADABLE, WRONG_KIND
+from ..grammar.diagnostics import Diagnostic, Label, PlanError
+from ..grammar.nearest import listed, nearest
+from ..grammar.parse import parse
+from ..grammar.source import Source, Span
+from ..grammar.substitute import substitute
+from ..grammar.syntax import Binding, Statement
+from ..grammar.usage import parse_usage
+from .directive import Scope
+from .directives.include import Include
+from .mesh import Mesh
+
+INCLUDE = "include"
+FAMILY = "parc:"
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """Statements of a plan and of all that it includes, in order, without ``$name`` and without ``include``; what went
+    wrong; every text; whether all could be read."""
+
+    statements: tuple[Statement, ...]
+    diagnostics: tuple[Diagnostic, ...]
+    sources: tuple[Source, ...]
+    complete: bool
+
+
+def families() -> tuple[str, ...]:
+    """The names of the families that parc ships."""
+    folder = files(__name__.partition(".")[0]) / "plans"
+    return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".parc")))
+
+
+def read_source(path: Path) -> Source:
+    """The text of a plan file.
+
+    Raises:
+        PlanError: it cannot be read.
+    """
+    text, reason = _read(path)
+    if text is None:
+        message = f"`{path}` cannot be read: {reason}"
+        raise PlanError([Diagnostic(UNREADABLE, message, help="name a plan file, as `gpt.parc`")])
+    return Source(path.name, text, path=path)
+
+
+def expand(source: Source, defines: Mapping[str, str]) -> Expanded:
+    """The plan's statements and those of all files that it includes; ``defines`` are values of ``-D``."""
+    reader = _Reader()
+    statements = tuple(reader.statements(source, defines, ()))
+    return Expanded(statements, tuple(reader.diagnostics), tuple(reader.sources), reader.complete)
+
+
+def _read(path: Path) -> tuple[str | None, str]:
+    """The text of a file, or None and why not."""
+    try:
+        return path.read_text(encoding="utf-8-sig"), ""
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
+        return None, reason[:1].lower() + reason[1:]
+
+
+class _Reader:
+    """Reads files depth first and keeps what was said about them."""
+
+    def __init__(self) -> None:
+        self.diagnostics: list[Diagnostic] = []
+        self.sources: list[Source] = []
+        self.complete = True
+
+    def statements(self, source: Source, defines: Mapping[str, str], given: Sequence[Binding]) -> Iterator[Statement]:
+        """The statements of one file, includes replaced."""
+        self.sources.append(source)
+        statements, malformed = parse(source)
+        replaced = substitute(statements, defines, given)
+        self.diagnostics += [*malformed, *replaced.diagnostics]
+        for statement in replaced.statements:
+            if statement.verb.text == INCLUDE:
+                yield from self._included(statement)
+            else:
+                yield statement
+
+    def _included(self, statement: Statement) -> Iterator[Statement]:
+        arguments, errors = parse_usage(Include.USAGE).match(statement)
+        if arguments is None:
+            self._fail(*errors)
+            return
+        line = Include.read(arguments)
+        self.diagnostics += line.check(Scope((), Mesh(), frozenset()))
+        for item in arguments.flat("args"):
+            if not isinstance(item, Binding):
+                self._fail(Diagnostic(WRONG_KIND, "arguments are given by name", Label(item.span), help="`name=value`"))
+        found = self._open(line, arguments.span("file"))
+        if found is not None:
+            yield from self.statements(found, {}, arguments.bindings("args"))
+
+    def _open(self, line: Include, span: Span) -> Source | None:
+        """The text that a line includes, or None after saying why there is none."""
+        if line.file.startswith(FAMILY):
+            return self._family(line, span)
+        source = line.span.source
+        folder = source.path.parent if source.path is not None else Path()
+        path = folder / line.file
+        chain = [line.span, *line.span.includes]
+        names = [found.source.name for found in reversed(chain)]
+        for at, above in enumerate(reversed(chain)):
+            if above.source.path is not None and above.source.path.resolve() == path.resolve():
+                way = " → ".join([*names[at:], names[at]])
+                message = f"`{names[at]}` includes itself: {way}"
+                self._fail(Diagnostic(INCLUDE_CYCLE, message, Label(span), help="put what both need in another file"))
+                return None
+        text, reason = _read(path)
+        if text is None:
+            message = f"`{line.file}` cannot be read: {reason}"
+            help_ = f"name a file in `{folder}`, or a family as {listed([f'{FAMILY}{families()[0]}'])}"
+            self._fail(Diagnostic(NO_FILE, message, Label(span), help=help_))
+            return None
+        name = os.path.normpath(os.path.join(os.path.dirname(source.name), line.file))
+        return Source(name, text, line.span, path)
+
+    def _family(self, line: Include, span: Span) -> Source | None:
+        name, known = line.file.removeprefix(FAMILY), families()
+        if name not in known:
+            shown = [f"{FAMILY}{family}" for family in known]
+            message = f"parc ships no family `{name}`"
+            near = [f"{FAMILY}{family}" for family in nearest(name, known)]
+            help_ = f"did you mean {listed(near, 'or')}?" if near else f"there are {listed(shown)}"
+            self._fail(Diagnostic(NO_FILE, message, Label(span), help=help_))
+            return None
+        with as_file(files(__name__.partition(".")[0]) / "plans" / f"{name}.parc") as path:
+            return Source(line.file, path.read_text(encoding="utf-8"), line.span, path)
+
+    def _fail(self, *errors: Diagnostic) -> None:
+        self.diagnostics += errors
+        self.complete = False

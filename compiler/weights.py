@@ -1,0 +1,190 @@
+"""Weights in safetensors files by the model's own names: held against a model all at once, read piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .mesh import Mesh
+from .placement import TensorType, dim_index
+
+Shape = tuple[int, ...]
+_TYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+_EXACT = {
+    torch.float16: {torch.float32, torch.float64},
+    torch.bfloat16: {torch.float32, torch.float64},
+    torch.float32: {torch.float64},
+    torch.uint8: {torch.int16, torch.int32, torch.int64},
+    torch.int8: {torch.int16, torch.int32, torch.int64},
+    torch.int16: {torch.int32, torch.int64},
+    torch.int32: {torch.int64},
+}
+"""Types that hold every number of another."""
+
+
+class WeightsError(Exception):
+    """A folder has no weights, or its files cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A tensor of a model's state: every name it may stand under, its shape and its type."""
+
+    names: tuple[str, ...]
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    file: Path
+    shape: Shape
+    dtype: torch.dtype | None
+    type_name: str
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A folder's tensors: where each is, its shape and its type. Nothing else was read yet."""
+
+    folder: Path
+    tensors: Mapping[str, _Found]
+    twice: tuple[str, ...] = ()
+    rounded: bool = False
+    _open: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+    _stack: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+
+    def faults(self, expected: Sequence[Expected]) -> list[str]:
+        """What is missing, extra, misshapen, or of a type that would be rounded: everything at once."""
+        known = {name for tensor in expected for name in tensor.names}
+        faults = [f"`{tensor.names[0]}` is missing" for tensor in expected if self._place(tensor.names) is None]
+        faults += [f"`{name}` is not a tensor of the model" for name in self.tensors if name not in known]
+        faults += [f"`{name}` stands in two files" for name in self.twice]
+        for tensor in expected:
+            for name in tensor.names:
+                if name in self.tensors:
+                    faults += self._unlike(name, tensor)
+        return faults
+
+    def _unlike(self, name: str, tensor: Expected) -> Iterator[str]:
+        found = self.tensors[name]
+        if found.shape != tensor.shape:
+            yield f"`{name}` is {list(found.shape)} there and {list(tensor.shape)} in the model"
+        elif found.dtype is None:
+            yield f"`{name}` is of type {found.type_name}, which parc does not read"
+        elif found.dtype != tensor.dtype and tensor.dtype not in _EXACT.get(found.dtype, ()):
+            floats = found.dtype.is_floating_point and tensor.dtype.is_floating_point
+            if not (floats and self.rounded):
+                types = f"{found.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
+                yield f"`{name}` is {types}" + (": write `rounded` to allow it" if floats else "")
+
+    def _place(self, names: Sequence[str]) -> str | None:
+        return next((name for name in names if name in self.tensors), None)
+
+    def has(self, names: Sequence[str]) -> bool:
+        """Whether a tensor stands under one of its names."""
+        return self._place(names) is not None
+
+    def whole(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
+        """A whole tensor, by any of its names.
+
+        Raises:
+            WeightsError: the file can no longer be read.
+        """
+        name = self._named(names)
+        return self._read(name, [[(0, size)] for size in self.tensors[name].shape]).to(dtype)
+
+    def piece(self, names: Sequence[str], type_: TensorType, mesh: Mesh, at: Mapping[str, int]) -> torch.Tensor:
+        """A rank's piece of a tensor; no other part of the file is read.
+
+        Raises:
+            WeightsError: the file can no longer be read.
+        """
+        runs = [
+            _runs(dim_index(size, dim, type_.placement, mesh, at, None)) if type_.placement.splits(dim) else [(0, size)]
+            for dim, size in enumerate(type_.shape)
+        ]
+        return self._read(self._named(names), runs).to(type_.dtype)
+
+    def _named(self, names: Sequence[str]) -> str:
+        name = self._place(names)
+        if name is None:
+            raise WeightsError(f"`{self.folder}` has no `{names[0]}`")
+        return name
+
+    def _read(self, name: str, runs: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
+        """The parts of a tensor where the runs of its dims cross, put together."""
+        found = self.tensors[name]
+        try:
+            if found.file not in self._open:
+                self._open[found.file] = self._stack.enter_context(safe_open(found.file, framework="pt"))
+            if not found.shape:
+                return self._open[found.file].get_tensor(name)  # type: ignore[no-any-return]
+            part = self._open[found.file].get_slice(name)
+            return _joined(part, runs, ())
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"`{found.file}` cannot be read: {error}") from None
+
+    def close(self) -> None:
+        """Close every file."""
+        self._open.clear()
+        self._stack.close()
+
+
+def _joined(part: Any, runs: Sequence[Sequence[tuple[int, int]]], fixed: tuple[slice, ...]) -> torch.Tensor:
+    if len(fixed) == len(runs):
+        return part[fixed]  # type: ignore[no-any-return]
+    pieces = [_joined(part, runs, (*fixed, slice(first, last))) for first, last in runs[len(fixed)]]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=len(fixed))
+
+
+def _runs(index: torch.Tensor) -> list[tuple[int, int]]:
+    """Rising indices as ranges.
+
+    >>> _runs(torch.tensor([0, 1, 2, 6, 7]))
+    [(0, 3), (6, 8)]
+    """
+    numbers = index.tolist()
+    breaks = [at for at, (low, high) in enumerate(pairwise(numbers), start=1) if high != low + 1]
+    bounds = pairwise([0, *breaks, len(numbers)])
+    return [(numbers[first], numbers[last - 1] + 1) for first, last in bounds] if numbers else [(0, 0)]
+
+
+def open_weights(folder: Path, rounded: bool = False) -> Weights:
+    """What the safetensors files of a folder hold.
+
+    Raises:
+        WeightsError: there is no such folder, no such file in it, or one cannot be read.
+    """
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        what = "has no `*.safetensors` file" if folder.is_dir() else "is not a folder"
+        raise WeightsError(f"`{folder}` {what}")
+    tensors: dict[str, _Found] = {}
+    twice: list[str] = []
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 no mapping
+                    part = opened.get_slice(name)
+                    twice += [name] if name in tensors else []
+                    kind = part.get_dtype()
+                    tensors[name] = _Found(file, tuple(part.get_shape()), _TYPES.get(kind), kind)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"`{file}` cannot be read: {error}") from None
+    return Weights(folder, tensors, tuple(twice), rounded)
+
+
+def shown_faults(faults: Sequence[str], most: int = 200) -> tuple[str, ...]:
+    """Faults for a reader: all of them, unless they are very many."""
+    return (*faults[:most], *([f"and {len(faults) - most} more"] if len(faults) > most else []))

@@ -1,0 +1,32 @@
+"""``parc fmt``: a plan file in its one canonical text."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from parc.cli.terminal import say
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("plans", metavar="PLAN", type=Path, nargs="+", help="files to rewrite in place")
+    parser.add_argument("--check", action="store_true", help="rewrite nothing; exit with 1 where a file would change")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Rewrite what is not canonical, and name it. A malformed file is left as it is."""
+    from parc.compiler.include import read_source
+    from parc.grammar.format import format_source
+
+    sources = [read_source(path) for path in given.plans]
+    texts = [format_source(source) for source in sources]
+    changed = 0
+    for path, source, text in zip(given.plans, sources, texts, strict=True):
+        if text == source.text:
+            continue
+        changed += 1
+        if not given.check:
+            path.write_text(text, encoding="utf-8")
+        say(f"{path} {'would change' if given.check else 'rewritten'}")
+    return int(given.check and changed > 0)

@@ -1,0 +1,90 @@
+"""A plan in the language's primitives: every placement as ``shard`` and ``replicate`` of concrete names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parc.compiler.mesh import Mesh
+from parc.compiler.placement import TensorType, parse_type
+from parc.driver import Compiled, stored_types
+from parc.grammar.format import VERB_WIDTH, format_statement
+from parc.grammar.source import Span
+
+PLACEMENTS = ("column", "replicate", "row", "shard", "vocab")
+
+
+def desugar(compiled: Compiled) -> str:
+    """The plan's canonical text with a ``shard`` or ``replicate`` line in place of every line that places something.
+
+    Each tensor stands where the first line that places it stands, on every axis as the build has it.
+    """
+    types = _types(compiled)
+    placed: dict[int, list[str]] = {}
+    seen: set[str] = set()
+    for seed in compiled.resolved.seeds:
+        if seed.value not in seen:
+            seen.add(seed.value)
+            placed.setdefault(_statement(compiled, seed.span), []).append(seed.value)
+    lines: list[str] = []
+    for index, statement in enumerate(compiled.plan.statements):
+        if statement.verb.text not in PLACEMENTS:
+            lines.append(format_statement(statement))
+            continue
+        layouts: dict[str, list[str]] = {}
+        for name in placed.get(index, ()):
+            layouts.setdefault(layout(types[name], compiled.mesh), []).append(name)
+        for text, names in layouts.items():
+            lines.append(f"{'shard' if text else 'replicate':{VERB_WIDTH}} {', '.join(names)} {text}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def layout(type_: TensorType, mesh: Mesh) -> str:
+    """The layout that places a tensor so, or nothing where it is whole."""
+    if not type_.placement.split_axes():
+        return ""
+    return f"[{', '.join(_dim(type_, dim, mesh) for dim in range(len(type_.shape)))}]"
+
+
+def _dim(type_: TensorType, dim: int, mesh: Mesh) -> str:
+    """One dim, as sub-dims where a split does not begin at its front."""
+    factors = list(_factors(type_, dim, mesh))
+    return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
+
+
+def _factors(type_: TensorType, dim: int, mesh: Mesh) -> Iterator[str]:
+    """Sub-dims, major first; all but the last have sizes."""
+    axes: list[str] = []
+    start = inside = 1  # the product of the sub-dims before this one, and with the ranks that split this one
+    for outer, axis in type_.placement.splits(dim):
+        if outer != inside:
+            yield _factor(axes, outer // start)
+            axes, start, inside = [], outer, outer
+        axes.append(axis)
+        inside *= mesh.size(axis)
+    yield _factor(axes, None)
+
+
+def _factor(axes: list[str], size: int | None) -> str:
+    if not axes:
+        return "_" if size is None else str(size)
+    return "/".join(["_", *axes]) + (f"={size}" if size is not None else "")
+
+
+def _types(compiled: Compiled) -> dict[str, TensorType]:
+    """How every parameter and input lies on the mesh."""
+    types = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
+    for action in ("COUNT", "F"):
+        program = compiled.built.programs.get(action)
+        for value in program.main.parameters if program is not None else ():
+            if value.role.startswith("input "):
+                types[value.role.removeprefix("input ")] = value.type
+    return types
+
+
+def _statement(compiled: Compiled, span: Span) -> int:
+    """The statement that holds a place."""
+    return next(
+        index
+        for index, statement in enumerate(compiled.plan.statements)
+        if statement.span.source == span.source and statement.span.start <= span.start < statement.span.end
+    )

@@ -1,0 +1,160 @@
+"""`init from`: safetensors files held against the model all at once, and read by each rank in slices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import parc
+from parc.build import build as build_checked
+from parc.cli import main
+from parc.compiler import weights as weights_module
+from parc.compiler.artifact import read_build
+from parc.compiler.mesh import Mesh
+from parc.compiler.placement import Placement, Split, TensorType, assemble, parse_type
+from parc.compiler.weights import Expected, open_weights
+from parc.grammar.diagnostics import PlanError
+from parc.runtime.faults import RunError
+from parc.runtime.initial import Initial
+from parc.runtime.session import task_of
+from tests.runtime.tiny import PLAN, TENSOR, batch, build
+
+CPU = torch.device("cpu")
+INIT = 'init from "weights"\n'
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """A state of the tiny GPT that no seed makes; the tied head stands under one of its names."""
+    session = parc.load(build(folder, "", name="seeded"))
+    generator = torch.Generator().manual_seed(11)
+    state = {name: torch.randn(value.shape, generator=generator) * 0.1 for name, value in session.state_dict().items()}
+    del state["embed.weight"]
+    return state
+
+
+def write(folder: Path, state: dict[str, torch.Tensor], files: int = 1) -> None:
+    """The state in one file or several."""
+    (folder / "weights").mkdir(exist_ok=True)
+    for old in (folder / "weights").glob("*"):
+        old.unlink()
+    names = sorted(state)
+    for index in range(files):
+        part = {name: state[name].contiguous() for name in names[index::files]}
+        save_file(part, folder / "weights" / f"part-{index}.safetensors")
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_runs_begin_with_the_files_weights(tmp_path: Path, files: int) -> None:
+    state = tensors(tmp_path)
+    write(tmp_path, state, files)
+    path = build(tmp_path, "", PLAN + INIT)
+    session, plain = parc.load(path), parc.reference(path)
+    found = session.state_dict()
+    assert found.keys() == state.keys() | {"embed.weight"}
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert torch.equal(found["embed.weight"], state["head.weight"])
+    assert all(torch.equal(plain.module.state_dict()[name], value) for name, value in found.items())
+    for step in range(2):
+        assert session.step(batch(step)).loss == pytest.approx(plain.step(batch(step)).loss, rel=1e-5)
+
+
+class Counted:
+    """A slice that notes how many numbers are asked of it."""
+
+    def __init__(self, part: Any, read: list[int]) -> None:
+        self._part, self._read = part, read
+
+    def __getitem__(self, at: Any) -> torch.Tensor:
+        found: torch.Tensor = self._part[at]
+        self._read.append(found.numel())
+        return found
+
+
+def test_every_rank_reads_its_slices_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = tensors(tmp_path)
+    write(tmp_path, state, 2)
+    made = read_build(build(tmp_path, TENSOR, PLAN + INIT))
+    mesh = made.programs["F"].mesh
+    types = {name: parse_type(text, mesh) for name, text in made.manifest["parameters"].items()}
+    joined, read = weights_module._joined, list[int]()
+
+    def counted(part: Any, runs: Any, fixed: tuple[slice, ...]) -> torch.Tensor:
+        return joined(part if isinstance(part, Counted) else Counted(part, read), runs, fixed)
+
+    monkeypatch.setattr(weights_module, "_joined", counted)
+    pieces = []
+    for rank in range(mesh.world):
+        initial = Initial(made, task_of(made.manifest), mesh, mesh.coordinates(rank), CPU)
+        read.clear()
+        pieces.append(initial.state(types, {}).parameters)
+        assert sum(read) == sum(piece.numel() for piece in pieces[-1].values())
+    for name, type_ in types.items():
+        whole = assemble([rank[name] for rank in pieces], type_.placement, mesh)
+        assert torch.equal(whole, state.get(name, state["head.weight"])), name
+
+
+@pytest.mark.parametrize("split", [Split(0, 1), Split(0, 3), Split(1, 2)])
+def test_pieces_of_any_split(tmp_path: Path, split: Split) -> None:
+    mesh = Mesh((("a", 2), ("b", 2)))
+    whole = torch.randn(12, 8).to(torch.bfloat16)
+    save_file({"w": whole, "one": torch.tensor(3.0)}, tmp_path / "x.safetensors")
+    weights = open_weights(tmp_path)
+    inner = Split(split.dim, split.outer * 2)
+    type_ = TensorType(torch.float32, (12, 8), Placement.of(mesh, {"a": split, "b": inner}))
+    pieces = [weights.piece(["v", "w"], type_, mesh, mesh.coordinates(rank)) for rank in range(4)]
+    assert torch.equal(assemble(pieces, type_.placement, mesh), whole.float())
+    assert weights.piece(["one"], TensorType(torch.float32, (), Placement(())), mesh, {}) == 3
+    weights.close()
+
+
+def test_types_are_converted_where_it_is_exact_or_said(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, dtype=torch.float64), "n": torch.ones(2)}, tmp_path / "x.safetensors")
+    wanted = [Expected(("w",), (2,), torch.float32), Expected(("n",), (2,), torch.int64)]
+    (first, second) = open_weights(tmp_path).faults(wanted)
+    assert first == "`w` is float64 there and float32 in the model: write `rounded` to allow it"
+    assert second == "`n` is float32 there and int64 in the model"
+    assert open_weights(tmp_path, rounded=True).faults(wanted) == [second]
+
+
+def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tensors(tmp_path)
+    write(tmp_path, state)
+    path = build(tmp_path, "", PLAN + INIT)
+    del state["norm.bias"]
+    state["blocks.0.mlp.up.bias"] = torch.zeros(3)
+    state["blocks.7.mlp.up.bias"] = torch.zeros(3)
+    write(tmp_path, state, 2)
+    save_file({"norm.weight": torch.zeros(16)}, tmp_path / "weights" / "z.safetensors")
+    wanted = {
+        "`norm.bias` is missing",
+        "`blocks.7.mlp.up.bias` is not a tensor of the model",
+        "`norm.weight` stands in two files",
+        "`blocks.0.mlp.up.bias` is [3] there and [64] in the model",
+    }
+    with pytest.raises(PlanError) as refused:
+        build_checked(tmp_path / "build.parc", tmp_path / "again", {})
+    (fault,) = refused.value.diagnostics
+    assert fault.code.name == "P0215" and set(fault.notes) == wanted
+    for open_ in (parc.load, parc.reference):
+        with pytest.raises(RunError) as failed:
+            open_(path)
+        assert failed.value.code.name == "P0215" and set(failed.value.notes) == wanted
+    assert main(["run", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert said.count("error[P0215]") == 1 and all(text in said for text in wanted)
+
+
+def test_a_folder_that_has_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build(tmp_path, "", PLAN + INIT)
+    assert main(["check", str(tmp_path / "build.parc")]) == 1
+    assert "weights` is not a folder" in capsys.readouterr().err
+    (tmp_path / "weights").mkdir()
+    assert main(["check", str(tmp_path / "build.parc")]) == 1
+    assert "has no `*.safetensors` file" in capsys.readouterr().err
+    (tmp_path / "weights" / "x.safetensors").write_text("nothing")
+    assert main(["check", str(tmp_path / "build.parc")]) == 1
+    assert "x.safetensors` cannot be read" in capsys.readouterr().err

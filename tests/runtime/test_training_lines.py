@@ -1,0 +1,157 @@
+"""What `freeze`, `optimizer` and `schedule` say of training, from programs to numbers, beside the plain module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import parc
+from parc.checks import check_build, static_faults
+from parc.compiler.artifact import read_build
+from parc.compiler.placement import parse_type
+from parc.compiler.plan import read_plan
+from parc.driver import Compiled, compile_plan, stored_types
+from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
+from parc.runtime.optimizer import make_optimizer, rate
+from tests.runtime.tiny import DATA, EXAMPLES, PLAN, TENSOR, batch, build
+
+FROZEN = "freeze blocks.0, embed\n"
+BOTH = TENSOR.replace("tp=2", "dp=2, tp=2") + DATA.split("\n", 2)[2]
+
+
+def compiled(plan: str) -> Compiled:
+    """The tiny GPT under a plan."""
+    return compile_plan(read_plan(Source("tiny.parc", plan)), EXAMPLES)
+
+
+def gradients(made: Compiled) -> set[str]:
+    """What the backward of a step returns."""
+    return {name for name, _ in made.built.programs["B"].main.returns}
+
+
+@pytest.mark.parametrize("placements", [DATA, TENSOR, BOTH])
+def test_frozen_parameters_have_no_gradient_on_any_plan(placements: str) -> None:
+    made = compiled(PLAN + placements + FROZEN)
+    trained = gradients(made)
+    assert trained and not any(name.startswith(("blocks.0.", "embed.")) for name in trained)
+    assert "blocks.1.mlp.up.weight" in trained and "position.weight" in trained
+    roles = {value.role for value in made.built.programs["REDUCE"].main.parameters}
+    assert {role for role in roles if role.startswith("gradient ")} == {f"gradient {name}" for name in trained}
+    checked = check_build(made)
+    assert not checked.faults, "\n".join(map(str, checked.faults))
+    (memory,) = checked.report["memory"]
+    assert memory["optimizer"] == 2 * memory["gradients"] < 2 * memory["parameters"]
+
+
+def test_a_gradient_of_what_is_frozen_is_refused() -> None:
+    whole, frozen = compiled(PLAN + TENSOR), compiled(PLAN + TENSOR + FROZEN)
+    stored = {name: parse_type(text, whole.mesh) for name, text in stored_types(whole).items()}
+
+    def faults(made: Compiled, captured: Compiled) -> str:
+        programs, reference = made.built.programs, captured.built.reference
+        found = static_faults(programs, stored, whole.mesh, whole.actions, 2, reference)
+        return "\n".join(map(str, found))
+
+    assert not faults(frozen, frozen)
+    assert "embed.weight" in faults(whole, frozen) and "the loss does not depend on it" in faults(whole, frozen)
+    assert "it gets no gradient" in faults(frozen, whole)
+
+
+def test_a_run_leaves_frozen_weights_alone_and_is_the_plain_modules(tmp_path: Path) -> None:
+    plan = PLAN.replace("lr 1e-2", "lr cosine 1e-2 warmup 2 to 1e-3 decay off on **.bias") + FROZEN
+    path = build(tmp_path, "", plan)
+    session, plain = parc.load(path), parc.reference(path)
+    before = {name: value.clone() for name, value in session.state_dict().items()}
+    for step in range(3):
+        ours, theirs = session.step(batch(step)), plain.step(batch(step))
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+        assert ours.lr == theirs.lr == rate(session.build.manifest["optimizer"], step + 1)
+    assert [rate(session.build.manifest["optimizer"], step) for step in (1, 2, 3)] == pytest.approx([5e-3, 1e-2, 1e-3])
+    after, module = session.state_dict(), plain.module.state_dict()
+    for name, value in after.items():
+        frozen = name.startswith(("blocks.0.", "embed.", "head."))
+        assert torch.equal(value, before[name]) == frozen, name
+        torch.testing.assert_close(value, module[name], rtol=1e-3, atol=1e-5)
+
+
+def test_decay_is_off_where_the_plan_says(tmp_path: Path) -> None:
+    path = build(tmp_path, "", PLAN.replace("clip", "decay off on **.bias, norm clip"))
+    line = read_build(path).manifest["optimizer"]
+    off = set(line["no_decay"])
+    assert {"norm.weight", "blocks.0.mlp.up.bias"} <= off and "blocks.0.mlp.up.weight" not in off
+    for name in ("adamw", "sgd"):
+        kept, free = torch.ones(2), torch.ones(2)
+        optimizer = make_optimizer({"norm.weight": free, "embed.weight": kept}, {**line, "name": name})
+        kept.grad, free.grad = torch.zeros(2), torch.zeros(2)
+        optimizer.step()
+        assert torch.equal(free, torch.ones(2)) and bool((kept < 1).all())
+
+
+def test_gradients_are_added_up_in_the_plans_type(tmp_path: Path) -> None:
+    narrow = PLAN.replace("microbatches 2", "microbatches 2 accumulate bf16")
+    for placements in (TENSOR, BOTH):
+        made = compiled(narrow + placements)
+        values = made.built.programs["B"].main.values()
+        returned = made.built.programs["B"].main.returns
+        assert {values[name].type.dtype for _, name in returned} == {torch.bfloat16}
+        reduce = made.built.programs["REDUCE"].main
+        kept = {reduce.values()[name].type.dtype for key, name in reduce.returns if key.startswith("gradient")}
+        assert kept == {torch.float32}
+        checked = check_build(made)
+        assert not checked.faults, "\n".join(map(str, checked.faults))
+        (memory,) = checked.report["memory"]
+        assert 2 * memory["gradients"] == memory["parameters"]
+    path = build(tmp_path, "", narrow)
+    session, plain = parc.load(path), parc.reference(path)
+    exact = parc.reference(build(tmp_path, "", name="exact"))
+    given = batch(0)
+    ours, theirs, wide = (trainer.step(given) for trainer in (session, plain, exact))
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
+    assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    assert ours.grad_norm != pytest.approx(wide.grad_norm, rel=1e-6)
+    assert ours.grad_norm == pytest.approx(wide.grad_norm, rel=1e-2)
+
+
+FREEZER = """
+from torch import nn
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 4), nn.Linear(4, 16)
+        self.table.requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens))
+"""
+HALF = """
+model "./half.py:Half"
+input tokens int64 [B, S]
+input targets int64 [B, S]
+sizes B=4, S=4
+loss cross_entropy(output, targets)
+optimizer adamw lr 1e-2
+mesh tp=2
+vocab table, head over tp
+"""
+
+
+def test_what_the_model_does_not_train_is_frozen_and_something_must_be_trained(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(FREEZER)
+
+    def made(more: str) -> Compiled:
+        return compile_plan(read_plan(Source("half.parc", HALF + more)), tmp_path)
+
+    found = made("")
+    assert gradients(found) == {"head.weight", "head.bias"}
+    checked = check_build(found)
+    assert not checked.faults, "\n".join(map(str, checked.faults))
+    with pytest.raises(PlanError) as caught:
+        made("freeze head")
+    (fault,) = caught.value.diagnostics
+    assert fault.code.name == "P0214" and fault.primary is not None and fault.primary.span.text == "head"

@@ -1,0 +1,88 @@
+"""Desugared plans: only primitives of concrete names, and the same placements and messages as the plan's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parc.cli import main
+from parc.compiler.contract import communication_table
+from parc.compiler.mesh import Mesh
+from parc.compiler.placement import Placement, Split, TensorType
+from parc.compiler.plan import read_plan
+from parc.desugar import desugar, layout
+from parc.driver import Compiled, compile_plan, stored_types
+from parc.grammar.source import Source
+from tests.runtime.tiny import EXAMPLES, PLAN
+
+PLACED = """
+let       tp = 2
+mesh      dp=2, tp=$tp
+shard     tokens, targets [B/dp, _]
+column    blocks.*.attn.qkv over tp rows (3 h/tp d)
+row       blocks.*.attn.out over tp
+column    blocks.0.mlp.up over dp
+column    blocks.*.mlp.up over tp
+row       blocks.*.mlp.down over tp
+vocab     embed, head over tp
+replicate norm.weight
+"""
+
+
+def compiled(text: str) -> Compiled:
+    """The tiny GPT under a plan."""
+    return compile_plan(read_plan(Source("tiny.parc", text)), EXAMPLES)
+
+
+def messages(made: Compiled) -> list[dict[str, Any]]:
+    """What a step communicates, without the lines that asked for it."""
+    table = communication_table(made.built.programs, made.actions, "stage0")
+    return [{key: value for key, value in row.items() if key != "line"} for row in table]
+
+
+def test_a_plan_in_primitives_is_the_same_plan() -> None:
+    made = compiled(PLAN + PLACED)
+    text = desugar(made)
+    assert "let " not in text and "$" not in text and "column" not in text
+    assert "shard     blocks.0.attn.qkv.weight, blocks.1.attn.qkv.weight [(3 _/tp), _]\n" in text
+    assert "shard     blocks.0.mlp.up.weight [_/dp/tp, _]\n" in text
+    assert "shard     embed.weight [_/tp, _]\n" in text and "replicate norm.weight\n" in text
+    again = compiled(text)
+    assert stored_types(again) == stored_types(made)
+    assert messages(again) == messages(made)
+    assert desugar(again) == text
+
+
+@pytest.mark.parametrize(
+    ("splits", "expected"),
+    [
+        ({}, ""),
+        ({"a": Split(1, 1)}, "[_, _/a]"),
+        ({"a": Split(0, 3)}, "[(3 _/a), _]"),
+        ({"a": Split(0, 1), "b": Split(0, 2)}, "[_/a/b, _]"),
+        ({"a": Split(0, 1), "b": Split(0, 6)}, "[(_/a=6 _/b), _]"),
+        ({"a": Split(0, 2), "b": Split(0, 12)}, "[(2 _/a=6 _/b), _]"),
+    ],
+)
+def test_layouts_say_every_split(splits: dict[str, Split], expected: str) -> None:
+    mesh = Mesh((("a", 2), ("b", 2)))
+    type_ = TensorType(torch.float32, (24, 8), Placement.of(mesh, splits))
+    assert layout(type_, mesh) == expected
+
+
+def test_show_expand_of_a_plan_and_of_its_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gpt.py").write_text((EXAMPLES / "gpt.py").read_text())
+    plan = tmp_path / "plan.parc"
+    plan.write_text(PLAN + PLACED)
+    assert main(["show", str(plan), "--expand", "-D", "tp=1"]) == 0
+    assert "mesh      dp=2, tp=1" in capsys.readouterr().out
+    assert main(["show", str(plan), "--expand"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["build", str(plan), "-o", str(tmp_path / "build"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mesh"] == {"dp": 2, "tp": 2}
+    assert main(["show", str(tmp_path / "build"), "--expand"]) == 0
+    assert capsys.readouterr().out == shown

@@ -1,0 +1,118 @@
+"""Promises of a plan: kept ones are silent, broken ones name the collective, its cause and its bytes, or the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parc.build import build
+from parc.checks import memory_of
+from parc.cli import main
+from parc.compiler.placement import parse_type
+from parc.compiler.plan import read_plan
+from parc.driver import Compiled, compile_plan, stored_types
+from parc.grammar.diagnostics import Diagnostic, PlanError, render
+from parc.grammar.source import Source
+from parc.promises import hold_promises
+from tests.runtime.tiny import DATA, EXAMPLES, PLAN, TENSOR
+
+BOTH = TENSOR.replace("tp=2", "dp=2, tp=2") + DATA.split("\n", 2)[2]
+
+
+def compiled(lines: str, placements: str = BOTH) -> Compiled:
+    """The tiny GPT with promises."""
+    return compile_plan(read_plan(Source("tiny.parc", PLAN + placements + lines)), EXAMPLES)
+
+
+def broken(lines: str, placements: str = BOTH) -> list[Diagnostic]:
+    """What is said of promises that are not kept."""
+    try:
+        hold_promises(compiled(lines, placements))
+    except PlanError as error:
+        return list(error.diagnostics)
+    return []
+
+
+KEPT = """
+forbid any in blocks.*.{norm1,norm2,drop}
+forbid all_to_all in **
+forbid all_gather in **
+forbid any in blocks.** over dp
+forbid reduce_scatter in blocks.*.nothing?
+expect 4 all_reduce in blocks.*
+expect 2 all_reduce in blocks.* during forward
+expect 1 all_reduce in head during backward
+expect 0 any in blocks.0.attn.qkv during forward
+expect 1 any in blocks.0.attn.qkv.weight? during step
+budget memory 1MB
+"""
+
+
+def test_promises_that_are_kept_are_silent() -> None:
+    assert broken(KEPT) == []
+    assert broken("expect 8 all_reduce in blocks.**\n") == []  # `blocks` itself is the outermost
+
+
+def test_a_forbidden_collective_is_named_with_its_cause_and_bytes() -> None:
+    (found,) = broken("forbid all_reduce in blocks.*.attn during forward\n")
+    text = render(found)
+    assert "error[P0402]: `all_reduce` over `tp` in `blocks.0.attn.out` is forbidden" in text
+    assert "row       blocks.*.attn.out over tp" in text and "placed by this line" in text
+    # 8 samples in 2 microbatches over dp=2, 8 tokens, 16 numbers of 4 bytes
+    assert f"at gpt.py:26, forward, {2 * 8 * 16 * 4 / 1000:.1f} kB a rank of float32" in text
+    assert "the same holds for 1 more" in text and found.help
+
+
+def test_a_gather_that_two_lines_cause_is_found() -> None:
+    clash = TENSOR.replace("row       blocks.*.mlp.down", "column    blocks.*.mlp.down")
+    found = next(found for found in broken("forbid all_gather in blocks.*\n", clash) if "mlp" in found.message)
+    assert found.message == "`all_gather` over `tp` in `blocks.0.mlp.down` is forbidden"
+    assert "column    blocks.*.mlp.down over tp" in render(found)
+
+
+def test_another_number_than_expected_lists_what_is_there() -> None:
+    (found,) = broken("expect 3 all_reduce in blocks.*\n")
+    text = render(found)
+    assert "error[P0403]: `blocks.0` has 4 `all_reduce`, not 3" in text
+    assert text.count("= note: `all_reduce` over `tp` in `blocks.0.") == 4
+    assert "the same holds for 1 more of the modules" in text
+    (none,) = broken("expect 1 all_gather in **\n")
+    assert none.message == "the model has 0 `all_gather`, not 1"
+
+
+def test_words_of_promises_that_match_nothing_are_errors() -> None:
+    codes = [found.code.name for found in broken("forbid any in bolcks.*\nexpect 1 any in blocks.7\n")]
+    assert codes == ["P0104", "P0104"]
+
+
+def test_a_budget_is_exact_and_names_what_is_large() -> None:
+    made = compiled("")
+    stored = {name: parse_type(text, made.mesh) for name, text in stored_types(made).items()}
+    peak = memory_of(made, made.built.programs, stored).peak_bytes
+    assert broken(f"budget memory {peak}B\n") == []
+    (found,) = broken(f"budget memory {peak - 1}B\n")
+    text = render(found)
+    assert "error[P0401]: a rank needs" in text and "1 B more than the budget" in text
+    assert "note: parameters " in text and "note: `embed.weight` f32[256/tp, 16], 8.2 kB" in text
+    assert "`schedule microbatches 4`" in found.help
+    full = PLAN.replace("microbatches 2", "microbatches 8")
+    whole = compile_plan(read_plan(Source("tiny.parc", full + "mesh tp=2\nbudget memory 1KB\n")), EXAMPLES)
+    with pytest.raises(PlanError, match="write `vocab embed over tp`"):
+        hold_promises(whole)
+
+
+def test_every_command_that_builds_holds_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gpt.py").write_text((EXAMPLES / "gpt.py").read_text())
+    plan = tmp_path / "plan.parc"
+    plan.write_text("let n = 4\n" + PLAN + TENSOR + "expect $n all_reduce in blocks.*\n")
+    build(plan, tmp_path / "good", {})
+    for words in (["check", str(plan)], ["build", str(plan), "-o", str(tmp_path / "bad")]):
+        assert main([*words, "-D", "n=5"]) == 1
+        assert "error[P0403]: `blocks.0` has 4 `all_reduce`, not 5" in capsys.readouterr().err
+    assert not (tmp_path / "bad").exists()
+    assert main(["verify", str(tmp_path / "good")]) == 0
+    kept = tmp_path / "good" / "plan.parc"
+    kept.write_text(kept.read_text().replace("expect    4", "expect    5"))
+    assert main(["verify", str(tmp_path / "good")]) == 1
+    assert "error[P0403]" in capsys.readouterr().err
