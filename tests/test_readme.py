@@ -1,0 +1,50 @@
+"""The README's own commands, in its order, from a copy of the examples; and its links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def commands() -> list[list[str]]:
+    """Every ``parc`` command of the shell blocks."""
+    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    lines = [line.partition("  #")[0] for block in blocks for line in block.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("parc ")]
+
+
+def test_every_command_of_the_readme_works(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    found = commands()
+    assert {words[0] for words in found} >= {"build", "run", "show", "verify", "explain"}
+    for words in found:
+        done = subprocess.run(
+            [sys.executable, "-m", "parc", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, f"parc {' '.join(words)}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_plan_in_the_readme_is_the_example() -> None:
+    (shown,) = re.findall(r"```parc\n(.*?)```", README, re.DOTALL)
+
+    def words(text: str) -> list[list[str]]:
+        return [line.split("#")[0].split() for line in text.splitlines() if line.split("#")[0].strip()]
+
+    assert words(shown) == words((ROOT / "examples/gpt.parc").read_text(encoding="utf-8"))
+
+
+def test_what_the_readme_links_to_is_there() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target
