@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz build-time planted-bugs soak clean
+.PHONY: help demo test check fuzz bench build-time planted-bugs soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -20,6 +20,7 @@ help:
 	@echo "make test    the tests"
 	@echo "make check   what continuous integration runs: format, lint, types, layers, tests"
 	@echo "make fuzz    the property tests with many more examples"
+	@echo "make bench   step times beside DDP, DTensor and the plain module, in turn in one run"
 	@echo "make build-time     build Llama 3 8B on 64 and on 16,384 ranks, in turn: seconds and memory"
 	@echo "make planted-bugs   break good builds in every way, and say which check refuses each"
 	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES))"
@@ -58,6 +59,9 @@ check: $(READY)
 
 fuzz: $(READY)
 	$(PY) -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz --timeout=0
+
+bench: $(READY)
+	$(PY) benchmarks/peers.py
 
 build-time: $(READY)
 	$(PY) benchmarks/build_time.py

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .actions import Action, parse_schedule
+from .callables import CallableError, file_hash, load_callable
+from .folders import FolderError, check_place, current, replace_folder
+from .forms import DATA_FORM, INIT_FORM, MANIFEST_FORM, NUMBERS_FORM, REPORT_FORM, Form, FormError, hold_form
+from .mesh import Mesh
+from .placement import parse_type
 from .program import Program
 from .program_text import ProgramError, parse_program
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+_ACTIONS = {"SCALE", "F", "B", "REDUCE"}
+_FILES = ("plan.parc", "programs/model.py", "schedule.txt", "report.json")
 
 
 class BuildError(Exception):
@@ -49,42 +54,85 @@ def write_build(path: Path, files: Mapping[str, str], manifest: Mapping[str, Any
     """Write a build; an older one at ``path`` is replaced whole, and only once the new one is complete.
 
     Raises:
-        BuildError: ``path`` holds something that is not a build.
+        BuildError: ``path`` holds something that is not a build, or cannot be written.
     """
-    if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / MANIFEST).is_file())):
-        raise BuildError(f"`{path}` exists and is not a build; it is left as it is")
+    check_out(path)
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
     everything = {**files, MANIFEST: json_text({**manifest, "format": FORMAT, "files": hashes})}
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+
+    def write(fresh: Path) -> None:
         for name, text in everything.items():
             place = fresh / name
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text, encoding="utf-8")
-        if path.exists():
-            old = path.with_name(f".{path.name}.old.{os.getpid()}")
-            path.rename(old)
-            fresh.rename(path)
-            shutil.rmtree(old)
-        else:
-            fresh.rename(path)
-    finally:
-        if fresh.exists():
-            shutil.rmtree(fresh)
+
+    try:
+        replace_folder(path, write)
+    except OSError as error:
+        raise BuildError(f"`{path}` cannot be written: {error}") from None
 
 
-def read_build(path: Path, *, altered: list[str] | None = None) -> Build:
-    """Read a build, and hold every file against its hash. Programs are parsed; nothing is executed.
+def check_out(path: Path) -> None:
+    """See that a build may be written at ``path``.
 
-    Where a list ``altered`` is given, names of altered files go there, and their contents are read all the same.
+    Raises:
+        BuildError: it holds something that is not a build, which is left as it is, or is the current folder.
+    """
+    try:
+        check_place(path)
+    except FolderError as error:
+        raise BuildError(str(error)) from None
+    if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / MANIFEST).is_file())):
+        raise BuildError(f"`{path}` exists and is not a build; it is left as it is")
+
+
+def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = True) -> Build:
+    """Read a build, and hold every file against its hash. Programs are parsed; nothing is executed, but where they
+    declare custom operators: the model's module, if it is the one that was built, is imported, as it registers those.
+
+    With ``imports`` false that is a fault. Where a list ``altered`` is given, names of altered files go there, and
+    their contents are read all the same.
 
     Raises:
         BuildError: no manifest, another format, a file that is missing or altered, a program that is none.
     """
+    named, path = path, current(path)
+    manifest = _read_manifest(path, named)
+    texts = _read_files(path, manifest, altered)
+    if any("\noperators(" in text for name, text in texts.items() if name.startswith("programs/")):
+        if not imports:
+            raise BuildError(f"`{path}` uses custom operators, which nothing but the model's own module declares")
+        _import_model(path, manifest)
+    try:
+        programs = {
+            program.action: program
+            for name in sorted(texts)
+            if name.startswith("programs/") and name != "programs/model.py"
+            for program in [parse_program(texts[name], str(path / name))]
+        }
+        reference = parse_program(texts["programs/model.py"], str(path / "programs/model.py"))
+        (actions,) = parse_schedule(texts["schedule.txt"]).values()
+        report = json.loads(texts["report.json"])
+    except (ProgramError, KeyError, ValueError) as error:
+        raise BuildError(f"`{path}`: {error}") from None
+    lacking = sorted(({action.kind for action in actions} - {"STEP"} | _ACTIONS) - programs.keys())
+    if lacking:
+        raise BuildError(f"`{path}` has no program of {', '.join(lacking)}")
+    for name, text in manifest["parameters"].items():
+        _hold_type(path, name, text, programs["F"].mesh)
+    _hold(path / "report.json", report, REPORT_FORM)
+    if "numbers" in report:
+        _hold(path / "report.json", {"numbers": report["numbers"]}, {"numbers": NUMBERS_FORM})
+    return Build(path, manifest, programs, reference, actions, report)
+
+
+def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
+    """The manifest of a folder that a person named otherwise, perhaps."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise BuildError(f"`{path}` is not a build: it has no {MANIFEST}") from None
+        lacks = f"is not a build: it has no {MANIFEST}" if path.exists() else "does not exist"
+        raise BuildError(f"`{named}` {lacks}") from None
     except (OSError, ValueError) as error:
         raise BuildError(f"`{path / MANIFEST}` cannot be read: {error}") from None
     if (
@@ -93,6 +141,18 @@ def read_build(path: Path, *, altered: list[str] | None = None) -> Build:
         or not isinstance(manifest.get("files"), dict)
     ):
         raise BuildError(f"`{path / MANIFEST}` is not of format {FORMAT}")
+    _hold(path / MANIFEST, manifest, MANIFEST_FORM)
+    for key, form in (("data", DATA_FORM), ("init", INIT_FORM)):
+        if manifest[key] is not None:
+            _hold(path / MANIFEST, {key: manifest[key]}, {key: form})
+    absent = [name for name in _FILES if name not in manifest["files"]]
+    if absent:
+        raise BuildError(f"`{path / MANIFEST}`: its `files` name no `{absent[0]}`")
+    return manifest
+
+
+def _read_files(path: Path, manifest: Mapping[str, Any], altered: list[str] | None) -> dict[str, str]:
+    """Every file's text, held against its hash."""
     texts: dict[str, str] = {}
     for name, expected in manifest["files"].items():
         place = path / name
@@ -107,16 +167,34 @@ def read_build(path: Path, *, altered: list[str] | None = None) -> Build:
             texts[name] = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise BuildError(f"`{place}` is not text: {error}") from None
+    return texts
+
+
+def _hold(file: Path, value: Any, form: Form) -> None:
     try:
-        programs = {
-            program.action: program
-            for name in sorted(texts)
-            if name.startswith("programs/") and name != "programs/model.py"
-            for program in [parse_program(texts[name], str(path / name))]
-        }
-        reference = parse_program(texts["programs/model.py"], str(path / "programs/model.py"))
-        (actions,) = parse_schedule(texts["schedule.txt"]).values()
-        report = json.loads(texts["report.json"])
-    except (ProgramError, KeyError, ValueError) as error:
-        raise BuildError(f"`{path}`: {error}") from None
-    return Build(path, manifest, programs, reference, actions, report)
+        hold_form(value, form)
+    except FormError as error:
+        raise BuildError(f"`{file}` is not of the form that parc writes: {error}") from None
+
+
+def _hold_type(path: Path, name: str, text: str, mesh: Mesh) -> None:
+    try:
+        parse_type(text, mesh).local(mesh)
+    except (ValueError, KeyError) as error:
+        raise BuildError(f"`{path / MANIFEST}`: `parameters.{name}` is no type: {error}") from None
+
+
+def _import_model(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Import the module of the `model` line, for the operators that it registers.
+
+    Raises:
+        BuildError: it cannot be imported, or is not the file that was built, which is not imported.
+    """
+    try:
+        target, folder = str(manifest["model"]["callable"]), (path / str(manifest["folder"])).resolve()
+        found = file_hash(target, folder)
+        if found and found != str(manifest["model_source"]).split("+")[0]:
+            raise BuildError(f"`{path}` uses operators of `{target}`, whose file changed since the build")
+        load_callable(target, folder)
+    except (CallableError, KeyError, TypeError) as error:
+        raise BuildError(f"`{path}` uses operators of the model's module, which cannot be had: {error}") from None

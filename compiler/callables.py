@@ -67,6 +67,31 @@ def _load_file(path: Path) -> Any:
     return module
 
 
+def file_hash(target: str, folder: Path) -> str:
+    """A hash of the file that a callable's name names, which is not imported; empty for one of a module.
+
+    Raises:
+        CallableError: there is no such file.
+    """
+    place = target.rpartition(":")[0]
+    if not place.endswith(".py"):
+        return ""
+    path = folder / place
+    if not path.is_file():
+        raise CallableError(f"there is no file `{path.name}` beside the plan")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def target_hash(target: str, folder: Path) -> str:
+    """A hash of the file that is named and, where the callable is written in another, also of that; it is imported.
+
+    Raises:
+        CallableError: the callable cannot be had.
+    """
+    named, written = file_hash(target, folder), source_hash(load_callable(target, folder))
+    return "+".join(dict.fromkeys(part for part in (named, written) if part))
+
+
 def source_hash(function: Callable[..., Any]) -> str:
     """A hash of the file in which a callable is written; empty where it has none."""
     try:

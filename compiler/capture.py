@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,9 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
+from .placement import is_supported
 from .program import Origin
+from .torch_private import detach_without_gradients, quiet, without_checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +49,24 @@ class Captured:
 
 
 class CaptureError(Exception):
-    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output`` or ``other``."""
+    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output``, ``checkpoint`` or ``other``."""
 
-    def __init__(self, kind: str, message: str, source: str = "") -> None:
+    def __init__(self, kind: str, message: str, source: str = "", in_loss: bool = False) -> None:
         super().__init__(message)
         self.kind = kind
         self.source = source
+        self.in_loss = in_loss
 
 
 LossFunction = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 CallModel = Callable[[nn.Module, Mapping[str, torch.Tensor]], Any]
+
+
+@dataclass
+class _Stage:
+    """How far a call came; beside the module, whose own attributes a trace puts back."""
+
+    in_loss: bool = False
 
 
 class _Step(nn.Module):
@@ -69,13 +78,16 @@ class _Step(nn.Module):
         self._call = call
         self._loss = loss
         self._names = names
+        self.stage = _Stage()
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
         inputs = dict(zip(self._names, values, strict=True))
         output = self._call(self.model, inputs)
         if getattr(output, "past_key_values", None) is not None:
             raise CaptureError("cache", "the model returns a key/value cache")
+        self.stage.in_loss = True
         loss = self._loss(output, inputs)
+        self.stage.in_loss = False
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise CaptureError("output", f"the loss is {what}, not a single number")
@@ -101,35 +113,76 @@ def capture(
     with mode:
         values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            exported = torch.export.export(step, values, strict=False).run_decompositions({})
+        # what a CPU's own kernels would fuse (an LSTM) is captured in operators that every device and dtype has
+        with quiet(), without_checkpoints(_no_checkpoint), torch.backends.mkldnn.flags(enabled=False):
+            exported = torch.export.export(step, values, strict=False)
+            if not detach_without_gradients(exported.graph_module):
+                raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` lie in each other")
+            exported = exported.run_decompositions({})
     except CaptureError:
         raise
     except Exception as error:
-        raise _explain(error) from error
-    return _read(exported, step, tuple(inputs))
+        raise _explain(error, step.stage.in_loss) from error
+    captured = _read(exported, step, tuple(inputs))
+    check_dtypes(captured.graph)
+    return captured
 
 
-def _explain(error: Exception) -> CaptureError:
+def _no_checkpoint() -> CaptureError:
+    return CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
+
+
+_PRODUCTS = re.compile(r"aten\.(linear|mm|bmm|addmm|baddbmm|matmul|mv|dot|bilinear|convolution|conv\dd"
+                       r"|scaled_dot_product_attention)\.")  # fmt: skip
+
+
+def check_dtypes(graph: fx.Graph) -> None:
+    """Hold operators against what tensors without data let pass.
+
+    Raises:
+        CaptureError: a product of tensors of two dtypes; a dtype that programs do not know.
+    """
+    for node in graph.nodes:
+        values = node.meta.get("val")
+        for value in values if isinstance(values, (tuple, list)) else [values]:
+            if isinstance(value, torch.Tensor) and not is_supported(value.dtype):
+                raise _at(node, f"{node.target} gives {_name(value.dtype)}, a dtype that programs do not hold")
+        if _PRODUCTS.match(str(node.target)):
+            given = node.args[:3] if "attention" in str(node.target) else node.args
+            found = [n.meta["val"].dtype for n in given if isinstance(n, fx.Node)]
+            if len(set(found)) > 1:
+                names = " and ".join(dict.fromkeys(map(_name, found)))
+                raise _at(node, f"{node.target} takes tensors of one dtype, not {names}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _at(node: fx.Node, message: str) -> CaptureError:
+    origin = node.meta.get("origin", Origin())
+    return CaptureError("other", f"in `{origin.module}`: {message}" if origin.module else message, origin.source)
+
+
+def _explain(error: Exception, in_loss: bool) -> CaptureError:
     name, text = type(error).__name__, str(error)
-    source = _user_frame(error)
+    source = user_frame(error)
     for cause in (error, error.__cause__, error.__context__):
         if isinstance(cause, CaptureError):
             return cause
     if "DataDependent" in name or "GuardOnDataDependent" in name or "data-dependent" in text.lower():
-        return CaptureError("control", "the model's control flow depends on the values of tensors", source)
+        return CaptureError("control", "the model's control flow depends on the values of tensors", source, in_loss)
     first = text.strip().split("\n")[0] if text.strip() else name
-    return CaptureError("other", f"{name}: {first}", source)
+    return CaptureError("other", f"{name}: {first}", source, in_loss)
 
 
-def _user_frame(error: BaseException) -> str:
+def user_frame(error: BaseException) -> str:
     """``file:line`` of the innermost frame outside torch."""
     found = ""
     trace = error.__traceback__
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in path and not path.startswith("<") and not path.endswith("compiler/capture.py"):
+        if "/torch/" not in path and not path.startswith("<") and not path.startswith(_OURS):
             found = f"{path}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
@@ -192,6 +245,7 @@ def _module_path(node: fx.Node) -> str:
 
 
 _HERE = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parent.parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 

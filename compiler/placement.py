@@ -231,6 +231,12 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+def is_supported(dtype: torch.dtype) -> bool:
+    """Whether a program can hold tensors of the dtype."""
+    return dtype in _NAMES
+
+
+
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """What a value is: dtype, global shape and placement. Its text is ``f32[8/dp, 64, (3 128/tp)] +tp``: global

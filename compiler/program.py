@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
@@ -158,9 +158,17 @@ class Program:
         """A function by its name."""
         return next(function for function in self.functions if function.name == name)
 
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The custom operators that it uses: a program names them in its head."""
+        used = {line.op for function in self.functions for line in function.lines if not line.calls_function}
+        return tuple(sorted(op for op in used if op.partition(".")[0] not in ("aten", "parc")))
+
     def text(self) -> str:
         """The program's one canonical text."""
         head = f'"""parc program: role {self.role}, action {self.action}"""\n\nmesh({mesh_text(self.mesh)})\n'
+        if self.operators:
+            head += f"operators({', '.join(map(json.dumps, self.operators))})\n"
         return head + "".join(f"\n\n{_function_text(function, self.mesh)}" for function in self.functions)
 
 
@@ -222,13 +230,24 @@ def operator(op: str) -> Any:
 _FORBIDDEN = frozenset({"from_file", "_local_scalar_dense", "item", "record_stream", "set_", "_print", "_assert_async"})
 
 
-def allowed(op: str) -> bool:
-    """Whether a program may use the operator: one with a rule, a collective, or any functional one of aten."""
-    if op in COLLECTIVES or op in TABLE:
-        return True
+# Namespaces of torch's own that are no part of a program: messages, allocations, profiling.
+_FOREIGN = frozenset({
+    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "c10d", "cuda",
+    "debug_mode_ops", "debugprims", "export", "fsdp", "inductor", "inductor_prims", "mkl", "mkldnn",
+    "mkldnn_prepacked", "onednn", "parc", "prim", "prims", "profiler", "quantization", "quantized", "rngprims",
+    "sparse", "static_runtime", "symm_mem",
+})  # fmt: skip
+
+
+def allowed(op: str, custom: Collection[str] = ()) -> bool:
+    """Whether a program may use the operator: a collective, one with a rule, any functional one of aten, or one of
+    those that it declares as ``custom``, which must be functional too."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
-    if namespace != "aten" or not name.isidentifier() or not overload.isidentifier() or name in _FORBIDDEN:
+    if op in COLLECTIVES or (op in TABLE and namespace in ("aten", "parc")):
+        return True
+    own = namespace == "aten" or (op in custom and namespace not in _FOREIGN)
+    if not own or not all(map(str.isidentifier, (namespace, name, overload))) or name in _FORBIDDEN:
         return False
     try:
         found = operator(op)

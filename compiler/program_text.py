@@ -1,6 +1,6 @@
 """The strict reader of programs: text becomes a program only if it is, to the letter, what that program prints as.
 
-Nothing is executed or looked up beyond the list of allowed operators. That the text must print back the same makes the
+Nothing is executed or looked up beyond the list of allowed operators and the custom ones that the head declares. That the text must print back the same makes the
 reader small: what it does not look at cannot stand in the text.
 """
 
@@ -65,6 +65,7 @@ class _Reader:
     name: str
     rows: Sequence[str]
     mesh: Mesh = field(default_factory=Mesh)
+    custom: frozenset[str] = frozenset()
     types: dict[str, TensorType] = field(default_factory=dict)
 
     def fail(self, at: ast.AST, why: str) -> ProgramError:
@@ -84,7 +85,12 @@ class _Reader:
                 raise self.fail(tree, "does not begin as a parc program does, or holds no function")
         self.mesh = self._mesh(mesh, axes)
         functions: dict[str, Function] = {}
-        for node in tree.body[2:]:
+        body = tree.body[2:]
+        match body[0]:
+            case ast.Expr(value=ast.Call(func=ast.Name(id="operators"), args=names, keywords=[])):
+                self.custom = frozenset(str(n.value) for n in names if isinstance(n, ast.Constant))
+                body = body[1:]
+        for node in body:
             function = _FunctionReader(self, functions).function(node)
             if function.name in functions:
                 raise self.fail(node, f"`{function.name}` is defined twice")
@@ -169,8 +175,9 @@ class _FunctionReader:
             case _:
                 raise fail(node, "a line is `results = operator(arguments)`")
         op = ast.unparse(func)
-        if op not in self.known and not allowed(op):
-            raise fail(node, f"`{op}` is not an operator that a program may use")
+        if op not in self.known and not allowed(op, self.reader.custom):
+            unknown = "; is the module that registers it imported?" if op in self.reader.custom else ""
+            raise fail(node, f"`{op}` is not an operator that a program may use{unknown}")
         given = tuple(self._argument(item) for item in args)
         named = tuple((str(item.arg), self._argument(item.value)) for item in keywords)
         if op in self.known and (named or not all(isinstance(item, Ref) for item in given)):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.export._trace
+import torch.utils.checkpoint
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx
@@ -14,8 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_pro
 
 def trace(function: Callable[..., Any], values: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.Graph:
     """The ATen graph, forward and backward, of a function on fake tensors."""
-    with mode, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with mode, quiet(), torch.backends.mkldnn.flags(enabled=False):
         return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*values).graph
 
 
@@ -32,3 +36,76 @@ def proxy_node(value: torch.Tensor) -> fx.Node | None:
     assert mode is not None
     slot: Any = get_proxy_slot(value, mode.tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it torch says nothing: its warnings, its log of a failure and its print of a half-made graph stand before
+    parc's own message of it. What the model's own code prints is still printed."""
+    names = ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))]
+    levels = {name: logging.getLogger(name).level for name in names}
+    exporting: Any = torch.export._trace
+    try:
+        exporting.print = lambda *_, **__: None  # found before the built-in one
+        for name in names:
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        exporting.__dict__.pop("print", None)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def without_checkpoints(refuse: Callable[[], Exception]) -> Iterator[None]:
+    """Within it ``torch.utils.checkpoint`` raises, by whatever name it was imported: a trace would lose it."""
+    module: Any = torch.utils.checkpoint
+    names = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+    kept = {name: getattr(module, name) for name in names}
+
+    class Refusal:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise refuse()
+
+        apply = classmethod(lambda cls, *_, **__: cls())
+
+    try:
+        for name in names:
+            setattr(module, name, Refusal)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)
+
+
+def detach_without_gradients(module: fx.GraphModule) -> bool:
+    """Write what leaves a region under ``torch.no_grad()`` as detached, which its inlining would forget; False where
+    regions lie in each other."""
+    regions = [
+        node
+        for node in module.graph.nodes
+        if node.op == "call_function" and str(node.target) == "wrap_with_set_grad_enabled"
+    ]
+    for region in regions:
+        enabled, body = region.args[:2]
+        inner: Any = getattr(module, str(body.target))
+        if any(str(node.target) == "wrap_with_set_grad_enabled" for node in inner.graph.nodes):
+            return False
+        if enabled:
+            continue
+        output = inner.graph.output_node()
+        with inner.graph.inserting_before(output):
+            output.args = fx.node.map_arg(output.args, partial(_detached, inner.graph))
+        inner.recompile()
+    return True
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return node
+    made = graph.call_function(torch.ops.aten.detach.default, (node,))
+    made.meta = dict(node.meta)
+    return made

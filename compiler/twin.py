@@ -42,6 +42,10 @@ def _difference(full: Program, twin: Program) -> str | None:
                 return f"`{function.name}` has `{ours}` in the build and `{other}` in its twin"
     if len(theirs) > len(full.functions):
         return f"only the twin has {', '.join(name for name in theirs if not _has(full, name))}"
+    order, other_order = (list(dict.fromkeys(line.op for line in made.main.lines)) for made in (full, twin))
+    if order != other_order:
+        at = next((pair for pair in zip_longest(order, other_order) if pair[0] != pair[1]), None)
+        return f"the order of work differs: `{at and at[0]}` in the build where its twin has `{at and at[1]}`"
     ours, others = dict.fromkeys(_edges(full.main, full)), dict.fromkeys(_edges(twin.main, twin))
     for mine, rest, whose in ((ours, others, "the build"), (others, ours, "its twin")):
         missing = next((row for row in mine if row not in rest), None)

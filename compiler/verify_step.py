@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .mesh import Mesh
 from .placement import TensorType
-from .program import Cut, Function, Program, Value
+from .program import Cut, Function, Line, Program, Value
 from .scaling import check_scaling
 from .verify import Fault
 
@@ -209,18 +209,61 @@ def _gradient_faults(backward: Program, captured: Function) -> Iterator[Fault]:
 
 
 def _average_faults(scale: Program, reference: Program, microbatches: int) -> Iterator[Fault]:
-    """Where no count of targets divides the loss, a sum over targets is added up over microbatches, and any other loss
+    """Where no count of targets divides the loss, a sum over samples is added up over microbatches, and any other loss
     averaged."""
     if len(reference.functions) > 1:
         if not any(value.role == "count" for value in scale.main.parameters):
             yield Fault("types", "SCALE", "does not read the count of targets")
         return
     captured = reference.functions[-1]
-    makers = {value.name: line for line in captured.lines for value in line.results if value is not None}
-    last = makers[dict(captured.returns)["loss"]]
-    inner = makers.get(next(last.uses(), ""))
-    summed = last.op == "aten.sum.default" and inner is not None and inner.op == "parc.token_loss.default"
-    wanted = 1.0 if summed else 1.0 / microbatches
+    wanted = 1.0 if _is_sum(captured, dict(captured.returns)["loss"]) else 1.0 / microbatches
     line = scale.main.lines[0] if len(scale.main.lines) == 1 else None
     if line is None or line.op != "aten.full.default" or line.args != ([], wanted):
         yield Fault("types", "SCALE", f"the loss is to be scaled by {wanted}")
+
+
+def _is_sum(function: Function, name: str) -> bool:
+    """Whether a value is a sum over samples, or a combination of such sums by constants."""
+    makers = {value.name: line for line in function.lines for value in line.results if value is not None}
+    line = makers.get(name)
+    if line is None:
+        return False
+    uses = list(line.uses())
+    if line.op in _SUMS:
+        inner = makers.get(uses[0])
+        return (inner is not None and inner.op == "parc.token_loss.default") or not _mixes_samples(function, line)
+    if line.op in ("aten.add.Tensor", "aten.sub.Tensor"):
+        return len(uses) == 2 and all(_is_sum(function, side) for side in uses)
+    if line.op in ("aten.div.Tensor", "aten.div.Scalar") and len(uses) == 1:
+        inner = makers.get(uses[0])
+        return (inner is None or inner.op not in _SUMS) and _is_sum(function, uses[0])
+    types = function.values()
+    widens = line.op == "aten._to_copy.default" and (
+        types[uses[0]].type.dtype.itemsize <= types[name].type.dtype.itemsize
+    )
+    scales = line.op in ("aten.mul.Tensor", "aten.mul.Scalar", "aten.neg.default")
+    return (widens or scales) and len(uses) == 1 and _is_sum(function, uses[0])
+
+
+_SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
+
+
+def _mixes_samples(function: Function, total: Line) -> bool:
+    """Whether what is summed comes from a reduction over dim 0 of what comes from an input."""
+    types, needed = function.values(), set(total.uses())
+    for line in reversed(function.lines):
+        if any(value is not None and value.name in needed for value in line.results):
+            needed.update(line.uses())
+    sampled = {value.name for value in function.parameters if value.role.startswith("input")}
+    for line in function.lines:
+        made = [value.name for value in line.results if value is not None]
+        uses = list(line.uses())
+        if sampled.isdisjoint(uses):
+            continue
+        sampled.update(made)
+        if line.op.startswith(("aten.sum.", "aten.amax.")) and not needed.isdisjoint(made):
+            rank = max(len(types[uses[0]].type.shape), 1)
+            dims = line.args[1] if len(line.args) > 1 else ()
+            if not dims or any(dim % rank == 0 for dim in dims):
+                return True
+    return False

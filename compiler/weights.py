@@ -16,7 +16,7 @@ from .mesh import Mesh
 from .placement import TensorType, dim_index
 
 Shape = tuple[int, ...]
-_TYPES = {
+DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
@@ -179,7 +179,7 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
                     part = opened.get_slice(name)
                     twice += [name] if name in tensors else []
                     kind = part.get_dtype()
-                    tensors[name] = _Found(file, tuple(part.get_shape()), _TYPES.get(kind), kind)
+                    tensors[name] = _Found(file, tuple(part.get_shape()), DTYPES.get(kind), kind)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"`{file}` cannot be read: {error}") from None
     return Weights(folder, tensors, tuple(twice), rounded)

@@ -137,6 +137,33 @@ BAD_WEIGHTS = Code(
     instead='init from "weights"',
     language="shell",
 )
+BAD_RULE = Code(
+    name="P0216",
+    title="a registered rule that does not fit",
+    why="a rule says which dims of an operator's tensors go together; one that names other ranks, or under which the"
+    " operator or its backward has operands split differently, is not the operator's.",
+    example='parc.register_rule("mylib.scale.default", "a b -> a b")   # the model scales a tensor of rank 3',
+    instead='parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")',
+    language="python",
+)
+AVERAGED = Code(
+    name="P0217",
+    title="a loss that microbatches may not add up to",
+    why="the losses of microbatches are averaged. That is the whole batch's loss where it is a mean over equally many"
+    " elements; a mean over elements that count only where a mask or a target says so weighs them unequally.",
+    example="loss output                 # (losses * mask).sum() / mask.sum()\nschedule microbatches 4",
+    instead="loss cross_entropy(output, targets)   # ignored targets do not count\nschedule microbatches 4",
+    language="shell",
+)
+NOT_RECOMPUTED = Code(
+    name="P0218",
+    title="the model recomputes activations",
+    why="a build holds one graph with its own choice of what is kept for backward, so `torch.utils.checkpoint` in the"
+    " model's code would be dropped.",
+    example=_MODEL.format(body="return torch.utils.checkpoint.checkpoint(torch.tanh, x)"),
+    instead=_MODEL.format(body="return torch.tanh(x)"),
+    language="python",
+)
 WORLD_SIZE = Code(
     name="P0301",
     title="the number of processes is not the mesh's",

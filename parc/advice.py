@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 from parc.compiler.placement import Split
 from parc.driver import Compiled
-from parc.grammar.codes_build import UNASKED_RESHARD, WITHOUT_RULE
+from parc.grammar.codes_build import AVERAGED, UNASKED_RESHARD, WITHOUT_RULE
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.grammar.source import Span
 from parc.passes.partition import Reshard
 
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
-    """Every warning of a compiled plan: its lines', its reshards', its operators without a rule."""
-    return (*compiled.plan.warnings, *compiled.resolved.warnings, *_reshards(compiled), *_rules(compiled))
+    """Every warning of a compiled plan: its lines', its reshards', its operators without a rule, its loss's."""
+    found = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled))
+    return (*compiled.plan.warnings, *compiled.resolved.warnings, *found)
 
 
 def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
@@ -45,6 +46,15 @@ def _rules(compiled: Compiled) -> Iterator[Diagnostic]:
             WITHOUT_RULE, f"`{op}` has no sharding rule: its operands are gathered whole, {bytes_text(cost)} a rank",
             help=f'parc.register_rule("{op}", "...") in the module of the model', severity=Severity.WARNING,
         )  # fmt: skip
+
+
+def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
+    if compiled.built.averaged:
+        many = compiled.plan.microbatches
+        message = f"the losses of {many} microbatches are averaged, which may not be the whole batch's loss"
+        help_ = "right for a mean over equally many elements; `loss cross_entropy(…)` counts targets of the whole batch"
+        span = compiled.plan.loss.arguments.statement.span
+        yield Diagnostic(AVERAGED, message, Label(span), help=help_, severity=Severity.WARNING)
 
 
 def line_span(compiled: Compiled, line: int) -> Span | None:

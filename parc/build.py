@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from parc.checks import Checked, check_build
-from parc.compiler.artifact import json_text, write_build
+from parc.compiler.artifact import check_out, json_text, write_build
 from parc.compiler.plan import read_plan
 from parc.driver import Compiled, compile_plan, files_of, manifest_of
 from parc.initial_weights import check_weights
@@ -31,6 +31,7 @@ def build(
         BuildError: ``out`` holds something that is not a build.
         Refused: a check failed.
     """
+    check_out(out)
     compiled = compile_plan(read_plan(path, defines), path.resolve().parent, progress=progress)
     check_weights(compiled.plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled)

@@ -15,8 +15,8 @@ import torch
 
 import parc
 from parc.compiler.actions import Action, accumulation, schedule_text
-from parc.compiler.callables import CallableError, load_callable, source_hash
-from parc.compiler.capture import Captured, CaptureError, InputSpec, capture
+from parc.compiler.callables import CallableError, target_hash
+from parc.compiler.capture import Captured, CaptureError, InputSpec, capture, user_frame
 from parc.compiler.directives.schedule import ACCUMULATE
 from parc.compiler.mesh import Mesh
 from parc.compiler.placement import Split
@@ -25,16 +25,19 @@ from parc.compiler.recipes import Recorded, record
 from parc.compiler.resolve import Resolved, resolve
 from parc.compiler.task import InputsError, LossLine, TaskLines, caller, loss_function, model_builder
 from parc.grammar.codes_build import (
+    BAD_RULE,
     CAPTURE_FAILED,
     CONTROL_FLOW,
     LOSS_NOT_NUMBER,
     MODEL_FAILED,
+    NOT_RECOMPUTED,
     NOTHING_TRAINED,
     RETURNED_CACHE,
     WRONG_INPUTS,
 )
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.initial_weights import init_facts
+from parc.passes.own_rules import RuleMisfit
 from parc.passes.pipeline import Built, Request, build_programs, names_of
 
 Progress = Callable[[str], None]
@@ -99,7 +102,13 @@ def compile_plan(
             claims.append((f"{kind} {seed.value}", seed.axis, split, seed.span.root.line))
         accumulate = getattr(torch, ACCUMULATE[plan.accumulate])
         request = Request(tuple(claims), plan.microbatches, plan.seed, frozen, accumulate)
-        built = build_programs(captured, mesh, request)
+        try:
+            built = build_programs(captured, mesh, request)
+        except RuleMisfit as error:
+            source = [f"at {error.origin.source}"] if error.origin.source else []
+            span = plan.model.arguments.statement.span
+            found = Diagnostic(BAD_RULE, str(error), Label(span), help=error.hint, notes=tuple(source))
+            raise PlanError([found]) from error
     actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
@@ -157,15 +166,26 @@ def capture_plan(
 
 def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
     code, help_ = {
+        "checkpoint": (NOT_RECOMPUTED, "leave it out: a step that keeps all activations has the same numbers"),
         "control": (CONTROL_FLOW, "compute both sides and choose with `torch.where`"),
         "cache": (RETURNED_CACHE, "give the model `use_cache=False`, or return its logits or its loss alone"),
         "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),
     }.get(error.kind, (CAPTURE_FAILED, ""))
-    line = plan.loss if error.kind == "output" else plan.model
+    line = plan.loss if error.kind == "output" or error.in_loss else plan.model
     notes = [f"at {error.source}"] if error.source else []
     if error.__cause__ is not None and error.kind == "other":
         notes += _trace(error.__cause__)
     return Diagnostic(code, str(error), Label(line.arguments.statement.span), help=help_, notes=tuple(notes))
+
+
+def failure(plan: Plan, error: Exception) -> Diagnostic:
+    """What says that the model, run as it is written, failed."""
+    source = user_frame(error)
+    notes = [f"at {source}"] if source else []
+    text = str(error).strip().split("\n")[0]
+    message = f"the model fails on a batch: {type(error).__name__}: {text}"
+    span = plan.model.arguments.statement.span
+    return Diagnostic(CAPTURE_FAILED, message, Label(span), notes=(*notes, *_trace(error)))
 
 
 def _trace(error: BaseException | None) -> tuple[str, ...]:
@@ -181,6 +201,7 @@ def _ours(filename: str) -> bool:
     parts = Path(filename).parts
     return (
         "/torch/" in filename
+        or filename.startswith("<")
         or "importlib" in filename
         or (
             len(parts) > 1
@@ -285,4 +306,4 @@ def stored_types(compiled: Compiled) -> dict[str, str]:
 
 
 def _source_hash(compiled: Compiled) -> str:
-    return source_hash(load_callable(compiled.lines.model, compiled.folder))
+    return target_hash(compiled.lines.model, compiled.folder)

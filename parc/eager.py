@@ -9,7 +9,8 @@ import torch
 from parc.compiler.mesh import Mesh
 from parc.compiler.recipes import initialize
 from parc.compiler.task import caller, loss_function, model_builder
-from parc.driver import Compiled
+from parc.driver import Compiled, failure, input_specs
+from parc.grammar.diagnostics import PlanError
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.execute import Machine
 from parc.runtime.kernels import REFERENCE_KERNELS
@@ -18,6 +19,8 @@ from parc.runtime.simulate import Case, random_batch
 
 TOLERANCE = 1e-4
 """Of float32 results: eager and captured run the same operators, but not always the same kernels."""
+_TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Of results through parameters of a narrow dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,12 @@ class EagerAgreement:
 
     loss: float
     gradient: float
+    tolerance: float = TOLERANCE
 
     @property
     def holds(self) -> bool:
         """Whether the captured graph is the module's."""
-        return self.loss <= TOLERANCE and self.gradient <= 10 * TOLERANCE
+        return self.loss <= self.tolerance and self.gradient <= min(10 * self.tolerance, 5e-2)
 
 
 def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
@@ -41,23 +45,26 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in compiled.frozen)
     (batch,) = random_batch(case.reference, 1, torch.Generator().manual_seed(0))
-    inputs = {line.name: _as(batch.get(line.name), line.dtype) for line in compiled.plan.inputs if line.name in batch}
-    with counted_dropout(module, compiled.plan.seed, 0, 0):
-        eager = loss_of(call(module, inputs), inputs)
-    eager.backward()
+    specs = input_specs(compiled.plan)
+    inputs = {
+        name: batch[name].to(spec.dtype) if name in batch else torch.zeros(spec.shape, dtype=spec.dtype)
+        for name, spec in specs.items()  # the graph has no input that nothing reads
+    }
+    try:
+        with counted_dropout(module, compiled.plan.seed, 0, 0):
+            eager = loss_of(call(module, inputs), inputs)
+        eager.backward()
+    except Exception as error:
+        raise PlanError([failure(compiled.plan, error)]) from error
     expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     loss, gradients = _captured(case, inputs)
     difference = torch.stack([
         (gradients.get(name, torch.zeros_like(value)) - value).double().norm() for name, value in expected.items()
     ]).norm()  # fmt: skip
     whole = torch.stack([value.double().norm() for value in expected.values()]).norm()
-    error = (loss - eager.detach()).abs() / eager.detach().abs().clamp_min(1e-12)
-    return EagerAgreement(float(error), float(difference / whole.clamp_min(1e-30)))
-
-
-def _as(value: torch.Tensor | None, dtype: str) -> torch.Tensor:
-    assert value is not None
-    return value.to(getattr(torch, dtype))
+    apart = (loss - eager.detach()).abs() / eager.detach().abs().clamp_min(1e-12)
+    tolerance = max(_TOLERANCES.get(value.dtype, TOLERANCE) for value in case.parameters.values())
+    return EagerAgreement(float(apart), float(difference / whole.clamp_min(1e-30)), tolerance)
 
 
 def _captured(case: Case, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from parc.compiler.verify import Fault
 from parc.difference import first_difference
 from parc.driver import compile_plan
 from parc.promises import hold_promises
+from parc.recompilation import differences
 from parc.runtime.session import check_fits, check_source_of
 from parc.twins import find_twin, is_large
 
@@ -30,8 +31,24 @@ class Verified:
     difference: str = ""
 
 
+def verify_static(path: Path) -> Verified:
+    """Prove shapes, types and communication from the files alone; no code is imported, of the model or otherwise.
+
+    Raises:
+        BuildError: files are missing or cannot be read as a build.
+    """
+    altered: list[str] = []
+    build = read_build(path, altered=altered, imports=False)
+    found = Verified(build, check_files(build), altered)
+    if not found.faults:
+        found.checks = dict.fromkeys(("shapes", "types", "communication"), "proved")
+    return found
+
+
 def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *, locate: bool = False) -> Verified:
     """Prove shapes, types and communication of the programs in the files; test their numbers against the model.
+
+    The plan is compiled again, which imports its model; files that are not what it compiles to are faults.
 
     ``locate``: where numbers differ, also look for the first line of the forward that does.
 
@@ -50,15 +67,16 @@ def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *
         return found
     found.checks = dict.fromkeys(("shapes", "types", "communication"), "proved")
     progress("numbers")
-    compiled = compile_plan(read_plan(path / "plan.parc"), build.folder)
+    compiled = compile_plan(read_plan(build.path / "plan.parc"), build.folder)
     hold_promises(replace(compiled, built=replace(compiled.built, programs=dict(build.programs))))
+    found.faults += differences(build, compiled)
     checked = Checked({}, [])
     check_numbers(compiled, build.programs, checked)
     found.faults += checked.faults
     found.numbers = checked.report.get("numbers", {})
     if not found.faults:
         found.checks["numbers"] = "tested"
-    elif locate:
+    elif locate and checked.faults:
         progress("first difference")
         subject = find_twin(compiled, compiled.built.programs)[0] if is_large(compiled) else compiled
         programs = reread(subject.built.programs) if subject is not compiled else build.programs

@@ -28,8 +28,19 @@ def write_functional(graph: fx.Graph) -> None:
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable and schema.name.endswith("_"):
-            packet = getattr(torch.ops.aten, schema.name.partition("::")[2].rstrip("_"))
-            node.target = getattr(packet, node.target._overloadname)
+            node.target = _returning(schema)
+
+
+def _returning(schema: Any) -> Any:
+    """The overload that takes the same arguments as one in place; its name may be another (`transpose_.default`,
+    `transpose.int`)."""
+    packet = getattr(torch.ops.aten, schema.name.partition("::")[2].rstrip("_"))
+    wanted = [str(argument.type) for argument in schema.arguments]
+    for name in sorted(packet.overloads(), key=lambda name: name != (schema.overload_name or "default")):
+        found = getattr(packet, name)
+        if [str(argument.type) for argument in found._schema.arguments] == wanted:
+            return found
+    raise NotImplementedError(f"{schema.name}.{schema.overload_name} has no form that returns its result")
 
 
 def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx.Node, Any]) -> set[fx.Node]:

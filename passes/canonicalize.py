@@ -11,7 +11,7 @@ from torch import fx
 
 from ..compiler.ops import OPS
 from ..compiler.program import Origin
-from .decompose import DECOMPOSITIONS, shape_of
+from .decompose import DECOMPOSITIONS, looked_up, shape_of
 
 aten = torch.ops.aten
 
@@ -167,6 +167,9 @@ def _dropout(c: Canonicalizer, node: Any) -> None:
     if p == 0 or (train and train[0] is False):
         c.replace(kept, x)
         return
+    if p == 1:  # nothing is drawn, as torch draws nothing
+        c.replace(kept, c.emit(node, aten.mul.Tensor, x, 0.0))
+        return
     value = x.meta["val"]
     key = c.stream(node, c.rng)
     mask = c.emit(node, OPS.dropout_mask.default, key, list(value.shape), float(p), value.dtype)
@@ -253,6 +256,7 @@ def _index(c: Canonicalizer, node: Any) -> None:
     x, indices = node.args
     result = shape_of(node)
     if len(indices) != len(shape_of(x)) or any(index not in c.iotas for index in indices):
+        looked_up(c, node)
         return
     places = []
     for dim, index in enumerate(indices):
@@ -291,17 +295,6 @@ def _scalar(value: float) -> Callable[[fx.Node], Any]:
     return read
 
 
-def _embedding(c: Canonicalizer, node: fx.Node) -> None:
-    """A table whose padding row is not trained: what is looked up there carries no gradient, wherever the row is."""
-    weight, index, *rest = node.args
-    padding = rest[0] if rest else -1
-    if not isinstance(padding, int) or padding < 0:
-        return
-    found = c.emit(node, aten.embedding.default, weight, index)
-    padded = c.emit(node, aten.unsqueeze.default, c.emit(node, aten.eq.Scalar, index, padding), -1)
-    c.replace(node, c.emit(node, aten.where.self, padded, c.emit(node, aten.detach.default, found), found))
-
-
 TABLE: Mapping[Any, Rewrite] = {
     aten._assert_tensor_metadata.default: _drop,
     **dict.fromkeys(_NO_MEANING, _forward),
@@ -311,7 +304,6 @@ TABLE: Mapping[Any, Rewrite] = {
     aten.type_as.default: _type_as,
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
-    aten.embedding.default: _embedding,
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,
     **DECOMPOSITIONS,

@@ -101,9 +101,85 @@ def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
             c.replace(user, results[user.args[1]]())  # type: ignore[index]
 
 
+def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
+    """The ``eps`` of a norm that names none, as a number: a run in another dtype would read its own."""
+    x, shape, *rest = node.args
+    weight, eps = [*rest, None, None][:2]
+    if eps is None and isinstance(x, fx.Node):
+        dtype = x.meta["val"].dtype
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype  # what torch computes in
+        node.args, node.kwargs = (x, shape, weight, torch.finfo(wide).eps), {}
+
+
+def _broadcast_tensors(c: Canonicalizer, node: fx.Node) -> None:
+    """Each tensor expanded to the common shape, alone: one that has it stays as it is."""
+    tensors: Any = node.args[0]
+    for user in list(node.users):
+        source, shape = tensors[user.args[1]], shape_of(user)
+        c.replace(user, source if shape_of(source) == shape else c.emit(user, aten.expand.default, source, list(shape)))
+
+
+def _written(c: Canonicalizer, node: fx.Node) -> None:
+    """What is written over a whole tensor is all that is left of it: the source, in the tensor's shape and dtype."""
+    source, value = node.args[1], node.meta["val"]
+    if not isinstance(source, fx.Node):
+        return
+    if source.meta["val"].dtype != value.dtype:
+        source = c.emit(node, aten._to_copy.default, source, dtype=value.dtype)
+    if shape_of(source) != tuple(value.shape):
+        source = c.emit(node, aten.expand.default, source, list(value.shape))
+    c.replace(node, source)
+
+
+def _embedding(c: Canonicalizer, node: fx.Node) -> None:
+    """A table whose padding row is not trained: what is looked up there carries no gradient, wherever the row is."""
+    weight, index, *rest = node.args
+    padding = rest[0] if rest else -1
+    if not isinstance(padding, int) or padding < 0:
+        return
+    found = c.emit(node, aten.embedding.default, weight, index)
+    padded = c.emit(node, aten.unsqueeze.default, c.emit(node, aten.eq.Scalar, index, padding), -1)
+    c.replace(node, c.emit(node, aten.where.self, padded, c.emit(node, aten.detach.default, found), found))
+
+
+def looked_up(c: Canonicalizer, node: fx.Node) -> None:
+    """Rows of a parameter by indices of its leading dims, as an embedding: then parts of the lookups make parts of the
+    gradient's sum. Indices may count from the end, which an embedding's do not."""
+    x: Any = node.args[0]
+    given: Any = node.args[1]
+    indices = [index for index in given if index is not None]
+    whole = [index is not None for index in given] == [True] * len(indices)
+    counts = (torch.int64, torch.int32)
+    if not whole or not _is_parameter(x) or any(index.meta["val"].dtype not in counts for index in indices):
+        return
+    shape, result = shape_of(x), shape_of(node)
+    row: Any = None
+    for size, index in zip(shape, indices, strict=False):
+        below = c.emit(node, aten.lt.Scalar, index, 0)
+        index = c.emit(node, aten.where.self, below, c.emit(node, aten.add.Tensor, index, size), index)
+        row = index if row is None else c.emit(node, aten.add.Tensor, c.emit(node, aten.mul.Tensor, row, size), index)
+    rows, rest = math.prod(shape[: len(indices)]), shape[len(indices) :]
+    if len(shape) != 2 or len(indices) != 1:
+        x = c.emit(node, aten.reshape.default, x, [rows, math.prod(rest)])
+    found = c.emit(node, aten.embedding.default, x, row)
+    c.replace(node, found if shape_of(found) == result else c.emit(node, aten.reshape.default, found, list(result)))
+
+
+def _is_parameter(x: fx.Node) -> bool:
+    """Whether a value is trained, in whatever dtype it is read."""
+    while x.target is aten._to_copy.default:
+        x = x.args[0]  # type: ignore[assignment]
+    return x.op == "placeholder" and x.meta["role"].startswith("parameter")
+
+
 DECOMPOSITIONS: Mapping[Any, Rewrite] = {
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
+    aten.rms_norm.default: _rms_norm,
+    aten.embedding.default: _embedding,
+    aten.broadcast_tensors.default: _broadcast_tensors,
+    aten.copy.default: _written,
+    aten.fill.Tensor: _written,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     **dict.fromkeys(
         (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,30 +16,108 @@ aten = torch.ops.aten
 @dataclass(frozen=True, slots=True)
 class SplitLoss:
     """``graph`` has the numerator as its first output. ``count`` is a graph of the inputs alone, or None: then
-    ``summed`` tells whether microbatches are added up (a sum) or averaged (any other loss)."""
+    ``summed`` tells whether microbatches are added up (a sum) or averaged (any other loss). ``plain`` tells whether the
+    whole batch's loss is surely what they make so."""
 
     graph: fx.Graph
     count: fx.Graph | None
     summed: bool
+    plain: bool = True
 
 
 def split_loss(graph: fx.Graph) -> SplitLoss:
-    """Take the division by the count of targets out of a mean cross entropy, so that it is made once a step, by the
-    count over all data ranks and microbatches; a mean of means would weigh targets unequally."""
+    """Take the division by the count of targets out of a mean cross entropy, or a multiple of one, so that it is made
+    once a step, by the count over all data ranks and microbatches; a mean of means would weigh targets unequally."""
     output = graph.output_node()
     loss, *updates = outputs(graph)
-    denominator = _denominator(loss)
+    mean = _unscaled(loss)
+    denominator = _denominator(mean)
     if denominator is None:
-        return SplitLoss(graph, None, loss.target is aten.sum.default and _is_token_loss(loss))
+        kind = _kind(loss)
+        return SplitLoss(graph, None, kind == "sum", kind is not None)
     count = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in _ancestors(graph, denominator):
         made = mapping[node] = count.node_copy(node, mapping.__getitem__)
         made.meta = dict(node.meta)
     count.output((mapping[denominator],))
-    output.args = ((loss.args[0], *updates),)
+    numerator: Any = mean.args[0]
+    if mean is loss:
+        output.args = ((numerator, *updates),)
+    else:  # what scales the mean scales its numerator
+        mean.replace_all_uses_with(numerator)
     graph.eliminate_dead_code()
     return SplitLoss(graph, count, False)
+
+
+def _unscaled(loss: fx.Node) -> fx.Node:
+    """What the loss is a constant multiple of, where nothing else reads what lies between."""
+    while True:
+        inner: Any = _scaled(loss)
+        if inner is None or len(inner.users) > 1:
+            return loss
+        loss = inner
+
+
+def _scaled(node: fx.Node) -> fx.Node | None:
+    """The operand of a node that is a constant multiple of it, or it in a dtype that is no narrower."""
+    inner: Any = node.args[0] if node.args else None
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        by = node.args[1]
+        if isinstance(by, fx.Node) and not isinstance(inner, fx.Node):
+            inner, by = by, inner
+        return inner if isinstance(inner, fx.Node) and isinstance(by, (int, float)) else None
+    if node.target is aten.neg.default:
+        return inner  # type: ignore[no-any-return]
+    if node.target is aten._to_copy.default and _width(inner) <= _width(node):
+        return inner  # type: ignore[no-any-return]
+    return None
+
+
+def _width(node: fx.Node) -> int:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype.itemsize
+
+
+def _kind(node: fx.Node) -> str | None:
+    """How the losses of parts of a batch make the whole's: ``"sum"``, ``"mean"``, or None where that is not sure."""
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        kinds = {_kind(side) if isinstance(side, fx.Node) else None for side in node.args[:2]}
+        return kinds.pop() if len(kinds) == 1 else None
+    if node.target in (aten.sum.default, aten.sum.dim_IntList):
+        return "sum" if _is_token_loss(node) or not _mixes_samples(node) else None
+    inner = _scaled(node)
+    if inner is None:
+        return None
+    divided = node.target in (aten.div.Tensor, aten.div.Scalar)
+    if divided and inner.target in (aten.sum.default, aten.sum.dim_IntList):
+        # a sum over as many as it is divided by is a mean; any other number may come from the size of the batch
+        return "mean" if inner.all_input_nodes[0].meta["val"].numel() == node.args[1] else None
+    return _kind(inner)
+
+
+def _mixes_samples(total: fx.Node) -> bool:
+    """Whether what is summed was made by a reduction over dim 0 of what comes from an input, so that a sum over parts
+    of a batch may not be the whole's."""
+    from_input = _descendants(total.graph)
+    for node in _ancestors(total.graph, total):
+        if node is total or node not in from_input or not str(node.target).startswith(("aten.sum.", "aten.amax.")):
+            continue
+        dims: Any = node.args[1] if len(node.args) > 1 else []
+        rank = node.all_input_nodes[0].meta["val"].dim()
+        if not dims or any(dim % max(rank, 1) == 0 for dim in dims):
+            return True
+    return False
+
+
+def _descendants(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that depend on an input."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        read = node.op == "placeholder" and node.meta["role"].startswith("input")
+        if read or any(operand in found for operand in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _is_token_loss(total: fx.Node) -> bool:

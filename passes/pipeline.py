@@ -19,6 +19,7 @@ from .canonicalize import canonicalize
 from .fuse import fuse_bias
 from .lift import lift_parameters
 from .loss import split_loss
+from .own_rules import check_registered, explained
 from .partition import Partition, Reshard
 from .propagate import Claim, Placed, propagate
 from .reference import reference_program
@@ -52,10 +53,22 @@ class Built:
     values: tuple[PlacedValue, ...]
     reshards: tuple[Reshard, ...]
     without_rule: tuple[str, ...]
+    averaged: bool = False
+    """Whether microbatches are averaged though that may not be the whole batch's loss."""
 
 
 def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
-    """Run every pass."""
+    """Run every pass.
+
+    Raises:
+        RuleMisfit: a rule that the user registered is not the operator's.
+    """
+    check_registered(captured.graph)
+    with explained(captured.graph):
+        return _build(captured, mesh, request)
+
+
+def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     graph = canonicalize(captured.graph)
     freeze_parameters(graph, request.frozen)
     loss = split_loss(graph)
@@ -82,7 +95,8 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
     programs.update(assemble(typed, mesh, ROLE, request.seed, sums))
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
     values = placed_values(loss.graph, mesh, placed)
-    return Built(reference, programs, values, tuple(reshards), missing)
+    averaged = request.microbatches > 1 and not loss.plain
+    return Built(reference, programs, values, tuple(reshards), missing, averaged)
 
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:

@@ -23,8 +23,13 @@ class RunError(Exception):
     """
 
     def __init__(self, code: Code, message: str, help: str = "", notes: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.code, self.help, self.notes = code, help, tuple(notes)
+        super().__init__(code, message, help, tuple(notes))
+        self.code, self.message, self.help, self.notes = code, message, help, tuple(notes)
+
+    def __str__(self) -> str:
+        """What a traceback of a person's own loop shows: the message with its code, its notes and the way out."""
+        help_ = f"; {self.help}" if self.help else ""
+        return f"[{self.code.name}] {self.message}{help_}" + "".join(f"\n  {note}" for note in self.notes)
 
     @property
     def exit_code(self) -> int:
@@ -33,7 +38,7 @@ class RunError(Exception):
 
     def diagnostic(self) -> Diagnostic:
         """The error in the one shape in which messages are printed."""
-        return Diagnostic(self.code, str(self), help=self.help, notes=self.notes)
+        return Diagnostic(self.code, self.message, help=self.help, notes=self.notes)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import atexit
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any, final
 
 import torch
@@ -32,8 +36,10 @@ class Feed:
         self._batched = {line["name"]: line["dims"][:1] == ["B"] for line in build.manifest["inputs"]}
         self._bounds = class_bounds(build.reference)
         self._source: Source | None = None
-        self._reader: ThreadPoolExecutor | None = None
+        self._reading = threading.Lock()  # a person's callable is asked by one thread at a time
+        self._closed = threading.Event()
         self._ahead: tuple[int, Future[Parts]] | None = None
+        self._line = _line_of(build)
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> Parts:
         """This rank's part of each microbatch of a step's *whole* batch.
@@ -41,10 +47,16 @@ class Feed:
         Raises:
             RunError: an input is missing, or has another shape, dtype or range than the plan's.
         """
+        needs = f"give a dict with {', '.join(f'`{name}`' for name in self._batched)}"
+        if not isinstance(batch, Mapping):
+            raise RunError(BAD_DATA, f"a batch is a dict of tensors by name, not {type(batch).__name__}", needs)
+        unknown = [name for name in batch if name not in self._batched]
+        if unknown:
+            raise RunError(BAD_DATA, f"the batch has `{unknown[0]}`, which is no input of the plan", needs)
         parts: Parts = [{} for _ in range(self._count)]
         for name, type_ in self.types.items():
             if name not in batch:
-                raise RunError(BAD_DATA, f"the batch has no `{name}`", f"it needs {', '.join(self.types)}")
+                raise RunError(BAD_DATA, f"the batch has no `{name}`", needs)
             value, rows = batch[name], type_.shape[0] if self._batched[name] else 0
             shape = (rows * self._count, *type_.shape[1:]) if rows else type_.shape
             self._check(name, value, shape, "of a whole step's batch")
@@ -53,30 +65,51 @@ class Feed:
                 part[name] = take(piece, type_.placement, self._mesh, self._coordinates).to(self._device)
         return parts
 
-    def next(self, step: int) -> Parts:
+    def next(self, step: int, steps: int | None = None) -> Parts:
         """This rank's part of the microbatches of step ``step`` (from 0), from the plan's ``data`` line.
+
+        With ``steps`` nothing is read ahead beyond the last of so many: there may be no more.
 
         Raises:
             RunError: the plan has no data, or it cannot be read.
         """
         if self._source is None:
-            self._source = make_data(self._build)
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="parc-data")
-        assert self._reader is not None
-        ahead = self._ahead
-        parts = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step)
-        self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
-        return [{name: value.to(self._device) for name, value in part.items()} for part in parts]
+            self._source, self._closed = make_data(self._build), threading.Event()
+        ahead, self._ahead = self._ahead, None
+        found = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step, self._source)
+        if steps is None or step + 1 < steps:
+            self._ahead = step + 1, self._read_ahead(step + 1, self._source, self._closed)
+        return [{name: value.to(self._device) for name, value in part.items()} for part in found]
 
     def close(self) -> None:
-        """Stop reading ahead."""
-        if self._reader is not None:
-            self._reader.shutdown(cancel_futures=True)
-        self._reader = self._source = self._ahead = None
+        """Stop reading ahead, without waiting for a sample that is being made."""
+        self._closed.set()
+        self._source = self._ahead = None
 
-    def _read(self, step: int) -> Parts:
+    def _read_ahead(self, step: int, source: Source, closed: threading.Event) -> Future[Parts]:
+        """A read in a thread that a process which ends does not wait for: a person's callable may block for ever."""
+        future: Future[Parts] = Future()
+
+        def sample(number: int) -> Mapping[str, torch.Tensor]:
+            if closed.is_set():
+                raise CancelledError
+            return source(number)
+
+        def read() -> None:
+            try:
+                future.set_result(self._read(step, sample))
+            except BaseException as error:  # whoever asks for this step is told
+                future.set_exception(error)
+
+        thread = threading.Thread(target=read, name="parc-data", daemon=True)
+        _READERS[thread] = closed
+        thread.start()
+        for other in [other for other in _READERS if not other.is_alive()]:
+            del _READERS[other]
+        return future
+
+    def _read(self, step: int, source: Source) -> Parts:
         """Every sample that this rank needs, read once, on the CPU."""
-        assert self._source is not None
         wanted = {
             (name, index): index * type_.shape[0] + self._index(type_, 0)
             if self._batched[name]
@@ -87,13 +120,16 @@ class Feed:
         rows = sorted({int(row) for numbers in wanted.values() for row in numbers})
         size = int(self._build.manifest["sizes"].get("B", 1))
         try:
-            samples = read_batch(self._source, step, size, rows)
+            with self._reading:
+                samples = read_batch(source, step, size, rows)
         except DataError as error:
-            raise RunError(BAD_DATA, f"step {step + 1}: {error}") from error
+            notes = [note for note in (self._line, _raised_at(error.__cause__)) if note]
+            raise RunError(BAD_DATA, f"step {step + 1}: {error}", notes=notes) from error
         missing = [name for name in self.types if name not in samples]
         if missing:
             held = f"samples hold {', '.join(f'`{name}`' for name in samples)}"
-            raise RunError(BAD_DATA, f"samples have no `{missing[0]}`", f"name inputs as the data does: {held}")
+            help_ = f"name inputs as the data does: {held}"
+            raise RunError(BAD_DATA, f"samples have no `{missing[0]}`", help_, [self._line] if self._line else [])
         parts: Parts = [{} for _ in range(self._count)]
         for (name, index), numbers in wanted.items():
             type_ = self.types[name]
@@ -135,6 +171,38 @@ class Feed:
                 raise RunError(BAD_DATA, f"`{name}` holds {int(value[wrong][0])}, but the model knows 0 to {bound - 1}")
 
 
+_READERS: dict[threading.Thread, threading.Event] = {}
+_END_S = 1.0
+
+
+@atexit.register
+def _end_reading() -> None:
+    """Give readers a moment to end: a thread that is in torch when the interpreter goes away takes it down."""
+    for closed in _READERS.values():
+        closed.set()
+    until = time.monotonic() + _END_S
+    for thread in list(_READERS):
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def _line_of(build: Build) -> str:
+    """Where the build's plan names its data."""
+    try:
+        lines = (build.path / "plan.parc").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    found = ((number, text) for number, text in enumerate(lines, 1) if text.split()[:1] == ["data"])
+    return next((f"line {number} of the build's plan.parc: {' '.join(text.split())}" for number, text in found), "")
+
+
+def _raised_at(error: BaseException | None) -> str:
+    """The line of the person's own file that failed."""
+    if error is None:
+        return ""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/parc/runtime/" not in frame.filename]
+    return f"raised at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
 def input_types(build: Build) -> dict[str, TensorType]:
     """The type of each input in one microbatch."""
     programs = [build.programs[action] for action in ("F", "COUNT") if action in build.programs]
@@ -152,19 +220,39 @@ def make_data(build: Build) -> Source:
     Raises:
         RunError: there is none, or nothing can be read.
     """
-    line = build.manifest["data"]
+    line, where = build.manifest["data"], _line_of(build)
     if line is None:
         raise RunError(BAD_DATA, "the plan has no `data` line", 'add one, e.g. `data bytes "{stdlib}/*.py"`')
     if line["callable"] is not None:
         try:
             function = load_callable(line["callable"], build.folder)
         except CallableError as error:
-            raise RunError(BAD_DATA, f"the data's callable: {error}") from error
+            notes = [note for note in (where, _raised_at(error.__cause__)) if note]
+            raise RunError(BAD_DATA, f"the data's callable: {error}", notes=notes) from error
         arguments = line["arguments"]
         return CallableData(lambda index: function(index, **arguments))
     first = build.manifest["inputs"][0]["dims"]
     length = build.manifest["sizes"].get(first[-1], first[-1]) if first else 0
     try:
-        return ByteText(line["globs"], build.folder, int(length))
+        text = ByteText(line["globs"], build.folder, int(length))
     except DataError as error:
-        raise RunError(BAD_DATA, str(error)) from error
+        raise RunError(BAD_DATA, str(error), notes=[where] if where else []) from error
+    names = byte_inputs(build.manifest["inputs"], build.manifest["loss"]["operands"])
+    return lambda number: {names.get(name, name): value for name, value in text(number).items()}
+
+
+def byte_inputs(inputs: Sequence[Mapping[str, Any]], operands: Sequence[str]) -> dict[str, str]:
+    """Which inputs bytes and the bytes after them are: by the inputs' names, else by what the plan does with them.
+
+    >>> ids, labels = {"name": "input_ids", "dtype": "int64"}, {"name": "labels", "dtype": "int64"}
+    >>> byte_inputs([labels, ids], ["output.logits", "labels"])
+    {'targets': 'labels', 'tokens': 'input_ids'}
+    """
+    whole = [line["name"] for line in inputs if line["dtype"].startswith("int")]
+    found = {name: name for name in ("tokens", "targets") if name in whole}
+    for kind, choices in (("targets", [n for n in whole if n in operands]),
+                          ("tokens", [n for n in whole if n not in operands])):  # fmt: skip
+        free = [name for name in choices if name not in found.values()]
+        if kind not in found and free:
+            found[kind] = free[0]
+    return found

@@ -171,7 +171,7 @@ def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: 
 
 def _loss_parts(site: Site, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     local, mine = _owned(site, site.operands[0], 1, targets)
-    total = torch.exp(logits - peak).sum(-1)
+    total = (logits - peak).exp_().sum(-1)
     picked = (logits.gather(-1, local[:, None]) - peak).squeeze(-1) * mine
     return torch.stack([total, picked])
 
@@ -180,7 +180,7 @@ def _loss_parts_backward(
     site: Site, grad: torch.Tensor, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
     local, mine = _owned(site, site.operands[1], 1, targets)
-    result = torch.exp(logits - peak).mul_(grad[0][:, None])
+    result = (logits - peak).exp_().mul_(grad[0][:, None])
     return result.scatter_add_(-1, local[:, None], (grad[1] * mine)[:, None])
 
 

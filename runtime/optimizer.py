@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from ..compiler.placement import TensorType
 from ..grammar.codes_build import BAD_STATE
 from .faults import RunError
-from .state import Checkpoint
+from .state import Checkpoint, refuse
+
+_SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -63,7 +66,7 @@ def update(
         if lr is not None:
             group["lr"] = lr
     for name, parameter in parameters.items():
-        parameter.grad = gradients.get(name)
+        parameter.grad = _as_stored(gradients.get(name), parameter)
     if clip is not None and grad_norm is not None:
         factor = torch.clamp(clip / (grad_norm + 1e-6), max=1.0)
         torch._foreach_mul_([p.grad for p in parameters.values() if p.grad is not None], factor)
@@ -72,11 +75,18 @@ def update(
         parameter.grad = None
 
 
-def restore_optimizer(checkpoint: Checkpoint, name: str) -> dict[str, list[str]]:
+def _as_stored(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient laid out in memory as its parameter: the fused update walks both with one index."""
+    if gradient is None or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+
+
+def restore_optimizer(checkpoint: Checkpoint, name: str, types: Mapping[str, TensorType]) -> dict[str, list[str]]:
     """Which slots of the optimizer's state a checkpoint holds for each parameter.
 
     Raises:
-        RunError: they are another optimizer's.
+        RunError: they are another optimizer's, or not of the parameters' shapes and dtypes; all are named.
     """
     saved = checkpoint.facts.get("optimizer")
     if saved != name:
@@ -85,9 +95,22 @@ def restore_optimizer(checkpoint: Checkpoint, name: str) -> dict[str, list[str]]
             "name the optimizer that the checkpoint was made with",
         )  # fmt: skip
     slots: dict[str, list[str]] = {}
-    for key in checkpoint.shapes:
+    faults = []
+    for key, shape in checkpoint.shapes.items():
         kind, _, rest = key.partition(".")
         slot, _, owner = rest.partition(".")
-        if kind == "optimizer":
-            slots.setdefault(owner, []).append(slot)
+        if kind != "optimizer":
+            continue
+        slots.setdefault(owner, []).append(slot)
+        if owner not in types or slot not in _SLOTS[name]:
+            faults.append(f"`{key}` is no state of `{name}`")
+        elif slot == "step":
+            faults += [] if shape == () else [f"`{key}` is {list(shape)} there, not a number"]
+        elif (shape, checkpoint.dtypes[key]) != (types[owner].shape, types[owner].dtype):
+            have, wanted = (f"{d} {list(s)}".removeprefix("torch.") for s, d in
+                            ((shape, checkpoint.dtypes[key]), (types[owner].shape, types[owner].dtype)))  # fmt: skip
+            faults.append(f"`{key}` is {have} there, its parameter {wanted}")
+    faults += [f"`{owner}` has {', '.join(f'`{slot}`' for slot in found)} alone, not all of {', '.join(_SLOTS[name])}"
+               for owner, found in slots.items() if len(found) < len(_SLOTS[name])]  # fmt: skip
+    refuse(checkpoint.folder, "holds a state of the optimizer that does not fit the model", faults)
     return slots

@@ -24,7 +24,7 @@ from .feed import Feed
 from .initial import expected_of, weights_of
 from .kernels import REFERENCE_KERNELS
 from .optimizer import make_optimizer, rate, update
-from .session import StepReport, open_build, task_of
+from .session import StepReport, check_source_of, open_build, task_of
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -52,8 +52,9 @@ class _CountedDropout(TorchDispatchMode):
         return keep_mask(key, torch.arange(count, device=device), p).reshape(shape)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.bernoulli_.float and args[1] not in (0.0, 1.0):
-            p = float(f"{1 - args[1]:.15g}")  # torch was told 1 - p: the p that was written has few digits
+        keeps = (args[1] if len(args) > 1 else 0.5) if func is aten.bernoulli_.float else 1.0  # dispatch drops defaults
+        if keeps not in (0.0, 1.0):
+            p = float(f"{1 - keeps:.15g}")  # torch was told 1 - p: the p that was written has few digits
             return args[0].copy_(self._keep(tuple(args[0].shape), p, args[0].device))
         if func is aten.native_dropout.default and args[2] is not False and 0 < args[1] < 1:
             keep = self._keep(tuple(args[0].shape), args[1], args[0].device)
@@ -106,6 +107,7 @@ class Plain:
     """
 
     def __init__(self, build: Build, device: torch.device = CPU) -> None:
+        check_source_of(build)
         manifest = build.manifest
         lines = task_of(manifest)
         self.build, self.device = build, device
@@ -138,7 +140,9 @@ class Plain:
         Raises:
             RunError: the batch is not one of the plan's, or the data cannot be read.
         """
-        parts = self._feed.next(self.step_number) if batch is None else self._feed.cut(batch)
+        parts = (
+            self._feed.next(self.step_number, self.build.manifest["steps"]) if batch is None else self._feed.cut(batch)
+        )
         line = self.build.manifest["optimizer"]
         lr = rate(line, self.step_number + 1) if lr is None else lr
         total, gradients = self._gradients(parts)
@@ -153,7 +157,7 @@ class Plain:
         sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
         total, found = 0.0, dict[str, Tensor]()
         for index, (part, weight) in enumerate(zip(parts, self._weights(parts), strict=True)):
-            inputs = {name: value.to(self.device) for name, value in part.items()}
+            inputs = {name: value.to(self.device) for name, value in {**self._unread(part), **part}.items()}
             with counted_dropout(self.module, int(self.build.manifest["seed"]), self.step_number, index):
                 loss = self._loss(self._call(self.module, inputs), inputs)
             (loss * weight).backward()
@@ -165,6 +169,18 @@ class Plain:
                     found[name] = found[name] + made if name in found else made
                     parameter.grad = None
         return total, {name: value.to(self._parameters[name].dtype) for name, value in found.items()}
+
+    def _unread(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Zeros for the inputs that the model takes but nothing reads, which a build does not feed."""
+        sizes = dict(self.build.manifest["sizes"])
+        sizes["B"] = int(sizes.get("B", 1)) // int(self.build.manifest["microbatches"])
+        return {
+            entry["name"]: torch.zeros(
+                [sizes.get(dim, dim) for dim in entry["dims"]], dtype=getattr(torch, entry["dtype"])
+            )
+            for entry in self.build.manifest["inputs"]
+            if entry["name"] not in part
+        }
 
     def _weights(self, parts: list[dict[str, Tensor]]) -> list[float]:
         """What each microbatch's loss counts for: its share of the targets, where the loss is a mean over those."""

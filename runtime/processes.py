@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,17 @@ STORE = "PARC_STORE"
 DEVICE = "PARC_DEVICE"
 """Environment variable: ``cpu`` or ``cuda``, where the person chose."""
 TIMEOUT_S = 300.0
+
+
+class Holder(Protocol):
+    """Something that holds process groups."""
+
+    def release(self) -> None:
+        """Let go of them."""
+
+
+HOLDERS: WeakSet[Holder] = WeakSet()
+"""What holds groups: a group ends only when nothing does."""
 
 
 def launched() -> int:
@@ -49,11 +63,24 @@ def join(device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> to
     # After a restart of the group the launcher's store still holds what the group before left there.
     store = stores.PrefixStore(f"parc{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    atexit.register(_leave_at_exit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
     return device
 
 
 def leave() -> None:
-    """End the process group, where there is one."""
+    """End the process group, where there is one, and those made beside it."""
+    for holder in list(HOLDERS):
+        holder.release()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave_at_exit() -> None:
+    """A script may end without a word: groups that the interpreter drops under their own threads abort it.
+
+    After an error other ranks may be waiting inside a collective, and NCCL would wait for those.
+    """
+    failed = getattr(sys, "last_value", None) is not None
+    if dist.is_initialized() and not (failed and dist.get_backend() == "nccl"):
+        leave()

@@ -11,13 +11,14 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from ..compiler.artifact import Build, BuildError, read_build
-from ..compiler.callables import CallableError, load_callable, source_hash
+from ..compiler.callables import CallableError, file_hash, target_hash
 from ..compiler.mesh import Mesh
 from ..compiler.placement import TensorType, assemble, parse_type, take
 from ..compiler.task import LossLine, TaskLines
-from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
+from ..grammar.codes_build import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
 from .execute import Backend
@@ -60,6 +61,7 @@ class Session:
         manifest = build.manifest
         self.types = {name: parse_type(text, self.mesh) for name, text in manifest["parameters"].items()}
         self.step_number = 0
+        self.last_step: int | None = manifest["steps"]  # no data is read ahead beyond it
         programs = list(build.programs.values())
         self.backend: Backend = (
             Distributed(self.mesh, programs, self.rank, self.device) if self.world > 1 else InProcess(self.mesh)
@@ -105,7 +107,7 @@ class Session:
         Raises:
             RunError: the batch is not one of the plan's, or the data cannot be read.
         """
-        parts = self.feed.next(self.step_number) if batch is None else self.feed.cut(batch)
+        parts = self.feed.next(self.step_number, self.last_step) if batch is None else self.feed.cut(batch)
         self._given = parts, dict(self.state.buffers)
         (result,) = self.stepper.gradients([self.state], [parts], self.step_number)
         return result
@@ -223,21 +225,33 @@ class Session:
             RunError: it is of another model or optimizer; every fault is named, nothing was changed.
         """
         checkpoint = read_checkpoint(Path(path))
-        checkpoint.check({name: type_.shape for name, type_ in self.types.items()})
-        slots = restore_optimizer(checkpoint, self.build.manifest["optimizer"]["name"])
-        with checkpoint.tensors() as file:
-            for name, type_ in self.types.items():
-                self.state.parameters[name].copy_(self._take(file.get_tensor(f"parameter.{name}"), type_))
-                state = {}
-                for key in slots.get(name, ()):
-                    value = file.get_tensor(f"optimizer.{key}.{name}")
-                    state[key] = self._take(value, type_) if tuple(value.shape) == type_.shape != () else value
-                if state:
-                    self.optimizer.state[self.state.parameters[name]] = state
-            for name, type_ in self._updates.items():
-                if f"buffer.{name}" in checkpoint.shapes:
-                    self.state.buffers[name] = self._take(file.get_tensor(f"buffer.{name}"), type_)
+        shapes, updates = ({name: t.shape for name, t in types.items()} for types in (self.types, self._updates))
+        checkpoint.check(shapes, updates)
+        slots = restore_optimizer(checkpoint, self.build.manifest["optimizer"]["name"], self.types)
+        try:
+            with checkpoint.tensors() as file:
+                read = {
+                    key: self._take(file.get_tensor(key), type_)
+                    for kind, types in (("parameter", self.types), ("buffer", self._updates))
+                    for name, type_ in types.items()
+                    for key in (f"{kind}.{name}",)
+                }
+                states = {name: {slot: self._slot(file, slot, name) for slot in slots[name]} for name in slots}
+        except (OSError, SafetensorError) as error:
+            raise RunError(BAD_STATE, f"`{path}` cannot be read: {error}") from None
+        # Only now, with everything read, is anything changed.
+        self.optimizer.state.clear()
+        for name, parameter in self.state.parameters.items():
+            parameter.copy_(read[f"parameter.{name}"])
+            if name in states:
+                self.optimizer.state[parameter] = states[name]
+        self.state.buffers.update((name, read[f"buffer.{name}"]) for name in self._updates)
         self.step_number = checkpoint.step
+
+    def _slot(self, file: Any, slot: str, name: str) -> torch.Tensor:
+        """One value of the optimizer's state: this rank's piece, or a number, which the fused update wants beside."""
+        value: torch.Tensor = file.get_tensor(f"optimizer.{slot}.{name}")
+        return value.to(self.device) if slot == "step" else self._take(value, self.types[name])
 
 
 def mesh_of(build: Build) -> Mesh:
@@ -272,17 +286,19 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def check_source_of(build: Build) -> None:
-    """See that the file of the model is the one that was built.
+    """See that the file of the model is the one that was built; one that is not is not imported.
 
     Raises:
         RunError: it changed, or it cannot be imported (its own traceback is in the notes).
     """
-    target = task_of(build.manifest).model
+    target, expected = task_of(build.manifest).model, str(build.manifest["model_source"])
     try:
-        found = source_hash(load_callable(target, build.folder))
+        found = file_hash(target, build.folder)
+        if not found or found == expected.split("+")[0]:
+            found = target_hash(target, build.folder)
     except CallableError as error:
         raise RunError(MODEL_FAILED, str(error)) from error
-    if found != build.manifest["model_source"]:
+    if found != expected:
         raise RunError(BAD_BUILD, f"the file of `{target}` changed since the build", "build the plan again")
 
 

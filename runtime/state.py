@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..compiler.folders import FolderError, check_place, current, replace_folder
+from ..compiler.weights import DTYPES
 from ..grammar.codes_build import BAD_STATE
 from .faults import RunError
 
 TENSORS, FACTS = "state.safetensors", "state.json"
+_NONE: Mapping[str, tuple[int, ...]] = {}
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
@@ -27,31 +28,27 @@ def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], facts: Mappi
         RunError: ``folder`` holds something that is not a checkpoint, or cannot be written.
     """
     check_target(folder)
-    fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        fresh.mkdir(parents=True)
+
+    def write(fresh: Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh / TENSORS)
         (fresh / FACTS).write_text(json.dumps(facts, sort_keys=True), encoding="utf-8")
-        if folder.exists():
-            old = folder.with_name(f".{folder.name}.old.{os.getpid()}")
-            folder.rename(old)
-            fresh.rename(folder)
-            shutil.rmtree(old)
-        else:
-            fresh.rename(folder)
+
+    try:
+        replace_folder(folder, write)
     except (OSError, SafetensorError) as error:
         raise RunError(BAD_STATE, f"`{folder}` cannot be written: {error}") from None
-    finally:
-        if fresh.exists():
-            shutil.rmtree(fresh)
 
 
 def check_target(folder: Path) -> None:
     """See that a checkpoint may be written at ``folder``.
 
     Raises:
-        RunError: it holds something else, which is left as it is.
+        RunError: it holds something else, which is left as it is, or is the current folder.
     """
+    try:
+        check_place(folder)
+    except FolderError as error:
+        raise RunError(BAD_STATE, str(error)) from None
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / FACTS).is_file())):
         raise RunError(
             BAD_STATE, f"`{folder}` exists and is not a checkpoint; it is left as it is", "name another folder"
@@ -65,6 +62,7 @@ class Checkpoint:
     folder: Path
     facts: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype | None]
 
     @property
     def step(self) -> int:
@@ -75,23 +73,35 @@ class Checkpoint:
         """The open file: ``get_tensor(name)``; use as a context."""
         return safe_open(self.folder / TENSORS, framework="pt")
 
-    def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
-        """Hold the checkpoint against a model's parameters.
+    def check(self, parameters: Mapping[str, tuple[int, ...]], buffers: Mapping[str, tuple[int, ...]] = _NONE) -> None:
+        """Hold the checkpoint against a model's parameters, and the buffers that its steps change.
 
         Raises:
             RunError: tensors are missing, too many, or of other shapes; all are named.
         """
-        have = {key.removeprefix("parameter."): s for key, s in self.shapes.items() if key.startswith("parameter.")}
-        faults = [f"`{name}` is missing" for name in parameters if name not in have]
-        faults += [f"`{name}` is not a parameter of the model" for name in have if name not in parameters]
-        faults += [
+        faults = self._faults("parameter", parameters) + (self._faults("buffer", buffers) if buffers else [])
+        refuse(self.folder, "is a checkpoint of another model", faults)
+
+    def _faults(self, kind: str, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+        have = {key.removeprefix(f"{kind}."): s for key, s in self.shapes.items() if key.startswith(f"{kind}.")}
+        faults = [f"`{name}` is missing" for name in expected if name not in have]
+        faults += [f"`{name}` is not a {kind} of the model" for name in have if name not in expected]
+        return faults + [
             f"`{name}` is {list(have[name])} there and {list(shape)} in the model"
-            for name, shape in parameters.items()
+            for name, shape in expected.items()
             if name in have and have[name] != shape
         ]
-        if faults:
-            shown = faults[:8] + ([f"and {len(faults) - 8} more"] if len(faults) > 8 else [])
-            raise RunError(BAD_STATE, f"`{self.folder}` is a checkpoint of another model", notes=shown)
+
+
+def refuse(folder: Path, what: str, faults: Sequence[str]) -> None:
+    """Say what is wrong with a checkpoint, if anything is.
+
+    Raises:
+        RunError: something is.
+    """
+    if faults:
+        shown = [*faults[:8], *([f"and {len(faults) - 8} more"] if len(faults) > 8 else [])]
+        raise RunError(BAD_STATE, f"`{folder}` {what}", notes=shown)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -100,13 +110,17 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         RunError: it is none, or its files cannot be read.
     """
+    named, folder = folder, current(folder)
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         with safe_open(folder / TENSORS, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 no mapping
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
+            shapes = {name: tuple(slice_.get_shape()) for name, slice_ in slices.items()}
+            dtypes = {name: DTYPES.get(slice_.get_dtype()) for name, slice_ in slices.items()}
         int(facts["step"])
     except FileNotFoundError:
-        raise RunError(BAD_STATE, f"`{folder}` is not a checkpoint: it has no {FACTS} or no {TENSORS}") from None
+        lacks = f"is not a checkpoint: it has no {FACTS} or no {TENSORS}" if folder.exists() else "does not exist"
+        raise RunError(BAD_STATE, f"`{named}` {lacks}") from None
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as broken:
-        raise RunError(BAD_STATE, f"`{folder}` cannot be read: {broken}") from None
-    return Checkpoint(folder, facts, shapes)
+        raise RunError(BAD_STATE, f"`{named}` cannot be read: {broken}") from None
+    return Checkpoint(folder, facts, shapes, dtypes)

@@ -68,6 +68,7 @@ def train(session: Session, options: Options) -> int:
         RunError: data, checkpoints or numbers are at fault.
     """
     first = session.rank == 0
+    session.last_step = options.steps
     if options.resume is not None:
         session.restore(options.resume)
     with ExitStack() as stack:

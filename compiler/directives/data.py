@@ -18,8 +18,10 @@ class Data(Directive):
     """Where samples come from.
 
     `bytes "GLOB", "GLOB"`: the bytes of text files as tokens; globs are relative to the plan's folder, and `{stdlib}`
-    in one is the folder of the running Python's standard library. `"package.module:name" (name=value)`: a callable
-    that is given the global number of a sample (and the arguments) and returns its inputs by name.
+    in one is the folder of the running Python's standard library. The input named `tokens`, else the first whole-number
+    input that the loss does not use, gets the bytes; the one named `targets`, else the first that the loss uses, the
+    byte after each. `"package.module:name" (name=value)`: a callable that is given the global number of a sample (and
+    the arguments) and returns its inputs by name.
     """
 
     USAGE = "data bytes GLOBS | CALLABLE [ARGS]"

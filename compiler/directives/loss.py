@@ -19,7 +19,8 @@ CROSS_ENTROPY = "cross_entropy"
 
 @dataclass(frozen=True)
 class Loss(Directive):
-    """What is minimised: the mean over all unmasked targets of a step's whole batch, however it is split.
+    """What is minimised. A mean cross entropy, or a multiple of one, is the mean over all unmasked targets of a step's
+    whole batch, however it is split; a sum is added up over microbatches, and any other loss is averaged over them.
 
     `cross_entropy(output, targets, ignore=-100)`: cross entropy of the model's output (logits, classes last) with an
     input of class numbers; targets equal to `ignore` do not count. `output.loss`: an attribute of what the model

@@ -1,5 +1,6 @@
 """The table of sharding rules, one row per operator, and the one line that adds a row for a custom operator."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..factors import OpCall, OpRule, RuleError, rule
@@ -21,7 +22,7 @@ from . import (
 )
 from .row import Row
 
-__all__ = ["OP_TABLES", "TABLE", "Row", "localize", "register", "rule_for"]
+__all__ = ["OP_TABLES", "TABLE", "Row", "localize", "register", "registered", "rule_for"]
 
 OP_TABLES: tuple[dict[str, Row], ...] = tuple(
     family.TABLE
@@ -89,3 +90,8 @@ def register(op: str, text: str, *, linear: str = "") -> None:
         raise RuleError(f"an operator is named 'namespace.name.overload'; got {op!r}")
     TABLE[op] = Row(rule(text, linear=linear))
     _REGISTERED[op] = (text, linear)
+
+
+def registered() -> Mapping[str, str]:
+    """Operators whose rule a user registered, with its text."""
+    return {op: text for op, (text, _) in _REGISTERED.items()}

@@ -70,6 +70,7 @@ TABLE = {
     **table(_SHIFTS, Row(pointwise())),
     # a mask drawn from the rank's own generator: the partition replaces it by one that counts global elements
     **table("native_dropout", Row(pointwise())),
+    **table("where.Scalar", Row(pointwise())),
     **{name: row for linear, names in _LINEAR.items() for name, row in table(names, Row(pointwise(linear))).items()},
     "aten._to_copy.default": _cast(1, "dtype"),
     "aten.to.dtype": _cast(1, "dtype"),

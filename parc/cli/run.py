@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
+    parser.description = (
+        "Train a build, or a plan. This imports the plan's model file, once it is found to be the one that was built, "
+        "and runs it; a loss or data given as callables are imported too."
+    )
     parser.add_argument("target", metavar="DIR|PLAN", type=Path, help="a build, or a plan that is built first")
     add_defines(parser)
     training = parser.add_argument_group("training")

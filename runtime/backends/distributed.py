@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ...compiler.collectives import COLLECTIVES, join_dim, slice_dim
 from ...compiler.mesh import Mesh
 from ...compiler.program import Program
+from ..processes import HOLDERS
 
 Run = Callable[["Distributed", torch.Tensor, Sequence[Any], tuple[str, ...]], torch.Tensor]
 
@@ -131,6 +132,11 @@ class Distributed:
                 made = dist.new_group(ranks)
                 if rank in ranks:
                     self._groups[axes] = made
+        HOLDERS.add(self)
+
+    def release(self) -> None:
+        """Let go of the groups, so that they can end."""
+        self._groups.clear()
 
     @property
     def ranks(self) -> Sequence[int]:

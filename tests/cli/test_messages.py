@@ -212,7 +212,7 @@ def test_runs_that_cannot_start(capsys: Captured, made: Path, tmp_path: Path) ->
     code, err = run(made, "--nproc", 3)
     assert code == 1 and "error[P0301]: 3 processes for a mesh of dp=2, which has 2 ranks" in err
     code, err = run(tmp_path / "missing")
-    assert code == 1 and "error[P0211]" in err and "has no manifest.json" in err
+    assert code == 1 and "error[P0211]" in err and "missing` does not exist" in err
     code, err = run(made, "-D", "tp=2")
     assert code == 2 and "-D is for plans" in err
     assert run(made, "--save-every", 2)[0] == 2

@@ -18,7 +18,7 @@ STORED = {"w": parse_type("f32[4, 4/tp]", MESH), "b": parse_type("f32[4]", MESH)
 SCALE = """\
 def scale(
 ):
-    full = aten.full.default([], 0.5, dtype=torch.float32)  # f32[] | - -
+    full = aten.full.default([], 1.0, dtype=torch.float32)  # f32[] | - -
     return {
         "scale": full,
     }
@@ -190,7 +190,7 @@ WRONG = [
     ("REDUCE", "aten.sqrt.default(add)", "aten.neg.default(add)", "has the loss's scale 2 times"),
     ("REDUCE", '"grad_norm": sqrt', '"norm": sqrt', "`norm` is returned, but nobody takes it"),
     ("REDUCE", '        "gradient b": all_reduce_1,\n', "", "`gradient b` is not returned"),
-    ("SCALE", "0.5", "1.0", "is to be scaled by 0.5"),
+    ("SCALE", "1.0", "0.5", "is to be scaled by 1.0"),
     ("SCALE", '"scale": full', '"size": full', "nothing makes `scale` before it"),
 ]  # fmt: skip
 

@@ -73,7 +73,7 @@ def run_into(path: str, row: int) -> tuple[str, tuple[str, ...], bool]:
             session.step(broken_batch(row))
         except RunError as error:
             same = all(torch.equal(value, before[name]) for name, value in session.state_dict().items())
-            return str(error), error.notes, same and session.step_number == 1
+            return error.message, error.notes, same and session.step_number == 1
     raise AssertionError("the step was made")
 
 

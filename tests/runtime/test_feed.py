@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,9 @@ def test_ranks_read_their_rows_once_and_ahead(made: Build) -> None:
     first, second = feeds(made)
     parts = first.next(2)
     asked = sys.modules["samples"].ASKED
+    until = time.monotonic() + 30
+    while len(asked) < 8 and time.monotonic() < until:
+        time.sleep(0.01)
     first.close()
     assert [list(part["targets"][:, 0]) for part in parts] == [[16, 17], [20, 21]]  # microbatches of 4, half of each
     assert asked == [16, 17, 20, 21, 24, 25, 28, 29]  # step 2, and step 3 ahead of time

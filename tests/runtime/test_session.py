@@ -159,7 +159,8 @@ def test_checkpoints_that_do_not_fit_are_refused(builds: dict[str, Path], tmp_pa
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("kept")
     with parc.load(builds["one"]) as session:
-        faults = {"wide": "of another model", "deeper": "of another model", "none": "not a checkpoint",
+        faults = {"wide": "of another model", "deeper": "of another model", "none": "does not exist",
+                  "notes": "not a checkpoint",
                   "by_sgd": "holds the state of `sgd`, the plan's optimizer is `adamw`"}  # fmt: skip
         for folder, message in faults.items():
             with pytest.raises(RunError, match=message) as caught:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
+from parc.checks import report_of
 from parc.compiler.artifact import json_text, write_build
+from parc.compiler.placement import parse_type
 from parc.compiler.plan import read_plan
-from parc.driver import compile_plan, files_of, manifest_of
+from parc.driver import compile_plan, files_of, manifest_of, stored_types
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
@@ -48,7 +50,9 @@ def build(folder: Path, placements: str, plan: str = PLAN, name: str = "build") 
     text.write_text(plan + placements)
     out = folder / name
     compiled = compile_plan(read_plan(text), folder)
-    files = {**files_of(compiled), "report.json": json_text({})}
+    stored = {key: parse_type(type_, compiled.mesh) for key, type_ in stored_types(compiled).items()}
+    report = report_of(compiled, compiled.built.programs, stored)
+    files = {**files_of(compiled), "report.json": json_text(report)}
     write_build(out, files, manifest_of(compiled, out))
     return out
 

@@ -1,0 +1,198 @@
+"""``make bench``: parc and its peers in turn in one run, on two gloo ranks of one thread each.
+
+The model is a Llama of 20 M parameters, the optimizer torch's fused AdamW everywhere. Prints a table and writes
+``bench.json``: a list of ``{"case", "parc_s", "peer", "peer_s", "ratio"}`` by minima; medians stand beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAN = ROOT / "benchmarks" / "llama20m.parc"
+BATCH, LENGTH, VOCAB = 8, 128, 8192
+Step = Callable[[], float]
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """The same whole batch on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(0, VOCAB, (2, BATCH, LENGTH), generator=generator)
+    return {"input_ids": words[0], "targets": words[1]}
+
+
+def parc_step(build: Path) -> Step:
+    """A step of a build on this rank."""
+    import parc
+
+    session = parc.load(build)
+    data = batch()
+    return lambda: session.step(data).loss
+
+
+def plain_model() -> nn.Module:
+    """The model as its user wrote it."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from llama import llama
+
+    torch.manual_seed(0)
+    return llama(layers=4, width=512, heads=8, kv_heads=4, ffn=1408, vocab=VOCAB, length=LENGTH)
+
+
+def train_step(model: nn.Module, rows: slice, optimizer: Optimizers) -> Step:
+    """A step of an eager model on some rows of the batch."""
+    data = batch()
+
+    def step() -> float:
+        optimizer.zero_grad()
+        logits = model(data["input_ids"][rows]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), data["targets"][rows].flatten())
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+class Optimizers:
+    """torch's fused AdamW, as parc runs it; split tensors and plain ones apart, since torch does not mix them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        groups: dict[type, list[Any]] = {}
+        for parameter in model.parameters():
+            groups.setdefault(type(parameter.data), []).append(parameter)
+        self.all = [torch.optim.AdamW(g, lr=3e-4, weight_decay=0.1, fused=True) for g in groups.values()]
+
+    def step(self) -> None:
+        """One update of everything."""
+        for optimizer in self.all:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for optimizer in self.all:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def ddp_step() -> Step:
+    """Data parallel by torch."""
+    model = nn.parallel.DistributedDataParallel(plain_model())
+    share = BATCH // dist.get_world_size()
+    first = dist.get_rank() * share
+    return train_step(model, slice(first, first + share), Optimizers(model))
+
+
+def dtensor_step() -> Step:
+    """Tensor parallel by torch's ``parallelize_module``, the layers split as the plan splits them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model: Any = plain_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layout: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for index in range(4):
+        at = f"model.layers.{index}"
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            layout[f"{at}.{name}"] = ColwiseParallel()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            layout[f"{at}.{name}"] = RowwiseParallel()
+    parallelize_module(model, mesh, layout)
+    return train_step(model, slice(0, BATCH), Optimizers(model))
+
+
+def compare(ours: Step, theirs: Step, times: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step, the two in turn, after two of each to warm up."""
+    rows: tuple[list[float], list[float]] = ([], [])
+    for index in range(times + 2):
+        for step, row in zip((ours, theirs), rows, strict=True):
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            step()
+            if index >= 2:
+                row.append(time.perf_counter() - start)
+    return rows
+
+
+CASES: dict[str, tuple[int, dict[str, int], str, Callable[[], Step]]] = {
+    "one rank": (
+        1,
+        {"dp": 1, "tp": 1},
+        "plain module",
+        lambda: train_step(m := plain_model(), slice(0, BATCH), Optimizers(m)),
+    ),
+    "dp=2": (2, {"dp": 2, "tp": 1}, "DDP", ddp_step),
+    "tp=2": (2, {"dp": 1, "tp": 2}, "DTensor", dtensor_step),
+}
+
+
+def worker(case: str, build: Path, times: int, out: Path) -> None:
+    """One rank of one case."""
+    torch.set_num_threads(1)
+    ranks, _, _, peer = CASES[case]
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    ours, theirs = compare(parc_step(build), peer(), times)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        out.write_text(json.dumps([ours, theirs]), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # peers leave threads behind that abort an interpreter on its way out
+
+
+def launch(case: str, folder: Path, times: int) -> tuple[list[float], list[float]]:
+    """Build the case's plan and measure it against its peer."""
+    ranks, axes, _, _ = CASES[case]
+    build, out = folder / f"llama20m-{case.replace('=', '')}", folder / "times.json"
+    words = [word for axis, size in axes.items() for word in ("-D", f"{axis}={size}")]
+    subprocess.run(
+        [sys.executable, "-m", "parc", "build", str(PLAN), "-o", str(build), *words],
+        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    start = [sys.executable] if ranks == 1 else [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+    ]  # fmt: skip
+    script = [str(Path(__file__)), "--worker", case, str(build), str(times), str(out)]
+    subprocess.run([*start, *script], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    ours, theirs = json.loads(out.read_text(encoding="utf-8"))
+    return ours, theirs
+
+
+def main(times: int) -> None:
+    """Every case, as a table and as ``bench.json``."""
+    folder = ROOT / "build" / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    print(f"{'case':<10}{'parc (s)':>20}{'peer':>15}{'peer (s)':>20}{'ratio of minima':>17}{'of medians':>12}")
+    for case, (_, _, peer, _) in CASES.items():
+        ours, theirs = launch(case, folder, times)
+        best = min(ours), min(theirs)
+        middle = statistics.median(ours), statistics.median(theirs)
+        found.append({"case": case, "parc_s": best[0], "peer": peer, "peer_s": best[1], "ratio": best[0] / best[1],
+                      "parc_median_s": middle[0], "peer_median_s": middle[1]})  # fmt: skip
+        columns = [f"{low:.3f} (median {mid:.3f})" for low, mid in zip(best, middle, strict=True)]
+        ratios = f"{best[0] / best[1]:>13.2f}{middle[0] / middle[1]:>12.2f}"
+        print(f"{case:<10}{columns[0]:>22}{peer:>15}{columns[1]:>22}{ratios}")
+    (ROOT / "bench.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)

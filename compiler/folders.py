@@ -1,0 +1,108 @@
+"""Folders that are replaced whole: a reader finds the old one or the new one, also after a kill at any moment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+
+class FolderError(Exception):
+    """A path at which no folder can be put."""
+
+
+def current(path: Path) -> Path:
+    """Where the folder's contents are: at ``path``, or beside it where a process died between two renames."""
+    old = _old(path.resolve())
+    return old if not path.exists() and old.is_dir() else path
+
+
+def check_place(path: Path) -> Path:
+    """The real place of a folder that is to be replaced, links followed.
+
+    Raises:
+        FolderError: it is the current folder or one above it, which cannot be renamed away under a person's feet.
+    """
+    real, here = path.resolve(), Path.cwd()
+    if real == here or real in here.parents:
+        raise FolderError(f"`{path}` is the current folder or one above it: name a folder to be made in it")
+    return real
+
+
+def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Make the folder at ``path`` what ``write`` puts into an empty one; until all of it is on disk the old one stays.
+
+    Between the two renames the old folder has a name under which ``current`` finds it.
+
+    Raises:
+        FolderError: it is no place for a folder.
+        OSError: something cannot be written.
+    """
+    real = check_place(path)
+    old, fresh = _old(real), real.with_name(f".{real.name}.{socket.gethostname()}.{os.getpid()}")
+    real.parent.mkdir(parents=True, exist_ok=True)
+    _clean(real)
+    try:
+        fresh.mkdir()
+        write(fresh)
+        _sync(fresh)
+        if real.exists():
+            real.rename(old)
+        fresh.rename(real)
+        _sync_folder(real.parent)
+        if old.exists():
+            shutil.rmtree(old)
+    finally:
+        if fresh.exists():
+            shutil.rmtree(fresh)
+        if old.exists() and not real.exists():
+            old.rename(real)
+
+
+def _old(real: Path) -> Path:
+    return real.with_name(f".{real.name}.old")
+
+
+def _clean(real: Path) -> None:
+    """Undo what processes that died here have left: half-written folders, and an old one that was not put back."""
+    old, start = _old(real), f".{real.name}.{socket.gethostname()}."
+    if old.is_dir():
+        if real.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(real)
+    for entry in real.parent.iterdir():
+        number = entry.name.removeprefix(start)
+        if entry.name.startswith(start) and number.isdigit() and not _lives(int(number)):
+            shutil.rmtree(entry)
+
+
+def _lives(process: int) -> bool:
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _sync(folder: Path) -> None:
+    """Everything below a folder on disk: a rename alone may reach it before the contents do."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            with open(Path(place, name), "rb") as file:
+                os.fsync(file.fileno())
+        _sync_folder(Path(place))
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,178 @@
+"""What a person reads when their model or their rule is at fault: a diagnostic at its place, never a traceback."""
+
+from __future__ import annotations
+
+import logging
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parc.cli import main
+from parc.compiler import op_rules
+from parc.passes import canonicalize
+
+Captured = pytest.CaptureFixture[str]
+
+MODELS = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import parc
+
+
+def name_of(op):
+    return f"messages.{op}.default"
+
+
+if not hasattr(torch.ops.messages, "twice"):
+
+    @torch.library.custom_op("messages::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @torch.library.custom_op("messages::twice_back", mutates_args=())
+    def twice_back(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(lambda x: torch.empty_like(x))
+    twice_back.register_fake(lambda x: torch.empty_like(x))
+    twice.register_autograd(lambda ctx, g: twice_back(g), setup_context=lambda ctx, inputs, output: None)
+
+
+class Model(nn.Module):
+    def __init__(self, op="", rule="", part="none"):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.part = part
+        if rule:
+            parc.register_rule(name_of(op), rule, linear="0")
+
+    def forward(self, x):
+        return getattr(self, self.part)(x)
+
+    def none(self, x):
+        return self.fc(x)
+
+    def kept(self, x):
+        return checkpoint(self.fc, x, use_reentrant=False)
+
+    def kept_reentrant(self, x):
+        return checkpoint(self.fc, x, use_reentrant=True)
+
+    def spectrum(self, x):
+        return torch.fft.fft(self.fc(x)).abs()
+
+    def branch(self, x):
+        return self.fc(x) * 2 if x.sum() > 0 else self.fc(x)
+
+    def only_empty(self, x):
+        if not isinstance(x, torch._subclasses.FakeTensor):
+            raise ValueError("there are numbers in it")
+        return self.fc(x)
+
+    def own(self, x):
+        return torch.ops.messages.twice(self.fc(x))
+
+
+def mean(output):
+    return output.mean()
+
+
+def wrong(output, x):
+    return (output @ x.reshape(3, 5)).sum()
+"""
+
+
+@pytest.fixture(autouse=True)
+def rules() -> Iterator[None]:
+    """Rules that a test registers are forgotten after it."""
+    before = dict(op_rules.TABLE), dict(op_rules._REGISTERED)
+    yield
+    for table, old in zip((op_rules.TABLE, op_rules._REGISTERED), before, strict=True):
+        kept: Any = table
+        kept.clear()
+        kept.update(old)
+
+
+def said(capsys: Captured, folder: Path, arguments: str = "", lines: str = "", **options: str) -> tuple[int, str]:
+    """Exit code and stderr of a build."""
+    (folder / "models.py").write_text(textwrap.dedent(MODELS))
+    loss, dtype = options.get("loss", '"./models.py:mean"(output)'), options.get("dtype", "float32")
+    plan = folder / "some.parc"
+    plan.write_text(
+        f'model "./models.py:Model" ({arguments})\ninput x {dtype} [B, 8]\nsizes B=4\nloss {loss}\n'
+        f"optimizer sgd lr 1e-2\nseed 3\nsteps 2\n{lines}\n"
+    )
+    capsys.readouterr()
+    code = main(["build", str(plan), "-o", str(folder / "build")])
+    return code, capsys.readouterr().err
+
+
+def test_tensors_of_two_dtypes_in_a_product(capsys: Captured, tmp_path: Path) -> None:
+    code, err = said(capsys, tmp_path, dtype="int64")
+    assert code == 1
+    assert err.startswith(
+        "error[P0205]: in `fc`: aten.linear.default takes tensors of one dtype, not int64 and float32"
+    )
+    assert "at models.py:" in err
+
+
+@pytest.mark.parametrize("part", ["kept", "kept_reentrant"])
+def test_recomputed_activations(capsys: Captured, tmp_path: Path, part: str) -> None:
+    code, err = said(capsys, tmp_path, f'part="{part}"')
+    assert code == 1 and err.startswith("error[P0218]")
+
+
+def test_a_dtype_that_programs_do_not_hold(capsys: Captured, tmp_path: Path) -> None:
+    code, err = said(capsys, tmp_path, 'part="spectrum"')
+    assert code == 1 and err.startswith("error[P0205]: aten.fft_fft.default gives complex64")
+
+
+def test_a_loss_that_fails_is_underlined_itself(capsys: Captured, tmp_path: Path) -> None:
+    code, err = said(capsys, tmp_path, loss='"./models.py:wrong"(output, x)')
+    assert code == 1 and err.startswith("error[P0205]")
+    assert '4 | loss "./models.py:wrong"(output, x)' in err and '"<string>"' not in err
+
+
+def test_torch_says_nothing_of_its_own(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    level = logging.getLogger("torch").level
+    code, err = said(capfd, tmp_path, 'part="branch"')
+    assert code == 1 and err.startswith("error[P0202]")
+    assert logging.getLogger("torch").level == level
+
+
+RULES = {
+    "of another rank": ("twice", "a b c -> a b c", "does not fit 3 dims"),
+    "whose backward has none": ("twice", "... -> ...", "register a rule for that too"),
+    "of no operator": ("twcie", "... -> ...", "did you mean `messages.twice.default`"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_that_does_not_fit(capsys: Captured, tmp_path: Path, name: str) -> None:
+    op, rule, text = RULES[name]
+    arguments = f'part="own", op="{op}", rule="{rule}"'
+    code, err = said(capsys, tmp_path, arguments, "mesh tp=2\ncolumn fc over tp")
+    assert code == 1 and err.startswith(f"error[P0216]: the rule `{rule}` of `messages.{op}.default` does not fit")
+    assert text in err
+
+
+def test_a_fault_of_parcs_own_says_where_it_was(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError("nobody foresaw this")
+
+    monkeypatch.setitem(canonicalize.TABLE, torch.ops.aten.linear.default, fails)
+    code, err = said(capsys, tmp_path)
+    assert code == 3 and "parc was at %linear" in err and ": fc models.py:" in err
+
+
+def test_a_model_that_fails_on_data(capsys: Captured, tmp_path: Path) -> None:
+    code, err = said(capsys, tmp_path, 'part="only_empty"')
+    assert code == 1 and err.startswith("error[P0205]: the model fails on a batch: ValueError: there are numbers in it")

@@ -1,0 +1,249 @@
+"""Models of a few lines whose meaning was once lost on the way to a build: each is built with every check."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from parc.advice import warnings_of
+from parc.build import build
+from parc.checks import Checked
+from parc.driver import Compiled
+from parc.runtime.plain import reference
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODELS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Base(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.more(**options)
+
+    def more(self):
+        pass
+
+    def forward(self, x):
+        return self.fc(x).square().mean()
+"""
+OPERATORS = """
+@torch.library.custom_op("reviewed::scale", mutates_args=())
+def scale(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+@torch.library.custom_op("reviewed::scale_back", mutates_args=())
+def scale_back(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+@torch.library.custom_op("reviewed::square", mutates_args=())
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+for op in (scale, scale_back, square):
+    op.register_fake(lambda x, *_: torch.empty_like(x))
+
+def keep_by(ctx, inputs, output):
+    ctx.by = inputs[1]
+
+def keep_x(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+
+scale.register_autograd(lambda ctx, g: (scale_back(g, ctx.by), None), setup_context=keep_by)
+square.register_autograd(lambda ctx, g: 2 * g * ctx.saved_tensors[0], setup_context=keep_x)
+
+class Model(Base):
+    def forward(self, x):
+        return square(scale(self.fc(x), 3.0)).mean()
+"""
+X, Y, T = "input x float32 [B, 4, 8]", "input y float32 [B, 4, 8]", "input t int64 [B, 4]"
+DATA = "mesh dp=2\nshard {} [B/dp, ...]"
+
+
+def made(folder: Path, body: str, lines: str, arguments: str = "") -> tuple[Compiled, Checked]:
+    """The build of a class `Model` with some body; refused if any check of it fails."""
+    source = textwrap.dedent(body)
+    if "class Model" not in source:
+        source = "class Model(Base):\n" + textwrap.indent(source, "    ")
+    (folder / "models.py").write_text(MODELS + "\n\n" + source)
+    head = f'model "./models.py:Model" {arguments}\nsizes B=4\noptimizer sgd lr 1e-2\nseed 3\nsteps 2\n'
+    plan = folder / "some.parc"
+    plan.write_text(head + ("" if "loss" in lines else "loss output\n") + lines + "\n")
+    return build(plan, folder / "build", {})
+
+
+def codes(compiled: Compiled) -> list[str]:
+    """Codes of a build's warnings."""
+    return [warning.code.name for warning in warnings_of(compiled)]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0])
+def test_dropout_of_every_probability(tmp_path: Path, p: float) -> None:
+    body = """
+        def more(self, p):
+            self.drop = nn.Dropout(p)
+
+        def forward(self, x):
+            return self.drop(self.fc(x)).square().mean()
+    """
+    made(tmp_path, body, f"{X}\n{DATA.format('x')}", f"(p={p})")
+
+
+BUILT = {
+    "a norm's eps is that of the dtype it is written in": (
+        """
+        def more(self):
+            self.norm = nn.RMSNorm(8)
+
+        def forward(self, x):
+            return self.norm(self.fc(x) * 1e-3).pow(3).tanh().mean()
+        """,
+        X,
+    ),
+    "an input that nothing reads": ("def forward(self, x, y):\n    return self.fc(x).square().mean()", f"{X}\n{Y}"),
+    "losses that broadcast": (
+        """
+        def forward(self, x, y):
+            h = self.fc(x)
+            return F.mse_loss(h, y) + F.smooth_l1_loss(h, y) + F.l1_loss(h, y)
+        """,
+        f"{X}\n{Y}",
+    ),
+    "scalars chosen and values written over": (
+        """
+        def forward(self, x):
+            h = self.fc(x)
+            written = h.new_zeros(8).copy_(h.sum((0, 1)))
+            filled = torch.zeros_like(h).fill_(h.detach().new_ones(()))
+            chosen = torch.where(h > 0, h, 0.0).square() + torch.where(h > 0, 2.0, 1.0) * h
+            return (chosen * filled).mean() + written.mean()
+        """,
+        X,
+    ),
+    "rows of a parameter": (
+        """
+        def more(self):
+            self.rows = nn.Parameter(torch.randn(6, 8))
+            self.cells = nn.Parameter(torch.randn(3, 6, 2, 4))
+
+        def forward(self, t):
+            t = t.clamp(0, 5)
+            return self.fc(self.rows[t - 6]).square().mean() + self.cells[t % 3, t].square().mean()
+        """,
+        T,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_is_built_without_a_gather(tmp_path: Path, name: str) -> None:
+    body, inputs = BUILT[name]
+    names = ", ".join(line.split()[1] for line in inputs.splitlines())
+    compiled, _ = made(tmp_path, body, f"{inputs}\n{DATA.format(names)}")
+    assert codes(compiled) == []
+
+
+def test_the_plain_module_is_given_an_input_that_nothing_reads(tmp_path: Path) -> None:
+    body, inputs = BUILT["an input that nothing reads"]
+    made(tmp_path, body, inputs)
+    plain = reference(tmp_path / "build")
+    report = plain.step({"x": torch.randn(4, 4, 8), "y": torch.randn(4, 4, 8)})
+    plain.close()
+    assert report.step == 1
+
+
+@pytest.mark.parametrize("form", ["2 * loss", "loss / 2", "-loss", "loss.double()"])
+def test_multiples_of_a_mean_cross_entropy_count_targets_once(tmp_path: Path, form: str) -> None:
+    body = f"""
+        def forward(self, x, t):
+            loss = F.cross_entropy(self.fc(x).flatten(0, -2), t.flatten())
+            return {form}
+    """
+    compiled, _ = made(tmp_path, body, f"{X}\n{T}\n{DATA.format('x, t')}\nschedule microbatches 2")
+    assert "COUNT" in compiled.built.programs and codes(compiled) == []
+
+
+LOSSES = {
+    "a sum": ("self.fc(x).square().sum()", 1.0, False),
+    "a multiple of a sum": ("0.5 * self.fc(x).square().sum() + self.fc(x).sum()", 1.0, False),
+    "a sum of means over features": ("self.fc(x).mean(-1).square().sum()", 1.0, False),
+    "a sum of a mean over samples": ("self.fc(x).mean(0).square().sum()", 0.5, True),
+    "a plain mean": ("3 * self.fc(x).square().mean()", 0.5, False),
+    "a mean over some": ("(self.fc(x) * (x > 0)).sum() / (x > 0).sum()", 0.5, True),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_microbatches_add_up_or_are_averaged_with_a_word(tmp_path: Path, name: str) -> None:
+    loss, scale, warned = LOSSES[name]
+    compiled, _ = made(tmp_path, f"def forward(self, x):\n    return {loss}", f"{X}\nschedule microbatches 2")
+    (line,) = compiled.built.programs["SCALE"].main.lines
+    assert line.args == ([], scale)
+    assert codes(compiled) == ["P0217"] * warned
+
+
+def test_a_region_without_gradients(tmp_path: Path) -> None:
+    body = """
+        def forward(self, x):
+            with torch.no_grad():
+                fixed = self.fc(x)
+            return (self.fc(x) * fixed).mean()
+    """
+    made(tmp_path, body, f"{X}\n{DATA.format('x')}")
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_recurrent_layers(tmp_path: Path, kind: str) -> None:
+    body = f"""
+        def more(self):
+            self.layer = nn.{kind}(8, 8, batch_first=True)
+
+        def forward(self, x):
+            return self.layer(self.fc(x))[0].square().mean()
+    """
+    made(tmp_path, body, X)
+
+
+def test_parameters_of_a_narrow_dtype(tmp_path: Path) -> None:
+    body = """
+        def more(self):
+            self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+            self.to(torch.bfloat16)
+
+        def forward(self, x):
+            h = self.fc(x.bfloat16())
+            for layer in self.layers:
+                h = h + layer(h).tanh()
+            return h.float().square().mean()
+    """
+    made(tmp_path, body, f"{X}\n{DATA.format('x')}")
+
+
+@pytest.mark.parametrize("lines", ["", DATA.format("x"), "mesh tp=2\ncolumn fc over tp"])
+def test_custom_operators_without_a_rule_are_computed_whole(tmp_path: Path, lines: str) -> None:
+    compiled, _ = made(tmp_path, OPERATORS, f"{X}\n{lines}")
+    assert codes(compiled).count("P0208") == 2
+    text = compiled.built.programs["F"].text()
+    assert '\noperators("reviewed.scale.default", "reviewed.square.default")\n' in text
+    assert '\noperators("reviewed.scale_back.default")\n' in compiled.built.programs["B"].text()
+
+
+def test_a_build_with_custom_operators_opens_in_another_process(tmp_path: Path) -> None:
+    made(tmp_path, OPERATORS, X)
+    code = "from parc.compiler.artifact import read_build; from pathlib import Path; read_build(Path('build'))"
+    words = [sys.executable, "-c", code]
+    here = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+    first = subprocess.run(words, check=False, **here)  # type: ignore[call-overload]
+    assert first.returncode == 0, first.stderr
+    (tmp_path / "models.py").write_text("raise SystemExit('imported')")
+    again = subprocess.run(words, check=False, **here)  # type: ignore[call-overload]
+    assert again.returncode == 1 and "changed since the build" in again.stderr and "imported" not in again.stderr

@@ -1,0 +1,138 @@
+"""Reading ahead and ending: nothing past the last step, no wait for a callable that blocks, groups ended at exit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import parc
+from parc.runtime.faults import RunError
+from parc.runtime.feed import byte_inputs
+from tests.runtime.tiny import DATA, ONE, PLAN, batch, build
+
+SAMPLES = """
+import time
+import torch
+
+ASKED = []
+
+
+def ends(number):
+    ASKED.append(number)
+    if number >= 24:
+        time.sleep(3600)
+    return {"tokens": torch.arange(8), "targets": torch.arange(8)}
+
+
+def fails(number):
+    if number == 9:
+        raise LookupError("the shelf is empty")
+    return ends(number)
+"""
+LOOP = """
+import atexit, sys, time
+import torch.distributed as dist
+
+atexit.register(lambda: print("ended" if not dist.is_initialized() else "a group is left", file=sys.stderr))
+import parc
+
+session = parc.load(sys.argv[1])
+for _ in range(2):
+    session.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with samples that block after 24, three steps of 8."""
+    folder = tmp_path_factory.mktemp("ahead")
+    (folder / "samples.py").write_text(SAMPLES)
+    return folder
+
+
+def with_data(folder: Path, name: str, more: str = "") -> Path:
+    """A build of one rank whose data is a callable of samples.py."""
+    plan = PLAN.replace('bytes "*.py"', f'"./samples.py:{name}" ()')
+    return build(folder, ONE, plan + more, name=f"{name}{len(more)}")
+
+
+def test_nothing_is_read_beyond_the_last_step_and_close_waits_for_nothing(folder: Path) -> None:
+    with parc.load(with_data(folder, "ends")) as session:
+        for _ in range(3):
+            session.step()
+        asked = next(m.ASKED for name, m in sys.modules.items() if name.startswith("parc_user_samples"))
+        assert sorted(asked) == list(range(24))
+    endless = PLAN.replace('bytes "*.py"', '"./samples.py:ends" ()').replace("steps     3\n", "")
+    start = time.monotonic()
+    with parc.load(build(folder, ONE, endless, name="endless")) as session:
+        for _ in range(3):
+            session.step()
+    assert time.monotonic() - start < 30
+
+
+def test_a_process_ends_while_a_sample_blocks(folder: Path) -> None:
+    endless = PLAN.replace('bytes "*.py"', '"./samples.py:ends" ()').replace("steps     3\n", "")
+    made = build(folder, ONE, endless, name="endless")
+    loop = "import sys, parc; session = parc.load(sys.argv[1]); [session.step() for _ in range(3)]"
+    done = subprocess.run(
+        [sys.executable, "-c", loop, str(made)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_script_that_ends_without_a_word_leaves_no_group(tmp_path: Path) -> None:
+    made, loop = build(tmp_path, DATA), tmp_path / "loop.py"
+    loop.write_text(LOOP)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(loop), str(made)]
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, *command], env=kept, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0 and done.stderr.count("ended") == 2, done.stderr
+    assert "a group is left" not in done.stderr and "terminate called" not in done.stderr
+
+
+def test_errors_in_a_loop_of_ones_own_say_code_place_and_help(folder: Path) -> None:
+    with parc.load(with_data(folder, "fails")) as session:
+        session.step()
+        with pytest.raises(RunError) as caught:
+            session.step()
+    text = str(caught.value)
+    assert "[P0303] step 2: making sample 9 failed: LookupError: the shelf is empty" in text
+    number = 1 + next(
+        at for at, line in enumerate((session.build.path / "plan.parc").read_text().splitlines()) if line[:5] == "data "
+    )
+    assert f"line {number} of the build's plan.parc: data " in text
+    assert "samples.py:17: raise LookupError" in text
+    with parc.load(with_data(folder, "ends")) as session:
+        with pytest.raises(
+            RunError, match=r"\[P0303\] the batch has `extra`, which is no input of the plan; give a dict"
+        ):
+            session.step({**batch(0), "extra": torch.zeros(1)})
+        with pytest.raises(RunError, match=r"a batch is a dict of tensors by name, not tuple; .*`tokens`, `targets`"):
+            session.step((batch(0)["tokens"], batch(0)["targets"]))  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"\[P0301\] 1 process for .* 2 ranks; start 2: .*torchrun --nproc-per-node 2"):
+        parc.load(build(folder, DATA, name="dp"))
+
+
+def test_bytes_go_to_inputs_by_what_they_are_for(tmp_path: Path) -> None:
+    plan = PLAN.replace("tokens  int64", "ids int64").replace("targets int64", "labels int64")
+    plan = plan.replace("(output, targets)", "(output, labels)").replace('"./gpt.py:GPT"', '"./named.py:Named"')
+    (tmp_path / "named.py").write_text(
+        "import gpt\n\n\nclass Named(gpt.GPT):\n    def forward(self, ids):\n        return super().forward(ids)\n"
+    )
+    feed_build = build(tmp_path, ONE, plan)
+    with parc.load(feed_build) as session:
+        (part, _) = session.feed.next(0)
+        assert torch.equal(part["ids"][:, 1:], part["labels"][:, :-1])
+        assert session.step().step == 1
+    ids, mask = {"name": "ids", "dtype": "int64"}, {"name": "mask", "dtype": "float32"}
+    assert byte_inputs([mask, ids], []) == {"tokens": "ids"}
+    swapped = [{"name": "targets", "dtype": "int64"}, {"name": "tokens", "dtype": "int64"}]
+    assert byte_inputs(swapped, ["output", "targets"]) == {"tokens": "tokens", "targets": "targets"}

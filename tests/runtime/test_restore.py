@@ -1,0 +1,169 @@
+"""Updates and checkpoints: layouts of gradients, rates of one step, states that are put back whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import parc
+from parc.compiler.folders import FolderError, current, replace_folder
+from parc.runtime.faults import RunError
+from parc.runtime.optimizer import make_optimizer, update
+from tests.runtime.tiny import ONE, batch, build
+
+ADAMW = {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "no_decay": []}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A build of one rank."""
+    return build(tmp_path_factory.mktemp("restore"), ONE)
+
+
+def test_a_gradient_may_lie_otherwise_in_memory_than_its_parameter() -> None:
+    wanted = None
+    for transposed in (False, True):
+        parameters = {"w": torch.arange(12.0).reshape(3, 4) / 7}
+        gradient = (torch.arange(12.0).reshape(3, 4) - 5) / 3
+        given = gradient.t().contiguous().t() if transposed else gradient
+        optimizer = make_optimizer(parameters, ADAMW)
+        assert optimizer.defaults["fused"]
+        update(optimizer, parameters, {"w": given}, None, None)
+        assert torch.equal(given, gradient)
+        wanted = parameters["w"] if wanted is None else wanted
+        assert torch.equal(parameters["w"], wanted)
+
+
+def test_a_given_rate_is_for_one_update(made: Path) -> None:
+    with parc.load(made) as session:
+        assert [session.step(batch(0), lr).lr for lr in (None, 5.0, None)] == [1e-2, 5.0, 1e-2]
+        assert session.step(batch(0)).lr == 1e-2
+
+
+def test_what_a_checkpoint_does_not_hold_does_not_stay(made: Path, tmp_path: Path) -> None:
+    with parc.load(made) as session:
+        session.save(tmp_path / "first")
+        losses = [session.step(batch(step)).loss for step in range(4)]
+        session.restore(tmp_path / "first")
+        assert session.step_number == 0 and not session.optimizer.state
+        assert [session.step(batch(step)).loss for step in range(4)] == losses
+
+
+def _reshaped(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["optimizer.exp_avg.embed.weight"] = torch.zeros(3, 3)
+
+
+def _retyped(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["optimizer.exp_avg.embed.weight"] = tensors["optimizer.exp_avg.embed.weight"].double()
+
+
+def _dropped(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["optimizer.exp_avg_sq.embed.weight"]
+
+
+def _foreign(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["optimizer.exp_avg.nothing"] = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_reshaped, r"`optimizer.exp_avg.embed.weight` is float32 \[3, 3\] there"),
+        (_retyped, r"is float64 \[256, 16\] there, its parameter float32 \[256, 16\]"),
+        (_dropped, r"`embed.weight` has .* alone"),
+        (_foreign, "`optimizer.exp_avg.nothing` is no state of `adamw`"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(
+    made: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
+) -> None:
+    with parc.load(made) as session:
+        session.step(batch(0))
+        session.save(tmp_path / "saved")
+        tensors = load_file(tmp_path / "saved" / "state.safetensors")
+        change(tensors)
+        tensors["parameter.embed.weight"] = torch.zeros(256, 16)
+        save_file(tensors, tmp_path / "saved" / "state.safetensors")
+        before, state = session.state_dict(), dict(session.optimizer.state)
+        with pytest.raises(RunError, match=message):
+            session.restore(tmp_path / "saved")
+        assert session.step_number == 1 and session.optimizer.state == state
+        assert all(torch.equal(value, before[name]) for name, value in session.state_dict().items())
+
+
+def _write(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "a.txt").write_text(text)
+
+    return write
+
+
+def _fail(folder: Path) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "saved"
+    replace_folder(place, _write("first"))
+    place.rename(tmp_path / ".saved.old")
+    assert (current(place) / "a.txt").read_text() == "first"
+    with pytest.raises(ZeroDivisionError):
+        replace_folder(place, _fail)
+    assert (place / "a.txt").read_text() == "first"
+    replace_folder(place, _write("second"))
+    assert (place / "a.txt").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_kill_at_any_rename_leaves_a_folder_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "saved"
+    replace_folder(place, _write("first"))
+    child = os.fork()
+    if child == 0:
+        rename = Path.rename
+
+        def dies(self: Path, target: Path) -> Path:
+            made = rename(self, target)
+            os._exit(9 if self == place else 0)
+            return made
+
+        monkeypatch.setattr(Path, "rename", dies)
+        replace_folder(place, _write("second"))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert not place.exists() and (current(place) / "a.txt").read_text() == "first"
+    assert len(list(tmp_path.iterdir())) == 2  # the old one and what the dead process had written
+    replace_folder(place, _write("third"))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"] and (place / "a.txt").read_text() == "third"
+
+
+def test_links_are_followed_and_the_current_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    replace_folder(tmp_path / "link", _write("there"))
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "a.txt").read_text() == "there"
+    monkeypatch.chdir(tmp_path / "disk")
+    for path in (".", "..", str(tmp_path / "disk")):
+        with pytest.raises(FolderError, match="is the current folder or one above it"):
+            replace_folder(Path(path), _write("no"))
+
+
+def test_a_checkpoint_is_found_after_a_kill(made: Path, tmp_path: Path) -> None:
+    with parc.load(made) as session:
+        session.step(batch(0))
+        session.save(tmp_path / "saved")
+        (tmp_path / "saved").rename(tmp_path / ".saved.old")
+        session.step(batch(1))
+        session.restore(tmp_path / "saved")
+        assert session.step_number == 1
+        session.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "state.json").read_text())["step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    with parc.load(made) as session, pytest.raises(RunError, match="nothere` does not exist"):
+        session.restore(tmp_path / "nothere")
