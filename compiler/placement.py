@@ -236,7 +236,6 @@ def is_supported(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """What a value is: dtype, global shape and placement. Its text is ``f32[8/dp, 64, (3 128/tp)] +tp``: global

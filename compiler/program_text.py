@@ -1,7 +1,7 @@
 """The strict reader of programs: text becomes a program only if it is, to the letter, what that program prints as.
 
-Nothing is executed or looked up beyond the list of allowed operators and the custom ones that the head declares. That the text must print back the same makes the
-reader small: what it does not look at cannot stand in the text.
+Nothing is executed or looked up beyond the list of allowed operators and the custom ones that the head declares. That
+the text must print back the same makes the reader small: what it does not look at cannot stand in the text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules that a user registered, held against the operators of a graph: a rule that does not fit is the user's to mend."""
+"""Rules that users registered, held against a graph's operators: one that does not fit is theirs to mend."""
 
 from __future__ import annotations
 
