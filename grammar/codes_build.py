@@ -142,7 +142,7 @@ BAD_RULE = Code(
     title="a registered rule that does not fit",
     why="a rule says which dims of an operator's tensors go together; one that names other ranks, or under which the"
     " operator or its backward has operands split differently, is not the operator's.",
-    example='parc.register_rule("mylib.scale.default", "a b -> a b")   # the model scales a tensor of rank 3',
+    example='parc.register_rule("mylib.scale.default", "a b -> a b")  # the model scales a tensor of rank 3',
     instead='parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")',
     language="python",
 )

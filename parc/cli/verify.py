@@ -15,7 +15,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Prove and test a build again. The plan in the build is compiled anew, which imports the plan's model file "
         "(and that of its loss, where it is a callable): only once the model's file is found to be the one that was "
-        "built. With --static nothing is imported; a build with custom operators needs its model for those, and is refused."
+        "built. With --static nothing is imported; a build with custom operators, which needs its model, is refused."
     )
     parser.add_argument(
         "--static", action="store_true", help="shapes, types and communication from the files alone; imports nothing"

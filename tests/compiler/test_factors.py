@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parc.compiler import op_rules
 from parc.compiler.factors import Dims, OpCall, Operand, OpRule, RuleError, from_factor, opaque, rule, to_factor
 from parc.compiler.op_rules import TABLE, localize, register, rule_for
 from parc.compiler.op_rules.attention import attention_factors
@@ -209,8 +210,9 @@ def test_register_gives_a_custom_operator_its_rule() -> None:
             register(name, "... d, d -> ... d")
         with pytest.raises(RuleError, match="operands"):
             rule_for(call(name, (Operand(0),), [(2, 3)], [(2, 3)]))
-    finally:
+    finally:  # what is registered outlives the test otherwise, and every later build would look for the operator
         TABLE.pop(name, None)
+        op_rules._REGISTERED.pop(name, None)
     with pytest.raises(RuleError, match="built-in"):
         register("aten.mm.default", "m k, k n -> m n")
     with pytest.raises(RuleError, match="named"):
