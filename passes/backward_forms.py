@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..compiler.collectives import TypeFault
+
 aten = torch.ops.aten
 
 _VALUES: Mapping[Any, Callable[[fx.Node], Any]] = {
@@ -40,7 +42,7 @@ def _returning(schema: Any) -> Any:
         found = getattr(packet, name)
         if [str(argument.type) for argument in found._schema.arguments] == wanted:
             return found
-    raise NotImplementedError(f"{schema.name}.{schema.overload_name} has no form that returns its result")
+    raise TypeFault(f"{schema.name}.{schema.overload_name} has no form that returns its result")
 
 
 def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx.Node, Any]) -> set[fx.Node]:
