@@ -33,6 +33,12 @@ class Row:
             self.accepted.append(mutant.what)
 
 
+COLLECTIVE_CLASSES = (
+    "drop a collective", "double a collective", "retype a collective", "re-group a collective", "swap a shard's dim",
+    "un-scale the loss", "split a tied weight's gradient",
+)  # fmt: skip
+
+
 def plant(build: GoodBuild) -> Iterator[Mutant]:
     """Every mutant of a build."""
     for make in (*CONVERSIONS, *SLIPS):
@@ -61,7 +67,17 @@ def table_text(rows: Mapping[str, Row]) -> str:
         lines.append(f"{kind:<40}{row.mutants:>9}{counts}{row.first['']:>10}")
     counts = "".join(f"{total[check]:>15}" for check in CHECKS)
     lines.append(f"{'all':<40}{sum(total.values()):>9}{counts}{total['']:>10}")
+    mutants, by_types = type_share(rows)
+    lines.append(
+        f"types refuse {by_types} of {mutants} mutants of {', '.join(COLLECTIVE_CLASSES)}: {by_types / mutants:.1%}"
+    )
     return "\n".join(lines)
+
+
+def type_share(rows: Mapping[str, Row]) -> tuple[int, int]:
+    """How many mutants of the collective classes there are, and how many types refuse, whatever else does."""
+    counted = [rows[kind] for kind in COLLECTIVE_CLASSES]
+    return sum(row.mutants for row in counted), sum(row.by_types for row in counted)
 
 
 if __name__ == "__main__":

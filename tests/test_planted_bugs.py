@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.planted_bugs import Row, table, table_text
+from tests.planted_bugs import Row, table, table_text, type_share
 from tests.planted_builds import BUILDS, good_build, judge
 
 PLACEMENT = ("drop a collective", "double a collective", "retype a collective", "re-group a collective",
@@ -42,9 +42,7 @@ def test_what_is_wrong_with_a_placement_is_seen_before_anything_runs(kind: str) 
 
 
 def test_types_alone_refuse_almost_every_wrong_collective() -> None:
-    """Counted without the mutants that checks of shapes refuse first."""
-    mutants = sum(rows()[kind].mutants for kind in PLACEMENT)
-    by_types = sum(rows()[kind].first["types"] for kind in PLACEMENT)
+    mutants, by_types = type_share(rows())
     assert by_types >= 0.95 * mutants, f"{by_types} of {mutants}"
 
 
