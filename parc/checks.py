@@ -114,7 +114,8 @@ def check_numbers(compiled: Compiled, programs: Mapping[str, Program], checked: 
     checked.report["numbers"] = {
         "on": on,
         "steps": agreement.steps,
-        "loss": agreement.loss, "gradient": agreement.gradient, "parameter": agreement.parameter,
+        "loss": agreement.loss, "gradient": agreement.gradient, "parameter": agreement.updated,
+        "parameter_beyond_rounding": agreement.parameter,
         "tolerance": TOLERANCE, "eager_loss": eager.loss, "eager_gradient": eager.gradient,
     }  # fmt: skip
     if not eager.holds:

@@ -44,6 +44,8 @@ class Agreement:
     loss: float = 0.0
     gradient: float = 0.0
     parameter: float = 0.0
+    updated: float = 0.0
+    """The error of updated parameters as it is; ``parameter`` is what exceeds AdamW's amplification of rounding."""
     worst: dict[str, str] = field(default_factory=dict)
     steps: int = 0
 
@@ -316,7 +318,9 @@ def _compare_state(
     top = max((_largest(p.detach()) for p in reference.parameters.values()), default=1.0)
     spread = simulation.parameter_spread()
     for name, value in simulation.parameters():
-        apart = _largest(value - reference.parameters[name].detach()) - slack.get(name, 0.0)
+        raw = _largest(value - reference.parameters[name].detach())
+        agreement.updated = max(agreement.updated, raw / max(top, 1e-30))
+        apart = raw - slack.get(name, 0.0)
         agreement.note("parameter", max(apart, spread[name]) / max(top, 1e-30), f"step {step}, {name}")
     for name, pieces, type_ in simulation.buffers():
         expected = reference.buffers[name]
