@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from parc.runtime.launch import KEEP_MEMORY
+
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = ROOT / "benchmarks" / "llama20m.parc"
 BATCH, LENGTH, VOCAB = 8, 128, 8192
@@ -169,7 +171,7 @@ def launch(case: str, folder: Path, times: int) -> tuple[list[float], list[float
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
     ]  # fmt: skip
     script = [str(Path(__file__)), "--worker", case, str(build), str(times), str(out)]
-    subprocess.run([*start, *script], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run([*start, *script], check=True, env={**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1"})
     ours, theirs = json.loads(out.read_text(encoding="utf-8"))
     return ours, theirs
 

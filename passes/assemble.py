@@ -226,6 +226,8 @@ def _reduce(graph: fx.Graph, main: _Main, gradients: Mapping[str, Value], loss: 
         whole = replace(value.type, placement=value.type.placement.replace(dict.fromkeys(axes, "I")))
         return emit("parc.all_reduce", (Ref(value.name), ",".join(axes)), whole, "all_reduce", origin)
 
+    # all sums first: on a real network they run side by side
+    reduced = []
     for name, gradient in gradients.items():
         value = Value(names.fresh(identifier(name)), gradient.type, f"gradient {name}")
         parameters.append(value)
@@ -234,11 +236,12 @@ def _reduce(graph: fx.Graph, main: _Main, gradients: Mapping[str, Value], loss: 
         if gradient.type.dtype != dtype:
             wide = replace(gradient.type, dtype=dtype)
             value = emit("aten._to_copy.default", (Ref(value.name),), wide, "widen", origin, dtype=dtype)
-        reduced = total(value, origin)
-        returns.append((f"gradient {name}", reduced.name))
-        split = reduced.type.placement.split_axes()
-        partial = replace(main.whole(reduced.type.dtype), placement=Placement.of(mesh, dict.fromkeys(split, "P")))
-        square = emit("parc.square_sum.default", (Ref(reduced.name),), partial, "square_sum", origin)
+        reduced.append((total(value, origin), origin))
+        returns.append((f"gradient {name}", reduced[-1][0].name))
+    for value, origin in reduced:
+        split = value.type.placement.split_axes()
+        partial = replace(main.whole(value.type.dtype), placement=Placement.of(mesh, dict.fromkeys(split, "P")))
+        square = emit("parc.square_sum.default", (Ref(value.name),), partial, "square_sum", origin)
         squares.setdefault(split, []).append(square)
     numerator = Value(names.fresh("loss"), loss.type, "loss")
     scale = Value(names.fresh("scale"), main.whole(loss.type.dtype), "scale")

@@ -67,6 +67,31 @@ def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx
     return free
 
 
+def simplify(graph: fx.Graph) -> None:
+    """Leave out what autograd writes though it changes nothing; once types are known, and only where they agree."""
+    for node in list(graph.nodes):
+        same = _UNCHANGED.get(node.target, lambda _: None)(node)
+        if same is not None and same.meta["types"] == node.meta["types"]:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _twice_transposed(node: fx.Node) -> Any:
+    inner: Any = node.args[0]
+    return inner.args[0] if inner.target is aten.t.default else None
+
+
+def _first_power(node: fx.Node) -> Any:
+    return node.args[0] if node.args[1] == 1 else None
+
+
+_UNCHANGED: Mapping[Any, Callable[[fx.Node], Any]] = {
+    aten.t.default: _twice_transposed,
+    aten.pow.Tensor_Scalar: _first_power,
+}
+"""Operator → the operand that it leaves as it is."""
+
+
 def is_zero(node: fx.Node) -> bool:
     """Whether a creation node makes zeros, which are a part of any sum."""
     return bool(node.args[1] == 0)

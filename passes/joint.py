@@ -17,7 +17,7 @@ from ..compiler.placement import Placement, TensorType, parse_kind
 from ..compiler.program import Origin
 from ..compiler.torch_private import proxy_node, trace, tracing_graph
 from ..compiler.typing import infer, place_created
-from .backward_forms import free_creations, is_zero, write_functional
+from .backward_forms import free_creations, is_zero, simplify, write_functional
 from .calls import arguments, call_of, operands_of, substitute, tensors_of
 from .segments import Segment, gradient_flows, node_type
 
@@ -150,6 +150,7 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
             if node not in free:
                 _place_free(node, free, mesh)
                 _type_node(node, record.known, mesh)
+    simplify(graph)
     traced: Any = graph.output_node().args[0]
     outputs_, gradients = traced
     for index in (i for i, flow in enumerate(flows) if flow):

@@ -16,6 +16,7 @@ from ..compiler.ranges import PlacedValue
 from .assemble import assemble, assemble_count, assemble_scale
 from .calls import computes, outputs
 from .canonicalize import canonicalize
+from .constants import fold_constants
 from .fuse import fuse_bias
 from .lift import lift_parameters
 from .loss import split_loss
@@ -70,6 +71,7 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
 
 def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     graph = canonicalize(captured.graph)
+    fold_constants(graph)
     freeze_parameters(graph, request.frozen)
     loss = split_loss(graph)
     reference = reference_program(loss.graph, loss.count, captured.updates, request.seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from ..compiler.collectives import COLLECTIVES
 from ..compiler.mesh import Mesh
 from ..compiler.program import Cut, Function, Line, Program, Ref, map_references, operator
 from .kernels import KERNELS, Kernel, Site
+from .reuse import in_place, spare_operands
 
 Environment = dict[str, Any]
 
@@ -23,16 +24,20 @@ class Backend(Protocol):
     def ranks(self) -> Sequence[int]:
         """The ranks that this process computes."""
 
-    def collective(self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a collective over all ranks of its groups."""
+    def collective(
+        self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
+    ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
+        """Start a collective over all ranks of its groups: the results, and what to call before they are read.
+        ``spare``: the pieces may be written over."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A line made ready: ``run(environments)``, and the names nobody reads after it."""
+    """A line made ready: ``run(environments)``, what must have arrived before it, and the names nobody reads after."""
 
     line: Line
     run: Callable[[Sequence[Environment]], None]
+    awaited: tuple[str, ...]
     dead: tuple[str, ...]
 
 
@@ -40,7 +45,8 @@ _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.flo
 
 
 class Machine:
-    """Runs one program. ``wide`` reads every floating dtype as float64; ``kernels`` are those of parc's operators."""
+    """Runs one program. ``wide`` reads every floating dtype as float64; ``kernels`` are those of parc's operators;
+    with ``reuse`` lines write over what nobody reads again, gradients that are handed in among it."""
 
     def __init__(
         self,
@@ -51,10 +57,12 @@ class Machine:
         wide: bool = False,
         kernels: Mapping[str, Kernel] = KERNELS,
         watch: Callable[[Line, Sequence[Environment]], None] | None = None,
+        reuse: bool = False,
     ) -> None:
         self.program = program
         self.mesh: Mesh = program.mesh
         self.backend, self.device, self.wide, self.kernels, self.watch = backend, device, wide, kernels, watch
+        self.reuse = reuse
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
         self._steps: dict[str, list[_Step]] = {}
         for function in program.functions:
@@ -73,12 +81,16 @@ class Machine:
 
     def _call(self, function: Function, environments: list[Environment]) -> list[Environment]:
         for step in self._steps[function.name]:
+            for name in step.awaited:
+                environments[0].pop(f"arrival of {name}", _here)()
             step.run(environments)
             if self.watch is not None:
                 self.watch(step.line, environments)
             for name in step.dead:
                 for environment in environments:
                     del environment[name]
+        for _, name in function.returns:
+            environments[0].pop(f"arrival of {name}", _here)()
         return [{key: environment[name] for key, name in function.returns} for environment in environments]
 
     def _prepare(self, function: Function) -> list[_Step]:
@@ -94,17 +106,25 @@ class Machine:
         for name, index in last.items():
             if name not in returned:
                 dying.setdefault(index, []).append(name)
+        owned = [value.name for value in function.parameters if value.role.startswith("gradient ")]
+        spares = spare_operands(function, owned) if self.reuse else [frozenset[str]()] * len(function.lines)
+        arriving = {line.results[0].name for line in function.lines if line.op in COLLECTIVES and line.results[0]}
         steps = []
-        for index, line in enumerate(function.lines):
-            steps.append(_Step(line, self._compile(line, function), tuple(dying.get(index, ()))))
+        for index, (line, spare) in enumerate(zip(function.lines, spares, strict=True)):
+            awaited = tuple(arriving.intersection(line.uses()))
+            steps.append(_Step(line, self._compile(line, function, spare), awaited, tuple(dying.get(index, ()))))
         return steps
 
-    def _compile(self, line: Line, function: Function) -> Callable[[Sequence[Environment]], None]:
+    def _compile(
+        self, line: Line, function: Function, spare: frozenset[str]
+    ) -> Callable[[Sequence[Environment]], None]:
         if line.calls_function:
             return self._function_call(line)
         if line.op in COLLECTIVES:
-            return self._collective(line)
+            return self._collective(line, bool(spare))
         call = self._kernel(line, function) if line.op in self.kernels else self._aten(line)
+        if over := in_place(line, function, spare, self.mesh):
+            call = self._over(line, call, *over)
         names = tuple(None if value is None else value.name for value in line.results)
         single = names[0] if len(names) == 1 else None
 
@@ -133,16 +153,18 @@ class Machine:
 
         return run
 
-    def _collective(self, line: Line) -> Callable[[Sequence[Environment]], None]:
+    def _collective(self, line: Line, spare: bool) -> Callable[[Sequence[Environment]], None]:
         source, *options = line.args
         (result,) = line.results
         assert result is not None and isinstance(source, Ref)
 
         def run(environments: Sequence[Environment]) -> None:
             pieces = [environment[source.name] for environment in environments]
-            results = self.backend.collective(line.op, options, pieces)
+            results, arrival = self.backend.collective(line.op, options, pieces, spare)
             for environment, piece in zip(environments, results, strict=True):
                 environment[result.name] = piece
+            if arrival is not None:
+                environments[0][f"arrival of {result.name}"] = arrival
 
         return run
 
@@ -171,6 +193,21 @@ class Machine:
             kwargs["device"] = self.device
         return lambda _, environment: function(*arguments(environment), **kwargs)
 
+    def _over(
+        self, line: Line, otherwise: Callable[[int, Environment], Any], function: Any, args: list[Any]
+    ) -> Callable[[int, Environment], Any]:
+        """Write over the first operand, unless its entries share storage, as those of an expanded one do."""
+        first = args[0].name
+        arguments = self._arguments(replace(line, args=tuple(args)))
+        kwargs = {key: self._literal(item) for key, item in line.kwargs}
+
+        def call(lane: int, environment: Environment) -> Any:
+            if environment[first].is_contiguous():
+                return function(*arguments(environment), **kwargs)
+            return otherwise(lane, environment)
+
+        return call
+
     def _kernel(self, line: Line, function: Function) -> Callable[[int, Environment], Any]:
         kernel = self.kernels[line.op]
         arguments = self._arguments(line)
@@ -179,6 +216,10 @@ class Machine:
         results = [value.type for value in line.results if value is not None]
         sites = [Site(self.mesh, at, operands, results, self.device) for at in self.coordinates]
         return lambda lane, environment: kernel(sites[lane], *arguments(environment))
+
+
+def _here() -> None:
+    """What is awaited is there."""
 
 
 def _refs(item: Any) -> Any:

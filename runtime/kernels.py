@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,9 +169,16 @@ def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: 
     return made
 
 
+def _in_cache(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Rows of all tensors together, on a CPU so few at a time that several passes over them stay in its cache."""
+    first = tensors[0]
+    rows = max(1, (1 << 18) // max(1, first.shape[-1])) if first.device.type == "cpu" else max(1, first.shape[0])
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
 def _loss_parts(site: Site, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     local, mine = _owned(site, site.operands[0], 1, targets)
-    total = (logits - peak).exp_().sum(-1)
+    total = torch.cat([(rows - top).exp_().sum(-1) for rows, top in _in_cache(logits, peak)])
     picked = (logits.gather(-1, local[:, None]) - peak).squeeze(-1) * mine
     return torch.stack([total, picked])
 
@@ -180,7 +187,9 @@ def _loss_parts_backward(
     site: Site, grad: torch.Tensor, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
     local, mine = _owned(site, site.operands[1], 1, targets)
-    result = (logits - peak).exp_().mul_(grad[0][:, None])
+    result = torch.empty_like(logits)
+    for made, rows, top, factor in _in_cache(result, logits, peak, grad[0][:, None]):
+        torch.sub(rows, top, out=made).exp_().mul_(factor)
     return result.scatter_add_(-1, local[:, None], (grad[1] * mine)[:, None])
 
 

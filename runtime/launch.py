@@ -134,6 +134,10 @@ class _OneHost(RendezvousHandler):
         return True
 
 
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
+"""For glibc: a step frees what the next one allocates again, so freed memory stays with the process, as on a GPU."""
+
+
 def _variables(processes: Processes, folder: Path) -> dict[str, str]:
     """What the processes find in their environment, beside what the agent says; the person's own settings stay."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -142,6 +146,7 @@ def _variables(processes: Processes, folder: Path) -> dict[str, str]:
         # Shared with the agent, the store of a group that failed is met again by the group started in its place.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_STOP_S),
+        **KEEP_MEMORY,
     }
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if processes.nnodes == 1 and loopback is not None:

@@ -157,7 +157,7 @@ class Session:
             floats = {name: value for name, value in part.items() if value.is_floating_point()}
             seen = seen or bad_tensor(floats, "input", self.rank)
         watcher = Watcher(self.rank)
-        stepper = Stepper(self.build.programs, self.build.actions, self.backend, self.device)
+        stepper = Stepper(self.build.programs, self.build.actions, self.backend, self.device, reuse=False)
         for action, machine in stepper.machines.items():
             machine.watch = watcher.watch(action)
         stepper.gradients([self.state], [parts], self.step_number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class Stepper:
         **options: Any,
     ) -> None:
         self.actions, self.device, self.backend = tuple(actions), device, backend
+        options.setdefault("reuse", options.get("watch") is None)  # who watches may keep what it saw
         self.machines = {name: Machine(program, backend, device, **options) for name, program in programs.items()}
 
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
@@ -105,6 +106,8 @@ class Stepper:
                 w.total(f"gradient {name}", gradient)
 
     def _reduce(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
+        for w, state, given in zip(work, states, batches, strict=True):
+            w.own([*state.parameters.values(), *state.buffers.values(), *given[-1].values()])
         for w, made in zip(work, self._run("REDUCE", states, work, [{}] * len(work)), strict=True):
             w.results = made
 
@@ -115,7 +118,9 @@ class Stepper:
         axes = loss.type.placement.partial
         pieces = [w.totals["loss"] for w in work]
         if axes:
-            pieces = self.backend.collective("parc.all_reduce", [",".join(axes)], pieces)
+            pieces, arrival = self.backend.collective("parc.all_reduce", [",".join(axes)], pieces)
+            if arrival is not None:
+                arrival()
         for w, piece in zip(work, pieces, strict=True):
             w.results = {"loss": piece * w.totals["scale"]}
 
@@ -131,6 +136,15 @@ class _Work:
     def total(self, key: str, value: torch.Tensor) -> None:
         """Add a microbatch's part."""
         self.totals[key] = self.totals[key] + value if key in self.totals else value
+
+    def own(self, others: Iterable[torch.Tensor]) -> None:
+        """Give every gradient storage of its own, so that REDUCE may write over it."""
+        taken = {other.untyped_storage().data_ptr() for other in others}
+        for key, value in self.totals.items():
+            if key.startswith("gradient "):
+                if value.untyped_storage().data_ptr() in taken:
+                    value = self.totals[key] = value.clone()
+                taken.add(value.untyped_storage().data_ptr())
 
 
 def _bind(role: str, state: RankState, work: _Work, extra: Environment) -> torch.Tensor:

@@ -23,12 +23,6 @@ def _ranks_of(axes: Sequence[str], mesh: Mesh) -> int:
     return count
 
 
-def _all_reduce(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
-    result = piece.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, group=backend.group(axes))
-    return result
-
-
 def _all_gather(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
     _, dim, outer = args
     piece = piece.contiguous()
@@ -109,7 +103,6 @@ def _local(op: str) -> Run:
 
 
 RUN: Mapping[str, Run] = {
-    "parc.all_reduce": _all_reduce,
     "parc.all_gather": _all_gather,
     "parc.reduce_scatter": _reduce_scatter,
     "parc.all_to_all": _all_to_all,
@@ -154,10 +147,16 @@ class Distributed:
             place = place * self.mesh.size(axis) + self.coordinates[axis]
         return place
 
-    def collective(self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a collective with the other processes."""
+    def collective(
+        self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
+    ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
+        """Run a collective with the other processes; a sum is only started."""
         (piece,) = pieces
-        return [RUN[op](self, piece, args, COLLECTIVES[op].axes(args))]
+        axes = COLLECTIVES[op].axes(args)
+        if op != "parc.all_reduce":
+            return [RUN[op](self, piece, args, axes)], None
+        result = piece if spare and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
+        return [result], dist.all_reduce(result, group=self.group(axes), async_op=True).wait
 
 
 def _used_axes(programs: Iterable[Program]) -> set[tuple[str, ...]]:

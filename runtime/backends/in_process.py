@@ -22,12 +22,15 @@ class InProcess:
         """All of them."""
         return range(self.mesh.world)
 
-    def collective(self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def collective(
+        self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
+    ) -> tuple[list[torch.Tensor], None]:
         """Every group's pieces in axis order become the group's results."""
         row = COLLECTIVES[op]
         results: list[torch.Tensor] = list(pieces)
         for group in self.mesh.groups(row.axes(args)):
             made = row.group([pieces[rank] for rank in group], args)
-            for rank, piece in zip(group, made, strict=True):
-                results[rank] = piece
-        return results
+            for index, (rank, piece) in enumerate(zip(group, made, strict=True)):
+                # each rank may write over what it got
+                results[rank] = piece.clone() if any(piece is other for other in made[:index]) else piece
+        return results, None

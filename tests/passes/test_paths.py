@@ -44,7 +44,7 @@ def walk(have: Placement, path: tuple[Changes, ...], pieces: list[torch.Tensor])
         if lowered is not None:
             op, args = lowered
             assert op in COLLECTIVES
-            pieces = backend.collective(op, args, pieces)
+            pieces, _ = backend.collective(op, args, pieces)
         have = want
     return pieces
 

@@ -1,0 +1,100 @@
+"""Which storage a line may write its result over: that which nobody reads again under any name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+
+from ..compiler.collectives import COLLECTIVES
+from ..compiler.mesh import Mesh
+from ..compiler.program import Function, Line, Ref, operator
+from .kernels import KERNELS
+
+
+def spare_operands(function: Function, owned: Collection[str]) -> list[frozenset[str]]:
+    """For each line the operands whose storage dies with it; parameters are the caller's, but for those ``owned``."""
+    group = _Groups()
+    last: dict[str, int] = {}
+    kept = {value.name for value in function.parameters} - set(owned) | {name for _, name in function.returns}
+    for index, line in enumerate(function.lines):
+        names = [value.name for value in line.results if value is not None]
+        if _may_alias(line):
+            group.join([*names, *line.uses()])
+        for name in (*names, *line.uses()):
+            last[name] = index
+    alive: dict[str, float] = {}
+    for name, index in last.items():
+        root = group.root(name)
+        alive[root] = max(alive.get(root, -1), float("inf") if name in kept else index)
+    found = []
+    for index, line in enumerate(function.lines):
+        roots = [group.root(name) for name in line.uses()]
+        found.append(frozenset(
+            name for name, root in zip(line.uses(), roots, strict=True)
+            if alive[root] == index and roots.count(root) == 1
+        ))  # fmt: skip
+    return found
+
+
+def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh) -> tuple[Any, list[Any]] | None:
+    """The operator that writes a line's result over an operand that is spare, and its arguments with that operand
+    first; None where there is none."""
+    (result, *more) = line.results
+    if not spare or more or result is None or line.op in KERNELS or not line.op.startswith("aten."):
+        return None
+    target = operator(line.op)
+    if torch.Tag.pointwise not in target.tags:
+        return None
+    packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
+    overload = getattr(packet, target._overloadname, None)
+    if overload is None or not _takes_the_same(overload, target):
+        return None
+    values = function.values()
+    args = list(line.args)
+    for index in range(2 if line.op in _COMMUTE and not line.kwargs else 1):
+        operand = args[index]
+        if isinstance(operand, Ref) and operand.name in spare:
+            given = values[operand.name].type
+            if (given.dtype, given.local(mesh)) == (result.type.dtype, result.type.local(mesh)):
+                return overload, [operand, *(arg for at, arg in enumerate(args) if at != index)]
+    return None
+
+
+_FRESH = frozenset(f"aten.{name}" for name in (
+    "mm.default", "bmm.default", "addmm.default", "sum.dim_IntList", "cat.default", "embedding.default",
+    "embedding_dense_backward.default", "slice_backward.default", "select_backward.default", "clone.default",
+))  # fmt: skip
+_COMMUTE = ("aten.add.Tensor", "aten.mul.Tensor")
+
+
+def _takes_the_same(overload: Any, target: Any) -> bool:
+    first, second = ([(a.name, str(a.type)) for a in op._schema.arguments] for op in (overload, target))
+    return bool(first == second)
+
+
+def _may_alias(line: Line) -> bool:
+    """Whether a result may look at an operand's storage."""
+    if line.calls_function or line.op in COLLECTIVES:
+        return True
+    if line.op in KERNELS or line.op in _FRESH:
+        return False
+    target = operator(line.op)  # not every operator that passes an operand on says so in its schema
+    return torch.Tag.pointwise not in target.tags or any(v.alias_info is not None for v in target._schema.returns)
+
+
+class _Groups:
+    """Names that may share storage."""
+
+    def __init__(self) -> None:
+        self.parent: dict[str, str] = {}
+
+    def root(self, name: str) -> str:
+        while (parent := self.parent.get(name, name)) != name:
+            name = parent
+        return name
+
+    def join(self, names: Iterable[str]) -> None:
+        roots = [self.root(name) for name in names]
+        self.parent.update((root, roots[0]) for root in roots)

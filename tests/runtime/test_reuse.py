@@ -1,0 +1,85 @@
+"""Lines write over what nobody reads again, and over nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from parc.compiler.mesh import Mesh
+from parc.compiler.program_text import parse_program
+from parc.runtime.backends.in_process import InProcess
+from parc.runtime.execute import Machine
+from parc.runtime.reuse import in_place, spare_operands
+
+TEXT = '''"""parc program: role stage0, action F"""
+
+mesh()
+
+
+def forward(
+    x: "f32[4, 4]",  # input x
+):
+    add = aten.add.Tensor(x, x)  # f32[4, 4] | - -
+    t = aten.t.default(add)  # f32[4, 4] | - -
+    neg = aten.neg.default(add)  # f32[4, 4] | - -
+    mul = aten.mul.Tensor(t, neg)  # f32[4, 4] | - -
+    exp = aten.exp.default(mul)  # f32[4, 4] | - -
+    sum = aten.sum.dim_IntList(exp, [1], True)  # f32[4, 1] | - -
+    expand = aten.expand.default(sum, [4, 4])  # f32[4, 4] | - -
+    sub = aten.sub.Tensor(expand, mul)  # f32[4, 4] | - -
+    return {
+        "loss": sub,
+        "buffer exp": exp,
+    }
+'''
+
+
+def test_storage_is_spare_once_nobody_reads_it_under_any_name() -> None:
+    (function,) = parse_program(TEXT).functions
+    spare = [sorted(names) for names in spare_operands(function, ())]
+    assert spare == [
+        [],  # the caller's
+        [],
+        [],  # t still looks at it
+        ["neg", "t"],
+        [],  # mul is read again
+        [],  # returned
+        [],  # expand looks at it
+        ["expand", "mul"],
+    ]
+    lines = [in_place(line, function, set(names), Mesh()) for line, names in zip(function.lines, spare, strict=True)]
+    assert [None if found is None else (str(found[0]), found[1][0].name) for found in lines] == [
+        None, None, None, ("aten.mul_.Tensor", "t"), None, None, None, ("aten.sub_.Tensor", "expand"),
+    ]  # fmt: skip
+
+
+def test_reuse_changes_no_bit() -> None:
+    program = parse_program(TEXT)
+    x = torch.randn(4, 4)
+    found = []
+    for reuse in (False, True):
+        given = x.clone()
+        machine = Machine(program, InProcess(Mesh()), torch.device("cpu"), reuse=reuse)
+        found.append(machine.run([{"x": given}])[0])
+        assert torch.equal(given, x)
+    plain, reused = found
+    assert torch.equal(plain["loss"], reused["loss"])
+    assert torch.equal(plain["buffer exp"], reused["buffer exp"])
+
+
+def storages(text: str) -> dict[str, int]:
+    """Where each value of a program lay when it was made."""
+    seen: dict[str, int] = {}
+    machine = Machine(parse_program(text), InProcess(Mesh()), torch.device("cpu"), reuse=True)
+    machine.watch = lambda line, environments: seen.update(
+        (value.name, environments[0][value.name].untyped_storage().data_ptr()) for value in line.results if value
+    )
+    machine.run([{"x": torch.randn(4, 4)}])
+    return seen
+
+
+def test_a_result_takes_the_storage_of_an_operand_that_is_laid_out_alike() -> None:
+    seen = storages(TEXT)
+    assert seen["sub"] != seen["expand"], "an expanded value has one entry for many"
+    assert seen["mul"] != seen["t"], "transposed, it is not laid out as the result"
+    seen = storages(TEXT.replace("aten.t.default(add)", "aten.abs.default(add)"))
+    assert seen["mul"] == seen["t"]
