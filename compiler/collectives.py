@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .mesh import Mesh
-from .placement import AxisType, Placement, Shape, Split, TensorType, local_outer
+from .placement import AxisType, Placement, Shape, Split, TensorType, along, local_outer
 
 
 class TypeFault(ValueError):
@@ -41,14 +41,14 @@ def _moved(type_: TensorType, changes: dict[str, AxisType]) -> TensorType:
     return TensorType(type_.dtype, type_.shape, type_.placement.replace(changes))
 
 
-def _split_at(type_: TensorType, mesh: Mesh, axis: str, dim: int, outer: int) -> Split:
-    """The global ``Split`` of a shard that a rank cuts at local ``(dim, outer)``."""
+def _split_at(type_: TensorType, mesh: Mesh, axes: Sequence[str], dim: int, outer: int) -> dict[str, AxisType]:
+    """The global splits of a shard that a rank cuts at local ``(dim, outer)`` over ``axes``, major first."""
     inside = outer
     for position, name in type_.placement.splits(dim):
         # an axis major to the cut multiplies what lies before it
         if local_outer(type_.placement, mesh, name) <= outer and position <= inside:
             inside *= mesh.size(name)
-    return Split(dim, inside)
+    return along(axes, Split(dim, inside), mesh)
 
 
 def _all_reduce(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
@@ -57,41 +57,41 @@ def _all_reduce(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorTyp
     return _moved(type_, dict.fromkeys(axes_of(args), "I"))
 
 
-def _check_split(type_: TensorType, mesh: Mesh, axis: str, dim: int, outer: int, what: str) -> None:
-    kind = type_.placement[axis]
-    if not isinstance(kind, Split) or kind.dim != dim or local_outer(type_.placement, mesh, axis) != outer:
-        raise TypeFault(f"{what} over `{axis}` at dim {dim}, outer {outer}: `{type_.text(mesh)}` is {kind} there")
+def _check_split(type_: TensorType, mesh: Mesh, args: Sequence[Any], what: str) -> tuple[str, ...]:
+    """The axes of a collective that needs a dim split over them, as by one axis, at local ``(dim, outer)``."""
+    axes, dim, outer = axes_of(args), *args[1:3]
+    kind = type_.placement[axes[0]]
+    if not isinstance(kind, Split) or kind.dim != dim or local_outer(type_.placement, mesh, axes[0]) != outer:
+        raise TypeFault(f"{what} over `{args[0]}` at dim {dim}, outer {outer}: `{type_.text(mesh)}` is {kind} there")
+    if any(type_.placement[axis] != part for axis, part in along(axes, kind, mesh).items()):
+        raise TypeFault(f"{what} over `{args[0]}`: `{type_.text(mesh)}` is not split over them as over one")
+    return axes
 
 
 def _all_gather(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
-    axis, dim, outer = args
-    _check_split(type_, mesh, axis, dim, outer, "all_gather")
-    return _moved(type_, {axis: "I"})
+    return _moved(type_, dict.fromkeys(_check_split(type_, mesh, args, "all_gather"), "I"))
 
 
-def _reduce_scatter(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
-    axis, dim, outer = args
-    _require(type_, axis, "P", mesh, "reduce_scatter")
-    return _moved(type_, {axis: _split_at(type_, mesh, axis, dim, outer)})
+def _cut(what: str, kind: AxisType) -> Callable[[TensorType, Mesh, Sequence[Any]], TensorType]:
+    """What cuts a dim: a value that is ``kind`` over the axes is split over them."""
 
+    def result(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+        axes, dim, outer = axes_of(args), *args[1:]
+        for axis in axes:
+            _require(type_, axis, kind, mesh, what)
+        return _moved(type_, _split_at(type_, mesh, axes, dim, outer))
 
-def _shard(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
-    axis, dim, outer = args
-    _require(type_, axis, "I", mesh, "shard")
-    return _moved(type_, {axis: _split_at(type_, mesh, axis, dim, outer)})
+    return result
 
 
 def _pad(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
-    axis, dim, outer = args
-    _check_split(type_, mesh, axis, dim, outer, "pad")
-    return _moved(type_, {axis: "P"})
+    return _moved(type_, dict.fromkeys(_check_split(type_, mesh, args, "pad"), "P"))
 
 
 def _all_to_all(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
-    axis, dim, outer, to_dim, to_outer = args
-    _check_split(type_, mesh, axis, dim, outer, "all_to_all")
-    gathered = _moved(type_, {axis: "I"})
-    return _moved(type_, {axis: _split_at(gathered, mesh, axis, to_dim, to_outer)})
+    axes = _check_split(type_, mesh, args, "all_to_all")
+    gathered = _moved(type_, dict.fromkeys(axes, "I"))
+    return _moved(gathered, _split_at(gathered, mesh, axes, *args[3:]))
 
 
 def _row_max(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
@@ -143,10 +143,6 @@ def _group_row_max(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[
     return [peak] * len(pieces)
 
 
-def _one_axis(args: Sequence[Any]) -> tuple[str, ...]:
-    return (str(args[0]),)
-
-
 def _some_axes(args: Sequence[Any]) -> tuple[str, ...]:
     return axes_of(args) if args[0] else ()
 
@@ -154,23 +150,23 @@ def _some_axes(args: Sequence[Any]) -> tuple[str, ...]:
 COLLECTIVES: dict[str, Collective] = {
     "parc.all_reduce": Collective(axes_of, _all_reduce, lambda pieces, args: [_sum(pieces)] * len(pieces)),
     "parc.all_gather": Collective(
-        _one_axis, _all_gather, lambda pieces, args: [join_dim(pieces, args[1], args[2])] * len(pieces)
+        axes_of, _all_gather, lambda pieces, args: [join_dim(pieces, args[1], args[2])] * len(pieces)
     ),
     "parc.reduce_scatter": Collective(
-        _one_axis,
-        _reduce_scatter,
+        axes_of,
+        _cut("reduce_scatter", "P"),
         lambda pieces, args: [slice_dim(_sum(pieces), len(pieces), i, *args[1:]) for i in range(len(pieces))],
     ),
-    "parc.all_to_all": Collective(_one_axis, _all_to_all, _group_all_to_all),
+    "parc.all_to_all": Collective(axes_of, _all_to_all, _group_all_to_all),
     "parc.row_max": Collective(_some_axes, _row_max, _group_row_max),
     # these two move no bytes between ranks, but a rank must know where it stands
     "parc.shard": Collective(
-        _one_axis,
-        _shard,
+        axes_of,
+        _cut("shard", "I"),
         lambda pieces, args: [slice_dim(piece, len(pieces), i, *args[1:]) for i, piece in enumerate(pieces)],
         communicates=False,
     ),
-    "parc.pad": Collective(_one_axis, _pad, _group_pad, communicates=False),
+    "parc.pad": Collective(axes_of, _pad, _group_pad, communicates=False),
 }
 """``op(x, axes, …)`` as programs spell them; dims and ``outer`` of their arguments count *local* entries."""
 

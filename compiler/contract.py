@@ -50,6 +50,7 @@ def _walk(program: Program, function: Function, action: str, caller: Origin | No
         if caller is not None and ".*" in origin.module:
             origin = replace(origin, module=caller.module + origin.module.split(".*", 1)[1])
         dtype = str(type_.dtype).removeprefix("torch.")
+        axes = program.mesh.joined(axes)
         yield Message(line.op.removeprefix("parc."), axes, dtype, size, _PHASES[action], origin)
 
 

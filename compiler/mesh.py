@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -19,9 +19,17 @@ class Mesh:
     >>> mesh = Mesh.parse("dp=2, tp=3")
     >>> mesh.world, mesh.coordinates(4), mesh.groups(("dp",))
     (6, {'dp': 1, 'tp': 1}, [[0, 3], [1, 4], [2, 5]])
+
+    An axis may be factored into sub-axes, which are axes like others: text says them together where all are meant.
+
+    >>> mesh = Mesh.parse("dp=2, tp=2*2")
+    >>> mesh.axes, mesh.joined(("dp", "tp_0", "tp_1")), str(mesh), str(mesh.declared)
+    ((('dp', 2), ('tp_0', 2), ('tp_1', 2)), ('dp', 'tp'), 'dp=2, tp=2*2', 'dp=2, tp=4')
     """
 
     axes: tuple[tuple[str, int], ...] = ()
+    factored: tuple[tuple[str, int], ...] = ()
+    """Axes that are factored, with the number of their sub-axes."""
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.axes):
@@ -37,14 +45,23 @@ class Mesh:
             ValueError: the text is not ``name=size, ...``.
         """
         parts = [part.strip() for part in text.split(",")] if text.strip() else []
-        matches = [re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*([0-9]+)", part) for part in parts]
-        axes = tuple((match[1], int(match[2])) for match in matches if match)
-        if len(axes) != len(parts):
+        matches = [re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*([0-9]+(?:\*[0-9]+)*)", part) for part in parts]
+        sizes = {match[1]: tuple(map(int, match[2].split("*"))) for match in matches if match}
+        if len(sizes) != len(parts):
             raise ValueError(f"not a mesh: {text!r}")
-        return cls(axes)
+        return cls(tuple((name, math.prod(found)) for name, found in sizes.items())).factor(sizes)
+
+    def factor(self, sizes: Mapping[str, Sequence[int]]) -> Mesh:
+        """The same ranks, with axes factored into sub-axes ``NAME_0``, ``NAME_1``, … of these sizes, major first."""
+        axes: list[tuple[str, int]] = []
+        for name, size in self.axes:
+            parts = sizes.get(name, (size,))
+            axes += [(f"{name}_{i}", part) for i, part in enumerate(parts)] if len(parts) > 1 else [(name, size)]
+        return Mesh(tuple(axes), tuple((name, len(sizes[name])) for name in self.names if len(sizes.get(name, ())) > 1))
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={size}" for name, size in self.axes)
+        sizes = (f"{name}={'*'.join(str(self.size(part)) for part in self.parts(name))}" for name in self.declared.names)
+        return ", ".join(sizes)
 
     def __contains__(self, axis: object) -> bool:
         return axis in self.names
@@ -53,6 +70,35 @@ class Mesh:
     def names(self) -> tuple[str, ...]:
         """The axes' names, outermost first."""
         return tuple(name for name, _ in self.axes)
+
+    @property
+    def declared(self) -> Mesh:
+        """The mesh with no axis factored: as the plan declares it."""
+        axes: dict[str, int] = {}
+        for name, size in self.axes:
+            axes[self.owner(name)] = axes.get(self.owner(name), 1) * size
+        return Mesh(tuple(axes.items()))
+
+    def parts(self, axis: str) -> tuple[str, ...]:
+        """The sub-axes of a declared axis, major first; itself where it is not factored."""
+        return tuple(f"{axis}_{i}" for i in range(dict(self.factored).get(axis, 0))) or (axis,)
+
+    def owner(self, axis: str) -> str:
+        """The declared axis that an axis belongs to."""
+        return next((name for name, _ in self.factored if axis in self.parts(name)), axis)
+
+    def joined(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Axes as text says them: a factored axis by its own name where all its sub-axes stand, in order."""
+        result = list(axes)
+        for axis, count in self.factored:
+            for at in range(len(result) - count + 1):
+                if tuple(result[at : at + count]) == self.parts(axis):
+                    result[at : at + count] = [axis]
+        return tuple(result)
+
+    def spread(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The inverse of ``joined``."""
+        return tuple(part for axis in axes for part in self.parts(axis))
 
     @property
     def world(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 import torch
 
@@ -32,6 +32,9 @@ class Split:
 AxisType = Literal["R", "I", "P"] | Split
 """``R`` same value, used by each rank for its own part; ``I`` same value, used alike by all; ``P`` true value is the
 sum over the ranks; ``Split``. Gradients have the dual types: R and P swap, I and Split stay."""
+
+
+Kind = TypeVar("Kind", bound=AxisType)
 
 
 def parse_kind(text: str) -> AxisType:
@@ -96,6 +99,16 @@ class Placement:
     def split_axes(self) -> tuple[str, ...]:
         """Axes that split some dim, in mesh order."""
         return tuple(axis for axis, kind in self.types if isinstance(kind, Split))
+
+
+def along(axes: Iterable[str], kind: Kind, mesh: Mesh) -> dict[str, Kind]:
+    """The types of several axes that together are as one of type ``kind``: of a split the first is the major one."""
+    types: dict[str, Kind] = {}
+    for axis in axes:
+        types[axis] = kind
+        if isinstance(kind, Split):
+            kind = replace(kind, outer=kind.outer * mesh.size(axis))
+    return types
 
 
 def parts(placement: Placement, mesh: Mesh, dim: int) -> int:
@@ -252,7 +265,7 @@ class TensorType:
     def text(self, mesh: Mesh) -> str:
         """The one notation of programs, reports and errors."""
         dims = ", ".join(_dim_text(size, self.placement.splits(dim), mesh) for dim, size in enumerate(self.shape))
-        sums = "".join(f" +{axis}" for axis in self.placement.partial)
+        sums = "".join(f" +{axis}" for axis in mesh.joined(self.placement.partial))
         return f"{_NAMES[self.dtype]}[{dims}]{sums}"
 
 
@@ -268,7 +281,7 @@ def _dim_text(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> str:
         axes.append(axis)
         end = outer * mesh.size(axis)
     pieces.append((size // start, axes))
-    words = ["/".join([str(count), *names]) for count, names in pieces]
+    words = ["/".join([str(count), *mesh.joined(names)]) for count, names in pieces]
     return words[0] if len(words) == 1 else f"({' '.join(words)})"
 
 
@@ -291,13 +304,13 @@ def parse_type(text: str, mesh: Mesh) -> TensorType:
         for word in entry.strip("()").split(" "):
             count, *axes = word.split("/")
             outer = size
-            for axis in axes:
+            for axis in mesh.spread(axes):
                 _claim(types, axis, Split(dim, outer), mesh, text)
                 outer *= mesh.size(axis)
             size *= int(count)
         shape.append(size)
-    for axis in match[3].split():
-        _claim(types, axis[1:], "P", mesh, text)
+    for axis in mesh.spread(word[1:] for word in match[3].split()):
+        _claim(types, axis, "P", mesh, text)
     return TensorType(_DTYPES[match[1]], tuple(shape), Placement.of(mesh, types))
 
 

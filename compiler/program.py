@@ -166,15 +166,10 @@ class Program:
 
     def text(self) -> str:
         """The program's one canonical text."""
-        head = f'"""parc program: role {self.role}, action {self.action}"""\n\nmesh({mesh_text(self.mesh)})\n'
+        head = f'"""parc program: role {self.role}, action {self.action}"""\n\nmesh({self.mesh})\n'
         if self.operators:
             head += f"operators({', '.join(map(json.dumps, self.operators))})\n"
         return head + "".join(f"\n\n{_function_text(function, self.mesh)}" for function in self.functions)
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """``dp=2, tp=4``."""
-    return ", ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.names)
 
 
 def _function_text(function: Function, mesh: Mesh) -> str:
@@ -185,8 +180,11 @@ def _function_text(function: Function, mesh: Mesh) -> str:
     rows.append("):")
     for line in function.lines:
         names = ", ".join("_" if value is None else value.name for value in line.results)
-        words = [argument_text(item) for item in line.args]
-        words += [f"{key}={argument_text(item)}" for key, item in line.kwargs]
+        args = line.args
+        if line.op in COLLECTIVES and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], ",".join(mesh.joined(args[1].split(","))), *args[2:])
+        words = [argument_text(item, mesh) for item in args]
+        words += [f"{key}={argument_text(item, mesh)}" for key, item in line.kwargs]
         types = "; ".join("-" if value is None else value.type.text(mesh) for value in line.results)
         rows.append(f"    {names} = {line.op}({', '.join(words)})  # {types} | {line.origin}")
     rows.append("    return {")
@@ -196,18 +194,18 @@ def _function_text(function: Function, mesh: Mesh) -> str:
     return "\n".join([*rows, "    }", ""])
 
 
-def argument_text(item: Any) -> str:
+def argument_text(item: Any, mesh: Mesh) -> str:
     """One argument as it stands in a program."""
     if isinstance(item, Ref):
         return item.name
     if isinstance(item, Cut):
-        return "/".join([str(item.size), *item.axes])
+        return "/".join([str(item.size), *mesh.joined(item.axes)])
     if isinstance(item, torch.dtype):
         return str(item)
     if isinstance(item, list):
-        return f"[{', '.join(map(argument_text, item))}]"
+        return f"[{', '.join(argument_text(inner, mesh) for inner in item)}]"
     if isinstance(item, tuple):
-        return f"({', '.join(map(argument_text, item))}{',' if len(item) == 1 else ''})"
+        return f"({', '.join(argument_text(inner, mesh) for inner in item)}{',' if len(item) == 1 else ''})"
     if isinstance(item, str):
         return ast.unparse(ast.Constant(item))
     if item is None or isinstance(item, (bool, int, float)):

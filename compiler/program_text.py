@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .collectives import COLLECTIVES
 from .mesh import Mesh
 from .placement import TensorType, parse_type
 from .program import Cut, Function, Line, Origin, Program, Ref, Value, allowed
@@ -101,11 +102,11 @@ class _Reader:
         axes = []
         for item in keywords:
             match item:
-                case ast.keyword(arg=str() as axis, value=ast.Constant(value=int() as size)):
-                    axes.append((axis, size))
+                case ast.keyword(arg=str() as axis, value=ast.Constant() | ast.BinOp() as size):
+                    axes.append(f"{axis}={ast.unparse(size)}".replace(" ", ""))
                 case _:
                     raise self.fail(at, "the mesh's axes are whole numbers")
-        return Mesh(tuple(axes))
+        return Mesh.parse(", ".join(axes))
 
     def type(self, text: str) -> TensorType:
         """The type that a text says, which a rank can hold a piece of."""
@@ -179,6 +180,8 @@ class _FunctionReader:
             unknown = "; is the module that registers it imported?" if op in self.reader.custom else ""
             raise fail(node, f"`{op}` is not an operator that a program may use{unknown}")
         given = tuple(self._argument(item) for item in args)
+        if op in COLLECTIVES and len(given) > 1 and isinstance(given[1], str):
+            given = (given[0], ",".join(self.reader.mesh.spread(given[1].split(","))), *given[2:])
         named = tuple((str(item.arg), self._argument(item.value)) for item in keywords)
         if op in self.known and (named or not all(isinstance(item, Ref) for item in given)):
             raise fail(node, f"`{op}` is a function and takes values alone")
@@ -223,9 +226,11 @@ class _FunctionReader:
     def _cut(self, at: ast.expr, whole: Any, axis: str) -> Cut:
         size, axes = (whole.size, whole.axes) if isinstance(whole, Cut) else (whole, ())
         mesh = self.reader.mesh
-        if axis not in mesh.names or axis in axes or isinstance(size, bool) or not isinstance(size, int):
+        found = (*axes, *mesh.parts(axis))
+        known = len(set(found)) == len(found) and set(found) <= set(mesh.names)
+        if not known or isinstance(size, bool) or not isinstance(size, int):
             raise self.reader.fail(at, f"`{ast.unparse(at)}` does not cut a size over axes of the mesh")
-        cut = Cut(size, (*axes, axis))
+        cut = Cut(size, found)
         if size % math.prod(mesh.size(name) for name in cut.axes):
             raise self.reader.fail(at, f"`{ast.unparse(at)}` does not divide")
         return cut

@@ -109,8 +109,11 @@ def _question(line: Line, values: Mapping[str, Value], mesh: Mesh) -> _Question:
     operands = tuple(values[name].type for name in line.uses())
     declared = tuple(None if value is None else value.type for value in line.results)
     names = iter(f"%{index}" for index in range(len(operands)))
-    words = [argument_text(map_references(item, lambda _: Ref(next(names)))) for item in line.args]
-    words += [f"{key}={argument_text(map_references(item, lambda _: Ref(next(names))))}" for key, item in line.kwargs]
+
+    def word(item: object) -> str:
+        return argument_text(map_references(item, lambda _: Ref(next(names))), mesh)
+
+    words = [*map(word, line.args), *(f"{key}={word(item)}" for key, item in line.kwargs)]
     return _Question(f"{line.op}({', '.join(words)})", TABLE.get(line.op), operands, declared, mesh, line)
 
 

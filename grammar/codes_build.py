@@ -172,6 +172,15 @@ WORLD_SIZE = Code(
     instead="parc run build --nproc 4",
     language="shell",
 )
+KEPT_TWICE = Code(
+    name="P0220",
+    title="heads of keys and values are kept by several ranks",
+    why="there are fewer of them than ranks of the axis over which they are split. Each is computed where it is used,"
+    " without communication; gradients of the copies are summed once a step.",
+    example='include "parc:llama" (tp=4)   # num_key_value_heads=2',
+    instead='include "parc:llama" (tp=2)',
+    language="shell",
+)
 BAD_NUMBER = Code(
     name="P0302",
     title="the loss or a gradient is not a finite number",

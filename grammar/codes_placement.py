@@ -70,3 +70,12 @@ REPEATED_PLACEMENT = Code(
     example="mesh tp=2\ncolumn blocks.*.mlp.up over tp\ncolumn blocks.0.mlp.up over tp",
     instead="mesh tp=2\ncolumn blocks.*.mlp.up over tp",
 )
+UNEVEN_HEADS = Code(
+    name="P0112",
+    title="attention heads do not divide over the ranks",
+    why="a rank computes whole heads. Queries' heads divide by the ranks; heads of keys and values may be fewer, where"
+    " they divide the ranks: then several ranks keep a copy of each.",
+    example='mesh tp=4\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)   # 6 heads',
+    instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)",
+    language="shell",
+)

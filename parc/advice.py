@@ -14,7 +14,7 @@ from parc.passes.partition import Reshard
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Every warning of a compiled plan: its lines', its reshards', its operators without a rule, its loss's."""
-    found = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled))
+    found = (*compiled.copies.notes, *_reshards(compiled), *_rules(compiled), *_averaged(compiled))
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *found)
 
 

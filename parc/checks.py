@@ -173,7 +173,7 @@ def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mappi
     memory = memory_of(compiled, programs, stored)
     role = programs["F"].role
     return {
-        "mesh": dict(compiled.mesh.axes),
+        "mesh": dict(compiled.mesh.declared.axes),
         "world": compiled.mesh.world,
         "sizes": {name: str(size) for name, size in plan.sizes.items()},
         "roles": [role],

@@ -19,7 +19,6 @@ from parc.compiler.callables import CallableError, target_hash
 from parc.compiler.capture import Captured, CaptureError, InputSpec, capture, user_frame
 from parc.compiler.directives.schedule import ACCUMULATE
 from parc.compiler.mesh import Mesh
-from parc.compiler.placement import Split
 from parc.compiler.plan import Plan
 from parc.compiler.recipes import Recorded, record
 from parc.compiler.resolve import Resolved, resolve
@@ -37,6 +36,7 @@ from parc.grammar.codes_build import (
 )
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.initial_weights import init_facts
+from parc.passes.heads import Copies, find_copies
 from parc.passes.own_rules import RuleMisfit
 from parc.passes.pipeline import Built, Request, build_programs, names_of
 
@@ -59,6 +59,7 @@ class Compiled:
     sizes: dict[str, int]
     overrides: dict[str, Any]
     request: Request
+    copies: Copies
     seconds: dict[str, float] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
 
@@ -73,18 +74,18 @@ def compile_plan(
     plan: Plan,
     folder: Path,
     *,
-    mesh: Mesh | None = None,
     overrides: Mapping[str, Any] | None = None,
+    copies: Copies | None = None,
     progress: Progress = lambda _: None,
 ) -> Compiled:
     """Capture the model and run every pass.
 
-    ``mesh`` and ``overrides`` make the plan's twin: other sizes of the axes, other arguments of the model.
+    ``overrides`` and ``copies`` make the plan's twin: other arguments of the model, and what its plan keeps on several
+    ranks, where it is not to be found out.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
-    mesh = plan.mesh if mesh is None else mesh
     lines = task_lines(plan)
     seconds: dict[str, float] = {}
     progress("capture")
@@ -94,12 +95,14 @@ def compile_plan(
     with _timed(seconds, "passes"):
         resolved = resolve(plan, names_of(captured))
         frozen = _frozen(plan, recorded, captured, resolved)
+        copies = find_copies(captured, plan, resolved.seeds) if copies is None else copies
+        mesh = plan.mesh.factor(copies.sizes)
         claims = []
         for seed in resolved.seeds:
-            split = None if seed.dim is None else Split(seed.dim, seed.outer)
             kind = "frozen" if seed.value in frozen else "parameter"
             kind = "input" if seed.value in lines.inputs else kind
-            claims.append((f"{kind} {seed.value}", seed.axis, split, seed.span.root.line))
+            for axis, split in copies.splits(seed, mesh).items():
+                claims.append((f"{kind} {seed.value}", axis, split, seed.span.root.line))
         accumulate = getattr(torch, ACCUMULATE[plan.accumulate])
         request = Request(tuple(claims), plan.microbatches, plan.seed, frozen, accumulate)
         try:
@@ -113,7 +116,7 @@ def compile_plan(
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
         plan, folder, mesh, lines, recorded, captured, resolved, built, actions, sizes,
-        dict(overrides or {}), request, seconds, frozen,
+        dict(overrides or {}), request, copies, seconds, frozen,
     )  # fmt: skip
 
 
@@ -252,7 +255,7 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
         "sizes": compiled.sizes,
         "loss": {"kind": plan.loss.kind, "target": plan.loss.target, "operands": list(plan.loss.operands),
                  "ignore": plan.loss.ignore},
-        "mesh": dict(compiled.mesh.axes),
+        "mesh": dict(compiled.mesh.declared.axes),
         "microbatches": plan.microbatches,
         "optimizer": optimizer_facts(compiled),
         "frozen": sorted(compiled.frozen),

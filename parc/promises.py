@@ -48,6 +48,10 @@ def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
     programs = compiled.built.programs
     found = [message for action in _ACTIONS if action in programs for message in messages(programs[action], action)]
     names = names_of(compiled.captured)
+
+    def owners(message: Message) -> tuple[str, ...]:
+        return tuple(map(compiled.mesh.owner, message.axes))
+
     for promise in compiled.plan.promises:
         modules: list[str] = []
         for word in promise.where:
@@ -56,7 +60,7 @@ def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
                 yield result
             else:
                 modules += result
-        meant = [message for message in found if promise.means(message.op, message.axes, message.phase)]
+        meant = [message for message in found if promise.means(message.op, owners(message), message.phase)]
         inside = {module: [m for m in meant if _within(m.origin.module, module)] for module in modules}
         if promise.count == 0:
             yield from _forbidden(compiled, promise, [m for part in inside.values() for m in part])
@@ -126,7 +130,8 @@ def _cause(message: Message) -> str:
 
 def _related(compiled: Compiled, message: Message) -> tuple[Label, ...]:
     """The line that asked for it: one that places a weight of the module over the axis, else what the program says."""
-    seeds = (seed for seed in compiled.resolved.seeds if seed.axis in message.axes and message.origin.module)
+    axes = tuple(map(compiled.mesh.owner, message.axes))
+    seeds = (seed for seed in compiled.resolved.seeds if seed.axis in axes and message.origin.module)
     near = next((seed.span for seed in seeds if _within(seed.value, message.origin.module)), None)
     span = near if near is not None else line_span(compiled, message.origin.plan)
     return (Label(span, "placed by this line"),) if span is not None else ()

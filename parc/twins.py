@@ -63,7 +63,7 @@ def _meshes(mesh: Mesh) -> Iterator[Mesh]:
     choices += [{axis: min(size, 4) for axis, size in mesh.axes}, dict(mesh.axes)]
     seen = set()
     for choice in choices:
-        candidate = Mesh(tuple(choice.items()))
+        candidate = replace(mesh, axes=tuple(choice.items()))
         if candidate.world <= _TWIN_WORLD and candidate not in seen:
             seen.add(candidate)
             yield candidate
@@ -80,7 +80,9 @@ def _twin(compiled: Compiled, mesh: Mesh) -> Compiled:
             unit = mesh.world * (plan.microbatches if name == "B" else 4)
             chosen = min(size.high, unit * 2 if name == "B" else max(unit, 16))
         sizes[name] = SizeRange(int(chosen), int(chosen))
-    twin = compile_plan(replace(plan, sizes=sizes, mesh=mesh), compiled.folder, mesh=mesh, overrides=given)
+    factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
+    copies = replace(compiled.copies, sizes=factors)
+    twin = compile_plan(replace(plan, sizes=sizes, mesh=mesh.declared), compiled.folder, overrides=given, copies=copies)
     if work_of(twin) > _LARGE_WORK:
         line = plan.verify or plan.model
         raise PlanError([Diagnostic(

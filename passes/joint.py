@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from ..compiler.mesh import Mesh
 from ..compiler.ops import OPS
-from ..compiler.placement import Placement, TensorType, parse_kind
+from ..compiler.placement import Placement, TensorType, along, parse_kind
 from ..compiler.program import Origin
 from ..compiler.torch_private import proxy_node, trace, tracing_graph
 from ..compiler.typing import infer, place_created
@@ -199,8 +199,7 @@ def _type_node(node: fx.Node, known: Mapping[fx.Node, Placement], mesh: Mesh) ->
     operands = [node_type(operand).placement for operand in operands_of(node)]
     if node.target is OPS.convert.default:
         axes, _, result = (str(text) for text in node.args[1:])
-        kind = parse_kind(result)
-        placements = [operands[0].replace(dict.fromkeys(axes.split(","), kind)).data()]
+        placements = [operands[0].replace(along(axes.split(","), parse_kind(result), mesh)).data()]
     elif node.target is OPS.row_max.default:
         over = [axis for axis in str(node.args[1]).split(",") if axis]
         placements = [operands[0].replace(dict.fromkeys(over, "I"))]

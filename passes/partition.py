@@ -126,8 +126,9 @@ class Partition:
         if (source, result) != ("I", "R"):
             local = self.type_of(key, have).local(self.mesh)
             size = math.prod(local) * fake(key).dtype.itemsize
-            for axis in axes:
-                self.reshards.append(Reshard(key[0].name, have[axis], want[axis], axis, cause, size, self.reader))
+            for name in self.mesh.joined(axes):
+                axis = self.mesh.parts(name)[0]
+                self.reshards.append(Reshard(key[0].name, have[axis], want[axis], name, cause, size, self.reader))
         return node
 
     def rebuild(self, key: Key, want: Placement) -> fx.Node | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from ..compiler.collectives import TypeFault
 from ..compiler.mesh import Mesh
-from ..compiler.placement import AxisType, Placement, Split, dual, local_shape
+from ..compiler.placement import AxisType, Placement, Split, along, dual, local_shape
 
 Changes = tuple[tuple[str, AxisType], ...]
 """What one step changes: axes with their new types, all from one type to one type."""
@@ -40,7 +40,7 @@ def cheapest_path(
         if at in done:
             continue
         done.add(at)
-        for order, step in enumerate(_steps(at, want, lifts)):
+        for order, step in enumerate(_steps(at, want, mesh, lifts)):
             after = at.replace(dict(step))
             if after in done or not fits(shape, after, mesh):
                 continue
@@ -51,27 +51,42 @@ def cheapest_path(
     raise TypeFault(f"there is no conversion from {have} to {want}")
 
 
-def _steps(at: Placement, want: Placement, lifts: bool) -> Iterator[Changes]:
+def _steps(at: Placement, want: Placement, mesh: Mesh, lifts: bool) -> Iterator[Changes]:
     """The next steps, in the order in which they are tried."""
     open_ = [(axis, old, want[axis]) for axis, old in at.items() if old != want[axis]]
     marks = tuple((axis, new) for axis, old, new in open_ if (old, new) == ("I", "R"))
     if marks and lifts:
         yield marks
-    inner_first = sorted(open_, key=lambda entry: -entry[1].outer if isinstance(entry[1], Split) else 0)
-    outer_first = sorted(open_, key=lambda entry: entry[2].outer if isinstance(entry[2], Split) else 0)
-    yield from (((axis, new),) for axis, old, new in outer_first if isinstance(new, Split) and old == "P")
-    yield from (((axis, new),) for axis, old, new in outer_first if isinstance(new, Split) and old in ("I", "R"))
-    yield from (((axis, new),) for axis, old, new in outer_first if isinstance(new, Split) and isinstance(old, Split))
+
+    def moved(axes: Sequence[str], new: AxisType) -> Changes:
+        return tuple(along(axes, new, mesh).items())
+
+    units = [*_as_one(at, want, mesh), *(((axis,), old, new) for axis, old, new in open_)]
+    inner_first = sorted(units, key=lambda entry: -entry[1].outer if isinstance(entry[1], Split) else 0)
+    outer_first = sorted(units, key=lambda entry: entry[2].outer if isinstance(entry[2], Split) else 0)
+    yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and old == "P")
+    yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and old in ("I", "R"))
+    yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and isinstance(old, Split))
     sums = [axis for axis, old, new in open_ if old == "P"]
     whole = [axis for axis in sums if not isinstance(want[axis], Split)]
     for axes in dict.fromkeys((tuple(whole), tuple(sums))):
         if axes:  # a sum to R is a sum to I, then the mark that its gradient will be summed
             yield tuple((axis, "I") for axis in axes)
-    for axis, old, new in inner_first:
+    for group, old, new in inner_first:
         if isinstance(old, Split):
-            yield ((axis, "I" if isinstance(new, Split) or new == "P" else new),)
+            yield moved(group, "I" if isinstance(new, Split) or new == "P" else new)
     if marks and not lifts:
         yield marks
+
+
+def _as_one(at: Placement, want: Placement, mesh: Mesh) -> Iterator[tuple[tuple[str, ...], AxisType, AxisType]]:
+    """Factored axes whose sub-axes are together as one axis, before and after: they move in one message."""
+    for axis, _ in mesh.factored:
+        parts = mesh.parts(axis)
+        old, new = at[parts[0]], want[parts[0]]
+        ends = ((at, old), (want, new))
+        if old != new and all(place[p] == kind for place, first in ends for p, kind in along(parts, first, mesh).items()):
+            yield parts, old, new
 
 
 def fits(shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> bool:

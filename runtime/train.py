@@ -129,6 +129,6 @@ def run_facts(session: Session) -> dict[str, Any]:
     manifest = session.build.manifest
     return {
         "parc": manifest["parc"], "torch": torch.__version__, "python": sys.version.split()[0],
-        "mesh": dict(session.mesh.axes), "plan": manifest["files"]["plan.parc"], "device": session.device.type,
+        "mesh": dict(session.mesh.declared.axes), "plan": manifest["files"]["plan.parc"], "device": session.device.type,
         "microbatches": manifest["microbatches"], "start": session.step_number,
     }  # fmt: skip
