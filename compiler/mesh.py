@@ -33,9 +33,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.axes):
-            raise ValueError(f"an axis is named twice: {self}")
+            raise ValueError(f"an axis is named twice: {self.names}")
         if any(size < 1 for _, size in self.axes):
-            raise ValueError(f"an axis has a size below 1: {self}")
+            raise ValueError(f"an axis has a size below 1: {self.axes}")
 
     @classmethod
     def parse(cls, text: str) -> Mesh:

@@ -87,6 +87,15 @@ class Placement:
         """What the bytes say: ``R`` and ``I`` hold the same value, so both read ``I``."""
         return Placement(tuple((axis, "I" if kind == "R" else kind) for axis, kind in self.types))
 
+    def joined(self, mesh: Mesh) -> dict[str, AxisType]:
+        """The types by axis, where sub-axes that are together as one axis are one."""
+        types = dict(self.types)
+        for axis, _ in mesh.factored:
+            parts = mesh.parts(axis)
+            if along(parts, types[parts[0]], mesh).items() <= types.items():
+                types = {axis if name == parts[0] else name: k for name, k in types.items() if name not in parts[1:]}
+        return types
+
     @property
     def partial(self) -> tuple[str, ...]:
         """Axes over which the value is still to be summed."""

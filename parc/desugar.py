@@ -59,7 +59,7 @@ def _factors(type_: TensorType, dim: int, mesh: Mesh) -> Iterator[str]:
         if outer != inside:
             yield _factor(axes, outer // start)
             axes, start, inside = [], outer, outer
-        axes.append(axis)
+        axes.append(mesh.owner(axis))
         inside *= mesh.size(axis)
     yield _factor(axes, None)
 
@@ -67,7 +67,7 @@ def _factors(type_: TensorType, dim: int, mesh: Mesh) -> Iterator[str]:
 def _factor(axes: list[str], size: int | None) -> str:
     if not axes:
         return "_" if size is None else str(size)
-    return "/".join(["_", *axes]) + (f"={size}" if size is not None else "")
+    return "/".join(["_", *dict.fromkeys(axes)]) + (f"={size}" if size is not None else "")
 
 
 def _types(compiled: Compiled) -> dict[str, TensorType]:

@@ -81,12 +81,10 @@ def _steps(at: Placement, want: Placement, mesh: Mesh, lifts: bool) -> Iterator[
 
 def _as_one(at: Placement, want: Placement, mesh: Mesh) -> Iterator[tuple[tuple[str, ...], AxisType, AxisType]]:
     """Factored axes whose sub-axes are together as one axis, before and after: they move in one message."""
+    before, after = at.joined(mesh), want.joined(mesh)
     for axis, _ in mesh.factored:
-        parts = mesh.parts(axis)
-        old, new = at[parts[0]], want[parts[0]]
-        ends = ((at, old), (want, new))
-        if old != new and all(place[p] == kind for place, first in ends for p, kind in along(parts, first, mesh).items()):
-            yield parts, old, new
+        if axis in before and axis in after and before[axis] != after[axis]:
+            yield mesh.parts(axis), before[axis], after[axis]
 
 
 def fits(shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> bool:

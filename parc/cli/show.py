@@ -109,7 +109,7 @@ def _parameters(build: Build) -> list[dict[str, Any]]:
     rows = []
     for name, text in build.manifest["parameters"].items():
         type_ = parse_type(text, mesh)
-        placement = {axis: str(kind) for axis, kind in type_.placement.items()}
+        placement = {axis: str(kind) for axis, kind in type_.placement.joined(mesh).items()}
         size = math.prod(type_.local(mesh)) * type_.dtype.itemsize
         rows.append(
             {"name": name, "type": text, "shape": list(type_.shape), "placement": placement, "local_bytes": size}

@@ -17,9 +17,11 @@ from parc.compiler.program import Cut, Function, Line, Origin, Program, Ref, Val
 AXES = ("dp", "tp", "cp")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
-meshes = st.lists(st.integers(2, 3), min_size=1, max_size=3).map(
+plain_meshes = st.lists(st.integers(2, 3), min_size=1, max_size=3).map(
     lambda sizes: Mesh(tuple(zip(AXES, sizes, strict=False)))
 )
+factored_meshes = st.sampled_from([Mesh.parse("dp=2, tp=2*3"), Mesh.parse("dp=2*2, tp=3"), Mesh.parse("tp=2*2")])
+meshes = st.one_of(plain_meshes, factored_meshes)
 
 
 @st.composite

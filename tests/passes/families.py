@@ -42,15 +42,15 @@ LINES = dict.fromkeys(("Llama", "Qwen2", "Qwen3", "Mistral", "Olmo2", "Gemma2"),
 """Family → its placement lines."""
 
 
-def make(family: str, kv_heads: int) -> nn.Module:
+def make(family: str, kv_heads: int, heads: int = 4) -> nn.Module:
     """A small causal language model of a family."""
-    sizes: dict[str, Any] = {**_SIZES, "num_key_value_heads": kv_heads}
+    sizes: dict[str, Any] = {**_SIZES, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     name = f"{family}ForCausalLM"
     if family == "GPT2":
         name = "GPT2LMHeadModel"
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 48, "n_positions": 64, "use_cache": False,
                  "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-    if family in ("Qwen3", "Gemma2"):
+    if family in ("Qwen3", "Gemma2") or heads != 4:
         sizes["head_dim"] = 8
     config = getattr(transformers, f"{family}Config")(**sizes)
     model: nn.Module = getattr(transformers, name)(config)

@@ -12,6 +12,7 @@ import pytest
 from parc.compiler.contract import communication_table
 from parc.compiler.plan import read_plan
 from parc.driver import Compiled, compile_plan
+from parc.grammar.source import Source
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LAYERS, WIDTH, BATCH, LENGTH, VOCAB = 2, 64, 8, 128, 512
@@ -63,6 +64,22 @@ def test_llama_is_megatrons_closed_form(dp: int, tp: int) -> None:
         expected["dp", "step", "all_reduce"] = (len(parameters) + 1, (sum(parameters) + 1) * F32)  # and the loss
     counts, sizes = sent(made)
     assert {key: (counts[key], sizes[key]) for key in counts} == expected
+
+
+@pytest.mark.parametrize(("dp", "tp", "kv_heads"), [(1, 4, 2), (2, 4, 1), (1, 8, 2)])
+def test_few_key_heads_cost_one_sum_of_their_gradients_a_step(dp: int, tp: int, kv_heads: int) -> None:
+    """As in Megatron-LM each group of ranks keeps a copy of its key head; beside that nothing changes."""
+    defines = {"dp": str(dp), "tp": str(tp), "layers": str(LAYERS), "width": str(WIDTH)}
+    text = (EXAMPLES / "llama.parc").read_text().replace("kv_heads=4", f"kv_heads={kv_heads}")
+    counts, sizes = sent(compile_plan(read_plan(Source("llama.parc", text), defines), EXAMPLES))
+    usual, usual_sizes = sent(compiled("llama.parc", dp, tp if tp < 8 else 4))
+    inner = [key for key in usual if key[1] != "step"]
+    assert {key: (counts[key], sizes[key]) for key in counts if key[1] != "step"} == {
+        key: (usual[key], usual_sizes[key]) for key in inner
+    }
+    copies = ",".join(["dp"] * (dp > 1) + ["tp_1" if kv_heads > 1 else "tp"]), "step", "all_reduce"
+    key_bytes = WIDTH // 8 * WIDTH * F32  # of one head, all that a rank holds
+    assert (counts[copies], sizes[copies]) == (2 * LAYERS, 2 * LAYERS * key_bytes)
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -11,14 +11,15 @@ from parc.checks import check_build
 from parc.compiler.contract import step_messages
 from parc.compiler.plan import read_plan
 from parc.driver import Compiled, compile_plan
+from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 
 from .families import LINES
 
 
-def build(family: str, dp: int, tp: int, kv_heads: int, microbatches: int) -> Compiled:
+def build(family: str, dp: int, tp: int, kv_heads: int, microbatches: int, heads: int = 4) -> Compiled:
     """The family under its plan; every check of a build must pass."""
-    text = f"""model "./families.py:make" (family="{family}", kv_heads={kv_heads})
+    text = f"""model "./families.py:make" (family="{family}", kv_heads={kv_heads}, heads={heads})
 input input_ids int64 [B, S]
 input targets int64 [B, S]
 sizes B=8, S=16
@@ -56,9 +57,35 @@ def test_data_and_tensor_parallel(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (4, 2), (2, 1), (4, 4)])
-def test_key_heads_above_at_and_below_the_ranks(family: str, tp: int, kv_heads: int) -> None:
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (4, 2), (2, 1), (4, 1)])
+def test_key_heads_above_and_below_the_ranks_move_nothing(family: str, tp: int, kv_heads: int) -> None:
     found = counts(build(family, 1, tp, kv_heads, microbatches=1))
-    assert found["tp", "forward", "all_reduce"] == 6 and found["tp", "backward", "all_reduce"] == 5
-    moved = sum(count for (_, _, op), count in found.items() if op in ("all_gather", "all_to_all", "reduce_scatter"))
-    assert (moved > 0) == (kv_heads < tp), f"{found}: keys and values move only where there are too few heads"
+    assert found.pop(("tp", "forward", "all_reduce")) == 6 and found.pop(("tp", "backward", "all_reduce")) == 5
+    found.pop(("tp", "forward", "row_max"))
+    copies = 0 if kv_heads >= tp else 4 if family == "Llama" else 8  # k and v of two layers; Qwen2 has biases
+    axis = "tp_1" if 1 < kv_heads < tp else "tp"
+    norms = {("tp", "step", "all_reduce"): 1, ("tp_0", "step", "all_reduce"): int(axis == "tp_1")}
+    assert found == Counter({(axis, "step", "all_reduce"): copies}) + Counter(norms)
+
+
+@pytest.mark.parametrize(("family", "kv_heads"), [("Olmo2", 2), ("Gemma2", 1), ("Qwen3", 2)])
+def test_few_key_heads_of_other_families_move_nothing(family: str, kv_heads: int) -> None:
+    found = counts(build(family, 2, 4, kv_heads, microbatches=2))
+    assert {op for _, _, op in found} == {"all_reduce", "row_max"}
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "kv_heads", "said"),
+    [
+        (8, 4, 4, "4 heads do not divide by tp=8"),
+        (8, 4, 2, "4 heads do not divide by tp=8"),
+        (2, 6, 3, "3 heads of keys and values neither divide by tp=2 nor divide it"),
+    ],
+)
+def test_heads_that_do_not_fit_the_ranks_are_refused(tp: int, heads: int, kv_heads: int, said: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        build("Llama", 1, tp, kv_heads, microbatches=1, heads=heads)
+    legal = {4: "1, 2, 4", 6: "1, 3, 6"}[heads]
+    text = str(refused.value)
+    assert text.startswith(f"error[P0112]: {said}\n --> family.parc:8:8\n") and text.endswith(f": {legal}")
+    assert "modeling_llama.py:" in text and "declared here" in text

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from parc.compiler.collectives import COLLECTIVES, lower
 from parc.compiler.mesh import Mesh
-from parc.compiler.placement import AxisType, Placement, Split, assemble, take
+from parc.compiler.placement import AxisType, Placement, Split, along, assemble, take
 from parc.passes.paths import Changes, cheapest_path, fits
 from parc.runtime.backends.in_process import InProcess
 
-MESH = Mesh((("dp", 2), ("tp", 2), ("ax", 3)))
+MESH = Mesh.parse("dp=2, tp=2, ax=3")
+FACTORED = Mesh.parse("dp=2, tp=2*3")
 SHAPE = (12, 24)
 
 
@@ -25,22 +26,26 @@ def kinds(draw: st.DrawFn, partial: bool) -> AxisType:
 
 
 @st.composite
-def placements(draw: st.DrawFn, partial: bool) -> Placement:
+def placements(draw: st.DrawFn, mesh: Mesh, partial: bool) -> Placement:
     """A placement of SHAPE that nests and divides."""
-    found = Placement.whole(MESH)
-    for axis in draw(st.permutations(MESH.names)):
-        changed = found.replace({axis: draw(kinds(partial))})
-        found = changed if fits(SHAPE, changed, MESH) else found
+    found = Placement.whole(mesh)
+    for name in draw(st.permutations(mesh.declared.names)):
+        together = draw(st.booleans())
+        for axes in [mesh.parts(name)] if together else [(axis,) for axis in mesh.parts(name)]:
+            changed = found.replace(along(axes, draw(kinds(partial)), mesh))
+            found = changed if fits(SHAPE, changed, mesh) else found
     return found
 
 
-def walk(have: Placement, path: tuple[Changes, ...], pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+def walk(
+    have: Placement, path: tuple[Changes, ...], pieces: list[torch.Tensor], mesh: Mesh = MESH
+) -> list[torch.Tensor]:
     """Every rank's piece after the steps, each lowered to its collective."""
-    backend = InProcess(MESH)
+    backend = InProcess(mesh)
     for step in path:
         want = have.replace(dict(step))
-        assert fits(SHAPE, want, MESH)
-        lowered = lower(",".join(axis for axis, _ in step), have, want, MESH)
+        assert fits(SHAPE, want, mesh)
+        lowered = lower(",".join(axis for axis, _ in step), have, want, mesh)
         if lowered is not None:
             op, args = lowered
             assert op in COLLECTIVES
@@ -49,9 +54,10 @@ def walk(have: Placement, path: tuple[Changes, ...], pieces: list[torch.Tensor])
     return pieces
 
 
-@given(placements(partial=True), placements(partial=False), st.booleans())
-def test_a_path_keeps_the_value(have: Placement, want: Placement, flows: bool) -> None:
-    coordinates = [MESH.coordinates(rank) for rank in range(MESH.world)]
+@given(st.sampled_from([MESH, FACTORED]), st.data(), st.booleans())
+def test_a_path_keeps_the_value(mesh: Mesh, data: st.DataObject, flows: bool) -> None:
+    have, want = (data.draw(placements(mesh, partial)) for partial in (True, False))
+    coordinates = [mesh.coordinates(rank) for rank in range(mesh.world)]
     generator = torch.Generator().manual_seed(0)
     # parts of a sum differ from rank to rank, replicas do not
     parts: dict[tuple[int, ...], torch.Tensor] = {}
@@ -59,10 +65,10 @@ def test_a_path_keeps_the_value(have: Placement, want: Placement, flows: bool) -
     for at in coordinates:
         key = tuple(at[axis] for axis in have.partial)
         part = parts.setdefault(key, torch.randint(0, 9, SHAPE, generator=generator))
-        pieces.append(take(part, have, MESH, at))
-    whole = assemble(pieces, have, MESH)
-    for at, piece in zip(coordinates, walk(have, cheapest_path(have, want, SHAPE, MESH, flows), pieces), strict=True):
-        assert torch.equal(piece, take(whole, want, MESH, at))
+        pieces.append(take(part, have, mesh, at))
+    whole = assemble(pieces, have, mesh)
+    for at, piece in zip(coordinates, walk(have, cheapest_path(have, want, SHAPE, mesh, flows), pieces, mesh), strict=True):
+        assert torch.equal(piece, take(whole, want, mesh, at))
 
 
 def of(**types: AxisType) -> Placement:
@@ -97,3 +103,10 @@ def test_a_parameter_is_marked_before_it_is_cut() -> None:
     """Its gradient is then summed over `dp` once a step, not once a microbatch."""
     path = cheapest_path(of(), of(dp="R", tp=Split(0)), SHAPE, MESH, flows=True, lifts=True)
     assert path == ((("dp", "R"),), (("tp", Split(0)),))
+
+
+def test_sub_axes_that_are_together_as_one_axis_move_in_one_message() -> None:
+    for first, last in [("P", "I"), (Split(0), "I"), ("P", Split(1, 2)), (Split(0), Split(1)), ("I", Split(1))]:
+        have, want = (Placement.of(FACTORED, along(("tp_0", "tp_1"), kind, FACTORED)) for kind in (first, last))
+        (step,) = cheapest_path(have, want, SHAPE, FACTORED, flows=True)
+        assert [axis for axis, _ in step] == ["tp_0", "tp_1"]
