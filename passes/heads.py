@@ -181,7 +181,8 @@ def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterat
     counts: dict[tuple[object, ...], tuple[int, ...]] = {}
     for group in groups:
         kinds = tuple(sorted({heads.count for heads in group}, reverse=True))
-        first = next((h for h in group if kinds[0] % ranks or (h.count % ranks and ranks % h.count)), group[0])
+        wrong = [n for n in kinds if n % ranks and (n == kinds[0] or ranks % n)]
+        first = next(heads for heads in group if heads.count == (wrong or kinds)[0])
         key = first.seed.span, kinds
         alike.setdefault(key, []).append(first)
         counts[key] = kinds

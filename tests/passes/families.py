@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 _SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 48,
+    "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 48,
     "max_position_embeddings": 64, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 
@@ -44,13 +44,13 @@ LINES = dict.fromkeys(("Llama", "Qwen2", "Qwen3", "Mistral", "Olmo2", "Gemma2"),
 
 def make(family: str, kv_heads: int, heads: int = 4) -> nn.Module:
     """A small causal language model of a family."""
-    sizes: dict[str, Any] = {**_SIZES, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes: dict[str, Any] = {**_SIZES, "hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     name = f"{family}ForCausalLM"
     if family == "GPT2":
         name = "GPT2LMHeadModel"
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 48, "n_positions": 64, "use_cache": False,
                  "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-    if family in ("Qwen3", "Gemma2") or heads != 4:
+    if family in ("Qwen3", "Gemma2"):
         sizes["head_dim"] = 8
     config = getattr(transformers, f"{family}Config")(**sizes)
     model: nn.Module = getattr(transformers, name)(config)

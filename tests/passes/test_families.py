@@ -87,5 +87,5 @@ def test_heads_that_do_not_fit_the_ranks_are_refused(tp: int, heads: int, kv_hea
         build("Llama", 1, tp, kv_heads, microbatches=1, heads=heads)
     legal = {4: "1, 2, 4", 6: "1, 3, 6"}[heads]
     text = str(refused.value)
-    assert text.startswith(f"error[P0112]: {said}\n --> family.parc:8:8\n") and text.endswith(f": {legal}")
+    assert text.startswith(f"error[P0112]: {said}\n --> family.parc:9:8\n") and text.endswith(f": {legal}")
     assert "modeling_llama.py:" in text and "declared here" in text
