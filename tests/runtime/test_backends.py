@@ -16,24 +16,23 @@ from parc.runtime.backends.distributed import Distributed
 from parc.runtime.backends.in_process import InProcess
 from tests.runtime.ranks import run_ranks
 
-SHAPE = (8, 12, 4)
+SHAPE = (8, 24, 8)
 
 
 def cases(mesh: Mesh) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every collective over every axis, dim and outer of ``SHAPE``; several axes where it takes them."""
+    """Every collective over every axis and over several, every dim and outer of ``SHAPE``."""
     several = [*mesh.names, ",".join(mesh.names)] if len(mesh.names) > 1 else list(mesh.names)
+    yield "parc.row_max", ("",)
     for axes in several:
         yield "parc.all_reduce", (axes,)
         yield "parc.row_max", (axes,)
-    yield "parc.row_max", ("",)
-    for axis in mesh.names:
         for dim in range(len(SHAPE)):
             for outer in (1, 2):
                 for op in ("parc.all_gather", "parc.reduce_scatter", "parc.shard", "parc.pad"):
-                    yield op, (axis, dim, outer)
+                    yield op, (axes, dim, outer)
                 for to_dim in range(len(SHAPE)):
                     for to_outer in (1, 2):
-                        yield "parc.all_to_all", (axis, dim, outer, to_dim, to_outer)
+                        yield "parc.all_to_all", (axes, dim, outer, to_dim, to_outer)
 
 
 def piece(rank: int) -> torch.Tensor:
