@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from .mesh import Mesh
-from .placement import AxisType, Placement, Shape, Split, TensorType, along, local_outer
+from .parts import Outer, sizes_of
+from .placement import AxisType, Placement, Shape, Split, TensorType, along, global_outer, local_outer
 
 
 class TypeFault(ValueError):
@@ -41,14 +42,9 @@ def _moved(type_: TensorType, changes: dict[str, AxisType]) -> TensorType:
     return TensorType(type_.dtype, type_.shape, type_.placement.replace(changes))
 
 
-def _split_at(type_: TensorType, mesh: Mesh, axes: Sequence[str], dim: int, outer: int) -> dict[str, AxisType]:
+def _split_at(type_: TensorType, mesh: Mesh, axes: Sequence[str], dim: int, outer: Outer) -> dict[str, AxisType]:
     """The global splits of a shard that a rank cuts at local ``(dim, outer)`` over ``axes``, major first."""
-    inside = outer
-    for position, name in type_.placement.splits(dim):
-        # an axis major to the cut multiplies what lies before it
-        if local_outer(type_.placement, mesh, name) <= outer and position <= inside:
-            inside *= mesh.size(name)
-    return along(axes, Split(dim, inside), mesh)
+    return along(axes, Split(dim, global_outer(type_.placement, mesh, dim, outer)), mesh)
 
 
 def _all_reduce(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
@@ -104,15 +100,21 @@ def _row_max(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
     return TensorType(type_.dtype, (*type_.shape[:-1], 1), result.placement)
 
 
-def slice_dim(x: torch.Tensor, ranks: int, index: int, dim: int, outer: int) -> torch.Tensor:
-    """Part ``index`` of ``ranks`` along ``dim`` seen as ``(outer, ranks, rest)``."""
+def slice_dim(x: torch.Tensor, ranks: int, index: int, dim: int, outer: Outer) -> torch.Tensor:
+    """Part ``index`` of ``ranks`` along ``dim`` seen as ``(outer, ranks, rest)``; of each part, where they differ."""
     size = x.shape[dim]
+    if not isinstance(outer, int):
+        parts = x.split(sizes_of(outer, size), dim)
+        return torch.cat([slice_dim(part, ranks, index, dim, 1) for part in parts], dim)
     view: torch.Tensor = x.unflatten(dim, (outer, ranks, size // outer // ranks)).select(dim + 1, index)
     return view.flatten(dim, dim + 1).contiguous()
 
 
-def join_dim(pieces: Sequence[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
+def join_dim(pieces: Sequence[torch.Tensor], dim: int, outer: Outer) -> torch.Tensor:
     """The inverse of ``slice_dim`` over all parts."""
+    if not isinstance(outer, int):
+        parts = zip(*(piece.split(sizes_of(outer, piece.shape[dim]), dim) for piece in pieces), strict=True)
+        return torch.cat([part for ranks in parts for part in ranks], dim)
     if outer == 1:
         return torch.cat(list(pieces), dim)
     views = [piece.unflatten(dim, (outer, 1, piece.shape[dim] // outer)) for piece in pieces]
@@ -178,7 +180,7 @@ def lower(axes: str, before: Placement, after: Placement, mesh: Mesh) -> tuple[s
     if before.data() == after.data():
         return None
 
-    def at(placement: Placement) -> tuple[int, int]:
+    def at(placement: Placement) -> tuple[int, Outer]:
         kind = placement[axis]
         assert isinstance(kind, Split)
         return kind.dim, local_outer(placement, mesh, axis)

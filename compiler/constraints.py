@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ..grammar.codes_language import BAD_VALUE, NOT_SUPPORTED, WRONG_KIND
-from ..grammar.codes_placement import AXIS_TWICE, WRONG_DIM
+from ..grammar.codes_placement import AXIS_TWICE, PARTS_UNKNOWN, WRONG_DIM
 from ..grammar.diagnostics import Diagnostic, Label
 from ..grammar.source import Span
 from ..grammar.syntax import KIND_NAMES, Binding, Dim, Ellipsis, Group, Item, Layout, Number, Split, Word
@@ -25,11 +25,13 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class DimLayout:
-    """One dim as a product of sub-dims, major first; most have one. ``rest`` stands for any number of whole dims."""
+    """One dim as a product of sub-dims, major first; most have one. ``rest`` stands for any number of whole dims;
+    ``more`` are products of which the dim holds one after the other, after the first, all split over the same axes."""
 
     factors: tuple[Factor, ...]
     span: Span
     rest: bool = False
+    more: tuple[tuple[Factor, ...], ...] = ()
 
     @property
     def axes(self) -> tuple[Word, ...]:
@@ -105,26 +107,28 @@ def read_dim(dim: Dim) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
 def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
     """Sub-dims in parentheses, major first, and what is wrong with them."""
     errors: list[Diagnostic] = []
-    factors: list[Factor] = []
-    if len(group.terms) > 1:
-        help_ = "name sub-dims of one product, as `(3 h/tp d)`"
-        message = "concatenated rows are not supported yet"
-        errors.append(Diagnostic(NOT_SUPPORTED, message, Label(group.span), help=help_))
-    for phrase in group.terms[0] if group.terms else ():
-        for item in phrase.items:
-            factor = _factor(item)
-            if factor is not None:
-                factors.append(factor)
-            else:
-                errors.append(_not_a_dim(item))
-    if not factors and not errors:
+    terms: list[tuple[Factor, ...]] = []
+    for term in group.terms:
+        items = [item for phrase in term for item in phrase.items]
+        factors = [(item, _factor(item)) for item in items]
+        errors += [_not_a_dim(item) for item, factor in factors if factor is None]
+        terms.append(tuple(factor for _, factor in factors if factor is not None))
+    if not any(terms) and not errors:
         help_ = "write sub-dims, as `(3 h/tp d)`"
         errors.append(Diagnostic(WRONG_KIND, "the parentheses are empty", Label(group.span), help=help_))
-    for factor in factors:
+    for factor in (factor for term in terms for factor in term):
         if factor.size is not None and factor.size < 1:
             message = f"a sub-dim of size {factor.size}"
             errors.append(Diagnostic(BAD_VALUE, message, Label(factor.span), help="sizes are 1 or more"))
-    return DimLayout(tuple(factors), group.span), tuple(errors)
+    layout = DimLayout(terms[0] if terms else (), group.span, more=tuple(terms[1:]))
+    axes = [[axis.text for factor in term for axis in factor.axes] for term in terms]
+    for part, found in zip(terms[1:], axes[1:], strict=True):
+        if found != axes[0] and part:
+            split, other = (" and ".join(f"`{axis}`" for axis in one) or "nothing" for one in (axes[0], found))
+            message = f"the first part is split over {split}, this one over {other}"
+            help_ = "every part is split over the same axes, as in `(h/tp d + g/tp d)`"
+            errors.append(Diagnostic(PARTS_UNKNOWN, message, Label(part[0].span.to(part[-1].span)), help=help_))
+    return layout, tuple(errors)
 
 
 def check_rows(rows: DimLayout, axis: Word) -> Iterator[Diagnostic]:

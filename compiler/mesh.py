@@ -60,7 +60,9 @@ class Mesh:
         return Mesh(tuple(axes), tuple((name, len(sizes[name])) for name in self.names if len(sizes.get(name, ())) > 1))
 
     def __str__(self) -> str:
-        sizes = (f"{name}={'*'.join(str(self.size(part)) for part in self.parts(name))}" for name in self.declared.names)
+        sizes = (
+            f"{name}={'*'.join(str(self.size(part)) for part in self.parts(name))}" for name in self.declared.names
+        )
         return ", ".join(sizes)
 
     def __contains__(self, axis: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,6 +35,8 @@ class Names:
     modules: frozenset[str] = frozenset()
     uses: dict[str, WeightUse] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    pieces: Callable[[str, int], tuple[int, ...]] = lambda name, dim: ()
+    """The sizes of the pieces into which the model takes apart what a dim of a parameter becomes, if it does."""
 
     def canonical(self, name: str) -> str:
         """The one name of a parameter or input."""

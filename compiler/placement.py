@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Literal, TypeVar
 import torch
 
 from .mesh import Mesh
+from .parts import Outer, count, inside, nest, outer_of, terms, together
 
 Shape = tuple[int, ...]
 
@@ -19,14 +21,16 @@ class Split:
     """``S(dim, outer)``: see the dim as ``(outer, D / outer)`` and split the second part over the axis.
 
     ``outer`` counts *global* entries, so the types of different axes do not depend on each other; of two axes on one
-    dim the minor one has ``outer`` = the size of the major one. Fused rows ``(3 h d)`` have ``outer`` = 3.
+    dim the minor one has ``outer`` = the size of the major one. Fused rows ``(3 h d)`` have ``outer`` = 3; parts that
+    are not equal have their proportions there: rows of 64 + 32 + 32 have ``outer`` = (2, 1, 1).
     """
 
     dim: int
-    outer: int = 1
+    outer: Outer = 1
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer})"
+        parts = self.outer if isinstance(self.outer, int) else "+".join(map(str, self.outer))
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{parts})"
 
 
 AxisType = Literal["R", "I", "P"] | Split
@@ -41,7 +45,8 @@ def parse_kind(text: str) -> AxisType:
     """The inverse of ``str`` on an axis type."""
     if text in ("R", "I", "P"):
         return text  # type: ignore[return-value]
-    return Split(*(int(word) for word in text[2:-1].split(",")))
+    dim, _, outer = text[2:-1].partition(",")
+    return Split(int(dim), outer_of([int(part) for part in outer.split("+")]) if "+" in outer else int(outer or 1))
 
 
 def dual(kind: AxisType) -> AxisType:
@@ -101,9 +106,16 @@ class Placement:
         """Axes over which the value is still to be summed."""
         return tuple(axis for axis, kind in self.types if kind == "P")
 
-    def splits(self, dim: int) -> list[tuple[int, str]]:
+    def splits(self, dim: int) -> list[tuple[Outer, str]]:
         """``(outer, axis)`` of every axis on ``dim``, major first."""
-        return sorted((kind.outer, axis) for axis, kind in self.types if isinstance(kind, Split) and kind.dim == dim)
+        found = ((kind.outer, axis) for axis, kind in self.types if isinstance(kind, Split) and kind.dim == dim)
+        return sorted(found, key=lambda split: (count(split[0]), split[1]))
+
+    def nests(self, shape: Sequence[int], mesh: Mesh) -> bool:
+        """Whether the splits of each dim fit each other and divide it."""
+        return all(
+            nest(size, [(outer, mesh.size(axis)) for outer, axis in self.splits(dim)]) for dim, size in enumerate(shape)
+        )
 
     def split_axes(self) -> tuple[str, ...]:
         """Axes that split some dim, in mesh order."""
@@ -116,7 +128,7 @@ def along(axes: Iterable[str], kind: Kind, mesh: Mesh) -> dict[str, Kind]:
     for axis in axes:
         types[axis] = kind
         if isinstance(kind, Split):
-            kind = replace(kind, outer=kind.outer * mesh.size(axis))
+            kind = replace(kind, outer=inside(kind.outer, mesh.size(axis)))
     return types
 
 
@@ -136,12 +148,13 @@ def local_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape
     """
     result = []
     for dim, size in enumerate(shape):
-        count = parts(placement, mesh, dim)
-        if size % count:
-            raise ValueError(f"dim {dim} of {list(shape)} does not divide by {count}")
-        if count > 1:
-            atoms(size, placement.splits(dim), mesh)  # the splits nest
-        result.append(size // count)
+        pieces = parts(placement, mesh, dim)
+        if size % pieces:
+            raise ValueError(f"dim {dim} of {list(shape)} does not divide by {pieces}")
+        if pieces > 1:
+            for stretch, splits in terms(size, placement.splits(dim)):
+                atoms(stretch, splits, mesh)  # the splits nest
+        result.append(size // pieces)
     return tuple(result)
 
 
@@ -159,7 +172,7 @@ class Atom:
 
 
 def atoms(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> tuple[Atom, ...]:
-    """A dim of ``size`` global entries as stretches whose product is ``size``.
+    """A dim of ``size`` global entries, split into equal parts, as stretches whose product is ``size``.
 
     Raises:
         ValueError: the splits do not nest, or do not divide the dim.
@@ -180,31 +193,68 @@ def atoms(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> tuple[Ato
     return tuple(result)
 
 
-def local_outer(placement: Placement, mesh: Mesh, axis: str) -> int:
-    """How many entries a rank holds before the split of ``axis``: its ``outer`` less the axes major to it."""
+def local_outer(placement: Placement, mesh: Mesh, axis: str) -> Outer:
+    """How many entries a rank holds before the split of ``axis``, or in which parts: its ``outer`` less the axes major
+    to it."""
     kind = placement[axis]
     assert isinstance(kind, Split)
-    outer = kind.outer
-    for other, name in placement.splits(kind.dim):
-        if other < kind.outer and name != axis:
-            outer //= mesh.size(name)
-    return outer
+    splits = placement.splits(kind.dim)
+    return together([(size, _local_count(equal, mesh, axis)) for size, equal in terms(_unit(splits), splits)])
+
+
+def _local_count(splits: Sequence[tuple[int, str]], mesh: Mesh, axis: str) -> int:
+    own = next(outer for outer, name in splits if name == axis)
+    return own // math.prod(mesh.size(name) for outer, name in splits if outer < own and name != axis)
+
+
+def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Outer:
+    """The ``outer`` of a split that a rank makes of its piece at ``(dim, outer)``: the inverse of ``local_outer``.
+
+    Raises:
+        ValueError: it falls across what splits the dim already.
+    """
+    splits = [*placement.splits(dim), (outer, "")]
+    found = []
+    for stretch, equal in terms(_unit(splits), splits):
+        *others, (number, _) = equal
+        inner = number
+        for position, name in others:
+            # an axis major to the cut multiplies what lies before it
+            if _local_count(others, mesh, name) <= number and position <= inner:
+                inner *= mesh.size(name)
+        found.append((stretch, inner))
+    return together(found)
+
+
+def _unit(splits: Sequence[tuple[Outer, str]]) -> int:
+    """A size that all parts of the splits divide."""
+    return math.prod(outer if isinstance(outer, int) else sum(outer) for outer, _ in splits)
 
 
 def take(tensor: torch.Tensor, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int]) -> torch.Tensor:
     """The piece of a whole tensor that the rank at ``coordinates`` holds (a copy)."""
     for dim in range(tensor.dim()):
-        splits = placement.splits(dim)
-        if not splits:
-            continue
-        stretches = atoms(tensor.shape[dim], splits, mesh)
-        tensor = tensor.unflatten(dim, [atom.size for atom in stretches])
-        for offset, atom in reversed(list(enumerate(stretches))):
-            if atom.axis is not None:
-                tensor = tensor.select(dim + offset, coordinates[atom.axis])
-        kept = sum(atom.axis is None for atom in stretches)
-        tensor = tensor.flatten(dim, dim + kept - 1) if kept else tensor.unsqueeze(dim)
+        if splits := placement.splits(dim):
+            stretches = terms(tensor.shape[dim], splits)
+            pieces = tensor.split([size for size, _ in stretches], dim)
+            taken = [
+                _take(piece, dim, equal, mesh, coordinates) for piece, (_, equal) in zip(pieces, stretches, strict=True)
+            ]
+            tensor = taken[0] if len(taken) == 1 else torch.cat(taken, dim)
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _take(
+    tensor: torch.Tensor, dim: int, splits: Sequence[tuple[int, str]], mesh: Mesh, coordinates: Mapping[str, int]
+) -> torch.Tensor:
+    """A rank's part of a dim that is split into equal parts."""
+    stretches = atoms(tensor.shape[dim], splits, mesh)
+    tensor = tensor.unflatten(dim, [atom.size for atom in stretches])
+    for offset, atom in reversed(list(enumerate(stretches))):
+        if atom.axis is not None:
+            tensor = tensor.select(dim + offset, coordinates[atom.axis])
+    kept = sum(atom.axis is None for atom in stretches)
+    return tensor.flatten(dim, dim + kept - 1) if kept else tensor.unsqueeze(dim)
 
 
 def assemble(pieces: Sequence[torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
@@ -226,14 +276,18 @@ def dim_index(
     size: int, dim: int, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device | None
 ) -> torch.Tensor:
     """Global coordinates (int64, one a local entry) of a rank's entries along ``dim`` of global ``size``."""
-    index = torch.zeros(1, dtype=torch.int64, device=device)
-    for atom in atoms(size, placement.splits(dim), mesh):
-        if atom.axis is None:
-            steps = torch.arange(atom.size, dtype=torch.int64, device=device)
-            index = (index[:, None] * atom.size + steps).reshape(-1)
-        else:
-            index = index * atom.size + coordinates[atom.axis]
-    return index
+    found, start = [], 0
+    for stretch, splits in terms(size, placement.splits(dim)):
+        index = torch.zeros(1, dtype=torch.int64, device=device)
+        for atom in atoms(stretch, splits, mesh):
+            if atom.axis is None:
+                steps = torch.arange(atom.size, dtype=torch.int64, device=device)
+                index = (index[:, None] * atom.size + steps).reshape(-1)
+            else:
+                index = index * atom.size + coordinates[atom.axis]
+        found.append(index + start)
+        start += stretch
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def flat_index(
@@ -278,8 +332,16 @@ class TensorType:
         return f"{_NAMES[self.dtype]}[{dims}]{sums}"
 
 
-def _dim_text(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> str:
-    """``8``, ``8/dp``, ``8/dp/tp``, ``(3 128/tp)``: each sub-dim's size with the axes that split it, major first."""
+def _dim_text(size: int, splits: Sequence[tuple[Outer, str]], mesh: Mesh) -> str:
+    """``8``, ``8/dp``, ``8/dp/tp``, ``(3 128/tp)``, ``(64/tp + 32/tp)``: each sub-dim's size with the axes that split
+    it, major first."""
+    stretches = terms(size, splits)
+    words = [" ".join(_sub_dims(stretch, equal, mesh)) for stretch, equal in stretches]
+    text = " + ".join(words)
+    return f"({text})" if " " in text else text
+
+
+def _sub_dims(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> list[str]:
     pieces: list[tuple[int, list[str]]] = []
     start, end = 1, 1
     axes: list[str] = []
@@ -290,8 +352,7 @@ def _dim_text(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> str:
         axes.append(axis)
         end = outer * mesh.size(axis)
     pieces.append((size // start, axes))
-    words = ["/".join([str(count), *mesh.joined(names)]) for count, names in pieces]
-    return words[0] if len(words) == 1 else f"({' '.join(words)})"
+    return ["/".join([str(number), *mesh.joined(names)]) for number, names in pieces]
 
 
 _TYPE = re.compile(r"(\w+)\[([^\]]*)\]((?: \+\w+)*)")
@@ -309,15 +370,23 @@ def parse_type(text: str, mesh: Mesh) -> TensorType:
     types: dict[str, AxisType] = {}
     shape: list[int] = []
     for dim, entry in enumerate(match[2].split(", ") if match[2] else []):
-        size = 1
-        for word in entry.strip("()").split(" "):
-            count, *axes = word.split("/")
-            outer = size
-            for axis in mesh.spread(axes):
-                _claim(types, axis, Split(dim, outer), mesh, text)
-                outer *= mesh.size(axis)
-            size *= int(count)
-        shape.append(size)
+        outers: dict[str, list[int]] = {}
+        sizes = []
+        for term in entry.strip("()").split(" + "):
+            size = 1
+            for word in term.split(" "):
+                number, *axes = word.split("/")
+                outer = size
+                for axis in mesh.spread(axes):
+                    outers.setdefault(axis, []).append(outer)
+                    outer *= mesh.size(axis) if axis in mesh else 1
+                size *= int(number)
+            sizes.append(size)
+        for axis, found in outers.items():
+            if len(found) != len(sizes):
+                raise ValueError(f"`{text}` splits not every part over `{axis}`, or one twice")
+            _claim(types, axis, Split(dim, together(list(zip(sizes, found, strict=True)))), mesh, text)
+        shape.append(sum(sizes))
     for axis in mesh.spread(word[1:] for word in match[3].split()):
         _claim(types, axis, "P", mesh, text)
     return TensorType(_DTYPES[match[1]], tuple(shape), Placement.of(mesh, types))

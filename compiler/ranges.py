@@ -112,7 +112,7 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 
 def _outer(axis: str, value: PlacedValue) -> int:
     kind = value.placement[axis]
-    assert isinstance(kind, Split)
+    assert isinstance(kind, Split) and isinstance(kind.outer, int)
     return kind.outer
 
 
@@ -134,6 +134,12 @@ class _Prover:
         for dim in range(len(value.shape)):
             splits = value.placement.splits(dim)
             if not splits:
+                continue
+            if any(not isinstance(outer, int) for outer, _ in splits):  # unequal parts have sizes that are numbers
+                values = [sample.values[index] for sample in self.samples]
+                if len({(v.shape[dim], tuple(v.placement.splits(dim))) for v in values}) > 1:
+                    message = f"dim {dim}, split over `{splits[0][1]}`, is in unequal parts that differ with the sizes"
+                    yield ShapeFault(value.name, value.module, value.line, message)
                 continue
             before: Size = 1
             for _, axis in splits:

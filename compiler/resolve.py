@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..grammar.codes_placement import CONFLICT, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
 from ..grammar.diagnostics import Diagnostic, Label, PlanError, Severity
@@ -12,6 +13,7 @@ from ..grammar.syntax import Word
 from .constraints import DimLayout, Factor, Fix, SplitWeights
 from .directives.schedule import BATCH
 from .names import Names, Weight, WeightUse, find_parameters, find_values, find_weights, split_dim
+from .parts import Outer, count, inside, nest
 from .plan import Plan
 from .sub_dims import Cut, cut, uneven
 
@@ -29,7 +31,7 @@ class Seed:
     value: str
     axis: str
     dim: int | None
-    outer: int
+    outer: Outer
     span: Span
     fixed: bool
 
@@ -72,7 +74,7 @@ class _Resolver:
         self._mesh = plan.mesh
         self._names = names
         self.seeds: dict[tuple[str, str], Seed] = {}
-        self._asked: dict[tuple[str, str], tuple[int | None, int]] = {}  # dim and outer as the line had them
+        self._asked: dict[tuple[str, str], tuple[int | None, Outer]] = {}  # dim and outer as the line had them
         self.diagnostics: list[Diagnostic] = []
 
     def apply(self, line: Fix | SplitWeights) -> None:
@@ -146,17 +148,17 @@ class _Resolver:
         size = self._names.shape(seed.value)[seed.dim]
         others = [s for s in self.seeds.values() if s.value == seed.value and s.dim == seed.dim and s.span != seed.span]
         axes = [seed.axis]
-        for other in sorted(others, key=lambda found: found.outer):
-            inner = other.outer * self._mesh.size(other.axis)
+        for other in sorted(others, key=lambda found: count(found.outer)):
             if seed.outer == other.outer:
-                seed = replace(seed, outer=inner)
+                seed = replace(seed, outer=inside(other.outer, self._mesh.size(other.axis)))
                 axes.append(other.axis)
-            elif seed.outer % inner and other.outer % (seed.outer * ways):
-                return self._conflict(seed, other)
-        if size % (seed.outer * ways):
+        splits = [(s.outer, self._mesh.size(s.axis)) for s in (*others, seed)]
+        if nest(size, splits):
+            return seed
+        if isinstance(seed.outer, int) and size % (seed.outer * ways):
             what = f"dim {seed.dim} of `{seed.value}` has {size} entries"
             return uneven(what, size, reversed(axes), self._mesh, self._label(seed))
-        return seed
+        return self._conflict(seed, others[0])
 
     def _conflict(self, seed: Seed, first: Seed) -> Diagnostic:
         message = f"two lines place `{seed.value}` differently on `{seed.axis}`"
@@ -172,7 +174,8 @@ class _Resolver:
     def _described(self, seed: Seed) -> str:
         if seed.dim is None:
             return f"whole on `{seed.axis}`"
-        return f"dim {seed.dim} over `{seed.axis}`" + (f", inside {seed.outer} parts" if seed.outer > 1 else "")
+        parts = count(seed.outer)
+        return f"dim {seed.dim} over `{seed.axis}`" + (f", inside {parts} parts" if parts > 1 else "")
 
     def _label(self, seed: Seed) -> Label:
         return Label(seed.span, f"`{seed.value}` is {list(self._names.shape(seed.value))}")
@@ -210,13 +213,14 @@ class _Resolver:
             return
         declared = next((found.dims for found in self._plan.inputs if found.name == value), ())
         for at, (layout, size) in enumerate(zip(dims, sizes, strict=False)):
-            name = layout.factors[0].name if len(layout.factors) == 1 else None
+            name = layout.factors[0].name if len(layout.factors) == 1 and not layout.more else None
             called = declared[at] if at < len(declared) else None
             if isinstance(called, str) and name is not None and name != called:
                 message = f"dim {at} of `{value}` is `{called}`, not `{name}`"
                 help_ = f"write `{called}`, as the `input` line does"
                 yield Diagnostic(WRONG_DIM, message, Label(layout.factors[0].span), help=help_)
-            result = cut(layout, size, self._mesh, f"dim {at} of `{value}`")
+            pieces = partial(self._names.pieces, value, at)
+            result = cut(layout, size, self._mesh, f"dim {at} of `{value}`", pieces=pieces)
             if isinstance(result, Diagnostic):
                 yield self._declared(result, layout)
             else:
@@ -272,7 +276,8 @@ class _Resolver:
             value = self._names.canonical(name)
             shape = self._names.shape(name)
             label = None if line.rows is not None else Label(word.span, f"`{name}` is {list(shape)}")
-            result = cut(rows, shape[at], self._mesh, f"dim {at} of `{name}`", label)
+            pieces = partial(self._names.pieces, value, at)
+            result = cut(rows, shape[at], self._mesh, f"dim {at} of `{name}`", label, pieces)
             if isinstance(result, Diagnostic):
                 yield self._declared(result, rows)
                 return

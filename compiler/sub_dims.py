@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from ..grammar.codes_placement import UNEVEN_SHARD, WRONG_SUB_DIMS
+from ..grammar.codes_placement import PARTS_UNKNOWN, UNEVEN_SHARD, WRONG_SUB_DIMS
 from ..grammar.diagnostics import Diagnostic, Label
-from .constraints import DimLayout
+from .constraints import DimLayout, Factor
 from .mesh import Mesh
+from .parts import Outer, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +18,68 @@ class Cut:
     """One axis on a dim of size D: see the dim as ``(outer, D / outer)`` and split the second part."""
 
     axis: str
-    outer: int
+    outer: Outer
 
 
-def cut(layout: DimLayout, size: int, mesh: Mesh, what: str, label: Label | None = None) -> list[Cut] | Diagnostic:
+Pieces = Callable[[], tuple[int, ...]]
+"""How the model itself takes a dim apart; nothing if it does not."""
+
+
+def cut(
+    layout: DimLayout, size: int, mesh: Mesh, what: str, label: Label | None = None, pieces: Pieces = tuple
+) -> list[Cut] | Diagnostic:
     """The cuts that a dim's layout makes on a dim of ``size``, major first, or why it cannot.
 
-    ``what`` names the dim in messages; ``label`` is where they point, the dim's layout if it is left out.
+    ``what`` names the dim in messages; ``label`` is where they point, the dim's layout if it is left out. Sizes of
+    parts that the layout leaves open are those of ``pieces``.
     """
     label = label or Label(layout.span)
+    if not layout.more:
+        return _cut_product(layout, size, mesh, what, label)
+    terms = _with_sizes((layout.factors, *layout.more))
+    sizes = _term_sizes(terms, size, pieces)
+    if sizes is None:
+        known = " + ".join(map(str, pieces()))
+        message = f"{what} has {size} entries, and the sizes of its parts "
+        message += f"are not those that the model takes apart: {known}" if known else "are not known"
+        help_ = "give sizes that make up the whole, as in `(h/tp=4 d=16 + g/tp=2 d + g/tp d)`"
+        return Diagnostic(PARTS_UNKNOWN, message, label, help=help_)
+    cuts: dict[str, list[tuple[int, int]]] = {}
+    for term, part in zip(terms, sizes, strict=True):
+        found = _cut_product(DimLayout(term, term[0].span.to(term[-1].span)), part, mesh, f"a part of {what}", label)
+        if isinstance(found, Diagnostic):
+            return found
+        for one in found:
+            assert isinstance(one.outer, int)
+            cuts.setdefault(one.axis, []).append((part, one.outer))
+    return [Cut(axis, together(parts)) for axis, parts in cuts.items()]
+
+
+def _with_sizes(terms: Sequence[tuple[Factor, ...]]) -> list[tuple[Factor, ...]]:
+    """Sub-dims of one name have one size: what is given once holds for all."""
+    known = {factor.name: factor.size for term in terms for factor in term if factor.name and factor.size}
+    return [tuple(replace(f, size=f.size or known.get(f.name or "")) for f in term) for term in terms]
+
+
+def _term_sizes(terms: Sequence[tuple[Factor, ...]], size: int, pieces: Pieces) -> Sequence[int] | None:
+    """The size of each part: as given, as what is left for the one name that is not, or as the model has them."""
+    known = [math.prod(factor.size or 1 for factor in term) for term in terms]
+    missing = [[factor.name for factor in term if factor.size is None] for term in terms]
+    names = {name for found in missing for name in found}
+    rest = size - sum(part for part, found in zip(known, missing, strict=True) if not found)
+    if not names:
+        return known if rest == 0 else None
+    if len(names) == 1 and None not in names and all(len(found) <= 1 for found in missing):
+        unit = sum(part for part, found in zip(known, missing, strict=True) if found)
+        if rest > 0 and rest % unit == 0:
+            return [part * (rest // unit if found else 1) for part, found in zip(known, missing, strict=True)]
+        return None
+    found = pieces()
+    fits = len(found) == len(terms) and sum(found) == size
+    return found if fits and all(part % less == 0 for part, less in zip(found, known, strict=True)) else None
+
+
+def _cut_product(layout: DimLayout, size: int, mesh: Mesh, what: str, label: Label) -> list[Cut] | Diagnostic:
     sizes = [factor.size for factor in layout.factors]
     known = math.prod(part for part in sizes if part is not None)
     unknown = sizes.count(None)

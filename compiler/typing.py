@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .collectives import TypeFault
-from .factors import OpCall, OpRule, RuleError, from_factor, opaque, to_factor
+from .factors import OpCall, OpRule, RuleError, from_factor, opaque, to_factor, to_factors
 from .mesh import Mesh
 from .op_rules import rule_for
+from .parts import Outer, nest
 from .placement import AxisType, Placement, Split
 
-Part = tuple[str, int]
+Part = tuple[str, Outer]
 
 
 def rule_or_opaque(call: OpCall) -> OpRule:
@@ -88,13 +89,13 @@ def _data(kind: AxisType) -> AxisType:
 
 def _part(call: OpCall, rule: OpRule, axis: str, kinds: Sequence[AxisType], mesh: Mesh) -> Part | None:
     """The one part of a factor that the operands split over the axis."""
-    found: Part | None = None
-    for kind, dims, index in zip(kinds, rule.operands, range(len(kinds)), strict=True):
-        if not isinstance(kind, Split):
-            continue
-        if kind.dim >= len(dims):
+    split = [(index, kind) for index, kind in enumerate(kinds) if isinstance(kind, Split)]
+    for index, kind in split:
+        if kind.dim >= len(rule.operands[index]):
             raise TypeFault(f"operand {index} of {call.op} has no dim {kind.dim}")
-        part = to_factor(rule, dims, kind.dim, kind.outer, mesh.size(axis))
+    given = [(rule.operands[index], kind.dim, kind.outer) for index, kind in split]
+    found: Part | None = None
+    for (index, kind), part in zip(split, to_factors(rule, given, mesh.size(axis)), strict=True):
         if part is None or part[0] in rule.whole:
             raise TypeFault(f"{call.op} needs dim {kind.dim} of operand {index} whole on `{axis}`")
         if found is not None and found != part:
@@ -125,10 +126,7 @@ def _require_split(call: OpCall, rule: OpRule, axis: str, part: Part, kinds: Seq
 def _require_disjoint(call: OpCall, placements: Sequence[Placement], mesh: Mesh) -> None:
     for placement, shape in zip(placements, call.results, strict=True):
         for dim, size in enumerate(shape):
-            position = 1
-            for outer, axis in placement.splits(dim):
-                if outer % position:
-                    raise TypeFault(f"two axes split the same part of dim {dim} of the result of {call.op}")
-                position = outer * mesh.size(axis)
-            if size % position:
-                raise TypeFault(f"dim {dim} of the result of {call.op} does not divide by {position}")
+            splits = placement.splits(dim)
+            if not nest(size, [(outer, mesh.size(axis)) for outer, axis in splits]):
+                axes = ", ".join(f"`{axis}`" for _, axis in splits)
+                raise TypeFault(f"dim {dim} of the result of {call.op}, of size {size}, is not split over {axes} so")

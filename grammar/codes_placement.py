@@ -75,7 +75,15 @@ UNEVEN_HEADS = Code(
     title="attention heads do not divide over the ranks",
     why="a rank computes whole heads. Queries' heads divide by the ranks; heads of keys and values may be fewer, where"
     " they divide the ranks: then several ranks keep a copy of each.",
-    example='mesh tp=4\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)   # 6 heads',
+    example="mesh tp=4\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)   # 6 heads",
     instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)",
     language="shell",
+)
+PARTS_UNKNOWN = Code(
+    name="P0113",
+    title="parts that follow each other are not known, or not split alike",
+    why="`(a + b)` is a dim that holds one part after the other, each split for itself, over the same axes. Their sizes"
+    " are those that the model takes the dim apart in, or are given.",
+    example="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (h/tp d + g/tp d)",
+    instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (h/tp=4 d=2 + g/tp=8 d)",
 )

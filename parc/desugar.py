@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from parc.compiler.mesh import Mesh
+from parc.compiler.parts import terms
 from parc.compiler.placement import TensorType, parse_type
 from parc.driver import Compiled, stored_types
 from parc.grammar.format import VERB_WIDTH, format_statement
@@ -46,22 +47,25 @@ def layout(type_: TensorType, mesh: Mesh) -> str:
 
 
 def _dim(type_: TensorType, dim: int, mesh: Mesh) -> str:
-    """One dim, as sub-dims where a split does not begin at its front."""
-    factors = list(_factors(type_, dim, mesh))
+    """One dim, as sub-dims where a split does not begin at its front, as parts where they are not equal."""
+    stretches = terms(type_.shape[dim], type_.placement.splits(dim))
+    if len(stretches) > 1:
+        return f"({' + '.join(' '.join(_factors(size, splits, mesh)) for size, splits in stretches)})"
+    factors = list(_factors(None, stretches[0][1], mesh))
     return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
 
 
-def _factors(type_: TensorType, dim: int, mesh: Mesh) -> Iterator[str]:
-    """Sub-dims, major first; all but the last have sizes."""
+def _factors(size: int | None, splits: Sequence[tuple[int, str]], mesh: Mesh) -> Iterator[str]:
+    """Sub-dims, major first; the last has a size where that of the whole is given."""
     axes: list[str] = []
     start = inside = 1  # the product of the sub-dims before this one, and with the ranks that split this one
-    for outer, axis in type_.placement.splits(dim):
+    for outer, axis in splits:
         if outer != inside:
             yield _factor(axes, outer // start)
             axes, start, inside = [], outer, outer
         axes.append(mesh.owner(axis))
         inside *= mesh.size(axis)
-    yield _factor(axes, None)
+    yield _factor(axes, None if size is None else size // start)
 
 
 def _factor(axes: list[str], size: int | None) -> str:

@@ -59,9 +59,9 @@ class Compiled:
     sizes: dict[str, int]
     overrides: dict[str, Any]
     request: Request
-    copies: Copies
     seconds: dict[str, float] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
+    copies: Copies = field(default_factory=Copies)
 
 
 def task_lines(plan: Plan) -> TaskLines:
@@ -116,7 +116,7 @@ def compile_plan(
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
         plan, folder, mesh, lines, recorded, captured, resolved, built, actions, sizes,
-        dict(overrides or {}), request, copies, seconds, frozen,
+        dict(overrides or {}), request, seconds, frozen, copies,
     )  # fmt: skip
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import fx
 
 from ..compiler.capture import Captured
 from ..compiler.factors import OpRule, from_factor, to_factor
 from ..compiler.mesh import Mesh
+from ..compiler.parts import Outer
 from ..compiler.placement import Split, along
 from ..compiler.plan import Plan
 from ..compiler.resolve import Seed
@@ -18,7 +20,9 @@ from ..grammar.codes_build import KEPT_TWICE
 from ..grammar.codes_placement import UNEVEN_HEADS
 from ..grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ..grammar.nearest import listed
+from ..grammar.source import Span
 from .calls import Key, computes, key_of, operands_of, rule_of
+from .canonicalize import canonicalize
 
 _VIEWS = {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.unflatten.int"}
 
@@ -46,46 +50,49 @@ class Copies:
 class _Heads:
     """A split parameter that attention reads as ``count`` heads since ``source``; ``meets`` are its attentions.
 
-    One head is a dim that is never taken apart: attention contracts it.
+    One head is a dim that is never taken apart: attention contracts it. ``most`` is more where it is fused.
     """
 
     seed: Seed
     count: int
+    most: int
     source: str
     meets: frozenset[fx.Node]
 
 
 def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed]) -> Copies:
-    """Key heads that are fewer than the ranks over which a plan splits them are kept by several ranks each.
+    """Heads of keys and values that are fewer than the ranks over which a plan splits them are kept by several ranks.
 
     The weights of one attention are those whose dims, followed through the graph, meet in an operator that contracts
     two computed values. The most heads among them are the queries'; ranks must divide those. Fewer heads either
     divide by the ranks too, or divide them: then the axis is factored, and the heads are split over its major part.
+    Where queries are fused with them in one weight they must divide by the ranks: its parts are split alike.
 
     Raises:
-        PlanError: heads neither divide by the ranks nor divide them.
+        PlanError: heads do not fit the ranks.
     """
-    follower = _Follower(captured.graph)
-    parameters = captured.placeholders("parameter")
+    if not any(seed.dim is not None for seed in seeds):
+        return Copies()
+    follower = Follower(captured)
     errors: list[Diagnostic] = []
     sizes: dict[str, tuple[int, ...]] = {}
     kept: dict[tuple[str, str], int] = {}
     notes: list[Diagnostic] = []
     for axis in plan.mesh.names:
-        own = [s for s in seeds if s.axis == axis and s.dim is not None and s.value in parameters]
-        found = [heads for s in own if (heads := follower.heads(s, parameters[s.value])) is not None]
-        groups = [group for group in _attentions(found) if max(heads.count for heads in group) > 1]
+        own = [s for s in seeds if s.axis == axis and s.dim is not None and s.value in follower.parameters]
+        found = [heads for s in own if (heads := follower.heads(s)) is not None]
+        groups = [group for group in _attentions(found) if max(heads.most for heads in group) > 1]
         ranks = plan.mesh.size(axis)
         wrong = [group for group in groups if not _legal(group, ranks)]
         few = [heads for group in groups for heads in group if heads.count % ranks]
         chain = [*sorted({heads.count for heads in few} - {1}), ranks]
-        if not wrong and any(more % less for less, more in zip(chain, chain[1:], strict=False)):
+        if not wrong and any(more % less for less, more in pairwise(chain)):
             wrong = groups  # of several kinds of attention, which do not factor the axis alike
         if wrong:
             errors += _errors(wrong, plan, axis)
         elif few:
             if len(chain) > 1:
-                sizes[axis] = tuple(more // less for less, more in zip([1, *chain], chain, strict=False))
+                sizes[axis] = tuple(more // less for less, more in pairwise([1, *chain]))
             kept.update({(h.seed.value, axis): chain.index(h.count) + 1 if h.count > 1 else 0 for h in few})
             notes += _notes(few, axis, ranks, sizes.get(axis, ()))
     if errors:
@@ -93,10 +100,13 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed]) -> Copies
     return Copies(sizes, kept, tuple(notes))
 
 
-class _Follower:
+class Follower:
     """Follows a dim of a parameter forward through a graph, by the rules of its operators."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, captured: Captured) -> None:
+        graph = canonicalize(captured.graph)
+        roles = {node.meta["role"]: node for node in graph.nodes if node.op == "placeholder"}
+        self.parameters = {role.split(" ", 1)[1]: node for role, node in roles.items() if role.startswith("parameter ")}
         self.rules: dict[fx.Node, OpRule] = {}
         self.readers: dict[Key, list[fx.Node]] = {}
         self.computed: set[fx.Node] = {
@@ -115,12 +125,32 @@ class _Follower:
             self.rules[node] = rule_of(node)[0]
         return self.rules[node]
 
-    def heads(self, seed: Seed, parameter: fx.Node) -> _Heads | None:
+    def pieces(self, name: str, dim: int) -> tuple[int, ...]:
+        """The sizes of the first pieces into which operators take apart what a dim of a parameter becomes."""
+        pending: list[tuple[Key, int]] = [((self.parameters[name], 0), dim)] if name in self.parameters else []
+        seen = set(pending)
+        for key, at in pending:
+            for reader in self.readers.get(key, ()):
+                rule = self.rule(reader)
+                for operand, dims in zip(operands_of(reader), rule.operands, strict=True):
+                    if key_of(operand) != key or len(dims[at]) != 1:
+                        continue
+                    (factor,) = dims[at]
+                    if factor in rule.sums:
+                        return tuple(int(rule.sizes[member]) for member in rule.sums[factor])
+                    places = [from_factor(rule, result, factor, 1) for result in rule.results]
+                    found = [((reader, index), place[0]) for index, place in enumerate(places) if place is not None]
+                    pending += [entry for entry in found if entry not in seen]
+                    seen.update(found)
+        return ()
+
+    def heads(self, seed: Seed) -> _Heads | None:
         """The heads that a split parameter becomes, if attention reads it."""
         assert seed.dim is not None
         counts: dict[int, str] = {}
         meets: set[fx.Node] = set()
-        pending: list[tuple[Key, int, int, bool]] = [((parameter, 0), seed.dim, seed.outer, False)]
+        start = (self.parameters[seed.value], 0), seed.dim, seed.outer, False
+        pending: list[tuple[Key, int, Outer, bool]] = [start]
         seen = set(pending)
         while pending:
             key, dim, outer, counted = pending.pop()
@@ -128,18 +158,21 @@ class _Follower:
                 rule = self.rule(reader)
                 for operand, dims in zip(operands_of(reader), rule.operands, strict=True):
                     part = to_factor(rule, dims, dim, outer, 1) if key_of(operand) == key else None
-                    if part is not None and part[0] in self.contracted(reader):
-                        meets.add(reader)
-                    if part is None or part[0] in rule.whole:
+                    if part is None:
                         continue
-                    count = rule.sizes[part[0]] // part[1]
-                    size = math.prod(rule.sizes[name] for name in dims[dim]) // outer
+                    contracted = self.contracted(reader)
+                    if contracted:
+                        meets.add(reader)
+                        if not counted and (part[0] in contracted or part[0] in rule.whole):
+                            counts.setdefault(1, reader.meta["origin"].source)
+                    if part[0] in rule.whole:
+                        continue
+                    count = _each(part[1], rule.sizes[part[0]])
+                    size = _each(outer, math.prod(rule.sizes[name] for name in dims[dim]))
                     apart = not counted and count != size and str(reader.target) in _VIEWS
                     if apart:
                         counts.setdefault(count, reader.meta["origin"].source)
                     places = [(i, from_factor(rule, result, *part)) for i, result in enumerate(rule.results)]
-                    if any(place is not None for _, place in places) and self.contracted(reader):
-                        meets.add(reader)
                     for index, place in places:
                         entry = ((reader, index), *place, counted or apart) if place is not None else None
                         if entry is not None and entry not in seen:
@@ -147,7 +180,8 @@ class _Follower:
                             pending.append(entry)
         if not meets:
             return None
-        return _Heads(seed, math.gcd(*counts) or 1, next(iter(counts.values()), ""), frozenset(meets))
+        most = max(counts, default=1)
+        return _Heads(seed, math.gcd(*counts) or 1, most, next(iter(counts.values()), ""), frozenset(meets))
 
     def contracted(self, node: fx.Node) -> set[str]:
         """Factors over which the operator multiplies two computed values and adds up, as attention does."""
@@ -156,6 +190,11 @@ class _Follower:
         pairs = zip(operands_of(node), rule.operands, strict=True)
         found = [{name for names in dims for name in names} - kept for n, dims in pairs if n in self.computed]
         return {name for at, first in enumerate(found) for second in found[:at] for name in first & second}
+
+
+def _each(outer: Outer, size: int) -> int:
+    """What every part's size is a multiple of."""
+    return size // outer if isinstance(outer, int) else size // sum(outer)
 
 
 def _attentions(found: Iterable[_Heads]) -> Iterator[list[_Heads]]:
@@ -170,38 +209,44 @@ def _attentions(found: Iterable[_Heads]) -> Iterator[list[_Heads]]:
 
 
 def _legal(group: Sequence[_Heads], ranks: int) -> bool:
-    most = max(heads.count for heads in group)
-    return most % ranks == 0 and all(h.count % ranks == 0 or ranks % h.count == 0 for h in group)
+    most = max(heads.most for heads in group)
+    return most % ranks == 0 and all(
+        h.count % ranks == 0 or (ranks % h.count == 0 and h.count == h.most) for h in group
+    )
 
 
 def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterator[Diagnostic]:
     """One error for each line and kind of attention."""
     ranks = plan.mesh.size(axis)
-    alike: dict[tuple[object, ...], list[_Heads]] = {}
-    counts: dict[tuple[object, ...], tuple[int, ...]] = {}
+    alike: dict[tuple[Span, tuple[int, ...]], list[_Heads]] = {}
     for group in groups:
-        kinds = tuple(sorted({heads.count for heads in group}, reverse=True))
-        wrong = [n for n in kinds if n % ranks and (n == kinds[0] or ranks % n)]
-        first = next(heads for heads in group if heads.count == (wrong or kinds)[0])
-        key = first.seed.span, kinds
-        alike.setdefault(key, []).append(first)
-        counts[key] = kinds
+        kinds = tuple(sorted({n for heads in group for n in (heads.count, heads.most)}, reverse=True))
+        fused = {heads.count for heads in group if heads.count < heads.most}
+        wrong = [n for n in kinds if n % ranks and (n == kinds[0] or n in fused or ranks % n)]
+        first = next(heads for heads in group if (wrong or kinds)[0] in (heads.count, heads.most))
+        alike.setdefault((first.seed.span, kinds), []).append(first)
     every = [group for group in groups if _legal(group, 1)]
-    legal = [n for n in range(1, max(max(c) for c in counts.values()) + 1) if all(_legal(g, n) for g in every)]
-    for key, (first, *others) in alike.items():
-        most, *fewer = counts[key]
-        message = f"{first.count} heads do not divide by {axis}={ranks}"
-        if first.count != most or not most % ranks:
-            message = f"{first.count} heads of keys and values neither divide by {axis}={ranks} nor divide it"
-        kinds = " and ".join([f"{most} heads", *(f"{count} heads of keys and values" for count in fewer)])
+    legal = [n for n in range(1, max(max(kinds) for _, kinds in alike) + 1) if all(_legal(g, n) for g in every)]
+    for (_, (most, *fewer)), (first, *others) in alike.items():
+        few = f"{_heads(first.count)} of keys and values"
+        message = f"{axis}={ranks} does not divide {most} heads"
+        if not most % ranks:
+            message = f"{axis}={ranks} neither divides {few} nor is a multiple of them"
+            if first.count < first.most:
+                message = f"{axis}={ranks} does not divide {few}, which are fused with queries"
+        every_kind = " and ".join([f"{most} heads", *(f"{_heads(count)} of keys and values" for count in fewer)])
         notes = [f"the model sees it as heads at {first.source}"] if first.source else []
         notes += [f"the same holds for {len(others)} more that the pattern matches"] if others else []
         declared = plan.mesh_spans.get(axis)
         yield Diagnostic(
             UNEVEN_HEADS, message, Label(first.seed.span, f"`{first.seed.value}`"),
             (Label(declared, "declared here"),) if declared is not None else (), notes=tuple(notes),
-            help=f"sizes of `{axis}` for {kinds}: {', '.join(map(str, legal))}",
+            help=f"sizes of `{axis}` for {every_kind}: {', '.join(map(str, legal))}",
         )  # fmt: skip
+
+
+def _heads(count: int) -> str:
+    return f"{count} head{'s' * (count > 1)}"
 
 
 def _notes(few: Sequence[_Heads], axis: str, ranks: int, sizes: Sequence[int]) -> Iterator[Diagnostic]:
@@ -209,7 +254,7 @@ def _notes(few: Sequence[_Heads], axis: str, ranks: int, sizes: Sequence[int]) -
     for count in sorted({heads.count for heads in few}):
         first, *others = [heads for heads in few if heads.count == count]
         each = f"each is kept by {ranks // count} ranks" if count > 1 else "every rank keeps it"
-        message = f"{count} head{'s' * (count > 1)} of keys and values for {ranks} ranks of `{axis}`: {each}"
+        message = f"{_heads(count)} of keys and values for {ranks} ranks of `{axis}`: {each}"
         parts = listed(f"{axis}_{i}={size}" for i, size in enumerate(sizes))
         notes = [f"`{axis}` is seen as {parts}" if sizes else "", "gradients of the copies are summed once a step"]
         notes += [f"the same holds for {len(others)} more parameters"] if others else []
@@ -217,4 +262,3 @@ def _notes(few: Sequence[_Heads], axis: str, ranks: int, sizes: Sequence[int]) -
             KEPT_TWICE, message, Label(first.seed.span, f"`{first.seed.value}`"), notes=tuple(filter(None, notes)),
             severity=Severity.NOTE,
         )  # fmt: skip
-

@@ -25,7 +25,8 @@ aten = torch.ops.aten
 _FREE_VIEWS = {
     aten.t.default, aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default, aten.slice.Tensor,
-    aten.select.int, aten.detach.default, aten.alias.default, aten.split.Tensor, operator.getitem,
+    aten.select.int, aten.detach.default, aten.alias.default, aten.split.Tensor, aten.split_with_sizes.default,
+    operator.getitem,
 }  # fmt: skip
 
 
@@ -250,7 +251,7 @@ def _split(joint: Joint, graph: fx.Graph) -> None:
 def _free(node: fx.Node) -> bool:
     """Whether the node only looks at its operand's storage in another shape."""
     if node.target is operator.getitem:
-        return arguments(node)[0].target is aten.split.Tensor
+        return arguments(node)[0].target in (aten.split.Tensor, aten.split_with_sizes.default)
     if node.target in (aten.view.default, aten._unsafe_view.default):
         return arguments(node)[0].target is not aten.clone.default
     return node.target in _FREE_VIEWS

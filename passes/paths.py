@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from ..compiler.collectives import TypeFault
 from ..compiler.mesh import Mesh
+from ..compiler.parts import count
 from ..compiler.placement import AxisType, Placement, Split, along, dual, local_shape
 
 Changes = tuple[tuple[str, AxisType], ...]
@@ -42,7 +43,7 @@ def cheapest_path(
         done.add(at)
         for order, step in enumerate(_steps(at, want, mesh, lifts)):
             after = at.replace(dict(step))
-            if after in done or not fits(shape, after, mesh):
+            if after in done or not after.nests(shape, mesh):
                 continue
             counter += 1
             marked = lifts and (at[step[0][0]], step[0][1]) == ("I", "R")
@@ -62,8 +63,8 @@ def _steps(at: Placement, want: Placement, mesh: Mesh, lifts: bool) -> Iterator[
         return tuple(along(axes, new, mesh).items())
 
     units = [*_as_one(at, want, mesh), *(((axis,), old, new) for axis, old, new in open_)]
-    inner_first = sorted(units, key=lambda entry: -entry[1].outer if isinstance(entry[1], Split) else 0)
-    outer_first = sorted(units, key=lambda entry: entry[2].outer if isinstance(entry[2], Split) else 0)
+    inner_first = sorted(units, key=lambda entry: -count(entry[1].outer) if isinstance(entry[1], Split) else 0)
+    outer_first = sorted(units, key=lambda entry: count(entry[2].outer) if isinstance(entry[2], Split) else 0)
     yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and old == "P")
     yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and old in ("I", "R"))
     yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and isinstance(old, Split))
@@ -85,19 +86,6 @@ def _as_one(at: Placement, want: Placement, mesh: Mesh) -> Iterator[tuple[tuple[
     for axis, _ in mesh.factored:
         if axis in before and axis in after and before[axis] != after[axis]:
             yield mesh.parts(axis), before[axis], after[axis]
-
-
-def fits(shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> bool:
-    """Whether the splits of each dim nest and divide it."""
-    for dim, size in enumerate(shape):
-        position = 1
-        for outer, axis in placement.splits(dim):
-            if outer % position:
-                return False
-            position = outer * mesh.size(axis)
-        if size % position:
-            return False
-    return True
 
 
 def _price(

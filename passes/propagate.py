@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..compiler.factors import Dims, OpRule, from_factor, to_factor
+from ..compiler.factors import Dims, OpRule, from_factor, to_factors
 from ..compiler.mesh import Mesh
+from ..compiler.parts import Outer, nest
 from ..compiler.placement import Split
 from .calls import Key, computes, key_of, operands_of, rule_of, tensors_of
 
-Part = tuple[str, int]
+Part = tuple[str, Outer]
 """A factor of one operator and the outer part within it: what an axis splits there."""
 
 
@@ -86,22 +87,19 @@ class _Propagation:
         others = [(s.outer, a) for a, s in self.placed.splits[key].items() if s.dim == split.dim]
         return self.disjoint([*others, (split.outer, axis)], size)
 
-    def disjoint(self, parts: Sequence[tuple[int, str]], size: int) -> bool:
-        position = 1
-        for outer, axis in sorted(parts):
-            if outer % position:
-                return False
-            position = outer * self.mesh.size(axis)
-        return size % position == 0
+    def disjoint(self, parts: Sequence[tuple[Outer, str]], size: int) -> bool:
+        return nest(size, [(outer, self.mesh.size(axis)) for outer, axis in parts])
 
     def choose(self, node: fx.Node, axis: str) -> Part | None:
         """The factor that an operand or result already splits over the axis; parameters first, then in order."""
         rule = self.placed.rules[node]
         ranks = self.mesh.size(axis)
         best: tuple[int, Part] | None = None
-        for key, dims, _ in self.terms[node]:
-            split = self.placed.splits[key].get(axis)
-            part = to_factor(rule, dims, split.dim, split.outer, ranks) if split else None
+        found = [
+            (key, dims, split) for key, dims, _ in self.terms[node] if (split := self.placed.splits[key].get(axis))
+        ]
+        parts = to_factors(rule, [(dims, split.dim, split.outer) for _, dims, split in found], ranks, guess=False)
+        for (key, _, _), part in zip(found, parts, strict=True):
             if part is None or part[0] in rule.whole or not self.fits(node, axis, part):
                 continue
             rank = 0 if key[0].op == "placeholder" else 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import fx
 
 from ..compiler.capture import Captured
 from ..compiler.names import Names, WeightUse
 from .calls import computes, operands_of, rule_of
+from .heads import Follower
 
 _LOOKUPS = {"aten.embedding.default"}
 _THROUGH = {"aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.alias.default", "aten.detach.default",
@@ -16,6 +19,7 @@ _THROUGH = {"aten.t.default", "aten.transpose.int", "aten.permute.default", "ate
 def names_of(captured: Captured) -> Names:
     """The names that a plan's lines can speak of, with how the graph uses each weight."""
     parameters = captured.placeholders("parameter")
+    follower = cache(lambda: Follower(captured))
     uses: dict[str, WeightUse] = {}
     for name, node in parameters.items():
         others = [alias for alias, canonical in captured.aliases.items() if canonical == name]
@@ -31,6 +35,7 @@ def names_of(captured: Captured) -> Names:
         captured.modules,
         uses,
         dict(captured.aliases),
+        lambda name, dim: follower().pieces(name, dim),
     )
 
 

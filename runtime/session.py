@@ -282,7 +282,9 @@ def check_fits(build: Build, world: int) -> None:
 
 def mesh_text(mesh: Mesh) -> str:
     """The mesh and how many ranks that makes."""
-    return f"a mesh of {mesh.declared}, which has {mesh.world} ranks" if mesh.axes else "a mesh without axes, which has one rank"
+    if not mesh.axes:
+        return "a mesh without axes, which has one rank"
+    return f"a mesh of {mesh.declared}, which has {mesh.world} ranks"
 
 
 def check_source_of(build: Build) -> None:

@@ -13,6 +13,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "phi3": ("Phi3Config", {"pad_token_id": 3}),
     "olmo2": ("Olmo2Config", {"pad_token_id": 1}),
 }
 

@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from parc.compiler.collectives import COLLECTIVES
+from parc.compiler.parts import nest
 from parc.compiler.placement import Split, TensorType
 from parc.compiler.program import Ref
 from tests.planted_builds import GoodBuild
@@ -100,11 +101,11 @@ def _moved(type_: TensorType, build: GoodBuild) -> Iterator[TensorType]:
         if not isinstance(kind, Split):
             continue
         others = [Split(dim) for dim in range(len(type_.shape)) if dim != kind.dim]
-        for other in (*others, Split(kind.dim, 1 if kind.outer > 1 else 2)):
+        for other in (*others, Split(kind.dim, 1 if kind.outer != 1 else 2)):
             moved = replace(type_, placement=type_.placement.replace({axis: other}))
             try:
                 moved.local(build.case.mesh)
-                assert type_.shape[other.dim] % (other.outer * build.case.mesh.size(axis)) == 0
+                assert nest(type_.shape[other.dim], [(other.outer, build.case.mesh.size(axis))])
             except (ValueError, AssertionError):
                 continue
             yield moved

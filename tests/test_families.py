@@ -33,6 +33,7 @@ MODELS = {
     "mistral": ("llama", '"tests.family_models:decoder" (name="mistral")', 6),
     "qwen2": ("llama", '"tests.family_models:decoder" (name="qwen2")', 6),
     "qwen3": ("llama", '"tests.family_models:decoder" (name="qwen3")', 6),
+    "phi3": ("phi3", '"tests.family_models:decoder" (name="phi3")', 6),
     "olmo2": ("olmo2", '"tests.family_models:decoder" (name="olmo2")', 10),
 }
 """Family, model, and all-reduces of a forward over tp: two a layer, one of the embedding and one of the loss; for

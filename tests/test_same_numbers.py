@@ -63,6 +63,7 @@ def test_initial_weights_are_bitwise_those_of_one_rank(data: st.DataObject) -> N
     mesh = Mesh((("dp", 2), ("tp", data.draw(st.sampled_from([1, 2, 4])))))
     dim = data.draw(st.integers(0, len(recipe.shape) - 1))
     split = Split(dim, data.draw(st.sampled_from([1, 3])) if recipe.shape[dim] % 12 == 0 else 1)
+    assert isinstance(split.outer, int)
     splits = {"tp": split} if mesh.size("tp") > 1 and recipe.shape[dim] % (split.outer * mesh.size("tp")) == 0 else {}
     placement = Placement.of(mesh, splits)
     pieces = [

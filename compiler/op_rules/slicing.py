@@ -18,12 +18,17 @@ from .row import (
     table,
 )
 
+Sums = dict[str, tuple[str, ...]]
 
-def _ruled(call: OpCall, tensors: Sequence[Dims], whole: set[str], sizes: dict[str, Size]) -> OpRule:
+
+def _ruled(
+    call: OpCall, tensors: Sequence[Dims], whole: set[str], sizes: dict[str, Size], sums: Sums | None = None
+) -> OpRule:
     """The rule of operands then results; these operators are linear in all their operands together."""
     count = len(call.operands)
     linear = [frozenset(range(count))]
-    return apply_dims(call, tensors[:count], tensors[count:], whole=frozenset(whole), linear=linear, sizes=sizes)
+    operands, results = tensors[:count], tensors[count:]
+    return apply_dims(call, operands, results, whole=frozenset(whole), linear=linear, sizes=sizes, sums=sums)
 
 
 def _along(shape: Shape, dim: int, names: tuple[str, ...]) -> Dims:
@@ -50,6 +55,18 @@ def _cut(call: OpCall, dim: int, offset: Size = 0) -> OpRule:
         sizes[f"c{index}"] = count
     names = [_along(shape, dim, (f"c{index}", "p")) for index, shape in enumerate(tensors)]
     return _ruled(call, names, sizes.keys() - {"p"}, sizes)
+
+
+def _parts(call: OpCall, dim: int, long: int) -> OpRule:
+    """The rule of a tensor that is, along `dim`, the others one after the other: a factor that is the sum of theirs."""
+    tensors = (*call.operands, *call.results)
+    alike = all(len(shape) == len(tensors[0]) for shape in tensors)
+    if not alike or any(not isinstance(shape[dim], int) or shape[dim] < 2 for shape in tensors):
+        return _cut(call, dim)
+    short = [index for index in range(len(tensors)) if index != long]
+    names = [_along(shape, dim, ("x" if index == long else f"x{index}",)) for index, shape in enumerate(tensors)]
+    sizes = {"x" if index == long else f"x{index}": shape[dim] for index, shape in enumerate(tensors)}
+    return _ruled(call, names, set(), sizes, {"x": tuple(f"x{index}" for index in short)})
 
 
 # ---- slice and its relatives: one tensor is the long one, another the short one
@@ -120,7 +137,7 @@ def _split_row(localize: Callable[[tuple[Shape, ...], int], Any] | None, name: s
             replace_arguments(call, (1, name, localize(results, dim_of(call)))) if localize else replace_arguments(call)
         )
 
-    return Row(lambda call: _cut(call, dim_of(call)), local)
+    return Row(lambda call: _parts(call, dim_of(call), long=0), local)
 
 
 def _first_size(results: tuple[Shape, ...], dim: int) -> Size:
@@ -132,7 +149,7 @@ def _all_sizes(results: tuple[Shape, ...], dim: int) -> list[Size]:
 
 
 def _cat(call: OpCall) -> OpRule:
-    return _cut(call, normal_dim(call.argument(1, "dim", 0), len(call.results[0])))
+    return _parts(call, normal_dim(call.argument(1, "dim", 0), len(call.results[0])), long=len(call.operands))
 
 
 def _halves(position: int, halved: str, *, linear: str = "") -> Callable[[OpCall], OpRule]:

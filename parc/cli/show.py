@@ -69,7 +69,10 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     build = read_build(path)
     if given.role or given.action:
         return _show_programs(given, build)
-    report = {**build.report, "mesh": dict(build.programs["F"].mesh.declared.axes)}  # JSON's sorted keys lost their order
+    report = {
+        **build.report,
+        "mesh": dict(build.programs["F"].mesh.declared.axes),
+    }  # JSON's sorted keys lost their order
     parameters = _parameters(build)
     programs = _programs(build)
     if given.json:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from parc.compiler.mesh import Mesh
+from parc.compiler.parts import together
 from parc.compiler.placement import AxisType, Placement, Split, TensorType
 from parc.compiler.program import Cut, Function, Line, Origin, Program, Ref, Value
 
@@ -33,12 +34,15 @@ def placed(draw: Any, mesh: Mesh, kinds: Sequence[str] = ("I", "P"), max_dims: i
     shape = []
     for dim in range(rank):
         size = draw(st.integers(1, 2))
+        outers: dict[str, int] = {}
         while left and draw(st.booleans()):
             axis = left.pop()
             size *= draw(st.integers(1, 2))
-            types[axis] = Split(dim, size)
+            outers[axis] = size
             size *= mesh.size(axis)
-        shape.append(size * draw(st.integers(1, 2)))
+        parts = draw(st.sampled_from([(1,), (1,), (2,), (2, 1, 1), (1, 3)]))  # each of them split alike
+        types |= {a: Split(dim, together([(part * size, outer) for part in parts])) for a, outer in outers.items()}
+        shape.append(size * sum(parts))
     types.update((axis, draw(st.sampled_from(kinds))) for axis in left)
     return TensorType(torch.float64, tuple(shape), Placement.of(mesh, types))
 
@@ -55,9 +59,10 @@ def _piece(whole: torch.Tensor, type_: TensorType, mesh: Mesh, at: dict[str, int
     for axis, kind in type_.placement.items():
         ranks, here = mesh.size(axis), at[axis]
         if isinstance(kind, Split):
-            size = whole.shape[kind.dim]
-            run = size // kind.outer // ranks
-            keep[kind.dim] &= torch.arange(size) // run % ranks == here
+            parts = (1,) * kind.outer if isinstance(kind.outer, int) else kind.outer
+            unit = whole.shape[kind.dim] // sum(parts)
+            taken = [torch.arange(part * unit) // (part * unit // ranks) == here for part in parts]
+            keep[kind.dim] &= torch.cat(taken)
         elif kind == "P":
             share *= 1 - 0.25 * (ranks - 1) if here == 0 else 0.25
     piece = whole

@@ -1,5 +1,6 @@
 """Runs one operator whole and on shards, as its rule says, and compares."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,14 +105,28 @@ def part_of(tensor: torch.Tensor, place: tuple[int, Any] | None, rank: int, rank
         return tensor
     dim, outer = place
     shape = tuple(tensor.shape)
+    if isinstance(outer, tuple):
+        pieces = tensor.split([size * shape[dim] // sum(outer) for size in outer], dim)
+        return torch.cat([part_of(piece, (dim, 1), rank, ranks) for piece in pieces], dim)
     parts = tensor.reshape(*shape[:dim], outer, ranks, shape[dim] // (outer * ranks), *shape[dim + 1 :])
     return parts.select(dim + 1, rank).reshape(*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]).contiguous()
 
 
-def splits(rule: OpRule, ranks: int) -> list[tuple[str, int]]:
-    """Every (factor, outer) that the rule allows to split over so many ranks."""
-    found = []
+def splits(rule: OpRule, ranks: int) -> list[tuple[str, Any]]:
+    """Every (factor, outer) that the rule allows to split over so many ranks; of a sum of factors, what splits all of
+    them alike."""
+    found: list[tuple[str, Any]] = []
+    members = {name for names in rule.sums.values() for name in names}
+    for total, names in rule.sums.items():
+        for outer in range(1, min(int(rule.sizes[name]) for name in names)):
+            if all(rule.sizes[name] % outer == 0 and rule.sizes[name] // outer % ranks == 0 for name in names):
+                sizes = [int(rule.sizes[name]) // outer for name in names for _ in range(outer)]
+                unit = math.gcd(*sizes)
+                equal = len(set(sizes)) == 1
+                found.append((total, len(sizes) if equal else tuple(size // unit for size in sizes)))
     for name, size in rule.sizes.items():
+        if name in members or name in rule.sums:
+            continue
         for outer in range(1, int(size)):
             if name not in rule.whole and size % outer == 0 and (size // outer) % ranks == 0:
                 found.append((name, outer))

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from parc.compiler.collectives import COLLECTIVES, TypeFault, join_dim, lower, payload_bytes, slice_dim
 from parc.compiler.mesh import Mesh
+from parc.compiler.parts import Outer, nest
 from parc.compiler.placement import AxisType, Placement, Split, TensorType, assemble, parse_type
 
 from .drawn import meshes, numbered, pieces_of, placed
 
 MESH = Mesh.parse("dp=2, tp=2")
+OUTERS: tuple[Outer, ...] = (1, 2, 3, 4, 6, (2, 1, 1), (1, 3))
 
 
 def run(op: str, options: Sequence[Any], pieces: Sequence[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
@@ -38,7 +40,7 @@ def calls(draw: st.DrawFn) -> tuple[Mesh, TensorType, str, tuple[Any, ...]]:
     axes = draw(st.lists(st.sampled_from(mesh.names), min_size=1, unique=True))
     axes = axes[:1] if draw(st.booleans()) else sorted(axes, key=mesh.names.index)
     dims = st.integers(0, len(type_.shape) - 1)
-    outers = st.integers(1, 3)
+    outers = st.sampled_from(OUTERS)
     if op in ("parc.all_reduce", "parc.row_max"):
         return mesh, type_, op, (",".join(axes),)
     options = (",".join(axes), draw(dims), draw(outers))
@@ -53,19 +55,15 @@ def conversions(draw: st.DrawFn) -> tuple[Mesh, TensorType, str, AxisType, AxisT
     axis = draw(st.sampled_from(mesh.names))
     source = type_.placement[axis]
     others = TensorType(type_.dtype, type_.shape, type_.placement.replace({axis: "I"}))
-    splits = [Split(dim, outer) for dim, size in enumerate(type_.shape) for outer in (1, 2, 3, 4, 6)
-              if size % (outer * mesh.size(axis)) == 0 and _nests(others, dim, outer, axis, mesh)]  # fmt: skip
+    splits = [Split(dim, outer) for dim, size in enumerate(type_.shape) for outer in OUTERS
+              if _nests(others, dim, outer, axis, mesh)]  # fmt: skip
     results: list[AxisType] = ["I", "R", "P", *splits]
     return mesh, type_, axis, source, draw(st.sampled_from(results))
 
 
-def _nests(type_: TensorType, dim: int, outer: int, axis: str, mesh: Mesh) -> bool:
-    position = 1
-    for at, name in sorted([*type_.placement.splits(dim), (outer, axis)]):
-        if at % position:
-            return False
-        position = at * mesh.size(name)
-    return type_.shape[dim] % position == 0
+def _nests(type_: TensorType, dim: int, outer: Outer, axis: str, mesh: Mesh) -> bool:
+    splits = [(at, mesh.size(name)) for at, name in type_.placement.splits(dim)]
+    return nest(type_.shape[dim], [*splits, (outer, mesh.size(axis))])
 
 
 @st.composite

@@ -20,6 +20,7 @@ row    model.layers.*.mlp.down_proj over tp
 vocab  model.embed_tokens, lm_head over tp
 """
 _PHI3 = """
+column model.layers.*.self_attn.qkv_proj over tp rows (h/tp d + g/tp d + g/tp d)
 row    model.layers.*.self_attn.o_proj over tp
 column model.layers.*.mlp.gate_up_proj over tp rows (2 f/tp)
 row    model.layers.*.mlp.down_proj over tp
@@ -44,7 +45,12 @@ LINES = dict.fromkeys(("Llama", "Qwen2", "Qwen3", "Mistral", "Olmo2", "Gemma2"),
 
 def make(family: str, kv_heads: int, heads: int = 4) -> nn.Module:
     """A small causal language model of a family."""
-    sizes: dict[str, Any] = {**_SIZES, "hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes: dict[str, Any] = {
+        **_SIZES,
+        "hidden_size": 8 * heads,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
     name = f"{family}ForCausalLM"
     if family == "GPT2":
         name = "GPT2LMHeadModel"

@@ -1,0 +1,112 @@
+"""Parts: a dim as stretches that follow each other, each split for itself; their proportions, and what lies in what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+Outer = int | tuple[int, ...]
+"""So many equal parts; or, where they are not equal, their proportions: ``(2, 1, 1)`` of 128 are 64, 32 and 32."""
+
+
+def outer_of(sizes: Sequence[int]) -> Outer:
+    """The one form of parts of these sizes."""
+    unit = math.gcd(*sizes)
+    return len(sizes) if len(set(sizes)) == 1 else tuple(size // unit for size in sizes)
+
+
+def count(outer: Outer) -> int:
+    """The number of parts."""
+    return outer if isinstance(outer, int) else len(outer)
+
+
+def inside(outer: Outer, ranks: int) -> Outer:
+    """The parts where each is cut into ``ranks``: what an axis splits that is minor to another."""
+    return outer * ranks if isinstance(outer, int) else tuple(part for part in outer for _ in range(ranks))
+
+
+def sizes_of(outer: Outer, size: int) -> list[int]:
+    """The parts' sizes in a dim.
+
+    Raises:
+        ValueError: they are no whole numbers.
+    """
+    proportions = (1,) * outer if isinstance(outer, int) else outer
+    if size % sum(proportions):
+        what = f"{outer} parts" if isinstance(outer, int) else f"parts of {' + '.join(map(str, outer))}"
+        raise ValueError(f"{size} does not divide into {what}")
+    return [part * (size // sum(proportions)) for part in proportions]
+
+
+def together(stretches: Sequence[tuple[int, int]]) -> Outer:
+    """The parts of a dim of stretches, each of so many equal parts."""
+    if len(stretches) == 1:
+        return stretches[0][1]
+    scale = math.prod(number for _, number in stretches)
+    return outer_of([size * scale // number for size, number in stretches for _ in range(number)])
+
+
+@lru_cache(maxsize=4096)
+def within(outer: Outer, stretches: tuple[int, ...]) -> tuple[Outer, ...]:
+    """The parts that lie in each of the stretches, given by size, that a dim consists of.
+
+    Raises:
+        ValueError: a part crosses the end of a stretch.
+    """
+    whole = sum(stretches)
+    if isinstance(outer, int):
+        if any(stretch * outer % whole for stretch in stretches):
+            raise ValueError(f"{outer} equal parts do not lie in stretches of {stretches}")
+        return tuple(stretch * outer // whole for stretch in stretches)
+    scale = math.lcm(whole, sum(outer))
+    left = [part * scale // sum(outer) for part in outer]
+    found: list[Outer] = []
+    for stretch in stretches:
+        end = stretch * scale // whole
+        inner: list[int] = []
+        while left and sum(inner) < end:
+            inner.append(left.pop(0))
+        if sum(inner) != end:
+            raise ValueError(f"parts of {' + '.join(map(str, outer))} do not lie in stretches of {stretches}")
+        found.append(outer_of(inner))
+    return tuple(found)
+
+
+def terms(size: int, splits: Sequence[tuple[Outer, str]]) -> list[tuple[int, list[tuple[int, str]]]]:
+    """A dim as stretches in each of which all its splits are into equal parts: of most dims there is one.
+
+    Raises:
+        ValueError: the splits do not fit each other, or the dim.
+    """
+    base = next((outer for outer, _ in splits if not isinstance(outer, int)), (1,))
+    stretches = tuple(sizes_of(base, size))
+    inner = [within(outer, stretches) for outer, _ in splits] if len(base) > 1 else [(outer,) for outer, _ in splits]
+    result = []
+    for at, stretch in enumerate(stretches):
+        equal: list[tuple[int, str]] = []
+        for (_, axis), parts in zip(splits, inner, strict=True):
+            outer = parts[at]
+            if not isinstance(outer, int):
+                raise ValueError(f"two axes split a dim of {size} into parts that do not fit")
+            equal.append((outer, axis))
+        result.append((stretch, equal))
+    return result
+
+
+def nest(size: int, splits: Iterable[tuple[Outer, int]]) -> bool:
+    """Whether splits, each over so many ranks, divide a dim together."""
+    ordered = sorted(splits, key=lambda split: count(split[0]))
+    try:
+        stretches = terms(size, [(outer, str(ranks)) for outer, ranks in ordered])
+    except ValueError:
+        return False
+    for stretch, equal in stretches:
+        position = 1
+        for outer, ranks in equal:
+            if outer % position:
+                return False
+            position = outer * int(ranks)
+        if stretch % position:
+            return False
+    return True
