@@ -22,7 +22,7 @@ class Include(Directive):
     folder wherever they stand.
 
     Families place a model's weights for tensor parallelism over `tp`: `parc:gpt2`, `parc:llama` (Llama, Mistral, Qwen2,
-    Qwen3) and `parc:olmo2`. `parc show PLAN --expand` shows what they say.
+    Qwen3), `parc:olmo2` and `parc:phi3` (Phi 3 and 4). `parc show PLAN --expand` shows what they say.
     """
 
     USAGE = "include FILE [ARGS]"

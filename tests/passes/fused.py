@@ -1,0 +1,77 @@
+"""Attention with fused rows and grouped heads as models write it, small: each is placed by a few lines of a plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH, VOCAB = 32, 48
+
+
+class Grouped(nn.Module):
+    """Queries, keys and values one after the other, in one weight or in three; keys are never repeated."""
+
+    def __init__(self, heads: int, groups: int, fused: bool) -> None:
+        super().__init__()
+        self.size = WIDTH // heads
+        self.rows = [heads * self.size, groups * self.size, groups * self.size]
+        if fused:
+            self.qkv = nn.Linear(WIDTH, sum(self.rows))
+        else:
+            self.q, self.k, self.v = (nn.Linear(WIDTH, rows) for rows in self.rows)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.fused = fused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).split(self.rows, dim=-1) if self.fused else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        made: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return made
+
+
+class Interleaved(nn.Module):
+    """For each group its queries, a key and a value, group after group; attention is written out."""
+
+    def __init__(self, heads: int, groups: int) -> None:
+        super().__init__()
+        self.groups, self.size = groups, WIDTH // heads
+        self.qkv = nn.Linear(WIDTH, groups * (heads // groups + 2) * self.size)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.qkv(x).view(*x.shape[:2], self.groups, -1, self.size)
+        q, k, v = rows[..., :-2, :], rows[..., [-2], :], rows[..., [-1], :]
+        q, k, v = (part.expand(q.shape).flatten(2, 3).transpose(1, 2) for part in (q, k, v))
+        weights = (q @ k.transpose(-1, -2) / self.size**0.5).softmax(-1)
+        made: torch.Tensor = self.out((weights @ v).transpose(1, 2).flatten(2))
+        return made
+
+
+class Model(nn.Module):
+    """One attention between an embedding and a head."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.attention, self.head = nn.Embedding(VOCAB, WIDTH), attention, nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        made: torch.Tensor = self.head(x + self.attention(x))
+        return made
+
+
+def grouped(heads: int = 8, groups: int = 4, fused: bool = True) -> nn.Module:
+    """A model with grouped attention."""
+    return Model(Grouped(heads, groups, fused))
+
+
+def interleaved(heads: int = 8, groups: int = 4) -> nn.Module:
+    """A model with interleaved rows."""
+    return Model(Interleaved(heads, groups))
+
+
+def encoder(heads: int = 4) -> nn.Module:
+    """torch's own layer, whose rows are fused by thirds."""
+    return Model(nn.TransformerEncoderLayer(WIDTH, heads, 64, dropout=0.0, batch_first=True))

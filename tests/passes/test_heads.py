@@ -1,0 +1,102 @@
+"""Fused rows and grouped heads: every rank has whole heads, and nothing moves but the sums of row-parallel layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from parc.advice import warnings_of
+from parc.checks import check_build
+from parc.compiler.contract import step_messages
+from parc.compiler.plan import read_plan
+from parc.driver import Compiled, compile_plan
+from parc.grammar.diagnostics import PlanError, Severity
+from parc.grammar.source import Source
+
+PLAN = """
+model     "./fused.py:{model}" ({arguments})
+input     tokens  int64 [B, S]
+input     targets int64 [B, S]
+sizes     B=4, S=8
+loss      cross_entropy(output, targets)
+optimizer adamw lr 1e-3 eps 1e-5 clip 1.0
+mesh      dp={dp}, tp={tp}
+shard     tokens, targets [B/dp, _]
+vocab     embed, head over tp
+"""
+CONCATENATED = "column attention.qkv over tp rows (h/tp d + g/tp d + g/tp d)\nrow attention.out over tp"
+APART = "column attention.{q,k,v} over tp\nrow attention.out over tp"
+INTERLEAVED = "column attention.qkv over tp rows (g/tp 4 d)\nrow attention.out over tp"
+ENCODER = """
+column attention.self_attn.in_proj_weight over tp rows (3 h/tp d)
+shard  attention.self_attn.in_proj_bias [(3 h/tp)]
+row    attention.self_attn.out_proj over tp
+column attention.linear1 over tp
+row    attention.linear2 over tp
+"""
+
+
+def build(model: str, arguments: str, lines: str, tp: int, dp: int = 1) -> Compiled:
+    """A model under its plan; every check of a build must pass."""
+    text = PLAN.format(model=model, arguments=arguments, dp=dp, tp=tp) + lines
+    made = compile_plan(read_plan(Source("fused.parc", text)), Path(__file__).parent)
+    checked = check_build(made)
+    assert not checked.faults, "\n".join(map(str, checked.faults))
+    return made
+
+
+def moved(made: Compiled) -> Counter[tuple[str, str]]:
+    """Collectives over `tp` in the forward and the backward, by phase and operator."""
+    found = step_messages(made.built.programs, made.actions)
+    return Counter((m.phase, m.op) for m in found if m.phase != "step" and m.axes != ("dp",))
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "arguments", "lines", "tp"),
+    [
+        ("grouped", "heads=8, groups=4", CONCATENATED, 2),
+        ("grouped", "heads=8, groups=4", CONCATENATED, 4),
+        ("grouped", "heads=4, groups=4", CONCATENATED, 2),
+        ("grouped", "heads=8, groups=2, fused=false", APART, 4),
+        ("grouped", "heads=8, groups=1, fused=false", APART, 4),
+        ("interleaved", "heads=8, groups=4", INTERLEAVED, 4),
+    ],
+)
+def test_attention_is_one_sum_forward_and_one_back(model: str, arguments: str, lines: str, tp: int, dp: int) -> None:
+    made = build(model, arguments, lines, tp, dp)
+    assert not [warning for warning in warnings_of(made) if warning.severity is not Severity.NOTE]
+    # the embedding and the loss add one forward each, the head one back
+    assert moved(made) == {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
+
+
+def test_the_encoder_layer_of_torch_moves_sums_alone() -> None:
+    made = build("encoder", "heads=4", ENCODER, 2)
+    assert not warnings_of(made) and {op for _, op in moved(made)} == {"all_reduce", "row_max"}
+
+
+def test_parts_are_read_in_programs_and_plans_as_they_are_written() -> None:
+    made = build("grouped", "heads=8, groups=2", CONCATENATED, 2)
+    assert '"f32[(32/tp + 8/tp + 8/tp), 32]"' in made.built.programs["F"].text()
+    assert "split_with_sizes" in made.built.programs["F"].text()
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "lines", "tp", "said"),
+    [
+        ("grouped", "heads=8, groups=2", CONCATENATED, 4, "divide 2 heads of keys and values, which are fused"),
+        ("grouped", "heads=8, groups=1", CONCATENATED, 4, "divide 1 head of keys and values, which are fused"),
+        ("grouped", "heads=2, groups=2", CONCATENATED, 4, "tp=4 does not divide 2 heads"),
+        ("encoder", "heads=2", ENCODER, 4, "tp=4 does not divide 2 heads"),
+        ("grouped", "heads=8, groups=4", CONCATENATED.replace("h/tp", "h/tp=3"), 2, "has 64 entries, and the sizes"),
+    ],
+)  # fmt: skip
+def test_heads_and_parts_that_do_not_fit_are_refused(
+    model: str, arguments: str, lines: str, tp: int, said: str
+) -> None:
+    with pytest.raises(PlanError) as refused:
+        build(model, arguments, lines, tp)
+    text = str(refused.value)
+    assert said in text and "--> fused.parc:" in text and "help: " in text
