@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 
 from .mesh import Mesh
-from .parts import Outer, sizes_of
-from .placement import AxisType, Placement, Shape, Split, TensorType, along, global_outer, local_outer
+from .parts import Outer, sizes_of, terms, together
+from .placement import AxisType, Placement, Shape, Split, TensorType, along
 
 
 class TypeFault(ValueError):
@@ -30,6 +31,44 @@ class Collective:
 def axes_of(args: Sequence[Any]) -> tuple[str, ...]:
     """The mesh axes of a collective's arguments, e.g. ``"dp,tp"``."""
     return tuple(str(args[0]).split(","))
+
+
+def local_outer(placement: Placement, mesh: Mesh, axis: str) -> Outer:
+    """How many entries a rank holds before the split of ``axis``, or in which parts: its ``outer`` less the axes major
+    to it."""
+    kind = placement[axis]
+    assert isinstance(kind, Split)
+    splits = placement.splits(kind.dim)
+    return together([(size, _local_count(equal, mesh, axis)) for size, equal in terms(_unit(splits), splits)])
+
+
+def _local_count(splits: Sequence[tuple[int, str]], mesh: Mesh, axis: str) -> int:
+    own = next(outer for outer, name in splits if name == axis)
+    return own // math.prod(mesh.size(name) for outer, name in splits if outer < own and name != axis)
+
+
+def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Outer:
+    """The ``outer`` of a split that a rank makes of its piece at ``(dim, outer)``: the inverse of ``local_outer``.
+
+    Raises:
+        ValueError: it falls across what splits the dim already.
+    """
+    splits = [*placement.splits(dim), (outer, "")]
+    found = []
+    for stretch, equal in terms(_unit(splits), splits):
+        *others, (number, _) = equal
+        inner = number
+        for position, name in others:
+            # an axis major to the cut multiplies what lies before it
+            if _local_count(others, mesh, name) <= number and position <= inner:
+                inner *= mesh.size(name)
+        found.append((stretch, inner))
+    return together(found)
+
+
+def _unit(splits: Sequence[tuple[Outer, str]]) -> int:
+    """A size that all parts of the splits divide."""
+    return math.prod(outer if isinstance(outer, int) else sum(outer) for outer, _ in splits)
 
 
 def _require(type_: TensorType, axis: str, kind: AxisType, mesh: Mesh, what: str) -> None:

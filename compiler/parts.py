@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+
+from .mesh import Mesh
 
 Outer = int | tuple[int, ...]
 """So many equal parts; or, where they are not equal, their proportions: ``(2, 1, 1)`` of 128 are 64, 32 and 32."""
@@ -110,3 +113,33 @@ def nest(size: int, splits: Iterable[tuple[Outer, int]]) -> bool:
         if stretch % position:
             return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One stretch of a dim, major to minor: ``size`` entries, on an axis or (``axis`` None) kept by the rank."""
+
+    size: int
+    axis: str | None
+
+
+def atoms(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> tuple[Atom, ...]:
+    """A dim of ``size`` global entries, split into equal parts, as stretches whose product is ``size``.
+
+    Raises:
+        ValueError: the splits do not nest, or do not divide the dim.
+    """
+    result: list[Atom] = []
+    position = 1
+    for outer, axis in splits:
+        if outer % position:
+            raise ValueError(f"a split at {outer} falls inside another that ends at {position}")
+        if outer != position:
+            result.append(Atom(outer // position, None))
+        result.append(Atom(mesh.size(axis), axis))
+        position = outer * mesh.size(axis)
+    if size % position:
+        raise ValueError(f"{size} does not divide by {position}")
+    if size != position or not result:
+        result.append(Atom(size // position, None))
+    return tuple(result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Literal, TypeVar
 import torch
 
 from .mesh import Mesh
-from .parts import Outer, count, inside, nest, outer_of, terms, together
+from .parts import Outer, atoms, count, inside, nest, outer_of, terms, together
 
 Shape = tuple[int, ...]
 
@@ -161,74 +160,6 @@ def local_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape
 def global_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape:
     """Shape of the whole tensor of which every rank holds a piece of ``shape``."""
     return tuple(size * parts(placement, mesh, dim) for dim, size in enumerate(shape))
-
-
-@dataclass(frozen=True, slots=True)
-class Atom:
-    """One stretch of a dim, major to minor: ``size`` entries, on an axis or (``axis`` None) kept by the rank."""
-
-    size: int
-    axis: str | None
-
-
-def atoms(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> tuple[Atom, ...]:
-    """A dim of ``size`` global entries, split into equal parts, as stretches whose product is ``size``.
-
-    Raises:
-        ValueError: the splits do not nest, or do not divide the dim.
-    """
-    result: list[Atom] = []
-    position = 1
-    for outer, axis in splits:
-        if outer % position:
-            raise ValueError(f"a split at {outer} falls inside another that ends at {position}")
-        if outer != position:
-            result.append(Atom(outer // position, None))
-        result.append(Atom(mesh.size(axis), axis))
-        position = outer * mesh.size(axis)
-    if size % position:
-        raise ValueError(f"{size} does not divide by {position}")
-    if size != position or not result:
-        result.append(Atom(size // position, None))
-    return tuple(result)
-
-
-def local_outer(placement: Placement, mesh: Mesh, axis: str) -> Outer:
-    """How many entries a rank holds before the split of ``axis``, or in which parts: its ``outer`` less the axes major
-    to it."""
-    kind = placement[axis]
-    assert isinstance(kind, Split)
-    splits = placement.splits(kind.dim)
-    return together([(size, _local_count(equal, mesh, axis)) for size, equal in terms(_unit(splits), splits)])
-
-
-def _local_count(splits: Sequence[tuple[int, str]], mesh: Mesh, axis: str) -> int:
-    own = next(outer for outer, name in splits if name == axis)
-    return own // math.prod(mesh.size(name) for outer, name in splits if outer < own and name != axis)
-
-
-def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Outer:
-    """The ``outer`` of a split that a rank makes of its piece at ``(dim, outer)``: the inverse of ``local_outer``.
-
-    Raises:
-        ValueError: it falls across what splits the dim already.
-    """
-    splits = [*placement.splits(dim), (outer, "")]
-    found = []
-    for stretch, equal in terms(_unit(splits), splits):
-        *others, (number, _) = equal
-        inner = number
-        for position, name in others:
-            # an axis major to the cut multiplies what lies before it
-            if _local_count(others, mesh, name) <= number and position <= inner:
-                inner *= mesh.size(name)
-        found.append((stretch, inner))
-    return together(found)
-
-
-def _unit(splits: Sequence[tuple[Outer, str]]) -> int:
-    """A size that all parts of the splits divide."""
-    return math.prod(outer if isinstance(outer, int) else sum(outer) for outer, _ in splits)
 
 
 def take(tensor: torch.Tensor, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int]) -> torch.Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .collectives import TypeFault
-from .factors import OpCall, OpRule, RuleError, from_factor, opaque, to_factor, to_factors
+from .factor_splits import from_factor, to_factor, to_factors
+from .factors import OpCall, OpRule, RuleError, opaque
 from .mesh import Mesh
 from .op_rules import rule_for
 from .parts import Outer, nest

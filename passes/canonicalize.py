@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import fx
 from ..compiler.ops import OPS
 from ..compiler.program import Origin
 from .decompose import DECOMPOSITIONS, looked_up, shape_of
+from .slices import join_slices
 
 aten = torch.ops.aten
 
@@ -72,27 +72,10 @@ class Canonicalizer:
                     rewrite(self, node)
         order = {node: index for index, node in enumerate(self.graph.nodes)}
         for node in order:
-            self.join_slices(node, order)
+            join_slices(self, node, order)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
-
-    def join_slices(self, node: fx.Node, order: Mapping[fx.Node, int]) -> None:
-        """Slices that make up a dim become one split: only together do they say how the dim may be placed."""
-        slices: list[Any] = [user for user in node.users if user.target is aten.slice.Tensor and user.args[4] == 1]
-        for dim in sorted({cut.args[1] for cut in slices}):
-            cuts = sorted((cut for cut in slices if cut.args[1] == dim), key=lambda cut: cut.args[2])
-            ends = [0, *(cut.args[3] for cut in cuts)]
-            sizes = [after - before for before, after in pairwise(ends)]
-            tiled = [cut.args[2] for cut in cuts] == ends[:-1] and ends[-1] == shape_of(node)[dim]
-            if not tiled:
-                continue
-            split = self.emit(min(cuts, key=order.__getitem__), aten.split_with_sizes.default, node, sizes, dim)
-            for index, cut in enumerate(cuts):
-                with self.graph.inserting_after(split):
-                    part = self.graph.call_function(operator.getitem, (split, index))
-                part.meta = dict(cut.meta)
-                self.replace(cut, part)
 
 
 def _fake_like(node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> Any:

@@ -10,7 +10,8 @@ from itertools import pairwise
 from torch import fx
 
 from ..compiler.capture import Captured
-from ..compiler.factors import OpRule, from_factor, to_factor
+from ..compiler.factor_splits import from_factor, to_factor
+from ..compiler.factors import OpRule
 from ..compiler.mesh import Mesh
 from ..compiler.parts import Outer
 from ..compiler.placement import Split, along

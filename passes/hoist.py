@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from ..compiler.factors import from_factor
+from ..compiler.factor_splits import from_factor
 from ..compiler.mesh import Mesh
 from .calls import Key, computes, key_of, operands_of
 from .propagate import Placed

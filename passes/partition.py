@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..compiler.collectives import TypeFault
-from ..compiler.factors import from_factor, to_factor
+from ..compiler.factor_splits import from_factor, to_factor
 from ..compiler.mesh import Mesh
 from ..compiler.ops import OPS
 from ..compiler.placement import AxisType, Placement, Split, TensorType

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..compiler.factors import Dims, OpRule, from_factor, to_factors
+from ..compiler.factor_splits import from_factor, to_factors
+from ..compiler.factors import Dims, OpRule
 from ..compiler.mesh import Mesh
 from ..compiler.parts import Outer, nest
 from ..compiler.placement import Split

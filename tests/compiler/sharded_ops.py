@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from parc.compiler.factors import Dims, OpCall, Operand, OpRule, from_factor, to_factor
+from parc.compiler.factor_splits import from_factor, to_factor
+from parc.compiler.factors import Dims, OpCall, Operand, OpRule
 from parc.compiler.op_rules import localize, rule_for
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parc.compiler import op_rules
-from parc.compiler.factors import Dims, OpCall, Operand, OpRule, RuleError, from_factor, opaque, rule, to_factor
+from parc.compiler.factor_splits import from_factor, to_factor
+from parc.compiler.factors import Dims, OpCall, Operand, OpRule, RuleError, opaque, rule
 from parc.compiler.op_rules import TABLE, localize, register, rule_for
 from parc.compiler.op_rules.attention import attention_factors
 from parc.compiler.shapes import Size, common_divisor, product, quotient, same

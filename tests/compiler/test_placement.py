@@ -7,18 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parc.compiler.collectives import local_outer
 from parc.compiler.mesh import Mesh
+from parc.compiler.parts import atoms
 from parc.compiler.placement import (
     Placement,
     Split,
     TensorType,
     assemble,
-    atoms,
     dim_index,
     dual,
     flat_index,
     global_shape,
-    local_outer,
     local_shape,
     parse_kind,
     parse_type,

@@ -1,0 +1,36 @@
+"""Slices that together are all of a dim: as one split they say how it may be placed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .decompose import shape_of
+
+if TYPE_CHECKING:
+    from .canonicalize import Canonicalizer
+
+aten = torch.ops.aten
+
+
+def join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) -> None:
+    """Slices that make up a dim become one split: only together do they say how the dim may be placed."""
+    slices: list[Any] = [user for user in node.users if user.target is aten.slice.Tensor and user.args[4] == 1]
+    for dim in sorted({cut.args[1] for cut in slices}):
+        cuts = sorted((cut for cut in slices if cut.args[1] == dim), key=lambda cut: cut.args[2])
+        ends = [0, *(cut.args[3] for cut in cuts)]
+        sizes = [after - before for before, after in pairwise(ends)]
+        tiled = [cut.args[2] for cut in cuts] == ends[:-1] and ends[-1] == shape_of(node)[dim]
+        if not tiled:
+            continue
+        split = c.emit(min(cuts, key=order.__getitem__), aten.split_with_sizes.default, node, sizes, dim)
+        for index, cut in enumerate(cuts):
+            with c.graph.inserting_after(split):
+                part = c.graph.call_function(operator.getitem, (split, index))
+            part.meta = dict(cut.meta)
+            c.replace(cut, part)
