@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from ..grammar.codes_language import BAD_VALUE, NOT_SUPPORTED, WRONG_KIND
-from ..grammar.codes_placement import AXIS_TWICE, PARTS_UNKNOWN, WRONG_DIM
+from ..grammar.codes_language import BAD_VALUE, WRONG_KIND
+from ..grammar.codes_placement import AXIS_TWICE, NOT_PADDED, PARTS_UNKNOWN, WRONG_DIM
 from ..grammar.diagnostics import Diagnostic, Label
 from ..grammar.source import Span
 from ..grammar.syntax import KIND_NAMES, Binding, Dim, Ellipsis, Group, Item, Layout, Number, Split, Word
@@ -32,6 +32,8 @@ class DimLayout:
     span: Span
     rest: bool = False
     more: tuple[tuple[Factor, ...], ...] = ()
+    pad: bool = False
+    """Whether the dim may become longer where its splits do not divide it."""
 
     @property
     def axes(self) -> tuple[Word, ...]:
@@ -60,6 +62,7 @@ class SplitWeights:
     axis: Word
     rows: DimLayout | None
     span: Span
+    pad: bool = False
 
 
 Constraint: TypeAlias = Fix | SplitWeights
@@ -85,23 +88,26 @@ def read_layout(layout: Layout) -> tuple[tuple[DimLayout, ...], tuple[Diagnostic
 def read_dim(dim: Dim) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
     """One entry of a layout, and what is wrong with it."""
     first, *more = dim.items
-    errors = []
-    for item in more:
-        if isinstance(item, Word) and item.text == "pad":
-            help_ = "choose sizes that divide, or split another dim"
-            errors.append(Diagnostic(NOT_SUPPORTED, "`pad` is not supported yet", Label(item.span), help=help_))
-        else:
-            help_ = "separate dims by commas, and put sub-dims in parentheses"
-            errors.append(Diagnostic(WRONG_KIND, "a dim has one name", Label(item.span), help=help_))
+    words = [item for item in more if isinstance(item, Word) and item.text == "pad"]
+    help_ = "separate dims by commas, and put sub-dims in parentheses"
+    errors = [Diagnostic(WRONG_KIND, "a dim has one name", Label(item.span), help=help_) for item in more
+              if item not in words]  # fmt: skip
+    pad = bool(words)
     if isinstance(first, Ellipsis):
-        return DimLayout((), dim.span, rest=True), tuple(errors)
-    if isinstance(first, Group):
+        read = DimLayout((), dim.span, rest=True, pad=pad)
+    elif isinstance(first, Group):
         read, more_errors = read_sub_dims(first)
-        return read, (*errors, *more_errors)
-    factor = _factor(first)
-    if factor is None:
-        errors.append(_not_a_dim(first))
-    return DimLayout((factor,) if factor else (), dim.span), tuple(errors)
+        read, errors = replace(read, pad=pad), [*errors, *more_errors]
+    else:
+        factor = _factor(first)
+        if factor is None:
+            errors.append(_not_a_dim(first))
+        read = DimLayout((factor,) if factor else (), dim.span, pad=pad)
+    if pad and not read.axes and not errors:
+        message = "`pad` on a dim that nothing splits"
+        help_ = "write it after a dim that an axis splits, as `[V/tp pad, _]`"
+        errors.append(Diagnostic(NOT_PADDED, message, Label(words[0].span), help=help_))
+    return read, tuple(errors)
 
 
 def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:

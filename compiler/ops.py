@@ -37,6 +37,11 @@ _SCHEMAS = (
     "loss_parts_backward(Tensor grad, Tensor logits, Tensor peak, Tensor targets) -> Tensor",
     # the sum of the squares of all elements
     "square_sum(Tensor x) -> Tensor",
+    # padding of a dim seen as (outer, padded), of which the first `real` entries are the model's: a value in it, the
+    # dim without it, and the dim with zeros in it
+    "fill_pad(Tensor x, int dim, int outer, int real, int padded, float value) -> Tensor",
+    "cut_pad(Tensor x, int dim, int outer, int real, int padded) -> Tensor",
+    "grow_pad(Tensor x, int dim, int outer, int real, int padded) -> Tensor",
     # a typed conversion such as P -> I over "dp,tp", on the global shape; a collective when programs are emitted
     "convert(Tensor x, str axes, str source, str result) -> Tensor",
 )
@@ -141,6 +146,26 @@ def _(x: Any) -> Any:
     return x.new_empty(())
 
 
+@_fake("fill_pad")
+def _(x: Any, dim: int, outer: int, real: int, padded: int, value: float) -> Any:
+    return x.new_empty(x.shape)
+
+
+def _resized(x: Any, dim: int, before: int, after: int, op: str) -> Any:
+    _check(x.shape[dim] % before == 0, op)
+    return x.new_empty(*x.shape[:dim], x.shape[dim] // before * after, *x.shape[dim + 1 :])
+
+
+@_fake("cut_pad")
+def _(x: Any, dim: int, outer: int, real: int, padded: int) -> Any:
+    return _resized(x, dim, padded, real, "cut_pad")
+
+
+@_fake("grow_pad")
+def _(x: Any, dim: int, outer: int, real: int, padded: int) -> Any:
+    return _resized(x, dim, real, padded, "grow_pad")
+
+
 @_fake("convert")
 def _(x: Any, axes: str, source: str, result: str) -> Any:
     return x.new_empty(x.shape)
@@ -187,7 +212,27 @@ def _convert_backward(ctx: Any, grad: Any) -> Any:
     return OPS.convert.default(grad, ctx.axes, source, result), None, None, None
 
 
+def _pad_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.pad = inputs[1:5]
+
+
+def _fill_backward(ctx: Any, grad: Any) -> Any:
+    """What was written over has no gradient."""
+    return OPS.fill_pad.default(grad, *ctx.pad, 0.0), None, None, None, None, None
+
+
+def _cut_backward(ctx: Any, grad: Any) -> Any:
+    return OPS.grow_pad.default(grad, *ctx.pad), None, None, None, None
+
+
+def _grow_backward(ctx: Any, grad: Any) -> Any:
+    return OPS.cut_pad.default(grad, *ctx.pad), None, None, None, None
+
+
 _gradient("attention", _attention_backward, _attention_setup)
 _gradient("lookup", _lookup_backward, _lookup_setup)
 _gradient("loss_parts", _loss_backward, _loss_setup)
 _gradient("convert", _convert_backward, _convert_setup)
+_gradient("fill_pad", _fill_backward, _pad_setup)
+_gradient("cut_pad", _cut_backward, _pad_setup)
+_gradient("grow_pad", _grow_backward, _pad_setup)

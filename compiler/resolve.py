@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ..grammar.codes_placement import CONFLICT, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
+from ..grammar.codes_placement import (
+    CONFLICT,
+    NOT_PADDED,
+    PADDED_TWICE,
+    REPEATED_PLACEMENT,
+    UNEVEN_SHARD,
+    WRONG_DIM,
+)
 from ..grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ..grammar.source import Span
 from ..grammar.syntax import Word
 from .constraints import DimLayout, Factor, Fix, SplitWeights
 from .directives.schedule import BATCH
 from .names import Names, Weight, WeightUse, find_parameters, find_values, find_weights, split_dim
+from .padding import Pad, Pads, padded_shape, pads_by_value
 from .parts import Outer, count, inside, nest
 from .plan import Plan
-from .sub_dims import Cut, cut, uneven
+from .sub_dims import Cut, cut, multiples, uneven
 
 __all__ = ["Names", "Resolved", "Seed", "WeightUse", "resolve"]
 
@@ -34,6 +43,9 @@ class Seed:
     outer: Outer
     span: Span
     fixed: bool
+    start: int = 1
+    inner: int = 1
+    pad: bool = False  # the sub-dim, which begins after `start` parts, may be made longer by groups of `inner` entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +57,23 @@ class Resolved:
     warnings: tuple[Diagnostic, ...]
     frozen: frozenset[str] = frozenset()
     no_decay: frozenset[str] = frozenset()
+    pads: Pads = field(default_factory=dict)
+    """The dims of parameters that are longer than the model's, so that their splits divide them."""
+
+    def line_of(self, value: str, dim: int) -> int:
+        """The line of the plan that splits a dim first."""
+        return next(seed.span.root.line for seed in self.seeds if (seed.value, seed.dim) == (value, dim))
 
 
-def resolve(plan: Plan, names: Names) -> Resolved:
+def resolve(plan: Plan, names: Names, longer: Pads | None = None) -> Resolved:
     """What the plan's placement lines say about the values of a captured model.
+
+    Dims that ``longer`` names are made longer even where they divide: in a twin of a build in which they do not.
 
     Raises:
         PlanError: with every error of every line.
     """
-    resolver = _Resolver(plan, names)
+    resolver = _Resolver(plan, names, {(name, pad.dim) for name, pads in (longer or {}).items() for pad in pads})
     for line in plan.placements:
         resolver.apply(line)
     frozen, no_decay = resolver.parameters(plan.frozen), resolver.parameters(plan.optimizer.no_decay)
@@ -62,15 +82,17 @@ def resolve(plan: Plan, names: Names) -> Resolved:
         raise PlanError(resolver.diagnostics)
     return Resolved(
         tuple(seed for seed in resolver.seeds.values() if plan.mesh.size(seed.axis) > 1),
-        tuple(resolver.diagnostics), frozen, no_decay,
+        tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.pads.items()),
     )  # fmt: skip
 
 
 class _Resolver:
     """Applies lines in order and keeps what they said so far."""
 
-    def __init__(self, plan: Plan, names: Names) -> None:
+    def __init__(self, plan: Plan, names: Names, longer: Collection[tuple[str, int]]) -> None:
         self._plan = plan
+        self._longer = longer
+        self.pads: dict[tuple[str, int], Pad] = {}
         self._mesh = plan.mesh
         self._names = names
         self.seeds: dict[tuple[str, str], Seed] = {}
@@ -144,8 +166,8 @@ class _Resolver:
     def _nest(self, seed: Seed) -> Seed | Diagnostic:
         """The seed inside the splits that earlier lines made of the same dim over other axes."""
         assert seed.dim is not None
-        ways = self._mesh.size(seed.axis)
-        size = self._names.shape(seed.value)[seed.dim]
+        ways, key = self._mesh.size(seed.axis), (seed.value, seed.dim)
+        size = padded_shape(self._names.shape(seed.value), [self.pads[key]] if key in self.pads else [])[seed.dim]
         others = [s for s in self.seeds.values() if s.value == seed.value and s.dim == seed.dim and s.span != seed.span]
         axes = [seed.axis]
         for other in sorted(others, key=lambda found: count(found.outer)):
@@ -153,12 +175,35 @@ class _Resolver:
                 seed = replace(seed, outer=inside(other.outer, self._mesh.size(other.axis)))
                 axes.append(other.axis)
         splits = [(s.outer, self._mesh.size(s.axis)) for s in (*others, seed)]
+        if seed.pad and isinstance(seed.outer, int):
+            unit = seed.outer * ways * seed.inner
+            if size % unit or (key in self._longer and key not in self.pads):
+                divides = size * unit  # whether the splits lie in each other, whatever the size is
+                return self._lengthen(seed) if nest(divides, splits) else self._conflict(seed, others[0])
         if nest(size, splits):
             return seed
         if isinstance(seed.outer, int) and size % (seed.outer * ways):
             what = f"dim {seed.dim} of `{seed.value}` has {size} entries"
-            return uneven(what, size, reversed(axes), self._mesh, self._label(seed))
+            return uneven(what, size, reversed(axes), self._mesh, self._label(seed), may_pad=True)
         return self._conflict(seed, others[0])
+
+    def _lengthen(self, seed: Seed) -> Seed | Diagnostic:
+        """Makes the sub-dim that the seed splits as long as its splits need."""
+        assert seed.dim is not None and isinstance(seed.outer, int)
+        others = [
+            s for s in self.seeds.values() if (s.value, s.dim) == (seed.value, seed.dim) and s.start != seed.start
+        ]
+        if others:
+            message = f"dim {seed.dim} of `{seed.value}` is padded in one sub-dim and split in another"
+            related = (Label(others[0].span, f"first: {self._described(others[0])}"),)
+            help_ = "a dim that is padded is split in one place: choose sub-dims that divide, or split another dim"
+            return Diagnostic(PADDED_TWICE, message, self._label(seed), related, help=help_)
+        real = self._names.shape(seed.value)[seed.dim] // seed.start
+        unit = seed.outer // seed.start * self._mesh.size(seed.axis) * seed.inner
+        padded = -(-real // unit) * unit
+        padded += unit * (padded == real)
+        self.pads[seed.value, seed.dim] = Pad(seed.dim, seed.start, real, padded)
+        return seed
 
     def _conflict(self, seed: Seed, first: Seed) -> Diagnostic:
         message = f"two lines place `{seed.value}` differently on `{seed.axis}`"
@@ -195,8 +240,10 @@ class _Resolver:
                 else:
                     cuts[result[1].axis] = result
             for axis in self._mesh.names if not failed else ():
-                dim, outer = (cuts[axis][0], cuts[axis][1].outer) if axis in cuts else (None, 1)
-                yield Seed(value, axis, dim, outer, word.span, fixed=True)
+                if axis in cuts:
+                    yield _seed(value, *cuts[axis], word.span, fixed=True)
+                else:
+                    yield Seed(value, axis, None, 1, word.span, fixed=True)
 
     def _cuts(self, line: Fix, value: str) -> Iterator[tuple[int, Cut] | Diagnostic]:
         """The cuts that a layout makes on a value, with their dims."""
@@ -219,10 +266,17 @@ class _Resolver:
                 message = f"dim {at} of `{value}` is `{called}`, not `{name}`"
                 help_ = f"write `{called}`, as the `input` line does"
                 yield Diagnostic(WRONG_DIM, message, Label(layout.factors[0].span), help=help_)
+            trained = value in self._names.parameters
+            pad = (layout.pad or (value, at) in self.pads) if trained else None  # an earlier line may have said it
+            if layout.pad and not trained:
+                help_ = "choose sizes that divide: an input is padded where it is made, with a target to ignore"
+                yield Diagnostic(
+                    NOT_PADDED, f"`{value}` is no parameter: it is not padded", Label(layout.span), help=help_
+                )
             pieces = partial(self._names.pieces, value, at)
-            result = cut(layout, size, self._mesh, f"dim {at} of `{value}`", pieces=pieces)
+            result = cut(layout, size, self._mesh, f"dim {at} of `{value}`", pieces=pieces, pad=pad)
             if isinstance(result, Diagnostic):
-                yield self._declared(result, layout)
+                yield self._declared(self._batched(result, layout) if called == BATCH else result, layout)
             else:
                 yield from ((at, found) for found in result)
 
@@ -253,6 +307,17 @@ class _Resolver:
             sizes.append(number // self._plan.microbatches if dim == BATCH else number)
         return tuple(sizes)
 
+    def _batched(self, error: Diagnostic, layout: DimLayout) -> Diagnostic:
+        """The error that a microbatch does not divide, with what that asks of the batch."""
+        parts = self._plan.microbatches
+        if error.code is not UNEVEN_SHARD or parts == 1:
+            return error
+        unit = parts * math.prod(self._mesh.size(axis.text) for axis in layout.axes)
+        size = self._plan.sizes[BATCH]
+        which = f"`B` as a multiple of {unit}" if size.fixed else f"a step of `B` that is a multiple of {unit}"
+        near = " or ".join(map(str, multiples(size.low if size.fixed else size.step, unit)))
+        return replace(error, help=f"choose {which}, such as {near}: it is split into {parts} microbatches first")
+
     def _declared(self, error: Diagnostic, layout: DimLayout) -> Diagnostic:
         """The error that a dim does not divide, with the lines that say by what."""
         spans = self._plan.mesh_spans
@@ -277,8 +342,13 @@ class _Resolver:
             shape = self._names.shape(name)
             label = None if line.rows is not None else Label(word.span, f"`{name}` is {list(shape)}")
             pieces = partial(self._names.pieces, value, at)
-            result = cut(rows, shape[at], self._mesh, f"dim {at} of `{name}`", label, pieces)
+            pad = line.pad or (value, at) in self.pads
+            result = cut(rows, shape[at], self._mesh, f"dim {at} of `{name}`", label, pieces, pad=pad)
             if isinstance(result, Diagnostic):
                 yield self._declared(result, rows)
                 return
-            yield from (Seed(value, found.axis, at, found.outer, word.span, fixed=False) for found in result)
+            yield from (_seed(value, at, found, word.span, fixed=False) for found in result)
+
+
+def _seed(value: str, dim: int, found: Cut, span: Span, *, fixed: bool) -> Seed:
+    return Seed(value, found.axis, dim, found.outer, span, fixed, found.start, found.inner, found.pad)

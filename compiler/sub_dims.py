@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..grammar.codes_placement import PARTS_UNKNOWN, UNEVEN_SHARD, WRONG_SUB_DIMS
+from ..grammar.codes_placement import NOT_PADDED, PARTS_UNKNOWN, UNEVEN_SHARD, WRONG_SUB_DIMS
 from ..grammar.diagnostics import Diagnostic, Label
 from .constraints import DimLayout, Factor
 from .mesh import Mesh
@@ -15,10 +15,16 @@ from .parts import Outer, together
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One axis on a dim of size D: see the dim as ``(outer, D / outer)`` and split the second part."""
+    """One axis on a dim of size D: see the dim as ``(outer, D / outer)`` and split the second part.
+
+    The sub-dim that is split begins after ``start`` parts, and consists of groups of ``inner`` entries.
+    """
 
     axis: str
     outer: Outer
+    start: int = 1
+    inner: int = 1
+    pad: bool = False  # whether the sub-dim may be made longer
 
 
 Pieces = Callable[[], tuple[int, ...]]
@@ -26,16 +32,27 @@ Pieces = Callable[[], tuple[int, ...]]
 
 
 def cut(
-    layout: DimLayout, size: int, mesh: Mesh, what: str, label: Label | None = None, pieces: Pieces = tuple
+    layout: DimLayout,
+    size: int,
+    mesh: Mesh,
+    what: str,
+    label: Label | None = None,
+    pieces: Pieces = tuple,
+    *,
+    pad: bool | None = None,
 ) -> list[Cut] | Diagnostic:
     """The cuts that a dim's layout makes on a dim of ``size``, major first, or why it cannot.
 
     ``what`` names the dim in messages; ``label`` is where they point, the dim's layout if it is left out. Sizes of
-    parts that the layout leaves open are those of ``pieces``.
+    parts that the layout leaves open are those of ``pieces``. With ``pad`` a sub-dim need not divide; None says that
+    this dim cannot be made longer.
     """
     label = label or Label(layout.span)
     if not layout.more:
-        return _cut_product(layout, size, mesh, what, label)
+        return _cut_product(layout, size, mesh, what, label, pad)
+    if layout.pad:
+        help_ = "give parts that divide, or leave `pad` out"
+        return Diagnostic(NOT_PADDED, f"{what} is parts that follow each other: they are not padded", label, help=help_)
     terms = _with_sizes((layout.factors, *layout.more))
     sizes = _term_sizes(terms, size, pieces)
     if sizes is None:
@@ -46,7 +63,8 @@ def cut(
         return Diagnostic(PARTS_UNKNOWN, message, label, help=help_)
     cuts: dict[str, list[tuple[int, int]]] = {}
     for term, part in zip(terms, sizes, strict=True):
-        found = _cut_product(DimLayout(term, term[0].span.to(term[-1].span)), part, mesh, f"a part of {what}", label)
+        product = DimLayout(term, term[0].span.to(term[-1].span))
+        found = _cut_product(product, part, mesh, f"a part of {what}", label, None)
         if isinstance(found, Diagnostic):
             return found
         for one in found:
@@ -79,7 +97,9 @@ def _term_sizes(terms: Sequence[tuple[Factor, ...]], size: int, pieces: Pieces) 
     return found if fits and all(part % less == 0 for part, less in zip(found, known, strict=True)) else None
 
 
-def _cut_product(layout: DimLayout, size: int, mesh: Mesh, what: str, label: Label) -> list[Cut] | Diagnostic:
+def _cut_product(
+    layout: DimLayout, size: int, mesh: Mesh, what: str, label: Label, pad: bool | None
+) -> list[Cut] | Diagnostic:
     sizes = [factor.size for factor in layout.factors]
     known = math.prod(part for part in sizes if part is not None)
     unknown = sizes.count(None)
@@ -98,22 +118,35 @@ def _cut_product(layout: DimLayout, size: int, mesh: Mesh, what: str, label: Lab
             help_ = "give all sizes but one, as `h=8`"
             return Diagnostic(WRONG_SUB_DIMS, message, Label(factor.span), help=help_)
         outer = math.prod(before)
-        part = sizes[at] if sizes[at] is not None else size // outer
+        known_part = sizes[at]
+        part = size // outer if known_part is None else known_part
         ways = math.prod(mesh.size(axis.text) for axis in factor.axes)
-        if part is not None and part % ways:
+        if part % ways and not pad:
             inner = f" in its sub-dim `{factor.span.text}`" if len(layout.factors) > 1 else ""
-            return uneven(f"{what} has {part} entries{inner}", part, [axis.text for axis in factor.axes], mesh, label)
+            named = [axis.text for axis in factor.axes]
+            return uneven(f"{what} has {part} entries{inner}", part, named, mesh, label, may_pad=pad is not None)
+        start, inside = outer, size // (outer * part)
         for axis in factor.axes:
-            cuts.append(Cut(axis.text, outer))
+            cuts.append(Cut(axis.text, outer, start, inside, bool(pad)))
             outer *= mesh.size(axis.text)
     return cuts
 
 
-def uneven(what: str, size: int, axes: Iterable[str], mesh: Mesh, label: Label) -> Diagnostic:
+def multiples(size: int, unit: int) -> list[int]:
+    """The multiples of ``unit`` on both sides of a size that is none.
+
+    >>> multiples(50257, 4), multiples(3, 4)
+    ([50256, 50260], [4])
+    """
+    return [multiple for multiple in (size // unit * unit, -(-size // unit) * unit) if multiple > 0]
+
+
+def uneven(what: str, size: int, axes: Iterable[str], mesh: Mesh, label: Label, *, may_pad: bool = False) -> Diagnostic:
     """The error that ``size`` entries do not divide over axes; states the constraint."""
     named = [axis for axis in axes if mesh.size(axis) > 1]
     ways = math.prod(mesh.size(axis) for axis in named)
     by = " × ".join(f"{axis}={mesh.size(axis)}" for axis in named)
-    near = [multiple for multiple in (size // ways * ways, -(-size // ways) * ways) if multiple > 0]
-    help_ = f"choose a multiple of {ways}, such as {' or '.join(map(str, near))}, or split another dim"
+    near = multiples(size, ways)
+    ways_out = "say `pad`, or split another dim" if may_pad else "or split another dim"
+    help_ = f"choose a multiple of {ways}, such as {' or '.join(map(str, near))}, {ways_out}"
     return Diagnostic(UNEVEN_SHARD, f"{what}, which do not divide by {by}", label, help=help_)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from .mesh import Mesh
+from .padding import Pads, padded_shape
 from .placement import TensorType
 from .program import Cut, Function, Line, Program, Value
 from .scaling import check_scaling
@@ -120,12 +122,15 @@ def _saved_faults(programs: Mapping[str, Program]) -> Iterator[Fault]:
                     yield Fault("types", f"{program.action} {function.name}", f"returns `{name}` as `{key}`")
 
 
-def check_reference(programs: Mapping[str, Program], reference: Program, microbatches: int) -> list[Fault]:
-    """What the captured graph demands of a step: the values it reads and updates, whole shapes as captured; its own
-    random streams; a gradient for exactly the parameters that its loss depends on; its way to average."""
+def check_reference(
+    programs: Mapping[str, Program], reference: Program, microbatches: int, pads: Pads = MappingProxyType({})
+) -> list[Fault]:
+    """What the captured graph demands of a step: the values it reads and updates, whole shapes as captured but for what
+    is padded; its own random streams; a gradient for exactly the parameters that its loss depends on; its way to
+    average."""
     captured = reference.functions[-1]
     return [
-        *_outside_faults(programs, reference),
+        *_outside_faults(programs, reference, pads),
         *_stream_faults(programs["F"], captured),
         *_position_faults(programs["F"], captured),
         *_gradient_faults(programs["B"], captured),
@@ -133,7 +138,7 @@ def check_reference(programs: Mapping[str, Program], reference: Program, microba
     ]
 
 
-def _outside_faults(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
+def _outside_faults(programs: Mapping[str, Program], reference: Program, pads: Pads) -> Iterator[Fault]:
     known = {value.role: value.type for function in reference.functions for value in function.parameters}
     for action, program in programs.items():
         for value in program.main.parameters:
@@ -141,12 +146,20 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program) -> Iter
                 continue
             if value.role not in known:
                 yield Fault("types", f"{action} {value.name}", f"the model reads no `{value.role}`")
-            elif value.type.shape != known[value.role].shape:
+            elif value.type.shape != _expected(known[value.role].shape, value.role, pads):
                 yield Fault("shapes", f"{action} {value.name}", f"`{value.role}` has another shape in the model")
     ours = {key for key, _ in programs["F"].main.returns if key.startswith("buffer ")}
     theirs = {key for key, _ in reference.functions[-1].returns if key.startswith("buffer ")}
     for key in sorted(ours ^ theirs):
         yield Fault("types", f"F {key}", "is updated in one of the model and the programs alone")
+
+
+def _expected(shape: Sequence[int], role: str, pads: Pads) -> tuple[int, ...] | None:
+    """The shape in programs of what the model has in ``shape``; None where that is not what is padded."""
+    kind, _, name = role.partition(" ")
+    rows = pads.get(name, ()) if kind in _STORED else ()
+    fits = all(pad.dim < len(shape) and shape[pad.dim] == pad.outer * pad.real for pad in rows)
+    return padded_shape(shape, rows) if fits else None
 
 
 def _streams(functions: Sequence[Function]) -> list[tuple[object, ...]]:

@@ -13,7 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .mesh import Mesh
-from .placement import TensorType, dim_index
+from .padded_tensors import real_entries, spread
+from .padding import Pad
+from .placement import TensorType
 
 Shape = tuple[int, ...]
 DTYPES = {
@@ -104,17 +106,17 @@ class Weights:
         name = self._named(names)
         return self._read(name, [[(0, size)] for size in self.tensors[name].shape]).to(dtype)
 
-    def piece(self, names: Sequence[str], type_: TensorType, mesh: Mesh, at: Mapping[str, int]) -> torch.Tensor:
-        """A rank's piece of a tensor; no other part of the file is read.
+    def piece(
+        self, names: Sequence[str], type_: TensorType, mesh: Mesh, at: Mapping[str, int], pads: Sequence[Pad] = ()
+    ) -> torch.Tensor:
+        """A rank's piece of a tensor, zeros in its padding; no other part of the file is read.
 
         Raises:
             WeightsError: the file can no longer be read.
         """
-        runs = [
-            _runs(dim_index(size, dim, type_.placement, mesh, at, None)) if type_.placement.splits(dim) else [(0, size)]
-            for dim, size in enumerate(type_.shape)
-        ]
-        return self._read(self._named(names), runs).to(type_.dtype)
+        places = [real_entries(type_, dim, pads, mesh, at) for dim in range(len(type_.shape))]
+        found = self._read(self._named(names), [_runs(entries) for _, entries in places])
+        return spread(found.to(type_.dtype), [kept for kept, _ in places])
 
     def _named(self, names: Sequence[str]) -> str:
         name = self._place(names)

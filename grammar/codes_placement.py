@@ -51,9 +51,10 @@ NO_WEIGHT = Code(
 UNEVEN_SHARD = Code(
     name="P0107",
     title="a sharded dim does not divide evenly",
-    why="parc never pads silently: a padded shard changes memory, and what a mean divides by.",
+    why="parc never pads silently: a padded shard takes more memory. `pad` makes a parameter's dim longer by entries"
+    " that nothing else sees: gradients, checkpoints and the model have the dim as it is.",
     example="mesh tp=4\nvocab embed over tp",
-    instead="mesh tp=2\nvocab embed over tp",
+    instead="mesh tp=4\nvocab embed over tp pad",
 )
 WRONG_SUB_DIMS = Code(
     name="P0108",
@@ -69,6 +70,22 @@ REPEATED_PLACEMENT = Code(
     why="earlier lines already say all that this line says.",
     example="mesh tp=2\ncolumn blocks.*.mlp.up over tp\ncolumn blocks.0.mlp.up over tp",
     instead="mesh tp=2\ncolumn blocks.*.mlp.up over tp",
+)
+NOT_PADDED = Code(
+    name="P0110",
+    title="`pad` where nothing can be padded",
+    why="what is padded is a dim of a parameter that an axis splits: inputs hold what they are given, and a whole dim"
+    " needs no padding.",
+    example="mesh tp=4\nshard embed.weight [V/tp, _ pad]",
+    instead="mesh tp=4\nshard embed.weight [V/tp pad, _]",
+)
+PADDED_TWICE = Code(
+    name="P0111",
+    title="a padded dim is split in two places",
+    why="padding is at the end of the sub-dim that is split, so another split of the same dim, major or minor to it,"
+    " would cut through it.",
+    example="mesh dp=2, tp=2\nshard head.weight [(c/dp=2 d/tp) pad, _]",
+    instead="mesh dp=2, tp=2\nshard head.weight [(c=2 d/dp/tp) pad, _]",
 )
 UNEVEN_HEADS = Code(
     name="P0112",

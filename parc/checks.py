@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from parc.compiler.artifact import Build
 from parc.compiler.contract import check_actions, check_contract, communication_table, step_messages
 from parc.compiler.cost import Memory, estimate_memory
 from parc.compiler.mesh import Mesh
+from parc.compiler.padding import Pads, pads_from, real_shape
 from parc.compiler.placement import TensorType, parse_type
 from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recipe
 from parc.compiler.verify import Fault, check_program
+from parc.compiler.verify_padding import check_padding
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, optimizer_facts, stored_types
 from parc.eager import compare_with_eager
@@ -49,14 +52,16 @@ def static_faults(
     actions: Sequence[Any],
     microbatches: int,
     reference: Program | None = None,
+    pads: Pads = MappingProxyType({}),
 ) -> list[Fault]:
-    """Shapes, types and communication of a build's programs, from the programs and the captured graph alone."""
+    """Shapes, types, communication and padding of a build's programs, from these and the captured graph alone."""
     faults = mesh_faults(programs, mesh)
     for program in programs.values():
         faults += check_program(program)
     if not faults:
         faults += check_bindings(programs, stored)
-        faults += check_reference(programs, reference, microbatches) if reference is not None else []
+        faults += check_reference(programs, reference, microbatches, pads) if reference is not None else []
+        faults += check_padding(programs, pads, stored)
         faults += check_actions(actions, microbatches, counts="COUNT" in programs)
         faults += check_contract({"stage0": step_messages(programs, actions)})
     return faults
@@ -76,14 +81,18 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
     if errors:
         raise PlanError(errors)
     reference = compiled.built.reference
-    faults = static_faults(programs, stored, compiled.mesh, compiled.actions, compiled.plan.microbatches, reference)
+    pads = compiled.resolved.pads
+    faults = static_faults(
+        programs, stored, compiled.mesh, compiled.actions, compiled.plan.microbatches, reference, pads
+    )
     checked = Checked(report_of(compiled, programs, stored), faults)
     if not faults:
         progress("numbers")
         check_numbers(compiled, programs, checked)
     if not checked.faults:
         checked.report["checks"] = {
-            "shapes": "proved", "types": "proved", "communication": "proved", "numbers": "tested", "memory": "estimated"
+            "shapes": "proved", "types": "proved", "communication": "proved", **({"padding": "proved"} if pads else {}),
+            "numbers": "tested", "memory": "estimated",
         }  # fmt: skip
     checked.seconds = round(time.perf_counter() - start, 3)
     return checked
@@ -103,8 +112,9 @@ def check_numbers(compiled: Compiled, programs: Mapping[str, Program], checked: 
         checked.faults += differences
         stored = {name: parse_type(text, subject.mesh) for name, text in stored_types(subject).items()}
         checked.faults += static_faults(
-            subject_programs, stored, subject.mesh, subject.actions, subject.plan.microbatches, subject.built.reference
-        )
+            subject_programs, stored, subject.mesh, subject.actions, subject.plan.microbatches,
+            subject.built.reference, subject.resolved.pads,
+        )  # fmt: skip
     if checked.faults:
         return
     case = case_of(subject, subject_programs)
@@ -150,7 +160,7 @@ def case_of(compiled: Compiled, programs: Mapping[str, Program]) -> Case:
     return Case(
         programs, parse_program(compiled.built.reference.text(), "model"), compiled.actions, compiled.mesh,
         compiled.plan.microbatches, optimizer_facts(compiled), {name: recipes[name].whole() for name in stored},
-        buffers, stored,
+        buffers, stored, compiled.resolved.pads,
     )  # fmt: skip
 
 
@@ -171,19 +181,24 @@ def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mappi
     """``report.json``: what others rely on, nothing that differs between two builds of one plan."""
     plan = compiled.plan
     memory = memory_of(compiled, programs, stored)
-    role = programs["F"].role
+    role, pads = programs["F"].role, compiled.resolved.pads
     return {
         "mesh": dict(compiled.mesh.declared.axes),
         "world": compiled.mesh.world,
         "sizes": {name: str(size) for name, size in plan.sizes.items()},
         "roles": [role],
-        "parameters": sum(math.prod(type_.shape) for type_ in stored.values()),
+        "parameters": sum(math.prod(real_shape(t.shape, pads.get(name, ()))) for name, t in stored.items()),
         "memory": [{
             "role": role, "peak_bytes": memory.peak_bytes, "parameters": memory.parameters,
             "gradients": memory.gradients, "optimizer": memory.optimizer, "activations": memory.activations,
         }],
         "communication": communication_table(programs, compiled.actions, role),
         "pipeline": {"schedule": "accumulation", "stages": 1, "microbatches": plan.microbatches, "bubble": 0.0},
+        "padding": [
+            {"value": name, "dim": pad.dim, "from": pad.outer * pad.real, "to": pad.outer * pad.padded,
+             "line": compiled.resolved.line_of(name, pad.dim)}
+            for name, rows in sorted(pads.items()) for pad in rows
+        ],
         "reshards": [
             {"value": r.value, "from": str(r.source), "to": str(r.result), "axis": r.axis, "bytes": r.bytes,
              "module": r.cause.module, "source": r.cause.source, "line": r.cause.plan}
@@ -199,4 +214,5 @@ def check_files(build: Build) -> list[Fault]:
     mesh = build.programs["F"].mesh
     stored = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
     microbatches = int(build.manifest["microbatches"])
-    return static_faults(build.programs, stored, mesh, build.actions, microbatches, build.reference)
+    pads = pads_from(build.manifest["padding"])
+    return static_faults(build.programs, stored, mesh, build.actions, microbatches, build.reference, pads)

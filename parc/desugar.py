@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from parc.compiler.mesh import Mesh
 from parc.compiler.parts import terms
@@ -33,26 +34,39 @@ def desugar(compiled: Compiled) -> str:
             continue
         layouts: dict[str, list[str]] = {}
         for name in placed.get(index, ()):
-            layouts.setdefault(layout(types[name], compiled.mesh), []).append(name)
+            layouts.setdefault(layout(types[name], compiled.mesh, _padded(compiled, name)), []).append(name)
         for text, names in layouts.items():
             lines.append(f"{'shard' if text else 'replicate':{VERB_WIDTH}} {', '.join(names)} {text}".rstrip())
     return "\n".join(lines) + "\n"
 
 
-def layout(type_: TensorType, mesh: Mesh) -> str:
-    """The layout that places a tensor so, or nothing where it is whole."""
+def layout(type_: TensorType, mesh: Mesh, padded: Mapping[int, int] = MappingProxyType({})) -> str:
+    """The layout that places a tensor so, or nothing where it is whole.
+
+    ``padded`` has the dims that are made longer, each by groups of so many entries.
+    """
     if not type_.placement.split_axes():
         return ""
-    return f"[{', '.join(_dim(type_, dim, mesh) for dim in range(len(type_.shape)))}]"
+    return f"[{', '.join(_dim(type_, dim, mesh, padded) for dim in range(len(type_.shape)))}]"
 
 
-def _dim(type_: TensorType, dim: int, mesh: Mesh) -> str:
+def _padded(compiled: Compiled, name: str) -> dict[int, int]:
+    """The dims of a parameter that are padded, with the entries that stay together there."""
+    seeds = [seed for seed in compiled.resolved.seeds if seed.value == name]
+    return {pad.dim: max(seed.inner for seed in seeds if seed.dim == pad.dim)
+            for pad in compiled.resolved.pads.get(name, ())}  # fmt: skip
+
+
+def _dim(type_: TensorType, dim: int, mesh: Mesh, padded: Mapping[int, int]) -> str:
     """One dim, as sub-dims where a split does not begin at its front, as parts where they are not equal."""
     stretches = terms(type_.shape[dim], type_.placement.splits(dim))
     if len(stretches) > 1:
         return f"({' + '.join(' '.join(_factors(size, splits, mesh)) for size, splits in stretches)})"
     factors = list(_factors(None, stretches[0][1], mesh))
-    return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
+    if padded.get(dim, 1) > 1:
+        factors.append(str(padded[dim]))
+    text = factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
+    return f"{text} pad" if dim in padded else text
 
 
 def _factors(size: int | None, splits: Sequence[tuple[int, str]], mesh: Mesh) -> Iterator[str]:

@@ -19,6 +19,7 @@ from parc.compiler.callables import CallableError, target_hash
 from parc.compiler.capture import Captured, CaptureError, InputSpec, capture, user_frame
 from parc.compiler.directives.schedule import ACCUMULATE
 from parc.compiler.mesh import Mesh
+from parc.compiler.padding import Pads, facts_of
 from parc.compiler.plan import Plan
 from parc.compiler.recipes import Recorded, record
 from parc.compiler.resolve import Resolved, resolve
@@ -76,12 +77,13 @@ def compile_plan(
     *,
     overrides: Mapping[str, Any] | None = None,
     copies: Copies | None = None,
+    longer: Pads | None = None,
     progress: Progress = lambda _: None,
 ) -> Compiled:
     """Capture the model and run every pass.
 
     ``overrides`` and ``copies`` make the plan's twin: other arguments of the model, and what its plan keeps on several
-    ranks, where it is not to be found out.
+    ranks, where it is not to be found out; it is padded wherever the plan's own build is ``longer`` than its model.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
@@ -93,7 +95,7 @@ def compile_plan(
         recorded, captured = capture_plan(plan, lines, folder, overrides)
     progress("passes")
     with _timed(seconds, "passes"):
-        resolved = resolve(plan, names_of(captured))
+        resolved = resolve(plan, names_of(captured), longer)
         frozen = _frozen(plan, recorded, captured, resolved)
         copies = find_copies(captured, plan, resolved.seeds) if copies is None else copies
         mesh = plan.mesh.factor(copies.sizes)
@@ -104,7 +106,8 @@ def compile_plan(
             for axis, split in copies.splits(seed, mesh).items():
                 claims.append((f"{kind} {seed.value}", axis, split, seed.span.root.line))
         accumulate = getattr(torch, ACCUMULATE[plan.accumulate])
-        request = Request(tuple(claims), plan.microbatches, plan.seed, frozen, accumulate)
+        pads = {f"{'frozen' if name in frozen else 'parameter'} {name}": rows for name, rows in resolved.pads.items()}
+        request = Request(tuple(claims), plan.microbatches, plan.seed, frozen, accumulate, pads)
         try:
             built = build_programs(captured, mesh, request)
         except RuleMisfit as error:
@@ -267,6 +270,7 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
         "steps": plan.steps,
         "aliases": dict(compiled.captured.aliases),
         "parameters": stored_types(compiled),
+        "padding": facts_of(compiled.resolved.pads),
         "updates": list(compiled.captured.updates),
         "constants": constant_facts(compiled),
         "role": forward.role,

@@ -15,13 +15,13 @@ from parc.passes.pipeline import sample
 
 def range_errors(compiled: Compiled) -> list[Diagnostic]:
     """What does not divide at some size that the plan declares, with the line that splits it."""
-    plan = compiled.plan
+    plan, request = compiled.plan, compiled.request
     points = sample_points(plan.sizes)
     samples = [Sample(points[0] if points else {}, compiled.built.values)]
     for point in points[1:]:
         fixed = replace(plan, sizes={name: SizeRange(size, size) for name, size in point.items()})
         _, captured = capture_plan(fixed, compiled.lines, compiled.folder, compiled.overrides)
-        samples.append(sample(captured, compiled.mesh, compiled.request.claims, point))
+        samples.append(sample(captured, compiled.mesh, request.claims, point, request.pads))
     return [_diagnostic(compiled, fault) for fault in prove_shapes(samples, plan.sizes, compiled.mesh)]
 
 

@@ -81,8 +81,9 @@ def _twin(compiled: Compiled, mesh: Mesh) -> Compiled:
             chosen = min(size.high, unit * 2 if name == "B" else max(unit, 16))
         sizes[name] = SizeRange(int(chosen), int(chosen))
     factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
-    copies = replace(compiled.copies, sizes=factors)
-    twin = compile_plan(replace(plan, sizes=sizes, mesh=mesh.declared), compiled.folder, overrides=given, copies=copies)
+    copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
+    small = replace(plan, sizes=sizes, mesh=mesh.declared)
+    twin = compile_plan(small, compiled.folder, overrides=given, copies=copies, longer=pads)
     if work_of(twin) > _LARGE_WORK:
         line = plan.verify or plan.model
         raise PlanError([Diagnostic(

@@ -41,8 +41,13 @@ def verify_static(path: Path) -> Verified:
     build = read_build(path, altered=altered, imports=False)
     found = Verified(build, check_files(build), altered)
     if not found.faults:
-        found.checks = dict.fromkeys(("shapes", "types", "communication"), "proved")
+        found.checks = _proved(build)
     return found
+
+
+def _proved(build: Build) -> dict[str, str]:
+    padding = ("padding",) if build.manifest["padding"] else ()
+    return dict.fromkeys(("shapes", "types", "communication", *padding), "proved")
 
 
 def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *, locate: bool = False) -> Verified:
@@ -65,7 +70,7 @@ def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *
     found = Verified(build, check_files(build), altered)
     if found.faults:
         return found
-    found.checks = dict.fromkeys(("shapes", "types", "communication"), "proved")
+    found.checks = _proved(build)
     progress("numbers")
     compiled = compile_plan(read_plan(build.path / "plan.parc"), build.folder)
     hold_promises(replace(compiled, built=replace(compiled.built, programs=dict(build.programs))))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from ..compiler.capture import Captured
 from ..compiler.mesh import Mesh
+from ..compiler.padding import Pads
 from ..compiler.placement import Split
 from ..compiler.program import Program
 from ..compiler.ranges import PlacedValue
@@ -21,6 +22,7 @@ from .fuse import fuse_bias
 from .lift import lift_parameters
 from .loss import split_loss
 from .own_rules import check_registered, explained
+from .pad import pad
 from .partition import Partition, Reshard
 from .propagate import Claim, Placed, propagate
 from .reference import reference_program
@@ -43,6 +45,8 @@ class Request:
     seed: int
     frozen: frozenset[str] = frozenset()
     accumulate: torch.dtype = torch.float32
+    pads: Pads = field(default_factory=dict)
+    """Dims of parameters, by role, that are longer in programs than in the model."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     freeze_parameters(graph, request.frozen)
     loss = split_loss(graph)
     reference = reference_program(loss.graph, loss.count, captured.updates, request.seed)
+    pad(loss.graph, request.pads)
     for part in (loss.graph, loss.count):
         if part is not None:
             mark_blocks(part)

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
 from ..compiler.capture import Captured
 from ..compiler.mesh import Mesh
+from ..compiler.padding import Pads
 from ..compiler.placement import Placement, Split
 from ..compiler.program import Origin
 from ..compiler.ranges import PlacedValue, Sample
 from .calls import computes, tensors_of
 from .canonicalize import canonicalize
 from .loss import split_loss
+from .pad import pad
 from .propagate import Claim, Placed, propagate
 
 
 def sample(
-    captured: Captured, mesh: Mesh, claims: Sequence[tuple[str, str, Split | None, int]], sizes: Mapping[str, int]
+    captured: Captured,
+    mesh: Mesh,
+    claims: Sequence[tuple[str, str, Split | None, int]],
+    sizes: Mapping[str, int],
+    pads: Pads = MappingProxyType({}),
 ) -> Sample:
-    """A model captured at ``sizes``, placed by ``claims`` (as a ``Request`` has them)."""
+    """A model captured at ``sizes``, placed by ``claims`` and ``pads`` (as a ``Request`` has them)."""
     graph = split_loss(canonicalize(captured.graph)).graph
+    pad(graph, pads)
     nodes = {node.meta["role"]: (node, 0) for node in graph.nodes if node.op == "placeholder"}
     placed = propagate(
         graph, mesh, [Claim(nodes[role], axis, split, line) for role, axis, split, line in claims if role in nodes]

@@ -20,6 +20,7 @@ from ..grammar.codes_build import BAD_DATA
 from .data import ByteText, CallableData, DataError, Source, read_batch
 from .faults import RunError
 from .simulate import class_bounds
+from .tails import Tails
 
 Parts = list[dict[str, torch.Tensor]]
 """One rank's part of each microbatch of a step."""
@@ -35,6 +36,7 @@ class Feed:
         self._count = int(build.manifest["microbatches"])
         self._batched = {line["name"]: line["dims"][:1] == ["B"] for line in build.manifest["inputs"]}
         self._bounds = class_bounds(build.reference)
+        self._tails = Tails(build, self._batched)
         self._source: Source | None = None
         self._reading = threading.Lock()  # a person's callable is asked by one thread at a time
         self._closed = threading.Event()
@@ -42,7 +44,7 @@ class Feed:
         self._line = _line_of(build)
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> Parts:
-        """This rank's part of each microbatch of a step's *whole* batch.
+        """This rank's part of each microbatch of a step's *whole* batch; of fewer samples where that is proved right.
 
         Raises:
             RunError: an input is missing, or has another shape, dtype or range than the plan's.
@@ -53,6 +55,7 @@ class Feed:
         unknown = [name for name in batch if name not in self._batched]
         if unknown:
             raise RunError(BAD_DATA, f"the batch has `{unknown[0]}`, which is no input of the plan", needs)
+        batch = self._tails.completed(batch)
         parts: Parts = [{} for _ in range(self._count)]
         for name, type_ in self.types.items():
             if name not in batch:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..compiler.artifact import Build
 from ..compiler.mesh import Mesh
-from ..compiler.placement import TensorType, flat_index, take
+from ..compiler.padded_tensors import grow, real_entries, spread
+from ..compiler.padding import Pad, pads_from
+from ..compiler.placement import TensorType, take
 from ..compiler.recipes import Recipe, record
 from ..compiler.task import TaskLines, model_builder
 from ..compiler.weights import Expected, Weights, WeightsError, open_weights, shown_faults
@@ -57,6 +59,7 @@ class Initial:
         self._recipes = {**recorded.attributes, **recorded.recipes}
         self.kept = [name for name in recorded.module.state_dict() if name in recorded.recipes]
         self._weights = weights_of(build)
+        self._pads = pads_from(build.manifest["padding"])
         line = build.manifest["init"]
         tensors = expected_of(line) if line is not None else []
         self._names = {name: tensor.names for tensor in tensors for name in tensor.names}
@@ -96,18 +99,22 @@ class Initial:
 
     def _piece(self, name: str, type_: TensorType) -> torch.Tensor:
         """This rank's piece, without making or reading the whole where that can be."""
+        pads = self._pads.get(name, ())
         if self._weights is not None and name in self._names:
-            return self._weights.piece(self._names[name], type_, self._mesh, self._coordinates).to(self._device)
+            return self._weights.piece(self._names[name], type_, self._mesh, self._coordinates, pads).to(self._device)
         recipe = self._recipes.get(name)
         if recipe is None:
             return self._take(self._constant(name), type_)
-        return self._made(recipe, type_)
+        return self._made(recipe, type_, pads)
 
-    def _made(self, recipe: Recipe, type_: TensorType) -> torch.Tensor:
+    def _made(self, recipe: Recipe, type_: TensorType, pads: Sequence[Pad]) -> torch.Tensor:
         if not type_.placement.split_axes() or not recipe.elementwise:
-            return self._take(recipe.whole(), type_)
-        index = flat_index(type_.shape, type_.placement, self._mesh, self._coordinates, None)
-        return recipe.elements(index).contiguous().to(self._device)
+            return self._take(grow(recipe.whole(), pads), type_)
+        places = [real_entries(type_, dim, pads, self._mesh, self._coordinates) for dim in range(len(type_.shape))]
+        index = torch.zeros((), dtype=torch.int64)
+        for (_, entries), size in zip(places, recipe.shape, strict=True):
+            index = index[..., None] * size + entries
+        return spread(recipe.elements(index), [kept for kept, _ in places]).contiguous().to(self._device)
 
     def _constant(self, name: str) -> torch.Tensor:
         """A tensor that stands in the model's code."""

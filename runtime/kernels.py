@@ -179,7 +179,7 @@ def _in_cache(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 def _loss_parts(site: Site, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     local, mine = _owned(site, site.operands[0], 1, targets)
     total = torch.cat([(rows - top).exp_().sum(-1) for rows, top in _in_cache(logits, peak)])
-    picked = (logits.gather(-1, local[:, None]) - peak).squeeze(-1) * mine
+    picked = torch.where(mine, (logits.gather(-1, local[:, None]) - peak).squeeze(-1), 0.0)  # padding is infinite
     return torch.stack([total, picked])
 
 
@@ -191,6 +191,27 @@ def _loss_parts_backward(
     for made, rows, top, factor in _in_cache(result, logits, peak, grad[0][:, None]):
         torch.sub(rows, top, out=made).exp_().mul_(factor)
     return result.scatter_add_(-1, local[:, None], (grad[1] * mine)[:, None])
+
+
+def _within(site: Site, type_: TensorType, dim: int, padded: int) -> torch.Tensor:
+    """Where in their part of ``padded`` entries a rank's entries of a padded dim are."""
+    return site.index(type_, dim) % padded
+
+
+def _fill_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int, value: float) -> torch.Tensor:
+    filled = _within(site, site.operands[0], dim, padded) >= real
+    return x.masked_fill(filled.reshape(-1, *[1] * (x.dim() - dim - 1)), value) if bool(filled.any()) else x
+
+
+def _cut_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:
+    kept = _within(site, site.operands[0], dim, padded) < real
+    return x.index_select(dim, kept.nonzero()[:, 0])
+
+
+def _grow_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:
+    kept = _within(site, site.results[0], dim, padded) < real
+    made = x.new_zeros(*x.shape[:dim], kept.shape[0], *x.shape[dim + 1 :])
+    return made.index_copy_(dim, kept.nonzero()[:, 0], x)
 
 
 def _square_sum(site: Site, x: torch.Tensor) -> torch.Tensor:
@@ -221,6 +242,9 @@ KERNELS: Mapping[str, Kernel] = {
     "parc.lookup_backward.default": _lookup_backward,
     "parc.loss_parts.default": _loss_parts,
     "parc.loss_parts_backward.default": _loss_parts_backward,
+    "parc.fill_pad.default": _fill_pad,
+    "parc.cut_pad.default": _cut_pad,
+    "parc.grow_pad.default": _grow_pad,
     "parc.square_sum.default": _square_sum,
     "aten.native_group_norm.default": _dense(aten.native_group_norm.default),
     "aten.native_group_norm_backward.default": _dense(aten.native_group_norm_backward.default),

@@ -157,6 +157,8 @@ class Plain:
         sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
         total, found = 0.0, dict[str, Tensor]()
         for index, (part, weight) in enumerate(zip(parts, self._weights(parts), strict=True)):
+            if not weight:  # without a target its mean is none
+                continue
             inputs = {name: value.to(self.device) for name, value in {**self._unread(part), **part}.items()}
             with counted_dropout(self.module, int(self.build.manifest["seed"]), self.step_number, index):
                 loss = self._loss(self._call(self.module, inputs), inputs)

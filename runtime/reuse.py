@@ -66,6 +66,7 @@ _FRESH = frozenset(f"aten.{name}" for name in (
     "mm.default", "bmm.default", "addmm.default", "sum.dim_IntList", "cat.default", "embedding.default",
     "embedding_dense_backward.default", "slice_backward.default", "select_backward.default", "clone.default",
 ))  # fmt: skip
+_PASSES_ON = ("parc.fill_pad.default",)  # what holds no padding
 _COMMUTE = ("aten.add.Tensor", "aten.mul.Tensor")
 
 
@@ -78,7 +79,7 @@ def _may_alias(line: Line) -> bool:
     """Whether a result may look at an operand's storage."""
     if line.calls_function or line.op in COLLECTIVES:
         return True
-    if line.op in KERNELS or line.op in _FRESH:
+    if (line.op in KERNELS and line.op not in _PASSES_ON) or line.op in _FRESH:
         return False
     target = operator(line.op)  # not every operator that passes an operand on says so in its schema
     return torch.Tag.pointwise not in target.tags or any(v.alias_info is not None for v in target._schema.returns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from ..compiler.artifact import Build, BuildError, read_build
 from ..compiler.callables import CallableError, file_hash, target_hash
 from ..compiler.mesh import Mesh
+from ..compiler.padded_tensors import grow, shrink
+from ..compiler.padding import pads_from, real_shape
 from ..compiler.placement import TensorType, assemble, parse_type, take
 from ..compiler.task import LossLine, TaskLines
 from ..grammar.codes_build import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
@@ -60,6 +62,7 @@ class Session:
         self.coordinates = self.mesh.coordinates(self.rank)
         manifest = build.manifest
         self.types = {name: parse_type(text, self.mesh) for name, text in manifest["parameters"].items()}
+        self.pads = pads_from(manifest["padding"])
         self.step_number = 0
         self.last_step: int | None = manifest["steps"]  # no data is read ahead beyond it
         programs = list(build.programs.values())
@@ -96,7 +99,8 @@ class Session:
         self._updates = {name: constants[name] for name in self.build.manifest["updates"]}
         return self._initial.state(self.types, constants)
 
-    def _take(self, whole: torch.Tensor, type_: TensorType) -> torch.Tensor:
+    def _take(self, whole: torch.Tensor, type_: TensorType, name: str = "") -> torch.Tensor:
+        whole = grow(whole, self.pads.get(name, ()))
         return take(whole, type_.placement, self.mesh, self.coordinates).to(self.device)
 
     # ---- training
@@ -176,7 +180,7 @@ class Session:
 
         Collective: every rank calls it, every rank gets it.
         """
-        whole = {name: self._gather(self.state.parameters[name], type_) for name, type_ in self.types.items()}
+        whole = {name: self._gather(self.state.parameters[name], type_, name) for name, type_ in self.types.items()}
         whole.update((name, self._gather(self.state.buffers[name], type_)) for name, type_ in self._updates.items())
         for alias, name in self.build.manifest["aliases"].items():
             if name in whole:
@@ -184,12 +188,14 @@ class Session:
         # What no line of the programs reads or changes is as it was made.
         return {name: whole[name] if name in whole else self._initial.whole(name) for name in self._initial.kept}
 
-    def _gather(self, piece: torch.Tensor, type_: TensorType) -> torch.Tensor:
+    def _gather(self, piece: torch.Tensor, type_: TensorType, name: str = "") -> torch.Tensor:
+        """The whole tensor; of a parameter ``name``, or of its optimizer's state, as the model has it."""
         if not type_.placement.split_axes():
             return piece.detach().cpu().clone()
         pieces = [torch.empty_like(piece) for _ in range(self.world)]
         dist.all_gather(pieces, piece.detach().contiguous())
-        return assemble([other.cpu() for other in pieces], type_.placement, self.mesh)
+        whole = assemble([other.cpu() for other in pieces], type_.placement, self.mesh)
+        return shrink(whole, self.pads.get(name, ()))
 
     def save(self, path: Path | str) -> None:
         """Write parameters, optimizer state and the step number, whole and by the model's names (safetensors, JSON).
@@ -199,12 +205,16 @@ class Session:
         Raises:
             RunError: ``path`` holds something else, or cannot be written.
         """
-        tensors = {f"parameter.{name}": self._gather(self.state.parameters[name], t) for name, t in self.types.items()}
+        tensors = {
+            f"parameter.{name}": self._gather(self.state.parameters[name], t, name) for name, t in self.types.items()
+        }
         for name, type_ in self.types.items():
             for key, value in self.optimizer.state.get(self.state.parameters[name], {}).items():
                 if isinstance(value, torch.Tensor):
                     alike = value.dim() > 0 and value.shape == self.state.parameters[name].shape
-                    tensors[f"optimizer.{key}.{name}"] = self._gather(value, type_) if alike else value.cpu().clone()
+                    tensors[f"optimizer.{key}.{name}"] = (
+                        self._gather(value, type_, name) if alike else value.cpu().clone()
+                    )
         buffers = {name: self._gather(self.state.buffers[name], type_) for name, type_ in self._updates.items()}
         tensors.update((f"buffer.{name}", value) for name, value in buffers.items())
         facts = {"step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"]}
@@ -225,13 +235,14 @@ class Session:
             RunError: it is of another model or optimizer; every fault is named, nothing was changed.
         """
         checkpoint = read_checkpoint(Path(path))
-        shapes, updates = ({name: t.shape for name, t in types.items()} for types in (self.types, self._updates))
+        real = {name: replace(t, shape=real_shape(t.shape, self.pads.get(name, ()))) for name, t in self.types.items()}
+        shapes, updates = ({name: t.shape for name, t in types.items()} for types in (real, self._updates))
         checkpoint.check(shapes, updates)
-        slots = restore_optimizer(checkpoint, self.build.manifest["optimizer"]["name"], self.types)
+        slots = restore_optimizer(checkpoint, self.build.manifest["optimizer"]["name"], real)
         try:
             with checkpoint.tensors() as file:
                 read = {
-                    key: self._take(file.get_tensor(key), type_)
+                    key: self._take(file.get_tensor(key), type_, name if kind == "parameter" else "")
                     for kind, types in (("parameter", self.types), ("buffer", self._updates))
                     for name, type_ in types.items()
                     for key in (f"{kind}.{name}",)
@@ -251,7 +262,7 @@ class Session:
     def _slot(self, file: Any, slot: str, name: str) -> torch.Tensor:
         """One value of the optimizer's state: this rank's piece, or a number, which the fused update wants beside."""
         value: torch.Tensor = file.get_tensor(f"optimizer.{slot}.{name}")
-        return value.to(self.device) if slot == "step" else self._take(value, self.types[name])
+        return value.to(self.device) if slot == "step" else self._take(value, self.types[name], name)
 
 
 def mesh_of(build: Build) -> Mesh:

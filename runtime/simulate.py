@@ -10,7 +10,9 @@ import torch
 
 from ..compiler.actions import Action
 from ..compiler.mesh import Mesh
-from ..compiler.placement import TensorType, assemble, dim_index, parse_type, take
+from ..compiler.padded_tensors import grow, shrink
+from ..compiler.padding import Pad, Pads
+from ..compiler.placement import TensorType, assemble, parse_type, take
 from ..compiler.program import Line, Program, Ref
 from .backends.in_process import InProcess
 from .execute import Machine
@@ -35,6 +37,7 @@ class Case:
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     stored: Mapping[str, str]
+    pads: Pads = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -99,8 +102,8 @@ def _random(type_: TensorType, bound: int, generator: torch.Generator) -> torch.
 
 
 _SHAPES_ONLY = {"aten.reshape.default", "aten.unsqueeze.default", "aten.slice.Tensor", "aten.squeeze.dim",
-                "aten.transpose.int", "aten.permute.default", "aten.expand.default",
-                "aten._to_copy.default"}  # fmt: skip
+                "aten.transpose.int", "aten.permute.default", "aten.expand.default", "aten._to_copy.default",
+                "aten.constant_pad_nd.default"}  # fmt: skip
 
 
 def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
@@ -198,7 +201,12 @@ class Simulation:
                    if v.role.split(" ")[0] in ("buffer", "constant")}  # fmt: skip
         return RankState(
             {
-                name: take(wide(self.case.parameters[name]), t.placement, self.case.mesh, at)
+                name: take(
+                    grow(wide(self.case.parameters[name]), self.case.pads.get(name, ())),
+                    t.placement,
+                    self.case.mesh,
+                    at,
+                )
                 for name, t in self.types.items()
             },
             {name: take(wide(self.case.buffers[name]), t.placement, self.case.mesh, at) for name, t in buffers.items()},
@@ -295,13 +303,20 @@ def compare(case: Case, steps: int = 3, seed: int = 0) -> Agreement:
             agreement.note("gradient", float("inf"), f"step {step}, {name} (missing)")
         floor = 1e-3 * max((_largest(g) for g in gradients.values()), default=0.0)
         for name, value in found.items():
+            value, kept = _unpadded(value, case.pads.get(name, ()))
             expected = gradients.get(name, torch.zeros_like(value))
-            apart = max(_largest(value - expected), simulation.spread.get(name, 0.0))
+            apart = max(_largest(value - expected), simulation.spread.get(name, 0.0), 0.0 if kept else float("inf"))
             agreement.note("gradient", apart / max(_largest(expected), floor, 1e-30), f"step {step}, {name}")
             slack[name] = slack.get(name, 0.0) + _amplified(apart, case.optimizer)
         _compare_state(agreement, reference, simulation, slack, step)
         agreement.steps += 1
     return agreement
+
+
+def _unpadded(value: torch.Tensor, pads: tuple[Pad, ...]) -> tuple[torch.Tensor, bool]:
+    """A whole value as the model has it, and whether its padding holds zeros to the bit."""
+    real = shrink(value, pads)
+    return real, not pads or torch.equal(grow(real, pads), value)
 
 
 def _amplified(apart: float, line: Mapping[str, Any]) -> float:
@@ -318,9 +333,10 @@ def _compare_state(
     top = max((_largest(p.detach()) for p in reference.parameters.values()), default=1.0)
     spread = simulation.parameter_spread()
     for name, value in simulation.parameters():
+        value, kept = _unpadded(value, case.pads.get(name, ()))
         raw = _largest(value - reference.parameters[name].detach())
         agreement.updated = max(agreement.updated, raw / max(top, 1e-30))
-        apart = raw - slack.get(name, 0.0)
+        apart = raw - slack.get(name, 0.0) if kept else float("inf")
         agreement.note("parameter", max(apart, spread[name]) / max(top, 1e-30), f"step {step}, {name}")
     for name, pieces, type_ in simulation.buffers():
         expected = reference.buffers[name]
@@ -328,8 +344,3 @@ def _compare_state(
             part = take(expected, type_.placement, case.mesh, case.mesh.coordinates(rank))
             apart = _largest(piece - part) / max(_largest(expected), 1e-30)
             agreement.note("parameter", apart, f"step {step}, buffer {name}, rank {rank}")
-
-
-def flat_rows(type_: TensorType, mesh: Mesh, coordinates: Mapping[str, int]) -> list[int]:
-    """Which rows of a microbatch a rank reads."""
-    return dim_index(type_.shape[0], 0, type_.placement, mesh, coordinates, None).tolist()

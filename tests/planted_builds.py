@@ -21,7 +21,7 @@ from parc.runtime.simulate import TOLERANCE, Case, compare
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its words on shapes that do not fit
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKS = ("parse", "shapes", "types", "communication", "numbers")
+CHECKS = ("parse", "shapes", "types", "communication", "padding", "numbers")
 
 _GPT = """\
 model "./gpt.py:GPT" (layers=2, width=16, heads=2, vocab=24, length=4, dropout=0.25)
@@ -77,10 +77,24 @@ shard b.weight, c.weight [o/tp, _]
 schedule microbatches 2
 """
 
+_PADDED = """\
+model "./padded_models.py:Mlp" (vocab=13, width=8, hidden=10, kind="sigmoid")
+input tokens int64 [B, S]
+input targets int64 [B, S]
+sizes B=4, S=4
+loss cross_entropy(output, targets)
+optimizer adamw lr 1e-2 eps 1e-5 clip 1.0
+mesh tp=4
+column up over tp pad
+row down over tp pad
+vocab embed, head over tp pad
+"""
+
 _PLANS = {
     "gpt dp=2, tp=2, two microbatches": ("examples", _GPT + _GPT_LINES),
     "llama dp=2, tp=2": ("examples", _LLAMA),
     "stack tp=2, two microbatches": ("tests", _STACK),
+    "padded tp=4": ("tests", _PADDED),
     "gpt with batch over dp and sequence over tp": (
         "examples",
         _GPT.replace("layers=2", "layers=1") + "shard tokens, targets [B/dp, S/tp]\n",
@@ -134,7 +148,7 @@ def judge(
         read = {a: p if p is case.programs.get(a) else reread(p) for a, p in programs.items()}
     except ProgramError as error:
         return Verdict("parse", str(error), False)
-    faults = static_faults(read, build.stored, case.mesh, actions, case.microbatches, case.reference)
+    faults = static_faults(read, build.stored, case.mesh, actions, case.microbatches, case.reference, case.pads)
     for check in CHECKS:
         found = [fault for fault in faults if fault.check == check]
         if found:

@@ -226,6 +226,20 @@ def wrong_schedules(build: GoodBuild) -> Iterator[Mutant]:
             yield Mutant(kind, f"{late} before {early}", programs, tuple(swap.get(a, a) for a in actions))
 
 
+def wrong_padding(build: GoodBuild) -> Iterator[Mutant]:
+    """What keeps padding out of a sum is left out, writes something else, or stops at another entry."""
+    kind = "let padding through"
+    for site in sites(build.case.programs, lambda line: line.op == "parc.fill_pad.default"):
+        x, dim, outer, real, padded, value = site.line.args
+        if site.action == "F":  # in backward, what is filled may be zero already
+            yield Mutant(kind, site.named("leave out"), site.replaced(read=site.source.name))
+        changed = [(real, 1.0), (real, 0.0 if value else float("-inf")), (real - 1, value), (real + 1, value)]
+        for entries, other in changed:
+            line = replace(site.line, args=(x, dim, outer, entries, padded, other))
+            yield Mutant(kind, site.named(f"write {other} from {entries} in"), site.replaced(line))
+
+
 SLIPS: Sequence[Callable[[GoodBuild], Iterator[Mutant]]] = (
     unscaled, split_sums, wrong_gradients, wrong_values, wrong_streams, off_by_one, wrong_schedules,
+    wrong_padding,
 )  # fmt: skip

@@ -159,15 +159,22 @@ def _divisors(number: int) -> list[int]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: dict[str, int], named: tuple[str, ...] = ()) -> str:
-    """A layout that fits the shape, with sub-dims and several axes on a dim."""
+def layouts(
+    draw: st.DrawFn, shape: tuple[int, ...], mesh: dict[str, int], named: tuple[str, ...] = (), pad: bool = False
+) -> str:
+    """A layout that fits the shape, with sub-dims and several axes on a dim; with ``pad`` one that need not divide."""
     on: list[list[str]] = [[] for _ in shape]
     for axis in draw(st.permutations(list(mesh))):
         place = draw(st.sampled_from([*range(len(shape)), None]))
-        if place is not None and shape[place] % math.prod([mesh[axis], *(mesh[a] for a in on[place])]) == 0:
+        if place is not None and (pad or shape[place] % math.prod([mesh[axis], *(mesh[a] for a in on[place])]) == 0):
             on[place].append(axis)
     entries = []
     for dim, (size, axes) in enumerate(zip(shape, on, strict=True)):
+        if size % math.prod(mesh[axis] for axis in axes):
+            outer = draw(st.sampled_from(_divisors(size)))
+            split = "/".join(["_", *axes])
+            entries.append(f"({outer} {split}) pad" if outer > 1 else f"{split} pad")
+            continue
         rest = size // math.prod(mesh[axis] for axis in axes)
         words = []
         for axis in axes:
@@ -215,17 +222,18 @@ def placements(draw: st.DrawFn, spec: ModelSpec, mesh: dict[str, int]) -> list[s
     for name in draw(st.lists(st.sampled_from(names), unique=True, max_size=5)) if names else []:
         shape = tuple(model.get_parameter(name).shape)
         module = name.rpartition(".")[0]
-        axis = draw(st.sampled_from(axes))
-        fits = [dim for dim in (0, 1) if len(shape) == 2 and shape[dim] % mesh[axis] == 0]
+        axis, pad = draw(st.sampled_from(axes)), draw(st.booleans())
+        flag = " pad" if pad else ""
+        fits = [dim for dim in (0, 1) if len(shape) == 2 and (pad or shape[dim] % mesh[axis] == 0)]
         if isinstance(modules[module], nn.Linear) and name.endswith("weight") and fits and draw(st.booleans()):
             dim = draw(st.sampled_from(fits))
-            outer = draw(st.sampled_from(_divisors(shape[dim] // mesh[axis]))) if dim == 0 else 1
+            outer = draw(st.sampled_from(_divisors(shape[dim] // (1 if pad else mesh[axis])))) if dim == 0 else 1
             rows = f" rows ({outer} n/{axis})" if outer > 1 else ""
-            lines.append(f"{('column', 'row')[dim]} {module} over {axis}{rows}")
+            lines.append(f"{('column', 'row')[dim]} {module} over {axis}{rows}{flag}")
         elif isinstance(modules[module], nn.Embedding) and 0 in fits and draw(st.booleans()):
-            lines.append(f"vocab {module} over {axis}")
+            lines.append(f"vocab {module} over {axis}{flag}")
         elif draw(st.sampled_from([True, True, False])):
-            lines.append(f"shard {name} {draw(layouts(shape, mesh))}")
+            lines.append(f"shard {name} {draw(layouts(shape, mesh, pad=pad))}")
         else:
             lines.append(f"replicate {name}")
     return lines

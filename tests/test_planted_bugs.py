@@ -51,6 +51,12 @@ def test_the_schedule_is_refused_by_the_communication_contract() -> None:
     assert row.first["communication"] == row.mutants > 0
 
 
+def test_padding_that_gets_through_is_refused_by_proof() -> None:
+    row = rows()["let padding through"]
+    assert row.first["padding"] >= 16
+    assert row.first["padding"] + row.first["types"] == row.mutants
+
+
 def test_there_are_enough_mutants_of_every_class() -> None:
     assert sum(row.mutants for row in rows().values()) >= 2000
     assert min(row.mutants for row in rows().values()) >= 4

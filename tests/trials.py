@@ -97,7 +97,8 @@ def build(made: Subject, text: str) -> Compiled:
         )
         for seed in resolved.seeds
     )
-    request = Request(claims, plan.microbatches, plan.seed)
+    pads = {f"parameter {name}": rows for name, rows in resolved.pads.items()}
+    request = Request(claims, plan.microbatches, plan.seed, pads=pads)
     built = build_programs(made.captured, plan.mesh, request)
     actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
     return Compiled(
@@ -119,6 +120,7 @@ def case_of(made: Subject, compiled: Compiled) -> Case:
         {name: made.parameters[name].detach() for name in stored},
         made.buffers,
         stored,
+        compiled.resolved.pads,
     )
 
 
@@ -136,7 +138,9 @@ def check(made: Subject, text: str, steps: int = 2) -> tuple[Compiled, Agreement
     compiled = build(made, text)
     case = case_of(made, compiled)
     types = {name: parse_type(stored, compiled.mesh) for name, stored in case.stored.items()}
-    faults = static_faults(case.programs, types, compiled.mesh, compiled.actions, case.microbatches)
+    faults = static_faults(
+        case.programs, types, compiled.mesh, compiled.actions, case.microbatches, pads=compiled.resolved.pads
+    )
     assert not faults, "\n".join(map(str, faults))
     agreement = compare(case, steps)
     assert agreement.largest <= TOLERANCE, agreement

@@ -67,7 +67,8 @@ capitals stand for one phrase, what is in `[]` may be left out, and ` | ` separa
   each part over tp, `...` is the rest. A dim that is a product is written as sub-dims, major first: `(3 h/tp d)` is
   three times heads times head size, split so that every rank has its heads of all three; `h/tp=8` and `d=64` give
   sizes. `(h/tp d + g/tp d + g/tp d)` are parts that follow each other, each split; sizes that are left out are those in
-  which the model takes them apart.
+  which the model takes them apart. `V/tp pad` lets the dim of a parameter become longer where its splits do not divide
+  it: nothing else sees the entries that are added, neither results, gradients and checkpoints nor the model.
 - **An axis of size 1** is legal everywhere, and what is placed over it holds trivially.
 - **Order of lines is priority** where two constraints could both hold; two lines that contradict each other are an
   error.

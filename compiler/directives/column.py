@@ -19,14 +19,15 @@ class Column(Directive):
 
     `rows` says what the outputs consist of where several weights are fused: `rows (3 h/tp d)` are three times heads
     times head size, and every rank gets its heads of all three; `rows (2 f/tp)` are two halves, each split;
-    `rows (h/tp d + g/tp d + g/tp d)` are heads of queries, and fewer of keys and of values. `WHERE` names modules, or
-    weights.
+    `rows (h/tp d + g/tp d + g/tp d)` are heads of queries, and fewer of keys and of values. With `pad` the outputs (or
+    that sub-dim of them) need not divide: entries that the model does not have are added; a `row` line that takes them
+    says `pad` too. `WHERE` names modules, or weights.
 
     Heads of keys and values that are fewer than the ranks, and divide them, are kept by several ranks each: such an
     axis is seen as two, `tp_0` and `tp_1`, and `over tp` means both.
     """
 
-    USAGE = "column WHERE over AXIS [rows DIMS]"
+    USAGE = "column WHERE over AXIS [rows DIMS] [pad]"
     ONCE = False
 
     constraint: SplitWeights
@@ -38,7 +39,7 @@ class Column(Directive):
         group = next(iter(arguments.items("rows")), None)
         rows = read_sub_dims(group)[0] if isinstance(group, Group) else None
         where = arguments.words("where")
-        return cls(arguments, SplitWeights("column", where, axis, rows, arguments.statement.span))
+        return cls(arguments, SplitWeights("column", where, axis, rows, arguments.statement.span, "pad" in arguments))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from scope.check_axis(self.constraint.axis)

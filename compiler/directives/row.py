@@ -16,10 +16,10 @@ from ..directive import Directive, Scope
 class Row(Directive):
     """Splits the inputs of linear layers over an axis: every rank has a part of the sum, added up after.
 
-    The bias stays whole. `WHERE` names modules, or weights.
+    The bias stays whole. With `pad` the inputs need not divide, as in `column`. `WHERE` names modules, or weights.
     """
 
-    USAGE = "row WHERE over AXIS"
+    USAGE = "row WHERE over AXIS [pad]"
     ONCE = False
 
     constraint: SplitWeights
@@ -29,7 +29,7 @@ class Row(Directive):
         axis = arguments.word("over")
         assert axis is not None
         where = arguments.words("where")
-        return cls(arguments, SplitWeights("row", where, axis, None, arguments.statement.span))
+        return cls(arguments, SplitWeights("row", where, axis, None, arguments.statement.span, "pad" in arguments))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from scope.check_axis(self.constraint.axis)

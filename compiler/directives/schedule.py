@@ -10,6 +10,7 @@ from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, NO_EFFECT, U
 from ...grammar.diagnostics import Diagnostic, Label, Severity
 from ...grammar.usage import Arguments
 from ..directive import Directive, Scope, check_number
+from ..sub_dims import multiples
 from .sizes import Sizes
 
 BATCH = "B"
@@ -51,9 +52,9 @@ class Schedule(Directive):
                 what = f"B={size.low}" if size.fixed else f"B={size}"
                 message = f"{what} does not divide into {self.microbatches} microbatches"
                 related = (Label(sizes.span, "the batch of one step"),)
-                help_ = f"choose a multiple of {self.microbatches}" + (
-                    "" if size.fixed else " as the step of the range"
-                )
+                near = " or ".join(map(str, multiples(parts, self.microbatches)))
+                which = "" if size.fixed else "a step of the range that is "
+                help_ = f"choose {which}a multiple of {self.microbatches}, such as {near}"
                 yield Diagnostic(UNEVEN_BATCH, message, label, related, help=help_)
 
     def _check_accumulate(self) -> Iterator[Diagnostic]:

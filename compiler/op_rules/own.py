@@ -53,6 +53,19 @@ def _attention_backward(call: OpCall) -> OpRule:
     return apply_dims(call, operands, [q, k, v], whole=frozenset(whole), linear=[frozenset({0})])
 
 
+def _filled(call: OpCall) -> OpRule:
+    """Linear where it writes zeros: padding of a sum is the sum of padding."""
+    return rule("... -> ...", linear="" if call.args[5] else "0")(call)
+
+
+def _resized(call: OpCall) -> OpRule:
+    """The dim is (outer, entries): a rank with some of the outer parts changes those; entries of a part are whole."""
+    dims, (dim, outer) = plain_dims(len(call.operands[0])), call.args[1:3]
+    before, after = ((*dims[:dim], ("outer", name), *dims[dim + 1 :]) for name in ("before", "after"))
+    whole, linear = frozenset({"before", "after"}), [frozenset({0})]
+    return apply_dims(call, [before], [after], whole=whole, linear=linear, sizes={"outer": outer})
+
+
 TABLE: dict[str, Row] = {
     "parc.attention.default": Row(_attention),
     "parc.attention_backward.default": Row(_attention_backward),
@@ -64,5 +77,8 @@ TABLE: dict[str, Row] = {
     "parc.lookup_backward.default": Row(rule("... e, ... -> v e", linear="0"), _rows_local),
     "parc.token_loss.default": Row(rule("t v, t -> t")),
     "parc.loss_parts.default": Row(rule("t v, t 1, t -> c! t")),
+    "parc.fill_pad.default": Row(_filled),
+    "parc.cut_pad.default": Row(_resized),
+    "parc.grow_pad.default": Row(_resized),
     "parc.loss_parts_backward.default": Row(rule("c! t, t v, t 1, t -> t v", linear="0")),
 }

@@ -64,6 +64,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     for entry in report["memory"]:
         held = ", ".join(f"{k} {size_text(entry[k])}" for k in ("parameters", "gradients", "optimizer", "activations"))
         rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))
+    rows += [("padding" if at == 0 else "", text) for at, text in enumerate(_padding_texts(report["padding"]))]
     pipeline = report["pipeline"]
     rows.append(("schedule", f"{pipeline['schedule']}, {pipeline['microbatches']} microbatches"))
     lines = [f"{name:13}{text}" for name, text in rows]
@@ -78,6 +79,17 @@ def report_text(report: Mapping[str, Any]) -> str:
         lines.append(f"{'':13}numbers: {numbers['steps']} steps of all ranks on {numbers['on']}, "
                      f"largest relative error {worst:.1e} (at most {numbers['tolerance']:.0e})")  # fmt: skip
     return "\n".join(lines)
+
+
+def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    """What is longer than in the model; values of numbered modules that are alike share a line."""
+    alike: dict[str, int] = {}
+    for entry in entries:
+        name = ".".join("*" if word.isdigit() else word for word in entry["value"].split("."))
+        line = f", line {entry['line']}" if entry["line"] else ""
+        text = f"{name}: dim {entry['dim']} of {entry['from']:,} entries to {entry['to']:,}{line}"
+        alike[text] = alike.get(text, 0) + 1
+    return [text + (f" (x{count})" if count > 1 else "") for text, count in alike.items()]
 
 
 def communication_text(entries: Iterable[Mapping[str, Any]]) -> str:

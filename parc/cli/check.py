@@ -32,7 +32,8 @@ def run(given: argparse.Namespace) -> int:
         progress("shapes, types, communication")
         stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
         programs = reread(compiled.built.programs)
-        faults = static_faults(programs, stored, compiled.mesh, compiled.actions, plan.microbatches)
+        pads = compiled.resolved.pads
+        faults = static_faults(programs, stored, compiled.mesh, compiled.actions, plan.microbatches, pads=pads)
     show(warnings_of(compiled))
     check_weights(plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled)

@@ -1,0 +1,230 @@
+"""Pad: a dim that axes do not divide becomes longer in all values that have it, its extra entries kept out of results.
+
+Shapes stay global, so this is a rewrite of the graph before anything is placed. An operator whose rule lets a padded
+factor be split computes on the longer dim. Before a sum over it the padding is filled with what adds nothing (and
+so gets no gradient); an operator that sees the dim whole, or has it from elsewhere in its real size, reads it cut back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..compiler.factors import OpCall, Operand, OpRule
+from ..compiler.neutral import COUNTED, LOOKUPS, REDUCTIONS
+from ..compiler.op_rules import localize, pointwise
+from ..compiler.ops import OPS
+from ..compiler.pad_flow import Extra, Extras, PaddingFault, follow, locate, place
+from ..compiler.pad_point import point
+from ..compiler.padding import Pads, padded_shape
+from .calls import Key, call_of, computes, fake, key_of, operands_of, outputs, rule_of, substitute, tensors_of
+
+_PURE = ("buffer", "constant", "key")
+_SAFE = (1.0, 0.5)  # a point where an operator that is singular in its padding has a value and a slope
+
+
+def pad(graph: fx.Graph, pads: Pads) -> None:
+    """Rewrites a canonical graph in place; ``pads`` are those of placeholders, by role."""
+    if pads:
+        _Padder(graph).run(pads)
+
+
+@dataclass(slots=True)
+class _Need:
+    """What an operator needs of one operand before it can compute on padded factors."""
+
+    cut: list[Extra] = field(default_factory=list)
+    grow: list[Extra] = field(default_factory=list)
+    fill: list[tuple[Extra, float]] = field(default_factory=list)
+
+
+class _Padder:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        nodes = [node for node in graph.nodes if computes(node)]
+        # as the model has them, before anything is longer
+        self.calls: dict[fx.Node, OpCall] = {node: call_of(node) for node in nodes}
+        self.rules: dict[fx.Node, OpRule] = {node: rule_of(node)[0] for node in nodes}
+        self.extras: dict[Key, Extras] = {}
+        self.pure: set[fx.Node] = set()
+        self.made: dict[tuple[Any, ...], fx.Node] = {}
+
+    def run(self, pads: Pads) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder":
+                if node.meta["role"].split(" ")[0] in _PURE:
+                    self.pure.add(node)
+                self._placeholder(node, pads)
+            elif computes(node):
+                self._operator(node)
+            elif node.op == "call_function":  # one result of several
+                node.meta["val"] = fake(key_of(node))
+        out = self.graph.output_node()
+        found = [self._without(node, self.extras.get(key_of(node), ()), out) for node in outputs(self.graph)]
+        out.args = (tuple(found),)
+        self.graph.lint()
+
+    def _placeholder(self, node: fx.Node, pads: Pads) -> None:
+        rows, value = pads.get(node.meta["role"], ()), node.meta["val"]
+        with value.fake_mode:
+            node.meta["val"] = torch.empty(padded_shape(value.shape, rows), dtype=value.dtype) if rows else value
+        self.extras[node, 0] = tuple(Extra(row.dim, row.outer, row.real, row.padded) for row in rows)
+
+    def _operator(self, node: fx.Node) -> None:
+        operands = operands_of(node)
+        if all(key_of(n)[0] in self.pure for n in operands):
+            self.pure.add(node)
+        if not any(self.extras.get(key_of(n)) for n in operands):
+            return
+        before = node.args, node.kwargs, node.meta["val"]
+        try:
+            self._compute_padded(node, self._needs(node, operands))
+        except (PaddingFault, ValueError, RuntimeError, TypeError):  # a rule or operator does not do with longer dims
+            node.args, node.kwargs, node.meta["val"] = before
+            given = iter([self._without(n, self.extras.get(key_of(n), ()), node) for n in operands])
+            node.args, node.kwargs = substitute((node.args, node.kwargs), lambda _: next(given))
+            for index in range(len(self.rules[node].results)):
+                self.extras[node, index] = ()
+
+    # ---- what an operator needs
+
+    def _needs(self, node: fx.Node, operands: Sequence[fx.Node]) -> list[_Need]:
+        """What must be done to each operand, so that the operator computes padded where its rule lets it."""
+        rule, needs = self.rules[node], [_Need() for _ in operands]
+        parts: dict[str, dict[int, tuple[Any, Extra]]] = {}
+        for index, (operand, dims) in enumerate(zip(operands, rule.operands, strict=True)):
+            for extra in self.extras.get(key_of(operand), ()):
+                found = locate(rule, dims, extra, real=True)
+                counted = extra.outer > 1 and COUNTED.get(str(node.target)) == (index, extra.dim)
+                if found is None or found[0] in rule.whole or counted:
+                    needs[index].cut.append(extra)
+                else:
+                    parts.setdefault(found[0], {})[index] = found[1], extra
+        for name, sides in parts.items():
+            part = next(iter(sides.values()))[0]
+            at = {index: place(rule.sizes, dims, name, part) for index, dims in enumerate(rule.operands)}
+            bare = {index: (part, Extra(*found)) for index, found in at.items() if found and index not in sides}
+            alike = all(other == part for other, _ in sides.values())
+            makes = all(key_of(operands[index])[0] in self.pure for index in bare)
+            fills = self._fills(node, rule, name, {**sides, **bare}) if alike and makes else None
+            if fills is None:
+                for index, (_, extra) in sides.items():
+                    needs[index].cut.append(extra)
+                continue
+            for index, (_, extra) in bare.items():
+                needs[index].grow.append(extra)
+            for index, value in fills.items():
+                needs[index].fill.append(({**sides, **bare}[index][1], value))
+        return needs
+
+    def _fills(self, node: fx.Node, rule: OpRule, name: str, sides: Mapping[int, tuple[Any, Extra]]) -> Any:
+        """What the padding of each operand must hold so that results do not see it; None where nothing helps."""
+        held = {index: extra.held for index, (_, extra) in sides.items()}
+        if all(any(name in names for names in dims) for dims in rule.results):
+            return self._safe(node, held)
+        op = str(node.target)
+        if op in LOOKUPS:
+            return {}
+        if op in REDUCTIONS:
+            return {0: REDUCTIONS[op].value} if list(held) == [0] else None
+        alone = all(frozenset({index}) in rule.linear for index in held)
+        if alone and len(held) > 1:  # a product: zeros on either side give the other no gradient
+            return {index: 0.0 for index, value in held.items() if value != 0.0}
+        # of a sum the gradient is no zero even where its operand is: what fills lets none through
+        return dict.fromkeys(held, 0.0) if alone or frozenset(held) in rule.linear else None
+
+    def _safe(self, node: fx.Node, held: Mapping[int, float | None]) -> dict[int, float] | None:
+        """Fills for an operator that has no value or no slope at what its padding holds, such as a logarithm of 0."""
+        call = self.calls[node]
+        if call.op not in pointwise.TABLE:
+            return {}
+        dtypes = [fake(key_of(n)).dtype for n in operands_of(node)]
+        values = [held.get(index) for index in range(len(dtypes))]
+        if not any(dtype.is_floating_point for dtype in dtypes) or point(call, values, dtypes)[1]:
+            return {}
+        for safe in _SAFE:
+            if point(call, [safe if index in held else value for index, value in enumerate(values)], dtypes)[1]:
+                return dict.fromkeys(held, safe)
+        return None
+
+    # ---- the operator on longer dims
+
+    def _compute_padded(self, node: fx.Node, needs: Sequence[_Need]) -> None:
+        operands = [self._prepared(n, need, node) for n, need in zip(operands_of(node), needs, strict=True)]
+        carried = [self.extras.get(key_of(n), ()) for n in operands]
+        call, rule = self.calls[node], self.rules[node]
+        parts = {}
+        for extras, dims in zip(carried, rule.operands, strict=True):
+            for extra in extras:
+                found = locate(rule, dims, extra, real=True)
+                assert found is not None
+                parts[found[0]] = found[1]
+        shapes = [list(shape) for shape in call.results]
+        for shape, dims in zip(shapes, rule.results, strict=True):
+            for name, part in parts.items():
+                at = place(rule.sizes, dims, name, part)
+                if at is not None:
+                    if shape[at[0]] != at[1] * at[2]:
+                        raise PaddingFault(f"dim {at[0]} of {node.name} would be padded twice")
+                    shape[at[0]] = at[1] * at[3]
+        args, kwargs = localize(call, tuple(tuple(fake(key_of(n)).shape) for n in operands), tuple(map(tuple, shapes)))
+        node.args, node.kwargs = _filled_in(args, operands), _filled_in(kwargs, operands)
+        mode = fake(key_of(operands[0])).fake_mode
+        fakes = substitute((node.args, node.kwargs), lambda n: fake(key_of(n)))
+        with mode:
+            target: Any = node.target
+            node.meta["val"] = target(*fakes[0], **fakes[1])
+        made = [list(value.shape) for value in tensors_of(node) if isinstance(value, torch.Tensor)]
+        if made != shapes:
+            raise PaddingFault(f"{node.name} makes {made}, not {shapes}")
+        dtypes = [fake(key_of(n)).dtype for n in operands]
+        for index, extras in enumerate(follow(call_of(node), carried, dtypes)):
+            self.extras[node, index] = tuple(extra for extra in extras if extra.real is not None)
+
+    def _prepared(self, operand: fx.Node, need: _Need, reader: fx.Node) -> fx.Node:
+        operand = self._without(operand, need.cut, reader)
+        for extra in need.grow:
+            operand = self._emit(OPS.grow_pad.default, operand, extra, (), reader)
+        for extra, value in need.fill:
+            if not (operand.target is OPS.fill_pad.default and operand.args[5] == value == extra.held):
+                operand = self._emit(OPS.fill_pad.default, operand, extra, (value,), reader)
+        return operand
+
+    def _without(self, operand: fx.Node, extras: Sequence[Extra], reader: fx.Node) -> fx.Node:
+        """The value as the model has it in these dims."""
+        for extra in extras:
+            operand = self._emit(OPS.cut_pad.default, operand, extra, (), reader)
+        return operand
+
+    def _emit(self, target: Any, x: fx.Node, extra: Extra, more: tuple[float, ...], reader: fx.Node) -> fx.Node:
+        """An operator that is about padding, before the first that reads its result; others share it."""
+        args = (x, extra.dim, extra.outer, extra.real, extra.padded, *more)
+        block = reader.meta["origin"].module if "origin" in reader.meta else ""
+        key = (target, args, block)
+        if key in self.made:
+            return self.made[key]
+        with self.graph.inserting_before(reader):
+            node = self.made[key] = self.graph.call_function(target, args)
+        value = fake(key_of(x))
+        with value.fake_mode:
+            node.meta["val"] = target(value, *args[1:])
+        node.meta["origin"] = reader.meta.get("origin", x.meta.get("origin"))
+        (self.extras[node, 0],) = follow(call_of(node), [self.extras.get(key_of(x), ())], [value.dtype])
+        if key_of(x)[0] in self.pure:
+            self.pure.add(node)
+        return node
+
+
+def _filled_in(item: Any, operands: Sequence[fx.Node]) -> Any:
+    """A call's argument with nodes where it has operands."""
+    if isinstance(item, Operand):
+        return operands[item.index]
+    if isinstance(item, (list, tuple)):
+        return type(item)(_filled_in(inner, operands) for inner in item)
+    if isinstance(item, dict):
+        return {key: _filled_in(inner, operands) for key, inner in item.items()}
+    return item

@@ -1,0 +1,77 @@
+"""Models with dims that axes do not divide, as plans of the tests of padding make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+ACTIVATIONS: dict[str, Any] = {
+    "gelu": F.gelu,
+    "sigmoid": torch.sigmoid,  # what it makes of zero is no zero
+    "log": lambda x: torch.log(x.square() + 0.5),
+    "singular": lambda x: torch.log(x.abs()),  # neither a value nor a slope at zero
+    "inverse": lambda x: 1.0 / (x + 0.1 * x.sign()),
+    "softmax": lambda x: torch.softmax(x, -1),  # sees the dim whole
+    "sorted": lambda x: torch.sort(x, -1).values,
+    "total": lambda x: x / (1.0 + x.abs().sum(-1, keepdim=True)),
+    "peak": lambda x: x - x.amax(-1, keepdim=True),
+    "mean": lambda x: x - x.mean(-1, keepdim=True),
+    "halves": lambda x: torch.cat([x[..., 1::2], x[..., ::2]], -1),
+    "flat": lambda x: x.flatten(1).tanh().view(x.shape),
+    "heads": lambda x: x.unflatten(-1, (5, -1)).sigmoid().flatten(-2),
+    "positions": lambda x: x * torch.arange(1.0, x.shape[-1] + 1) / x.shape[-1],
+    "split": lambda x: torch.cat([part.tanh() for part in x.split([3, x.shape[-1] - 3], -1)], -1),
+    "cumulative": lambda x: x.cumsum(-1) / x.shape[-1],
+    "batch": lambda x: x - x.mean(0, keepdim=True),
+    "outer": lambda x: (x.tanh()[..., None] * x.sigmoid()[..., None, :]).sum(-1),
+}
+
+
+class Mlp(nn.Module):
+    """Table, one hidden layer with a residual, and a head."""
+
+    def __init__(self, vocab: int = 13, width: int = 8, hidden: int = 10, kind: str = "gelu", bias: bool = True,
+                 tied: bool = False, gated: bool = False, norm: str = "", p: float = 0.0) -> None:  # fmt: skip
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.up = nn.Linear(width, hidden * (2 if gated else 1), bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+        self.head = nn.Linear(width, vocab, bias=bias and not tied)
+        self.norm = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}[norm](hidden) if norm else None
+        self.kind, self.gated, self.drop = kind, gated, nn.Dropout(p)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        y = self.up(x)
+        if self.gated:
+            gate, y = y.chunk(2, -1)
+            y = F.silu(gate) * y
+        y = ACTIVATIONS[self.kind](y)
+        y = self.drop(y if self.norm is None else self.norm(y))
+        logits: torch.Tensor = self.head(x + self.down(y))
+        return logits
+
+
+def decoder(name: str, vocab: int = 51, tied: bool = False, ffn: int = 48, heads: int = 4, p: float = 0.1) -> nn.Module:
+    """A small Llama or GPT-2 of transformers."""
+    import transformers
+
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=8 * heads, n_layer=1, n_head=heads, vocab_size=vocab, n_positions=32, use_cache=False,
+            attn_pdrop=p, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        made: nn.Module = transformers.GPT2LMHeadModel(config)
+        return made
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=ffn, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=vocab, max_position_embeddings=32, use_cache=False, tie_word_embeddings=tied,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    made = transformers.LlamaForCausalLM(config)
+    return made

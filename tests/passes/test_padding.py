@@ -1,0 +1,306 @@
+"""Padding: dims that axes do not divide, in models whose operators see them in every way, and its proof."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from parc.checks import check_build, static_faults
+from parc.compiler.factors import OpCall, Operand
+from parc.compiler.mesh import Mesh
+from parc.compiler.neutral import LOOKUPS, REDUCTIONS, is_neutral
+from parc.compiler.pad_flow import Extra, PaddingFault, follow
+from parc.compiler.pad_point import UNKNOWN
+from parc.compiler.padded_tensors import grow, real_entries, shrink, spread
+from parc.compiler.padding import Pad
+from parc.compiler.placement import Placement, Split, TensorType, assemble, parse_type, take
+from parc.compiler.plan import read_plan
+from parc.compiler.typing import infer
+from parc.desugar import desugar
+from parc.driver import Compiled, compile_plan, stored_types
+from parc.grammar.source import Source
+from parc.runtime.kernels import KERNELS, Site
+from parc.twins import find_twin
+
+from ..padded_models import ACTIVATIONS
+
+TESTS = Path(__file__).parent.parent
+VOCAB = "vocab embed, head over tp pad"
+MLP = "column up over tp pad\nrow down over tp pad"
+GATED = "column up over tp rows (2 f/tp) pad\nrow down over tp pad"
+PLAN = """model "./padded_models.py:{model}" ({arguments})
+input {name} int64 [B, S]
+input targets int64 [B, S]
+sizes B=4, S=6
+loss cross_entropy({logits}, targets)
+optimizer adamw lr 1e-3 eps 1e-5 weight_decay 0.1 clip 1.0
+mesh dp={dp}, tp={tp}
+shard {name}, targets [B/dp, _]
+{lines}
+"""
+
+
+def compiled(lines: str, arguments: str = "width=8", dp: int = 1, tp: int = 4, model: str = "Mlp") -> Compiled:
+    """The small model, or one of transformers, under a plan."""
+    name, logits = ("tokens", "output") if model == "Mlp" else ("input_ids", "output.logits")
+    text = PLAN.format(model=model, arguments=arguments, dp=dp, tp=tp, lines=lines, name=name, logits=logits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers, about its own future
+        return compile_plan(read_plan(Source("padded.parc", text)), TESTS)
+
+
+def operators(made: Compiled) -> Counter[str]:
+    """How often each operator stands in the forward and the backward."""
+    programs = [made.built.programs[action] for action in "FB"]
+    lines = [line for program in programs for function in program.functions for line in function.lines]
+    return Counter(line.op.split(".")[1] for line in lines if not line.calls_function)
+
+
+def holds(made: Compiled) -> Counter[str]:
+    """Every check of a build must pass; its operators."""
+    checked = check_build(made)
+    assert not checked.faults, "\n".join(map(str, checked.faults))
+    assert checked.agreement is not None and checked.agreement.largest <= 1e-10
+    assert checked.report["checks"]["padding"] == "proved"
+    return operators(made)
+
+
+@pytest.mark.parametrize(("tied", "dp", "tp"), [("true", 1, 4), ("true", 2, 2), ("false", 1, 2)])
+def test_a_vocabulary(tied: str, dp: int, tp: int) -> None:
+    found = holds(compiled(VOCAB, f"vocab=13, tied={tied}", dp, tp))
+    assert found["fill_pad"] == 2 and not found["all_gather"]  # the logits, and their gradient
+
+
+# What an operator does with a padded dim: computes on, fills it, or has it cut back, which takes a gather.
+COMPUTED = ("gelu", "flat", "positions", "batch")
+FILLED = ("sigmoid", "log", "singular", "inverse", "mean", "outer", "heads")
+CUT = ("softmax", "sorted", "halves", "split", "cumulative")
+BOTH = ("peak", "total")
+
+
+def test_every_activation_is_tried() -> None:
+    assert {*COMPUTED, *FILLED, *CUT, *BOTH} == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_a_hidden_dim(kind: str) -> None:
+    found = holds(compiled(MLP, f'kind="{kind}"'))
+    assert (found["fill_pad"] > 0, found["cut_pad"] > 0) == (kind in (*FILLED, *BOTH), kind in (*CUT, *BOTH)), found
+
+
+@pytest.mark.parametrize("arguments", ['norm="layer"', 'norm="rms"', "p=0.3", 'p=0.3, kind="sigmoid"'])
+def test_norms_and_dropout_of_a_padded_dim(arguments: str) -> None:
+    holds(compiled(MLP, arguments))
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments", "dp"),
+    [
+        (GATED, "gated=true", 1),
+        (GATED, "gated=true, hidden=9", 2),
+        ("column up over tp pad", "hidden=10", 1),
+        ("row down over tp pad", "hidden=10", 1),
+        ("vocab embed over tp pad", "vocab=13", 1),
+        ("vocab head over tp pad", "vocab=13", 1),
+        ("shard embed.weight [V/tp/dp pad, _]\nshard head.weight [V/dp/tp pad, _]", "vocab=13", 2),
+        ("shard embed.weight [V/tp pad, w/dp pad]", "width=7", 2),
+        ("shard embed.weight [_, w/tp pad]\nrow head, up over tp pad\ncolumn down over tp pad", "width=7", 1),
+        ("freeze embed, head\n" + VOCAB, "vocab=13", 2),
+    ],
+)
+def test_other_places(lines: str, arguments: str, dp: int) -> None:
+    holds(compiled(lines, arguments, dp, 4 // dp))
+
+
+LLAMA = """column model.layers.*.mlp.{gate,up}_proj over tp pad
+row model.layers.*.mlp.down_proj over tp pad
+include "parc:llama" (tp=2)"""
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "dp", "lines"),
+    [
+        ("llama", ", ffn=49, tied=true", 2, LLAMA),
+        ("gpt2", "", 1, 'include "parc:gpt2" (tp=4)'),
+    ],
+)
+def test_models_of_transformers(name: str, more: str, dp: int, lines: str) -> None:
+    found = holds(compiled(lines, f'name="{name}", vocab=51{more}', dp, 4 // dp, "decoder"))
+    assert found["fill_pad"] == 2 and not found["all_gather"]
+
+
+HEADS = """shard **.attn.c_attn.weight [_, (3 h/tp d=8) pad]
+shard **.attn.c_attn.bias [(3 h/tp d=8) pad]
+shard **.attn.c_proj.weight [(h/tp d=8) pad, _]"""
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_heads(p: float) -> None:
+    found = holds(compiled(HEADS, f'name="gpt2", vocab=52, heads=3, p={p}', 1, 2, "decoder"))
+    assert (found["cut_pad"] > 0) == (found["all_gather"] > 0) == (p > 0)  # weights are dropped by their numbers
+
+
+def test_a_plan_in_primitives_says_pad() -> None:
+    made = compiled(GATED + "\n" + VOCAB, "gated=true", 2, 2)
+    text = desugar(made)
+    assert "embed.weight, head.weight [_/tp pad, _]" in text
+    made = compiled(GATED, "gated=true, hidden=9", 2, 2)
+    assert "up.weight [(2 _/tp) pad, _]" in desugar(made)
+    again = compile_plan(read_plan(Source("again.parc", desugar(made))), TESTS)
+    assert (again.resolved.pads, stored_types(again)) == (made.resolved.pads, stored_types(made))
+
+
+def test_groups_of_a_sub_dim_stay_together() -> None:
+    made = compiled("column up over tp rows (2 h/tp 2) pad", "hidden=20")
+    assert made.resolved.pads["up.weight"] == (Pad(0, 2, 10, 16),)
+    assert "[(2 _/tp 2) pad, _]" in desugar(made)
+    holds(made)
+
+
+def test_a_twin_is_padded_where_its_build_is_even_if_it_divides() -> None:
+    made = compiled(VOCAB + "\nverify vocab=8", "vocab=13", 1, 4)
+    twin, differences = find_twin(made, made.built.programs)
+    assert not differences and twin.mesh == Mesh((("dp", 1), ("tp", 2)))
+    assert twin.resolved.pads["embed.weight"] == (Pad(0, 1, 8, 10),)
+
+
+def test_what_divides_is_not_padded() -> None:
+    made = compiled(VOCAB, "vocab=16")
+    assert not made.resolved.pads and not operators(made)["fill_pad"]
+
+
+# ---- what the checker proves
+
+
+def test_padding_that_a_manifest_denies_or_moves_is_refused() -> None:
+    made = compiled(GATED, "gated=true")
+    stored = {name: parse_type(text, made.mesh) for name, text in stored_types(made).items()}
+    (pad,) = made.resolved.pads["up.weight"]
+    for other in ((), (Pad(0, 1, 20, 24),), (Pad(0, 2, 9, 12),), (Pad(1, 2, 10, 12),), (pad, pad)):
+        pads = {**made.resolved.pads, "up.weight": other}
+        faults = static_faults(made.built.programs, stored, made.mesh, made.actions, 1, made.built.reference, pads)
+        assert faults, other
+
+
+@pytest.mark.parametrize("op", [*REDUCTIONS, *LOOKUPS])
+def test_neutral_elements_are_proved_and_nothing_else_is(op: str) -> None:
+    values = (0.0, 1.0, -1.0, 0.5, math.inf, -math.inf)
+    wanted = values if op in LOOKUPS else (REDUCTIONS[op].value,)
+    assert [value for value in values if is_neutral(op, value)] == list(wanted)
+    assert is_neutral(op, None) == is_neutral(op, UNKNOWN) == (op in LOOKUPS)
+
+
+def call(op: str, *shapes: tuple[int, ...], more: tuple[object, ...] = (), result: tuple[int, ...] = ()) -> OpCall:
+    """A call of operands of these shapes, then other arguments."""
+    return OpCall(op, (*(Operand(index) for index in range(len(shapes))), *more), {}, shapes, (result,))
+
+
+def one(op: OpCall, *held: float | None) -> float | None:
+    """What the result's last dim holds, whose last 2 of 6 entries are padding in every operand."""
+    ranks = [len(shape) for shape in op.operands]
+    given_ = [(Extra(rank - 1, 1, 4, 6, value),) for rank, value in zip(ranks, held, strict=True)]
+    ((extra,),) = follow(op, given_, [torch.float32] * len(held))
+    assert (extra.dim, extra.real, extra.padded) == (len(op.results[0]) - 1, 4, 6)
+    return extra.held
+
+
+def test_what_pointwise_operators_make_of_padding() -> None:
+    shape = (3, 6)
+    assert one(call("aten.gelu.default", shape, result=shape), 0.0) == 0.0
+    assert one(call("aten.sigmoid.default", shape, result=shape), 0.0) == 0.5
+    assert one(call("aten.sigmoid.default", shape, result=shape), -math.inf) == 0.0
+    assert one(call("aten.sigmoid.default", shape, result=shape), None) is None
+    assert one(call("aten.log.default", shape, result=shape), 0.0) == -math.inf
+    assert one(call("aten.mul.Tensor", shape, shape, result=shape), 0.0, None) == 0.0
+    unknown = one(call("aten.mul.Tensor", shape, shape, result=shape), 0.0, -math.inf)
+    assert unknown is not None and math.isnan(unknown)
+    assert one(call("aten.add.Tensor", shape, shape, result=shape), 1.0, 2.0) == 3.0
+    assert one(call("aten.add.Tensor", shape, shape, result=shape), 1.0, None) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "held"),
+    [
+        (call("aten.sum.dim_IntList", (3, 6), more=([1],), result=(3,)), (1.0,)),
+        (call("aten.sum.dim_IntList", (3, 6), more=([1],), result=(3,)), (None,)),
+        (call("aten.mm.default", (3, 6), (5, 6), result=(3, 5)), (0.5, 0.5)),  # not a product, but no shape is run
+        (call("aten.amax.default", (3, 6), more=([1],), result=(3,)), (-math.inf,)),
+        (call("aten.sort.default", (3, 6), result=(3, 6)), (0.0,)),
+        (call("parc.square_sum.default", (3, 6), result=()), (None,)),
+        (call("aten.slice.Tensor", (3, 6), more=(1, 0, 4, 1), result=(3, 4)), (0.0,)),
+        (call("mylib.unknown.default", (3, 6), result=(3, 6)), (0.0,)),
+    ],
+)
+def test_what_may_see_padding_is_refused(op: OpCall, held: tuple[float | None, ...]) -> None:
+    with pytest.raises(ValueError):
+        one(op, *held)
+
+
+def test_operands_that_are_padded_differently_are_refused() -> None:
+    add = call("aten.add.Tensor", (3, 6), (3, 6), result=(3, 6))
+    for other in ((), (Extra(1, 1, 5, 6),), (Extra(1, 2, 2, 3),)):
+        with pytest.raises(PaddingFault, match="differently"):
+            follow(add, [(Extra(1, 1, 4, 6),), other], [torch.float32] * 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_rank_holds_its_part_of_the_padded_tensor(data: st.DataObject) -> None:
+    mesh = Mesh((("a", 2), ("b", 2)))
+    outer, real, more, rest = (data.draw(st.integers(1, 4)) for _ in range(4))
+    padded = -(-(real + more) // 4) * 4
+    pads = (Pad(0, outer, real, padded),)
+    whole = torch.arange(1.0, outer * real * rest + 1).reshape(outer * real, rest)
+    longer = grow(whole, pads)
+    assert torch.equal(shrink(longer, pads), whole)
+    split = {"a": Split(0, outer), "b": Split(0, 2 * outer)} if data.draw(st.booleans()) else {"b": Split(0, outer)}
+    type_ = TensorType(torch.float32, tuple(longer.shape), Placement.of(mesh, split))
+    for rank in range(mesh.world):
+        at = mesh.coordinates(rank)
+        places = [real_entries(type_, dim, pads, mesh, at) for dim in range(2)]
+        read = whole[places[0][1]][:, places[1][1]]
+        assert torch.equal(spread(read, [kept for kept, _ in places]), take(longer, type_.placement, mesh, at))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_operators_about_padding_do_on_ranks_what_they_do_on_the_whole(data: st.DataObject) -> None:
+    mesh = Mesh((("a", 2), ("b", 2)))
+    op = data.draw(st.sampled_from(["fill", "cut", "grow"]))
+    outer, real, more = (
+        data.draw(st.sampled_from([1, 2, 4])),
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 4)),
+    )
+    pad = Pad(1, outer, real, real + more)
+    whole = torch.randn(4, outer * (real if op == "grow" else real + more), 4, dtype=torch.float64)
+    options = (*(pad.dim, pad.outer, pad.real, pad.padded), *([-1.0] if op == "fill" else []))
+    expected = {"cut": shrink, "grow": grow}.get(op, lambda x, pads: x)(whole, [pad])
+    if op == "fill":
+        kept = grow(torch.ones_like(shrink(whole, [pad])), [pad]) > 0
+        expected = torch.where(kept, whole, -1.0)
+    name = f"parc.{op}_pad.default"
+    this = call(name, tuple(whole.shape), more=options, result=tuple(expected.shape))
+    places = [Split(0), Split(2), Split(1), Split(1, 2), Split(1, outer)]
+    placement = Placement.of(mesh, {axis: data.draw(st.sampled_from([*places, "I"])) for axis in mesh.names})
+    try:
+        (made,) = infer(this, [placement], mesh)
+        types = [TensorType(whole.dtype, tuple(x.shape), p) for x, p in ((whole, placement), (expected, made))]
+        shapes = [type_.local(mesh) for type_ in types]
+    except ValueError:  # the rule needs the dim whole, or two axes overlap
+        assume(False)
+    pieces = []
+    for rank in range(mesh.world):
+        at = mesh.coordinates(rank)
+        site = Site(mesh, at, types[:1], types[1:], torch.device("cpu"))
+        piece = KERNELS[name](site, take(whole, placement, mesh, at), *options)
+        assert tuple(piece.shape) == shapes[1]
+        pieces.append(piece)
+    assert torch.equal(assemble(pieces, made, mesh), expected)

@@ -1,0 +1,114 @@
+"""Batches of fewer samples than a step takes: the numbers of just those, or an error that says what is legal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import parc
+from parc.compiler.program import Program
+from parc.compiler.program_text import parse_program
+from parc.compiler.verify_padding import tail_fault
+from parc.driver import Compiled
+from parc.runtime.faults import RunError
+from tests.passes.test_padding import compiled
+from tests.runtime.ranks import run_ranks
+from tests.runtime.tiny import DATA, ONE, PLAN, batch, build
+
+CALM = PLAN.replace("dropout=0.1", "dropout=0.0")
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Plans of one rank and of two, of two microbatches of four samples; one with dropout."""
+    folder = tmp_path_factory.mktemp("tails")
+    return {"one": build(folder, ONE, CALM, "one"), "dp": build(folder, DATA, CALM, "dp"),
+            "dropout": build(folder, ONE, PLAN, "dropout")}  # fmt: skip
+
+
+def short(count: int) -> dict[str, torch.Tensor]:
+    """The first samples of a batch."""
+    return {name: value[:count] for name, value in batch(0).items()}
+
+
+def gradients(path: str, count: int) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Loss, norm and this rank's gradients of a short batch."""
+    with parc.load(path) as session:
+        result = session.gradients(short(count))
+        return result.loss, result.grad_norm, result.gradients
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 7])
+def test_a_short_batch_is_the_mean_over_its_own_targets(builds: dict[str, Path], count: int) -> None:
+    module = parc.reference(builds["one"]).module
+    given = short(count)
+    expected = F.cross_entropy(module(given["tokens"]).flatten(0, 1), given["targets"].flatten())
+    expected.backward()
+    loss, _, found = gradients(str(builds["one"]), count)
+    torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
+    with parc.load(builds["one"]) as session:
+        assert session.evaluate(given) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_data_ranks_share_a_short_batch(builds: dict[str, Path]) -> None:
+    loss, norm, found = gradients(str(builds["one"]), 3)
+    for rank in run_ranks(gradients, 2, str(builds["dp"]), 3):
+        torch.testing.assert_close(rank[:2], (loss, norm))
+        torch.testing.assert_close(rank[2], found, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_the_plain_module_takes_short_batches_too(builds: dict[str, Path], count: int) -> None:
+    plain = parc.reference(builds["dropout"])
+    with parc.load(builds["dropout"]) as session:
+        assert session.step(short(count)).loss == pytest.approx(plain.step(short(count)).loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 9, 16])
+def test_no_sample_or_too_many_are_refused_with_what_is_legal(builds: dict[str, Path], count: int) -> None:
+    wrong = {name: value.repeat(2, 1)[:count] for name, value in batch(0).items()}
+    with parc.load(builds["one"]) as session, pytest.raises(RunError, match="a step takes 1 to 8; give 1 to 8 samples"):
+        session.step(wrong)
+
+
+def test_inputs_of_different_numbers_of_samples_are_refused(builds: dict[str, Path]) -> None:
+    with parc.load(builds["one"]) as session, pytest.raises(RunError, match=r"`targets` is int64 \[3, 8\]"):
+        session.step({"tokens": batch(0)["tokens"], "targets": batch(0)["targets"][:3]})
+
+
+def test_a_loss_that_sees_how_many_samples_there_are_takes_no_fewer(tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text("def mean(output, targets):\n    return (output * output).mean()\n")
+    plan = CALM.replace("cross_entropy(output, targets)", '"./losses.py:mean"(output, targets)')
+    with parc.load(build(tmp_path, ONE, plan)) as session, pytest.raises(RunError) as refused:
+        session.step(short(3))
+    assert "the batch has 3 samples; a step takes 8; give 8 samples" in str(refused.value)
+    assert "its loss is no mean over targets" in str(refused.value)
+
+
+# ---- what is proved of the captured graph
+
+
+def reference(made: Compiled) -> Program:
+    """The reference as its text says it."""
+    return parse_program(made.built.reference.text(), "model")
+
+
+def test_samples_that_see_each_other_are_not_apart() -> None:
+    program = reference(compiled("vocab embed over tp pad", 'kind="batch"'))
+    assert "samples are not apart" in tail_fault(program, {"targets": -100})
+
+
+def test_targets_must_be_those_that_the_loss_ignores() -> None:
+    program = reference(compiled("vocab embed over tp pad", "p=0.3"))
+    assert not tail_fault(program, {"targets": -100})
+    assert tail_fault(program, {}) and tail_fault(program, {"targets": 0})
+    assert "a row that there is not" in tail_fault(program, {"targets": -100, "tokens": -100})
+
+
+def test_samples_of_gpt2_are_apart_with_its_dropout_of_attention() -> None:
+    assert not tail_fault(reference(compiled("", 'name="gpt2"', 1, 1, "decoder")), {"targets": -100})
