@@ -5,23 +5,42 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .actions import Action, parse_schedule
 from .callables import CallableError, file_hash, load_callable
+from .directives.sizes import SizeRange
 from .folders import FolderError, check_place, current, replace_folder
-from .forms import DATA_FORM, INIT_FORM, MANIFEST_FORM, NUMBERS_FORM, REPORT_FORM, Form, FormError, hold_form
+from .forms import (
+    DATA_FORM,
+    INIT_FORM,
+    MANIFEST_FORM,
+    NUMBERS_FORM,
+    RANGES_FORM,
+    REPORT_FORM,
+    Form,
+    FormError,
+    hold_form,
+)
 from .mesh import Mesh
 from .placement import parse_type
 from .program import Program
 from .program_text import ProgramError, parse_program
+from .ranges import check_points
+from .template import Template, sizes_text
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 _ACTIONS = {"SCALE", "F", "B", "REDUCE"}
-_FILES = ("plan.parc", "programs/model.py", "schedule.txt", "report.json")
+REFERENCE_FILE = "programs/model.py"
+_FILES = ("plan.parc", REFERENCE_FILE, "schedule.txt", "report.json")
+
+
+def program_file(program: Program) -> str:
+    """Where a build has a program."""
+    return f"programs/{program.role}.{program.action}.py"
 
 
 class BuildError(Exception):
@@ -38,6 +57,30 @@ class Build:
     reference: Program
     actions: tuple[Action, ...]
     report: Mapping[str, Any]
+    template: Template | None = None
+    """The programs for all sizes, where the plan declares ranges; ``programs`` and ``manifest`` are those of one."""
+
+    def at(self, sizes: Mapping[str, int]) -> Build:
+        """The build for these sizes, the others as they are.
+
+        Raises:
+            BuildError: its programs are none there.
+        """
+        assert self.template is not None
+        sizes = {**self.manifest["sizes"], **sizes}
+        try:
+            programs, reference = read_programs(self.template.at(sizes), self.path)
+        except (ProgramError, ValueError) as error:
+            raise BuildError(f"`{self.path}` at {sizes_text(sizes)}: {error}") from None
+        return replace(self, manifest={**self.manifest, "sizes": sizes}, programs=programs, reference=reference)
+
+    def cases(self) -> list[Build]:
+        """What is checked: the build; where sizes have ranges, at the largest and a few others."""
+        return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
+
+    def text(self, program: Program) -> str:
+        """A program as the build has it: a template where sizes have ranges."""
+        return program.text() if self.template is None else self.template.texts[program_file(program)]
 
     @property
     def folder(self) -> Path:
@@ -103,17 +146,17 @@ def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = 
         if not imports:
             raise BuildError(f"`{path}` uses custom operators, which nothing but the model's own module declares")
         _import_model(path, manifest)
+    template = None
     try:
-        programs = {
-            program.action: program
-            for name in sorted(texts)
-            if name.startswith("programs/") and name != "programs/model.py"
-            for program in [parse_program(texts[name], str(path / name))]
-        }
-        reference = parse_program(texts["programs/model.py"], str(path / "programs/model.py"))
+        if "ranges" in manifest:
+            ranges = {n: SizeRange(low, high, step) for n, (low, high, step) in manifest["ranges"].items()}
+            if any(size.problem or manifest["sizes"].get(name) != size.high for name, size in ranges.items()):
+                raise ValueError("its manifest has sizes that are not the largest of its ranges")
+            template = Template.read(ranges, {n: text for n, text in texts.items() if n.startswith("programs/")})
+        programs, reference = read_programs(texts if template is None else template.at(manifest["sizes"]), path)
         (actions,) = parse_schedule(texts["schedule.txt"]).values()
         report = json.loads(texts["report.json"])
-    except (ProgramError, KeyError, ValueError) as error:
+    except (ProgramError, KeyError, ValueError, TypeError) as error:
         raise BuildError(f"`{path}`: {error}") from None
     lacking = sorted(({action.kind for action in actions} - {"STEP"} | _ACTIONS) - programs.keys())
     if lacking:
@@ -123,7 +166,18 @@ def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = 
     _hold(path / "report.json", report, REPORT_FORM)
     if "numbers" in report:
         _hold(path / "report.json", {"numbers": report["numbers"]}, {"numbers": NUMBERS_FORM})
-    return Build(path, manifest, programs, reference, actions, report)
+    return Build(path, manifest, programs, reference, actions, report, template)
+
+
+def read_programs(texts: Mapping[str, str], path: Path = Path()) -> tuple[dict[str, Program], Program]:
+    """The programs of a build by action, and the reference."""
+    programs = {
+        program.action: program
+        for name in sorted(texts)
+        if name.startswith("programs/") and name != REFERENCE_FILE
+        for program in [parse_program(texts[name], str(path / name))]
+    }
+    return programs, parse_program(texts[REFERENCE_FILE], str(path / REFERENCE_FILE))
 
 
 def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
@@ -142,8 +196,8 @@ def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
     ):
         raise BuildError(f"`{path / MANIFEST}` is not of format {FORMAT}")
     _hold(path / MANIFEST, manifest, MANIFEST_FORM)
-    for key, form in (("data", DATA_FORM), ("init", INIT_FORM)):
-        if manifest[key] is not None:
+    for key, form in (("data", DATA_FORM), ("init", INIT_FORM), ("ranges", RANGES_FORM)):
+        if manifest.get(key) is not None:
             _hold(path / MANIFEST, {key: manifest[key]}, {key: form})
     absent = [name for name in _FILES if name not in manifest["files"]]
     if absent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from .placement import is_supported
 from .program import Origin
-from .torch_private import detach_without_gradients, quiet, without_checkpoints
+from .torch_private import EverySlice, detach_without_gradients, quiet, without_checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,11 @@ class _Stage:
 class _Step(nn.Module):
     """Model and loss as one module, so that one export holds both; the model's names keep one known prefix."""
 
-    def __init__(self, model: nn.Module, call: CallModel, loss: LossFunction, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, model: nn.Module, call: CallModel, loss: LossFunction, names: tuple[str, ...], ranged: bool
+    ) -> None:
         super().__init__()
+        self._mode = EverySlice() if ranged else nullcontext()
         self.model = model
         self._call = call
         self._loss = loss
@@ -81,6 +85,10 @@ class _Step(nn.Module):
         self.stage = _Stage()
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        with self._mode:
+            return self._forward(values)
+
+    def _forward(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
         inputs = dict(zip(self._names, values, strict=True))
         output = self._call(self.model, inputs)
         if getattr(output, "past_key_values", None) is not None:
@@ -100,16 +108,18 @@ def capture(
     inputs: Mapping[str, InputSpec],
     call: CallModel,
     loss: LossFunction,
+    ranged: bool = False,
 ) -> Captured:
     """Trace ``loss(call(model, inputs), inputs)`` with ``torch.export``, before autograd.
 
-    ``model`` lives on ``mode``'s fake tensors; nothing is computed.
+    ``model`` lives on ``mode``'s fake tensors; nothing is computed. ``ranged``: the graph is to be the same at other
+    sizes of the inputs, as far as the model's own code is.
 
     Raises:
         CaptureError: control flow that depends on data, a returned cache, a loss that is no number, any other fault
             of the model, chained.
     """
-    step = _Step(model, call, loss, tuple(inputs))
+    step = _Step(model, call, loss, tuple(inputs), ranged)
     with mode:
         values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
     try:

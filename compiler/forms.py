@@ -55,6 +55,7 @@ MANIFEST_FORM: Form = {
     "role": str,
     "files": Each(str),
 }  # fmt: skip
+RANGES_FORM: Form = Each([int])
 DATA_FORM: Form = {"globs": [str], "callable": (str, _NONE), "arguments": _LITERALS}
 INIT_FORM: Form = {"folder": str, "rounded": bool, "tensors": [{"names": [str], "shape": [int], "dtype": str}]}
 

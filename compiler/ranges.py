@@ -1,240 +1,213 @@
-"""Ranges: local sizes are whole numbers for all sizes that a plan declares, or the constraint that must hold.
-
-The placed graph is taken at a few sizes, and each dim is fitted by a polynomial in the sizes' multiples: capture with
-symbolic sizes would bring torch's guards into the proof, while a fit that a further sample confirms brings nothing.
-"""
+"""Sizes that a plan declares as ranges: polynomials of them in exact arithmetic, fitted to numbers, proved whole."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-
-import sympy
+from fractions import Fraction
+from functools import lru_cache
 
 from .directives.sizes import SizeRange
-from .mesh import Mesh
-from .placement import Placement, Shape, Split
-from .shapes import Size, quotient, tidy
 
-_POINTS = 4  # samples of one size: three determine a polynomial of degree two, one confirms it
+Sizes = Mapping[str, int]
+Ranges = Mapping[str, SizeRange]
+Monomial = tuple[tuple[str, int], ...]
+"""Names with their powers, by name; nothing is one."""
+
+_POWER = 3  # the highest power of one size, and
+_DEGREE = 4  # of all together, that a program's number is looked for in
+_MOST_TERMS = 4
+_MOST_SAMPLES = 6
 _MOST_CASES = 1 << 16
+_TERM = re.compile(r"([+-]?)(\d*)\*?((?:[A-Za-z_]\w*(?:\*\*\d+)?)?(?:\*[A-Za-z_]\w*(?:\*\*\d+)?)*)(?:/(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedValue:
-    """One value of the placed graph at one choice of sizes; ``line`` is the plan's line that last placed it."""
+class Polynomial:
+    """A polynomial of sizes with rational coefficients; prints as ``B*S/2``, ``3*S**2-S+1``, in Python's syntax."""
 
-    name: str
-    op: str
-    module: str
-    line: int
-    shape: Shape
-    placement: Placement
+    terms: tuple[tuple[Monomial, Fraction], ...]
+    """By falling degree, then by names."""
 
+    @classmethod
+    def of(cls, terms: Mapping[Monomial, Fraction]) -> Polynomial:
+        """The polynomial with these coefficients."""
+        kept = [(monomial, factor) for monomial, factor in terms.items() if factor]
+        return cls(tuple(sorted(kept, key=lambda term: (-sum(power for _, power in term[0]), term[0]))))
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """All values of the placed graph, in order, at one choice of the plan's sizes."""
+    @classmethod
+    def parse(cls, text: str) -> Polynomial:
+        """The inverse of ``str``.
 
-    sizes: Mapping[str, int]
-    values: tuple[PlacedValue, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeFault:
-    """A local size that is not a whole number for every declared size, or that cannot be known to be."""
-
-    value: str
-    module: str
-    line: int
-    message: str
+        Raises:
+            ValueError: not to the letter such a text.
+        """
+        terms: dict[Monomial, Fraction] = {}
+        at = 0
+        while at < len(text):
+            match = _TERM.match(text, at)
+            if match is None or match.end() == at:
+                break
+            sign, number, names, below = match.groups()
+            powers = [word.partition("**") for word in re.split(r"(?<!\*)\*(?!\*)", names) if word]
+            monomial = tuple(sorted({name: int(power or 1) for name, _, power in powers if power != "0"}.items()))
+            terms[monomial] = Fraction(int(f"{sign}{number or 1}"), int(below or 1) or 1)
+            at = match.end()
+        found = cls.of(terms)
+        if str(found) != text:
+            raise ValueError(f"`{text}` is no polynomial of sizes such as `B*S/2`")
+        return found
 
     def __str__(self) -> str:
-        where = f" of `{self.module}`" if self.module else ""
-        return f"`{self.value}`{where}: {self.message}" + (f" (placed by line {self.line})" if self.line else "")
+        words = []
+        for monomial, factor in self.terms:
+            names = "*".join(name if power == 1 else f"{name}**{power}" for name, power in monomial)
+            above = abs(factor.numerator)
+            head = "*".join(word for word in (str(above) if above != 1 or not names else "", names) if word)
+            below = "" if factor.denominator == 1 else f"/{factor.denominator}"
+            words.append(f"{'-' if factor < 0 else '+'}{head}{below}")
+        return "".join(words).removeprefix("+") or "0"
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The sizes in it."""
+        return frozenset(name for monomial, _ in self.terms for name, _ in monomial)
+
+    def at(self, sizes: Sizes) -> Fraction:
+        """Its value."""
+        return sum((factor * _value(monomial, sizes) for monomial, factor in self.terms), Fraction(0))
 
 
-def sample_points(ranges: Mapping[str, SizeRange]) -> list[dict[str, int]]:
-    """The choices of sizes at which ``prove_shapes`` needs the placed graph: the largest sizes first, then each range
-    by itself, then all of them together."""
-    largest = {name: size.high for name, size in ranges.items()}
-    points = [largest]
-    for name, size in ranges.items():
-        points += [{**largest, name: other} for other in _others(size)]
-    moving = [name for name, size in ranges.items() if not size.fixed]
-    if len(moving) > 1:
-        points.append({**largest, **{name: _others(ranges[name])[0] for name in moving}})
-    return points
+def _value(monomial: Monomial, sizes: Sizes) -> int:
+    return math.prod(sizes[name] ** power for name, power in monomial)
 
 
-def _others(size: SizeRange) -> list[int]:
-    """Sizes of a range to look at beside its largest; all of them if they are few."""
-    return list(range(size.low, size.high, size.step))[: _POINTS - 1]
+def moving(sizes: Ranges) -> dict[str, SizeRange]:
+    """Those sizes that are more than one."""
+    return {name: size for name, size in sizes.items() if not size.fixed}
 
 
-def prove_shapes(samples: Sequence[Sample], ranges: Mapping[str, SizeRange], mesh: Mesh) -> list[ShapeFault]:
-    """What is wrong with the local sizes of the placed graph over all declared sizes: nothing, if they are proved.
+# ---- which sizes are looked at
 
-    ``samples`` are the graph at ``sample_points(ranges)``, in that order. A fixed size is a range of one.
+
+def sample_points(ranges: Ranges) -> Iterator[dict[str, int]]:
+    """Choices of sizes to compile at, each once: the largest, the smallest, then such in between at which the sizes lie
+    at different parts of their ranges; as many as are asked for."""
+    seen: list[dict[str, int]] = []
+    shares = (len(ranges) + 1) * 2
+    wanted: list[Sequence[float]] = [[1.0] * len(ranges), [0.0] * len(ranges)]
+    wanted += [[((place + 1) * turn % shares) / shares for place in range(len(ranges))] for turn in (2, 1, 3, 5)]
+    every = itertools.islice(itertools.product(*(size.values for size in ranges.values())), _MOST_SAMPLES)
+    for point in [*(_at(ranges, parts) for parts in wanted), *(dict(zip(ranges, e, strict=True)) for e in every)]:
+        if point not in seen and len(seen) < _MOST_SAMPLES:
+            seen.append(point)
+            yield point
+
+
+def check_points(ranges: Ranges) -> list[dict[str, int]]:
+    """Choices of sizes at which a template is checked: the largest, the smallest, and one in between at which it was
+    not compiled, where there is one."""
+    compiled = list(sample_points(ranges))
+    ends = compiled[:2]
+    for tenth in (7, 4, 6, 3, 8, 2, 5):
+        between = _at(ranges, [(tenth + 2 * place) % 10 / 10 for place in range(len(ranges))])
+        if between not in compiled:
+            return [*ends, between]
+    return compiled[:3]
+
+
+def _at(ranges: Ranges, parts: Sequence[float]) -> dict[str, int]:
+    pairs = zip(ranges.items(), parts, strict=True)
+    return {name: size.values[round((len(size.values) - 1) * part)] for (name, size), part in pairs}
+
+
+# ---- what polynomial a number is
+
+
+def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) -> Polynomial | None:
+    """The one polynomial of fewest terms that has these values at these sizes, and that a value confirms which did not
+    determine it; None where there is none, or more than one.
+
+    Where the points are all that the ranges allow, the simplest of those that have these values.
     """
-    first = samples[0]
-    for sample in samples[1:]:
-        fault = _other_graph(first, sample)
-        if fault is not None:
-            return [fault]
-    prover = _Prover(samples, ranges, mesh)
-    faults = [fault for index in range(len(first.values)) for fault in prover.check(index)]
-    alike: dict[tuple[int, str], ShapeFault] = {}
-    for fault in faults:  # one line often places many values by one constraint
-        alike.setdefault((fault.line, fault.message), fault)
-    return list(alike.values())
-
-
-def _other_graph(first: Sample, other: Sample) -> ShapeFault | None:
-    """Where the graph at other sizes is not the same graph."""
-    for here, there in itertools.zip_longest(first.values, other.values):
-        at = f"at {_sizes(other.sizes)}, unlike at {_sizes(first.sizes)}"
-        if here is None or there is None or (here.op, len(here.shape)) != (there.op, len(there.shape)):
-            value = here or there
-            return ShapeFault(value.name, value.module, value.line, f"the model computes something else {at}")
-        for (axis, kind), (_, kind_) in zip(here.placement.items(), there.placement.items(), strict=True):
-            if getattr(kind, "dim", kind) != getattr(kind_, "dim", kind_):
-                return ShapeFault(here.name, here.module, here.line, f"it is {kind_} over `{axis}` {at}: {kind}")
+    all_known = len(points) == math.prod(len(size.values) for size in ranges.values())
+    names = tuple(ranges)
+    for count in range(1, min(len(points) - 1 + all_known, _MOST_TERMS) + 1):
+        found = []
+        for chosen in itertools.combinations(_monomials(names), count):
+            rows = [[Fraction(_value(monomial, point)) for monomial in chosen] for point in points]
+            factors = _solve(rows[:count], numbers[:count])
+            if factors is None or 0 in factors:
+                continue
+            if all(sum(f * x for f, x in zip(factors, row, strict=True)) == n
+                   for row, n in zip(rows[count:], numbers[count:], strict=True)):  # fmt: skip
+                found.append(Polynomial.of(dict(zip(chosen, factors, strict=True))))
+        if found:
+            return found[0] if all_known or len(found) == 1 else None
     return None
 
 
-def _sizes(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+@lru_cache
+def _monomials(names: tuple[str, ...]) -> tuple[Monomial, ...]:
+    """Of rising degree; none first."""
+    powers = itertools.product(range(_POWER + 1), repeat=len(names))
+    kept = sorted((choice for choice in powers if sum(choice) <= _DEGREE), key=lambda choice: (sum(choice), choice))
+    return tuple(tuple(sorted((n, p) for n, p in zip(names, choice, strict=True) if p)) for choice in kept)
 
 
-def _outer(axis: str, value: PlacedValue) -> int:
-    kind = value.placement[axis]
-    assert isinstance(kind, Split) and isinstance(kind.outer, int)
-    return kind.outer
+def _solve(rows: Sequence[Sequence[Fraction]], right: Sequence[Fraction]) -> list[Fraction] | None:
+    """The one solution of a square system; None where it has none or many."""
+    table = [[*row, number] for row, number in zip(rows, right, strict=True)]
+    for column in range(len(table)):
+        pivot = next((row for row in table[column:] if row[column]), None)
+        if pivot is None:
+            return None
+        table.remove(pivot)
+        table.insert(column, [x / pivot[column] for x in pivot])
+        for index, row in enumerate(table):
+            if index != column and row[column]:
+                table[index] = [x - row[column] * y for x, y in zip(row, table[column], strict=True)]
+    return [row[-1] for row in table]
 
 
-def _size(dim: int, value: PlacedValue) -> int:
-    return value.shape[dim]
+# ---- whether it is a whole number
 
 
-class _Prover:
-    """Fits sizes by polynomials in ``t``, where a declared size is ``step * t``, and divides them."""
-
-    def __init__(self, samples: Sequence[Sample], ranges: Mapping[str, SizeRange], mesh: Mesh) -> None:
-        self.samples, self.ranges, self.mesh = samples, ranges, mesh
-        self.symbols = {name: sympy.Symbol(name, positive=True, integer=True) for name in ranges}
-        self.moving = [name for name, size in ranges.items() if not size.fixed]
-
-    def check(self, index: int) -> Iterator[ShapeFault]:
-        """Every dim of one value: each split nests in the last and divides the dim."""
-        value = self.samples[0].values[index]
-        for dim in range(len(value.shape)):
-            splits = value.placement.splits(dim)
-            if not splits:
-                continue
-            if any(not isinstance(outer, int) for outer, _ in splits):  # unequal parts have sizes that are numbers
-                values = [sample.values[index] for sample in self.samples]
-                if len({(v.shape[dim], tuple(v.placement.splits(dim))) for v in values}) > 1:
-                    message = f"dim {dim}, split over `{splits[0][1]}`, is in unequal parts that differ with the sizes"
-                    yield ShapeFault(value.name, value.module, value.line, message)
-                continue
-            before: Size = 1
-            for _, axis in splits:
-                outer = self.fit(partial(_outer, axis), index)
-                yield from self.divides(value, dim, axis, outer, before)
-                before = None if outer is None else tidy(outer * self.mesh.size(axis))
-            yield from self.divides(value, dim, splits[-1][1], self.fit(partial(_size, dim), index), before)
-
-    def fit(self, read: Callable[[PlacedValue], int], index: int) -> Size | None:
-        """The polynomial of one number of a value; None where no such polynomial meets every sample."""
-        numbers = [read(sample.values[index]) for sample in self.samples]
-        if len(set(numbers)) == 1:
-            return numbers[0]
-        base, factors = numbers[0], []
-        for name in self.moving:
-            pairs = [
-                (sample.sizes[name] // self.ranges[name].step, number)
-                for sample, number in zip(self.samples, numbers, strict=True)
-                if all(sample.sizes[n] == self.samples[0].sizes[n] for n in self.ranges if n != name)
-            ]
-            unique = sorted(set(pairs))
-            known = unique[: _POINTS - 1] if len(unique) >= _POINTS else unique
-            symbol = self.symbols[name]
-            factors.append(sympy.expand(sympy.interpolate(known, symbol)))
-        together = sympy.prod(factors) / sympy.Integer(base) ** (len(factors) - 1)
-        apart = sum(factors) - base * (len(factors) - 1)
-        for candidate in (together, apart):
-            found = sympy.expand(candidate)
-            if all(found.subs(self.at(s.sizes)) == n for s, n in zip(self.samples, numbers, strict=True)):
-                return found
-        return None
-
-    def at(self, sizes: Mapping[str, int]) -> dict[sympy.Symbol, int]:
-        """The symbols' values at some sizes."""
-        return {self.symbols[name]: sizes[name] // self.ranges[name].step for name in self.moving}
-
-    def divides(
-        self, value: PlacedValue, dim: int, axis: str, size: Size | None, by: Size | None
-    ) -> Iterator[ShapeFault]:
-        """A fault unless ``by`` divides ``size`` for all declared sizes."""
-
-        def fault(message: str) -> ShapeFault:
-            return ShapeFault(value.name, value.module, value.line, f"dim {dim}, split over `{axis}`, {message}")
-
-        if size is None or by is None:
-            yield fault("is no polynomial of the declared sizes, so nothing is known of its parts")
-            return
-        if quotient(size, by) is not None:
-            return
-        numerator, denominator = sympy.fraction(sympy.together(sympy.cancel(sympy.sympify(size) / by)))
-        if not denominator.is_Integer:
-            yield fault(f"has {self.text(size)} entries, of which nothing shows that {self.text(by)} divides them")
-            return
-        if self.integral(numerator, int(denominator)):
-            return
-        ways = [self.constraint(numerator, int(denominator), name) for name in self.moving]
-        found = " or ".join(way for way in ways if way)
-        yield fault(f"has {self.text(size)} entries, which do not divide by {self.text(by)}: "
-                    + (found or "choose other sizes, or split another dim"))  # fmt: skip
-
-    def text(self, size: Size) -> str:
-        """A size in the plan's own names."""
-        whole = sympy.sympify(size)
-        names = {self.symbols[name]: self.symbols[name] / self.ranges[name].step for name in self.moving}
-        return str(tidy(whole.subs(names, simultaneous=True)))
-
-    def integral(self, numerator: sympy.Expr, denominator: int, multiples: Mapping[str, int] | None = None) -> bool:
-        """Whether the quotient is a whole number for all declared sizes: every coefficient divides; or, since residues
-        repeat, every residue of the sizes does."""
-        used = [name for name in self.moving if self.symbols[name] in numerator.free_symbols]
-        polynomial = sympy.Poly(numerator, *(self.symbols[name] for name in used)) if used else None
-        if polynomial is None:
-            return int(numerator) % denominator == 0
-        if any(not coefficient.is_Integer for coefficient in polynomial.coeffs()):
-            scale = math.lcm(*(int(coefficient.q) for coefficient in polynomial.coeffs()))
-            return self.integral(sympy.expand(numerator * scale), denominator * scale, multiples)
-        if all(int(coefficient) % denominator == 0 for coefficient in polynomial.coeffs()):
-            return True
-        cases = [self.residues(name, denominator, (multiples or {}).get(name, 1)) for name in used]
-        if math.prod(map(len, cases)) > _MOST_CASES:
+def is_whole(size: Polynomial, ranges: Ranges, multiples: Mapping[str, int] | None = None) -> bool:
+    """Whether a polynomial is a whole number for all declared sizes, by exact arithmetic: every coefficient is, or, as
+    residues repeat, its value for every residue of the sizes. ``multiples``: of those sizes only that are multiples of
+    so many steps."""
+    steps = {name: ranges[name].step for name in size.names}
+    below = math.lcm(*(factor.denominator for _, factor in size.terms))
+    # of how many steps: a size is `step * t`
+    scaled = {m: int(f * below) * _value(m, steps) for m, f in size.terms}
+    if all(number % below == 0 for number in scaled.values()):
+        return True
+    cases = [_residues(ranges[name], below, (multiples or {}).get(name, 1)) for name in steps]
+    if math.prod(map(len, cases)) > _MOST_CASES:
+        return False
+    for case in itertools.product(*cases):
+        at = dict(zip(steps, case, strict=True))
+        if sum(number * _value(monomial, at) for monomial, number in scaled.items()) % below:
             return False
-        return all(int(polynomial.eval(case)) % denominator == 0 for case in itertools.product(*cases))
+    return True
 
-    def residues(self, name: str, modulus: int, multiple: int) -> range:
-        """Values of ``t`` that stand for all declared ones."""
-        size = self.ranges[name]
-        low, high = -(-size.low // size.step // multiple) * multiple, size.high // size.step
-        low += 0 if low * size.step >= size.low else multiple
-        return range(low, min(high, low + (modulus - 1) * multiple) + 1, multiple)
 
-    def constraint(self, numerator: sympy.Expr, denominator: int, name: str) -> str:
-        """``S must be a multiple of 8``, if that is enough."""
-        if self.symbols[name] not in numerator.free_symbols:
-            return ""
-        for multiple in range(2, denominator + 1):
-            if denominator % multiple == 0 and self.integral(numerator, denominator, {name: multiple}):
-                return f"{name} must be a multiple of {multiple * self.ranges[name].step}"
-        return ""
+def _residues(size: SizeRange, modulus: int, multiple: int) -> range:
+    """Numbers of steps that stand for all declared ones."""
+    low, high = -(-size.low // (size.step * multiple)) * multiple, size.high // size.step
+    return range(low, min(high, low + (modulus - 1) * multiple) + 1, multiple)
+
+
+def constraint(size: Polynomial, ranges: Ranges) -> str:
+    """``S must be a multiple of 8``, for each size of which that is enough."""
+    ways = []
+    for name in sorted(size.names):
+        for multiple in range(2, ranges[name].high // ranges[name].step + 1):
+            if is_whole(size, ranges, {name: multiple}):
+                ways.append(f"{name} must be a multiple of {multiple * ranges[name].step}")
+                break
+    return " or ".join(ways)

@@ -164,6 +164,24 @@ NOT_RECOMPUTED = Code(
     instead=_MODEL.format(body="return torch.tanh(x)"),
     language="python",
 )
+OTHER_PROGRAM = Code(
+    name="P0225",
+    title="another program at other sizes",
+    why="one build serves a range of sizes by one program in which they stand as names; a model that does other things"
+    " for some of them (a branch on a size, a dim that becomes 1) has no such program.",
+    example="sizes B=1..64, S=128      # a dim of 1 is broadcast",
+    instead="sizes B=8..64 by 8, S=128",
+    language="shell",
+)
+NOT_POLYNOMIAL = Code(
+    name="P0226",
+    title="a number that does not follow the sizes",
+    why="programs for a range of sizes hold sums and products of sizes with rational factors, and one over those; what"
+    " else a model makes of a size (a root, a size rounded down) has no place in them.",
+    example=_MODEL.format(body="return x / math.sqrt(x.shape[1])"),
+    instead=_MODEL.format(body="return x / x.shape[1]"),
+    language="python",
+)
 WORLD_SIZE = Code(
     name="P0301",
     title="the number of processes is not the mesh's",
@@ -204,5 +222,13 @@ BAD_STATE = Code(
     why="a checkpoint holds tensors by the model's own names; one of another model has other names or shapes.",
     example="parc run build --resume checkpoint-of-another-model",
     instead="parc run build --resume checkpoint",
+    language="shell",
+)
+OUT_OF_RANGE = Code(
+    name="P0307",
+    title="sizes that the build was not made for",
+    why="a build serves the sizes that its plan declares, those of a range from end to end by its step, and no others.",
+    example="parc run build --sizes S=100   # sizes B=8, S=128..4096 by 128",
+    instead="parc run build --sizes S=128",
     language="shell",
 )

@@ -21,14 +21,15 @@ from parc.compiler.placement import TensorType, parse_type
 from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recipe
+from parc.compiler.template import sizes_text
 from parc.compiler.verify import Fault, check_program
 from parc.compiler.verify_padding import check_padding
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, optimizer_facts, stored_types
-from parc.eager import compare_with_eager
+from parc.eager import EagerAgreement, compare_with_eager
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.simulate import TOLERANCE, Agreement, Case, compare
-from parc.size_ranges import range_errors
+from parc.size_ranges import fault_diagnostic
 from parc.twins import find_twin, is_large, twin_text
 
 Progress = Callable[[str], None]
@@ -74,21 +75,13 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
         PlanError: something does not divide at a size that the plan declares.
     """
     start = time.perf_counter()
-    programs = reread(compiled.built.programs)
     stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
     progress("shapes, types, communication")
-    errors = range_errors(compiled)
-    if errors:
-        raise PlanError(errors)
-    reference = compiled.built.reference
+    checked = Checked(report_of(compiled, compiled.built.programs, stored), prove(compiled))
     pads = compiled.resolved.pads
-    faults = static_faults(
-        programs, stored, compiled.mesh, compiled.actions, compiled.plan.microbatches, reference, pads
-    )
-    checked = Checked(report_of(compiled, programs, stored), faults)
-    if not faults:
+    if not checked.faults:
         progress("numbers")
-        check_numbers(compiled, programs, checked)
+        check_numbers(compiled, checked)
     if not checked.faults:
         checked.report["checks"] = {
             "shapes": "proved", "types": "proved", "communication": "proved", **({"padding": "proved"} if pads else {}),
@@ -98,45 +91,73 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
     return checked
 
 
+def prove(compiled: Compiled) -> list[Fault]:
+    """Shapes, types and communication of a compiled plan, from the texts of its programs.
+
+    Where sizes have ranges: that everything divides for all of them, and the rest at the largest, the smallest and some
+    in between.
+
+    Raises:
+        PlanError: something does not divide at a size that the plan declares.
+    """
+    errors = compiled.template.faults(compiled.mesh) if compiled.template is not None else []
+    if errors:
+        raise PlanError([fault_diagnostic(compiled.plan, fault) for fault in errors])
+    faults = []
+    for at in compiled.cases():
+        stored = {name: parse_type(text, at.mesh) for name, text in stored_types(at).items()}
+        faults += static_faults(
+            reread(at.built.programs), stored, at.mesh, at.actions, at.plan.microbatches, at.built.reference,
+            at.resolved.pads,
+        )  # fmt: skip
+    return faults
+
+
 def reread(programs: Mapping[str, Program]) -> dict[str, Program]:
     """The programs as their texts say them."""
     return {action: parse_program(program.text(), program.action) for action, program in programs.items()}
 
 
-def check_numbers(compiled: Compiled, programs: Mapping[str, Program], checked: Checked) -> None:
-    """Train all ranks and the captured graph in float64; a large build by its twin."""
-    subject, subject_programs, on = compiled, programs, "the build itself"
+def check_numbers(compiled: Compiled, checked: Checked) -> None:
+    """Train all ranks and the captured graph in float64; a large build by its twin. Of sizes that have ranges, where
+    everything else is checked too; for one step at those that are not the largest."""
+    subject, on = compiled, "the build itself"
     if is_large(compiled):
-        subject, differences = find_twin(compiled, programs)
-        subject_programs, on = reread(subject.built.programs), twin_text(subject)
-        checked.faults += differences
-        stored = {name: parse_type(text, subject.mesh) for name, text in stored_types(subject).items()}
-        checked.faults += static_faults(
-            subject_programs, stored, subject.mesh, subject.actions, subject.plan.microbatches,
-            subject.built.reference, subject.resolved.pads,
-        )  # fmt: skip
+        subject, differences = find_twin(compiled, compiled.built.programs)
+        on = twin_text(subject)
+        checked.faults += differences or prove(subject)
     if checked.faults:
         return
-    case = case_of(subject, subject_programs)
-    with one_thread():
-        eager = compare_with_eager(subject, case)
-        checked.agreement = agreement = compare(case, _STEPS)
-    checked.report["numbers"] = {
-        "on": on,
-        "steps": agreement.steps,
-        "loss": agreement.loss, "gradient": agreement.gradient, "parameter": agreement.updated,
-        "parameter_beyond_rounding": agreement.parameter,
-        "tolerance": TOLERANCE, "eager_loss": eager.loss, "eager_gradient": eager.gradient,
-    }  # fmt: skip
+    cases = subject.cases()
+    if subject.template is not None:
+        on += f", at {'; '.join(sizes_text(at.sizes) for at in cases)}"
+    found: dict[str, Any] = {"on": on, "tolerance": TOLERANCE}
+    for at in cases:
+        case = case_of(at, reread(at.built.programs))
+        with one_thread():
+            eager = compare_with_eager(at, case)
+            agreement = compare(case, 1 if checked.agreement else _STEPS)
+        checked.agreement = checked.agreement or agreement
+        errors = {
+            "steps": agreement.steps,
+            "loss": agreement.loss, "gradient": agreement.gradient, "parameter": agreement.updated,
+            "parameter_beyond_rounding": agreement.parameter,
+            "eager_loss": eager.loss, "eager_gradient": eager.gradient,
+        }  # fmt: skip
+        found.update((name, max(found.get(name, 0), error)) for name, error in errors.items())
+        where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
+        checked.faults += _number_faults(agreement, eager, where)
+    checked.report["numbers"] = found
+
+
+def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iterator[Fault]:
     if not eager.holds:
         message = f"differs from the eager module: loss by {eager.loss:.1e}, gradients by {eager.gradient:.1e}"
-        checked.faults.append(Fault("numbers", "the captured graph", message))
+        yield Fault("numbers", f"the captured graph{at}", message)
     for kind, where in agreement.worst.items():
         error = getattr(agreement, kind)
         if not error <= TOLERANCE:
-            checked.faults.append(
-                Fault("numbers", where, f"the {kind} differs from the captured graph's by {error:.1e}")
-            )
+            yield Fault("numbers", f"{where}{at}", f"the {kind} differs from the captured graph's by {error:.1e}")
 
 
 @contextmanager
@@ -215,4 +236,7 @@ def check_files(build: Build) -> list[Fault]:
     stored = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
     microbatches = int(build.manifest["microbatches"])
     pads = pads_from(build.manifest["padding"])
-    return static_faults(build.programs, stored, mesh, build.actions, microbatches, build.reference, pads)
+    faults = [fault.fault() for fault in build.template.faults(mesh)] if build.template is not None else []
+    for at in build.cases() if not faults else ():
+        faults += static_faults(at.programs, stored, mesh, at.actions, microbatches, at.reference, pads)
+    return faults

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,18 @@ import torch
 
 import parc
 from parc.compiler.actions import Action, accumulation, schedule_text
+from parc.compiler.artifact import REFERENCE_FILE, program_file, read_programs
 from parc.compiler.callables import CallableError, target_hash
 from parc.compiler.capture import Captured, CaptureError, InputSpec, capture, user_frame
 from parc.compiler.directives.schedule import ACCUMULATE
 from parc.compiler.mesh import Mesh
 from parc.compiler.padding import Pads, facts_of
 from parc.compiler.plan import Plan
+from parc.compiler.ranges import check_points, moving
 from parc.compiler.recipes import Recorded, record
 from parc.compiler.resolve import Resolved, resolve
 from parc.compiler.task import InputsError, LossLine, TaskLines, caller, loss_function, model_builder
+from parc.compiler.template import Template
 from parc.grammar.codes_build import (
     BAD_RULE,
     CAPTURE_FAILED,
@@ -39,7 +42,8 @@ from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.initial_weights import init_facts
 from parc.passes.heads import Copies, find_copies
 from parc.passes.own_rules import RuleMisfit
-from parc.passes.pipeline import Built, Request, build_programs, names_of
+from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
+from parc.size_ranges import compile_range, fixed
 
 Progress = Callable[[str], None]
 
@@ -59,10 +63,22 @@ class Compiled:
     actions: tuple[Action, ...]
     sizes: dict[str, int]
     overrides: dict[str, Any]
-    request: Request
     seconds: dict[str, float] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     copies: Copies = field(default_factory=Copies)
+    template: Template | None = None
+    """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
+
+    def at(self, sizes: Mapping[str, int]) -> Compiled:
+        """The plan compiled for some of its sizes, from the template."""
+        assert self.template is not None
+        programs, reference = read_programs(self.template.at(sizes))
+        built = replace(self.built, programs=programs, reference=reference)
+        return replace(self, plan=fixed(self.plan, sizes), built=built, sizes={**self.sizes, **sizes}, template=None)
+
+    def cases(self) -> list[Compiled]:
+        """What is checked: the plan compiled for its sizes; of ranges, for the largest and a few others."""
+        return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
 
 
 def task_lines(plan: Plan) -> TaskLines:
@@ -80,7 +96,7 @@ def compile_plan(
     longer: Pads | None = None,
     progress: Progress = lambda _: None,
 ) -> Compiled:
-    """Capture the model and run every pass.
+    """Capture the model and run every pass; where sizes have ranges, at a few of them, which make a template.
 
     ``overrides`` and ``copies`` make the plan's twin: other arguments of the model, and what its plan keeps on several
     ranks, where it is not to be found out; it is padded wherever the plan's own build is ``longer`` than its model.
@@ -88,14 +104,33 @@ def compile_plan(
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
+    ranges = moving(plan.sizes)
+    if not ranges:
+        return _compile(plan, folder, overrides, copies, longer, progress)
+    choices = Choices()
+    made, template = compile_range(
+        plan, lambda at: _compile(plan, folder, overrides, copies, longer, progress, at, choices), programs_of,
+        constant_facts,
+    )  # fmt: skip
+    seconds = {key: round(sum(compiled.seconds[key] for compiled in made), 3) for key in made[0].seconds}
+    return replace(made[0], plan=plan, template=template, seconds=seconds)
+
+
+def _compile(
+    plan: Plan, folder: Path, overrides: Mapping[str, Any] | None, copies: Copies | None, longer: Pads | None,
+    progress: Progress, sizes: Mapping[str, int] | None = None, choices: Choices | None = None,
+) -> Compiled:  # fmt: skip
+    """A plan at one choice of its sizes."""
+    declared, plan = plan, fixed(plan, sizes or {})
     lines = task_lines(plan)
     seconds: dict[str, float] = {}
     progress("capture")
     with _timed(seconds, "capture"):
-        recorded, captured = capture_plan(plan, lines, folder, overrides)
+        recorded, captured = capture_plan(plan, lines, folder, overrides, sizes is not None)
     progress("passes")
     with _timed(seconds, "passes"):
-        resolved = resolve(plan, names_of(captured), longer)
+        resolved = resolve(declared, names_of(captured), longer)  # of a range, the step must divide
+        resolved = resolve(plan, names_of(captured), longer) if sizes else resolved
         frozen = _frozen(plan, recorded, captured, resolved)
         copies = find_copies(captured, plan, resolved.seeds) if copies is None else copies
         mesh = plan.mesh.factor(copies.sizes)
@@ -107,7 +142,7 @@ def compile_plan(
                 claims.append((f"{kind} {seed.value}", axis, split, seed.span.root.line))
         accumulate = getattr(torch, ACCUMULATE[plan.accumulate])
         pads = {f"{'frozen' if name in frozen else 'parameter'} {name}": rows for name, rows in resolved.pads.items()}
-        request = Request(tuple(claims), plan.microbatches, plan.seed, frozen, accumulate, pads)
+        request = Request(tuple(claims), plan.microbatches, plan.seed, frozen, accumulate, pads, choices)
         try:
             built = build_programs(captured, mesh, request)
         except RuleMisfit as error:
@@ -119,7 +154,7 @@ def compile_plan(
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
         plan, folder, mesh, lines, recorded, captured, resolved, built, actions, sizes,
-        dict(overrides or {}), request, seconds, frozen, copies,
+        dict(overrides or {}), seconds, frozen, copies,
     )  # fmt: skip
 
 
@@ -140,9 +175,9 @@ def _frozen(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolv
 
 
 def capture_plan(
-    plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None
+    plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None, ranged: bool = False
 ) -> tuple[Recorded, Captured]:
-    """Make the plan's model without allocating it, and capture it with its loss.
+    """Make the plan's model without allocating it, and capture it with its loss; ``ranged``: at one of several sizes.
 
     Raises:
         PlanError: the model or its loss is at fault.
@@ -165,7 +200,7 @@ def capture_plan(
         span = plan.loss.arguments.statement.span
         raise PlanError([Diagnostic(MODEL_FAILED, str(error), Label(span), notes=_trace(error.__cause__))]) from None
     try:
-        return recorded, capture(recorded.module, recorded.mode, input_specs(plan), call, loss)
+        return recorded, capture(recorded.module, recorded.mode, input_specs(plan), call, loss, ranged)
     except CaptureError as error:
         raise PlanError([_capture_diagnostic(plan, error)]) from None
 
@@ -236,19 +271,26 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = round(time.perf_counter() - start, 3)
 
 
+def programs_of(compiled: Compiled) -> dict[str, str]:
+    """Texts of a build's programs by file name; templates where sizes have ranges."""
+    if compiled.template is not None:
+        return dict(compiled.template.texts)
+    programs = {program_file(program): program.text() for program in compiled.built.programs.values()}
+    return {REFERENCE_FILE: compiled.built.reference.text(), **programs}
+
+
 def files_of(compiled: Compiled) -> dict[str, str]:
-    """Texts of a build's programs and schedule by file name."""
-    files = {"plan.parc": compiled.plan.text(), "programs/model.py": compiled.built.reference.text()}
-    for action, program in compiled.built.programs.items():
-        files[f"programs/{program.role}.{action}.py"] = program.text()
-    files["schedule.txt"] = schedule_text({"stage0": compiled.actions})
-    return files
+    """Texts of a build's plan, programs and schedule by file name."""
+    schedule = schedule_text({"stage0": compiled.actions})
+    return {"plan.parc": compiled.plan.text(), **programs_of(compiled), "schedule.txt": schedule}
 
 
 def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
     """The facts a run needs beside the programs."""
     plan, forward = compiled.plan, compiled.built.programs["F"]
+    ranges = {name: [size.low, size.high, size.step] for name, size in moving(plan.sizes).items()}
     return {
+        **({"ranges": ranges} if ranges else {}),
         "parc": parc.__version__,
         "torch": torch.__version__.split("+")[0],
         "folder": os.path.relpath(compiled.folder.resolve(), out.resolve()),

@@ -1,40 +1,109 @@
-"""The proof of shapes over the declared ranges of sizes, before a build is made for the largest."""
+"""Ranges of sizes: a plan compiled at a few of them as one template, and in its own terms what is wrong with some."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from parc.compiler.directives.sizes import SizeRange
-from parc.compiler.ranges import Sample, ShapeFault, prove_shapes, sample_points
-from parc.driver import Compiled, capture_plan
-from parc.grammar.codes_build import NO_DIVIDE
-from parc.grammar.diagnostics import Diagnostic, Label
+from parc.compiler.plan import Plan
+from parc.compiler.program import Origin
+from parc.compiler.ranges import moving, sample_points
+from parc.compiler.template import Misfit, ShapeFault, Template, sizes_text
+from parc.grammar.codes_build import NO_DIVIDE, NOT_POLYNOMIAL, OTHER_PROGRAM
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.source import Span
-from parc.passes.pipeline import sample
+
+Made = TypeVar("Made")
 
 
-def range_errors(compiled: Compiled) -> list[Diagnostic]:
-    """What does not divide at some size that the plan declares, with the line that splits it."""
-    plan, request = compiled.plan, compiled.request
-    points = sample_points(plan.sizes)
-    samples = [Sample(points[0] if points else {}, compiled.built.values)]
-    for point in points[1:]:
-        fixed = replace(plan, sizes={name: SizeRange(size, size) for name, size in point.items()})
-        _, captured = capture_plan(fixed, compiled.lines, compiled.folder, compiled.overrides)
-        samples.append(sample(captured, compiled.mesh, request.claims, point, request.pads))
-    return [_diagnostic(compiled, fault) for fault in prove_shapes(samples, plan.sizes, compiled.mesh)]
+def fixed(plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    """The plan for one choice of its sizes."""
+    return replace(plan, sizes={**plan.sizes, **{name: SizeRange(size, size) for name, size in sizes.items()}})
 
 
-def _diagnostic(compiled: Compiled, fault: ShapeFault) -> Diagnostic:
-    span = _span(compiled, fault.line)
-    where = f"`{fault.value}`" + (f" of `{fault.module}`" if fault.module else "")
-    declared = ", ".join(f"{name}={size}" for name, size in compiled.plan.sizes.items())
+def compile_range(
+    plan: Plan,
+    compile_at: Callable[[Mapping[str, int]], Made],
+    texts_of: Callable[[Made], Mapping[str, str]],
+    constants_of: Callable[[Made], Mapping[str, object]],
+) -> tuple[list[Made], Template]:
+    """What a plan compiles to at a few of its sizes, the largest first, and the template of its programs: more sizes
+    until every number is a polynomial of them that one more confirms. Constants, which no program spells, are one.
+
+    Raises:
+        PlanError: the plan or the model is at fault at some size, or has no one program for two of them.
+    """
+    ranges, made, points = moving(plan.sizes), list[Made](), list[Mapping[str, int]]()
+    for point in sample_points(ranges):
+        try:
+            made.append(compile_at(point))
+        except PlanError as error:
+            raise PlanError(at_sizes(error.diagnostics, point)) from error.__cause__
+        points.append(point)
+        if constants_of(made[-1]) != constants_of(made[0]):
+            raise PlanError([_constant_diagnostic(plan, constants_of(made[-1]), constants_of(made[0]), point)])
+        misfit, template = None, None
+        try:
+            template = Template.merge(ranges, points, [texts_of(compiled) for compiled in made])
+        except Misfit as error:
+            misfit = error
+        if len(points) > 2 if misfit is None else not misfit.numbers:
+            break
+    if template is None:
+        assert misfit is not None
+        raise PlanError([misfit_diagnostic(plan, misfit)])
+    return made, template
+
+
+def at_sizes(diagnostics: Iterable[Diagnostic], sizes: Mapping[str, int]) -> list[Diagnostic]:
+    """Errors of the model, with the sizes at which it has them."""
+    note = f"at {sizes_text(sizes)}, of the declared sizes"
+    return [replace(d, notes=(note, *d.notes)) if d.code.name.startswith("P02") else d for d in diagnostics]
+
+
+def misfit_diagnostic(plan: Plan, misfit: Misfit) -> Diagnostic:
+    """Why no one program serves two of the sizes: the first line that differs, and where it comes from."""
+    code, origin = (NOT_POLYNOMIAL if misfit.numbers else OTHER_PROGRAM), misfit.origin
+    first, second = map(sizes_text, misfit.points)
+    where = f" in `{origin.module}`" if origin.module else ""
+    where += f" at {origin.source}" if origin.source else ""
+    what = "a number that is no polynomial of the sizes" if misfit.numbers else "another program"
+    message = f"the model has {what} at {second} than at {first}{where}"
+    message = message if not misfit.numbers else f"the model has {what}, between {first} and {second}{where}"
+    notes = [f"{misfit.file}, {sizes}: {row.strip() or 'nothing'}"
+             for sizes, row in zip((first, second), misfit.rows, strict=True)]  # fmt: skip
     return Diagnostic(
-        NO_DIVIDE, f"{where}: {fault.message}", Label(span) if span is not None else None,
-        help="declare sizes for which it holds, or leave the axis out here",
+        code, message, Label(_span(plan, origin) or _sizes_span(plan)), notes=tuple(notes),
+        help="narrow the range so that it does not hold both, and make a build for each part",
+    )  # fmt: skip
+
+
+def _constant_diagnostic(
+    plan: Plan, constants: Mapping[str, object], others: Mapping[str, object], sizes: Mapping[str, int]
+) -> Diagnostic:
+    name = next(name for name in {**constants, **others} if constants.get(name) != others.get(name))
+    message = f"the tensor `{name}`, which the model's code makes of numbers, is another at {sizes_text(sizes)}"
+    help_ = "compute with the size itself, not with a tensor of it; or narrow the range"
+    return Diagnostic(OTHER_PROGRAM, message, Label(plan.model.arguments.statement.span), help=help_)
+
+
+def fault_diagnostic(plan: Plan, fault: ShapeFault) -> Diagnostic:
+    """A size that is no whole number for some declared sizes, with the line that splits it."""
+    where = f"`{fault.value}`" + (f" of `{fault.module}`" if fault.module else "")
+    declared = sizes_text(moving(plan.sizes))
+    code = NO_DIVIDE if fault.divides else OTHER_PROGRAM
+    return Diagnostic(
+        code, f"{where}: {fault.message}", Label(_span(plan, Origin(plan=fault.line)) or _sizes_span(plan)),
+        help="declare sizes for which it holds" + (", or leave the axis out here" if fault.line else ""),
         notes=(f"the declared sizes are {declared}",),
     )  # fmt: skip
 
 
-def _span(compiled: Compiled, line: int) -> Span | None:
-    return next((s.span for s in compiled.plan.statements if s.span.line == line), None)
+def _span(plan: Plan, origin: Origin) -> Span | None:
+    return next((s.span.root for s in plan.statements if s.span.root.line == origin.plan), None)
+
+
+def _sizes_span(plan: Plan) -> Span:
+    return next(s.span.root for s in plan.statements if s.verb.text == "sizes")

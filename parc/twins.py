@@ -80,6 +80,9 @@ def _twin(compiled: Compiled, mesh: Mesh) -> Compiled:
             unit = mesh.world * (plan.microbatches if name == "B" else 4)
             chosen = min(size.high, unit * 2 if name == "B" else max(unit, 16))
         sizes[name] = SizeRange(int(chosen), int(chosen))
+        if not size.fixed:  # two sizes, of what the range's own are multiples of
+            step = math.lcm(max(int(chosen) // 2, 1), math.gcd(size.step, 16))
+            sizes[name] = SizeRange(step, 2 * step, step)
     factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
     copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
     small = replace(plan, sizes=sizes, mesh=mesh.declared)
@@ -99,5 +102,5 @@ def twin_text(twin: Compiled) -> str:
     """How the twin is smaller."""
     given = dict(twin.plan.verify.values) if twin.plan.verify is not None else {}
     words = [f"{name}={value}" for name, value in given.items()]
-    words += [f"{name}={size}" for name, size in twin.sizes.items() if name not in given]
+    words += [f"{name}={size}" for name, size in twin.plan.sizes.items() if name not in given]
     return f"the twin: {', '.join(words)}, mesh {twin.mesh}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parc.checks import Checked, case_of, check_files, check_numbers, reread
+from parc.checks import Checked, case_of, check_files, check_numbers
 from parc.compiler.artifact import Build, read_build
 from parc.compiler.plan import read_plan
 from parc.compiler.verify import Fault
@@ -73,10 +73,11 @@ def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *
     found.checks = _proved(build)
     progress("numbers")
     compiled = compile_plan(read_plan(build.path / "plan.parc"), build.folder)
-    hold_promises(replace(compiled, built=replace(compiled.built, programs=dict(build.programs))))
     found.faults += differences(build, compiled)
+    compiled = replace(compiled, built=replace(compiled.built, programs=dict(build.programs)), template=build.template)
+    hold_promises(compiled)
     checked = Checked({}, [])
-    check_numbers(compiled, build.programs, checked)
+    check_numbers(compiled, checked)
     found.faults += checked.faults
     found.numbers = checked.report.get("numbers", {})
     if not found.faults:
@@ -84,9 +85,8 @@ def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *
     elif locate and checked.faults:
         progress("first difference")
         subject = find_twin(compiled, compiled.built.programs)[0] if is_large(compiled) else compiled
-        programs = reread(subject.built.programs) if subject is not compiled else build.programs
-        difference = first_difference(case_of(subject, programs))
+        differing = (first_difference(case_of(at, at.built.programs)) for at in subject.cases())
         found.difference = str(
-            difference or "no line of the forward differs: look at the backward of what is named above"
+            next(filter(None, differing), "no line of the forward differs: look at the backward of what is named above")
         )
     return found

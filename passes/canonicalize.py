@@ -25,8 +25,8 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 class Canonicalizer:
     """Rewrites one graph in place, node by node, through ``TABLE``."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: fx.Graph, ranged: bool = False) -> None:
+        self.graph, self.ranged = graph, ranged
         self.keys: dict[str, int] = {}
         self.iotas: dict[fx.Node, tuple[int, int]] = {}
         """Nodes that count 0, 1, … along one dim: ``(dim, size)``."""
@@ -128,7 +128,8 @@ def _slice(c: Canonicalizer, node: Any) -> None:
     names = ("x", "dim", "start", "end", "step")
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     dim, step = int(given.get("dim") or 0) % len(before), int(given.get("step") or 1)
-    if before == after and step == 1:
+    # at the largest of several sizes a table may be just long enough: the slice is no less one at the others
+    if before == after and step == 1 and not (c.ranged and 0 < int(given.get("end") or 0) <= before[dim]):
         c.replace(node, node.args[0])
         return
     start = int(given.get("start") or 0)
@@ -332,8 +333,8 @@ TABLE: Mapping[Any, Rewrite] = {
 """Operator → rewrite. An operator that is not here keeps its form."""
 
 
-def canonicalize(graph: fx.Graph) -> fx.Graph:
-    """The same function in canonical operators (a new graph).
+def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
+    """The same function in canonical operators (a new graph); ``ranged``: in those that it has at other sizes too.
 
     Dropout and attention dropout draw from counter-based streams, one ``key`` placeholder each; biases leave products;
     means become sums over counts; views become ``reshape``; creation operators become ``full`` and ``iota``.
@@ -343,4 +344,4 @@ def canonicalize(graph: fx.Graph) -> fx.Graph:
     copy.output(copy.graph_copy(graph, mapping))
     for old, new in mapping.items():
         new.meta = dict(old.meta)
-    return Canonicalizer(copy).run()
+    return Canonicalizer(copy, ranged).run()

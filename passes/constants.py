@@ -14,6 +14,7 @@ from torch import fx
 from ..compiler.ops import OPS
 from ..compiler.program import Origin
 from .calls import operands_of, substitute
+from .choices import Choices, agreed
 
 aten = torch.ops.aten
 
@@ -29,22 +30,25 @@ _COMPARISONS = {
 }  # fmt: skip
 
 
-def fold_constants(graph: fx.Graph) -> None:
-    """Rewrite the canonical graph in place; exact on every device, since no floating number is touched."""
+def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
+    """Rewrite the canonical graph in place; exact on every device, since no floating number is touched. ``choices``: as
+    at other sizes of a range, as far as that is true at these."""
     known: dict[fx.Node, torch.Tensor] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
             if node.target is OPS.attention.default:
-                _name_mask(node, known)
+                _name_mask(node, known, choices)
             continue
         if node.meta["val"].dtype.is_floating_point and node.target is not aten.full.default:
             continue
         value = _value(node, known)
+        same = agreed(choices, ("constant", node.name), value is not None and _uniform(value))
+        if value is None if choices is None else choices.make(("unknown", node.name), value is None):
+            _drop_neutral(graph, node, known, choices)
         if value is None:
-            _drop_neutral(graph, node, known)
             continue
         known[node] = value
-        if _uniform(value) and node.target is not aten.full.default:
+        if same and node.target is not aten.full.default:
             with graph.inserting_before(node):
                 made = graph.call_function(
                     aten.full.default, (list(value.shape), _first(value).item()), {"dtype": value.dtype}
@@ -106,14 +110,15 @@ def _first(value: torch.Tensor) -> torch.Tensor:
     return value[(0,) * value.dim()]
 
 
-def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> None:
+def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
     """``x and True`` is ``x``."""
     if node.target not in _NEUTRAL or node.meta["val"].dtype != torch.bool:
         return
     first, second = operands_of(node)
     for kept, other in ((first, second), (second, first)):
         value = known.get(other)
-        if value is None or not _uniform(value) or bool(_first(value)) is not _NEUTRAL[node.target]:
+        neutral = value is not None and _uniform(value) and bool(_first(value)) is _NEUTRAL[node.target]
+        if not agreed(choices, ("neutral", node.name, other.name), neutral):
             continue
         if kept.meta["val"].shape != node.meta["val"].shape:
             with graph.inserting_before(node):
@@ -124,16 +129,19 @@ def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Ten
         return
 
 
-def _name_mask(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> None:
+def _name_mask(node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
     """Attention whose mask hides nothing, or what is later, says so instead."""
     q, k, v, mask, key, causal, *rest = node.args
     if not isinstance(mask, fx.Node) or mask.meta["val"].dtype != torch.bool:
         return
-    value = known.get(mask)
+    value, name = known.get(mask), ""
     if value is not None and _uniform(value) and bool(_first(value)):
-        node.args = (q, k, v, None, key, causal, *rest)
+        name = "none"
     elif not causal and _square(mask) and (_is_causal(value) if value is not None else _compares(mask, known)):
-        node.args = (q, k, v, None, key, True, *rest)
+        name = "causal"
+    name = agreed(choices, ("mask", node.name), name)
+    if name:
+        node.args = (q, k, v, None, key, causal or name == "causal", *rest)
 
 
 def _square(mask: fx.Node) -> bool:

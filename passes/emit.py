@@ -19,6 +19,7 @@ from ..compiler.op_rules import localize
 from ..compiler.ops import OPS
 from ..compiler.placement import TensorType
 from ..compiler.program import Cut, Function, Line, Origin, Ref, Value
+from ..compiler.program import operator as torch_operator
 from .calls import call_of, operands_of
 from .joint import Joint
 from .segments import node_type
@@ -72,13 +73,15 @@ def _by_ratio(whole: int, local: int, axes: Mapping[tuple[int, int], tuple[str, 
     raise ValueError(f"no dim is cut as {whole} is to {local}")
 
 
-def dim_axes(types: Iterable[TensorType], mesh: Mesh) -> dict[tuple[int, int], tuple[str, ...]]:
-    """``(global, local)`` size of every split dim with its axes, major first."""
+def dim_axes(types: Iterable[TensorType], mesh: Mesh, own: int = 0) -> dict[tuple[int, int], tuple[str, ...]]:
+    """``(global, local)`` size of every split dim with its axes, major first. Of equal sizes the one of dim ``own``
+    counts, of which the operator speaks: at other sizes the others are not equal to it."""
     found: dict[tuple[int, int], tuple[str, ...]] = {}
-    for type_ in types:
-        for dim, (whole, local) in enumerate(zip(type_.shape, type_.local(mesh), strict=True)):
-            if whole != local:
-                found.setdefault((whole, local), tuple(axis for _, axis in type_.placement.splits(dim)))
+    every = [(dim != own % len(t.shape), index, dim, t) for index, t in enumerate(types) for dim in range(len(t.shape))]
+    for _, _, dim, type_ in sorted(every, key=lambda entry: entry[:3]):
+        whole, local = type_.shape[dim], type_.local(mesh)[dim]
+        if whole != local:
+            found.setdefault((whole, local), tuple(axis for _, axis in type_.placement.splits(dim)))
     return found
 
 
@@ -158,7 +161,8 @@ class Emitter:
         # read by the same rule on both sides, so that dims and ends counted from the back are no differences
         whole_args, whole_kwargs = localize(call, call.operands, call.results)
         local_args, local_kwargs = localize(call, *shapes)
-        axes = dim_axes([*results, *types], self.mesh)
+        named_dim = whole_kwargs.get("dim", _dim_argument(call))
+        axes = dim_axes([*results, *types], self.mesh, named_dim if isinstance(named_dim, int) else 0)
         args = tuple(self._argument(w, x, axes, results) for w, x in zip(whole_args, local_args, strict=True))
         named = tuple((key, cut_argument(item, local_kwargs[key], axes)) for key, item in whole_kwargs.items())
         refs = [Ref(self.value_of[operand].name) for operand in operands]
@@ -169,6 +173,12 @@ class Emitter:
         if isinstance(whole, list) and results and tuple(whole) == results[0].shape:
             return [size_argument(results[0], dim) for dim in range(len(whole))]
         return cut_argument(whole, local, axes)
+
+
+def _dim_argument(call: OpCall) -> Any:
+    """The dim that a call's arguments speak of, if it is given in its place."""
+    pairs = zip(torch_operator(call.op)._schema.arguments, call.args, strict=False)
+    return next((given for argument, given in pairs if argument.name == "dim"), 0)
 
 
 def size_argument(type_: TensorType, dim: int) -> int | Cut:

@@ -20,9 +20,10 @@ from ..compiler.ops import OPS
 from ..compiler.placement import AxisType, Placement, Split, TensorType
 from ..compiler.program import Origin
 from .calls import Key, computes, fake, key_of, operands_of, outputs, substitute, tensors_of
+from .choices import Choices
 from .expand import EXPANSIONS
 from .hoist import plan_hoist
-from .paths import cheapest_path
+from .paths import Changes, cheapest_path
 from .propagate import Part, Placed
 
 
@@ -43,8 +44,8 @@ class Reshard:
 class Partition:
     """Builds the typed graph. Each value is converted at most once to each placement, and shared by all readers."""
 
-    def __init__(self, graph: fx.Graph, mesh: Mesh, placed: Placed) -> None:
-        self.source, self.mesh, self.placed = graph, mesh, placed
+    def __init__(self, graph: fx.Graph, mesh: Mesh, placed: Placed, choices: Choices | None = None) -> None:
+        self.source, self.mesh, self.placed, self.choices = graph, mesh, placed, choices
         self.graph = fx.Graph()
         self.forms: dict[Key, dict[Placement, fx.Node]] = {}
         self.state: dict[Key, Placement] = {}
@@ -92,9 +93,25 @@ class Partition:
             have = self.state[key]
             shape = tuple(fake(key).shape)
             lifts = key[0].op == "placeholder"
-            for step in cheapest_path(have, want, shape, self.mesh, self.grad[key], lifts):
+            path = cheapest_path(have, want, shape, self.mesh, self.grad[key], lifts)
+            for step in self._imposed(key, path, have, want):
                 have = self._step(key, have, dict(step))
         return self.forms[key][want]
+
+    def _imposed(self, key: Key, path: tuple[Changes, ...], have: Placement, want: Placement) -> Sequence[Changes]:
+        """The path that was cheapest at the largest sizes: which axes go to what they are wanted as, which over whole;
+        the value's own where that does not divide here."""
+        if self.choices is None:
+            return path
+        own = [[(axis, None if kind == want[axis] else kind) for axis, kind in step] for step in path]
+        what = (key[0].name, key[1], _sizeless(have), _sizeless(want))
+        chosen = self.choices.make(what, own)
+        steps = [tuple((axis, want[axis] if kind is None else kind) for axis, kind in step) for step in chosen]
+        for step in steps:
+            have = have.replace(dict(step))
+            if not have.nests(tuple(fake(key).shape), self.mesh):
+                return path
+        return steps
 
     def _step(self, key: Key, have: Placement, changes: Mapping[str, AxisType]) -> Placement:
         """One conversion of one or several axes alike; its result is kept for later readers."""
@@ -229,7 +246,7 @@ class Partition:
         """Whether a sum put off costs no more than one made now."""
         made: int = sum(value.numel() for value in tensors_of(node) if isinstance(value, torch.Tensor))
         given: int = sum(fake(keys[index]).numel() for index in partial)
-        return made <= given
+        return made <= given if self.choices is None else self.choices.make(("sum", node.name), made <= given)
 
     def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[Key, Placement]],
              operands: Sequence[fx.Node]) -> fx.Node:  # fmt: skip
@@ -299,3 +316,7 @@ class Partition:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
+
+
+def _sizeless(placement: Placement) -> tuple[object, ...]:
+    return tuple(getattr(kind, "dim", kind) for _, kind in placement.items())

@@ -13,10 +13,10 @@ from ..compiler.mesh import Mesh
 from ..compiler.padding import Pads
 from ..compiler.placement import Split
 from ..compiler.program import Program
-from ..compiler.ranges import PlacedValue
 from .assemble import assemble, assemble_count, assemble_scale
 from .calls import computes, outputs
 from .canonicalize import canonicalize
+from .choices import Choices
 from .constants import fold_constants
 from .fuse import fuse_bias
 from .lift import lift_parameters
@@ -26,11 +26,10 @@ from .pad import pad
 from .partition import Partition, Reshard
 from .propagate import Claim, Placed, propagate
 from .reference import reference_program
-from .sample import placed_values, sample
 from .segments import block_of, node_type
 from .weights import names_of
 
-__all__ = ["ROLE", "Built", "Request", "build_programs", "mark_blocks", "names_of", "sample"]
+__all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of"]
 
 ROLE = "stage0"
 
@@ -47,6 +46,8 @@ class Request:
     accumulate: torch.dtype = torch.float32
     pads: Pads = field(default_factory=dict)
     """Dims of parameters, by role, that are longer in programs than in the model."""
+    choices: Choices | None = None
+    """Of a plan with ranges of sizes: what was chosen at its largest sizes."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,6 @@ class Built:
 
     reference: Program
     programs: dict[str, Program]
-    values: tuple[PlacedValue, ...]
     reshards: tuple[Reshard, ...]
     without_rule: tuple[str, ...]
     averaged: bool = False
@@ -74,8 +74,8 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
 
 
 def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
-    graph = canonicalize(captured.graph)
-    fold_constants(graph)
+    graph = canonicalize(captured.graph, ranged=request.choices is not None)
+    fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
     loss = split_loss(graph)
     reference = reference_program(loss.graph, loss.count, captured.updates, request.seed)
@@ -101,16 +101,15 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     sums = request.accumulate if request.microbatches > 1 else None
     programs.update(assemble(typed, mesh, ROLE, request.seed, sums))
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
-    values = placed_values(loss.graph, mesh, placed)
     averaged = request.microbatches > 1 and not loss.plain
-    return Built(reference, programs, values, tuple(reshards), missing, averaged)
+    return Built(reference, programs, tuple(reshards), missing, averaged)
 
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:
     nodes = {node.meta["role"]: node for node in graph.nodes if node.op == "placeholder"}
     claims = [Claim((nodes[role], 0), axis, split, line) for role, axis, split, line in request.claims if role in nodes]
     placed = propagate(graph, mesh, claims)
-    partition = Partition(graph, mesh, placed)
+    partition = Partition(graph, mesh, placed, request.choices)
     typed = partition.run()
     lift_parameters(typed)
     fuse_bias(typed)

@@ -41,7 +41,7 @@ class Feed:
         self._reading = threading.Lock()  # a person's callable is asked by one thread at a time
         self._closed = threading.Event()
         self._ahead: tuple[int, Future[Parts]] | None = None
-        self._line = _line_of(build)
+        self._line = line_of(build)
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> Parts:
         """This rank's part of each microbatch of a step's *whole* batch; of fewer samples where that is proved right.
@@ -188,13 +188,13 @@ def _end_reading() -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-def _line_of(build: Build) -> str:
-    """Where the build's plan names its data."""
+def line_of(build: Build, verb: str = "data") -> str:
+    """Where the build's plan names its data, or says something else."""
     try:
         lines = (build.path / "plan.parc").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    found = ((number, text) for number, text in enumerate(lines, 1) if text.split()[:1] == ["data"])
+    found = ((number, text) for number, text in enumerate(lines, 1) if text.split()[:1] == [verb])
     return next((f"line {number} of the build's plan.parc: {' '.join(text.split())}" for number, text in found), "")
 
 
@@ -223,7 +223,7 @@ def make_data(build: Build) -> Source:
     Raises:
         RunError: there is none, or nothing can be read.
     """
-    line, where = build.manifest["data"], _line_of(build)
+    line, where = build.manifest["data"], line_of(build)
     if line is None:
         raise RunError(BAD_DATA, "the plan has no `data` line", 'add one, e.g. `data bytes "{stdlib}/*.py"`')
     if line["callable"] is not None:

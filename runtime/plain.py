@@ -25,6 +25,7 @@ from .initial import expected_of, weights_of
 from .kernels import REFERENCE_KERNELS
 from .optimizer import make_optimizer, rate, update
 from .session import StepReport, check_source_of, open_build, task_of
+from .sizes import BySizes
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -119,9 +120,8 @@ class Plain:
         for name in manifest["frozen"]:
             self._parameters[name].requires_grad_(False)
         self._optimizer = make_optimizer(self._parameters, manifest["optimizer"])
-        self._reference = Machine(build.reference, InProcess(Mesh()), CPU, kernels=REFERENCE_KERNELS)
         whole = Mesh(tuple((axis, 1) for axis in build.programs["F"].mesh.names))
-        self._feed = Feed(build, whole, whole.coordinates(0), CPU)
+        self._by_sizes = BySizes(build, lambda at: (at, Feed(at, whole, whole.coordinates(0), CPU)))
 
     def _read_weights(self) -> None:
         """The weights of the `init` line, whole, into the module."""
@@ -140,26 +140,25 @@ class Plain:
         Raises:
             RunError: the batch is not one of the plan's, or the data cannot be read.
         """
-        parts = (
-            self._feed.next(self.step_number, self.build.manifest["steps"]) if batch is None else self._feed.cut(batch)
-        )
+        at, feed = self._by_sizes(batch)
+        parts = feed.next(self.step_number, self.build.manifest["steps"]) if batch is None else feed.cut(batch)
         line = self.build.manifest["optimizer"]
         lr = rate(line, self.step_number + 1) if lr is None else lr
-        total, gradients = self._gradients(parts)
+        total, gradients = self._gradients(at, parts)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
         with torch.no_grad():
             update(self._optimizer, self._parameters, gradients, norm, line["clip"], lr)
         self.step_number += 1
         return StepReport(self.step_number, total, float(norm), lr)
 
-    def _gradients(self, parts: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+    def _gradients(self, at: Build, parts: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
         """The loss, and gradients added up in the plan's type over microbatches."""
         sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
         total, found = 0.0, dict[str, Tensor]()
-        for index, (part, weight) in enumerate(zip(parts, self._weights(parts), strict=True)):
+        for index, (part, weight) in enumerate(zip(parts, self._weights(at, parts), strict=True)):
             if not weight:  # without a target its mean is none
                 continue
-            inputs = {name: value.to(self.device) for name, value in {**self._unread(part), **part}.items()}
+            inputs = {name: value.to(self.device) for name, value in {**self._unread(at, part), **part}.items()}
             with counted_dropout(self.module, int(self.build.manifest["seed"]), self.step_number, index):
                 loss = self._loss(self._call(self.module, inputs), inputs)
             (loss * weight).backward()
@@ -172,34 +171,35 @@ class Plain:
                     parameter.grad = None
         return total, {name: value.to(self._parameters[name].dtype) for name, value in found.items()}
 
-    def _unread(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _unread(self, at: Build, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for the inputs that the model takes but nothing reads, which a build does not feed."""
-        sizes = dict(self.build.manifest["sizes"])
-        sizes["B"] = int(sizes.get("B", 1)) // int(self.build.manifest["microbatches"])
+        sizes = dict(at.manifest["sizes"])
+        sizes["B"] = int(sizes.get("B", 1)) // int(at.manifest["microbatches"])
         return {
             entry["name"]: torch.zeros(
                 [sizes.get(dim, dim) for dim in entry["dims"]], dtype=getattr(torch, entry["dtype"])
             )
-            for entry in self.build.manifest["inputs"]
+            for entry in at.manifest["inputs"]
             if entry["name"] not in part
         }
 
-    def _weights(self, parts: list[dict[str, Tensor]]) -> list[float]:
+    def _weights(self, at: Build, parts: list[dict[str, Tensor]]) -> list[float]:
         """What each microbatch's loss counts for: its share of the targets, where the loss is a mean over those."""
-        if "COUNT" not in self.build.programs:
-            (scale,) = self.build.programs["SCALE"].main.lines
+        if "COUNT" not in at.programs:
+            (scale,) = at.programs["SCALE"].main.lines
             return [float(scale.args[1])] * len(parts)
-        needed = self.build.reference.function("count").parameters
+        machine = Machine(at.reference, InProcess(Mesh()), CPU, kernels=REFERENCE_KERNELS)
+        needed = at.reference.function("count").parameters
         counts = []
         for part in parts:
             given = {value.name: part[value.role.removeprefix("input ")] for value in needed}
-            (made,) = self._reference.run([given], "count")
+            (made,) = machine.run([given], "count")
             counts.append(float(made["count"]))
         return [count / sum(counts) for count in counts]
 
     def close(self) -> None:
         """Stop reading data."""
-        self._feed.close()
+        self._by_sizes()[1].close()
 
 
 def reference(path: Path | str, device: torch.device = CPU) -> Plain:

@@ -29,6 +29,7 @@ from .feed import Feed, Parts
 from .initial import Initial
 from .optimizer import make_optimizer, rate, restore_optimizer, update
 from .processes import default_device, join, launched
+from .sizes import AtSizes, BySizes, bound
 from .state import read_checkpoint, save_tensors
 from .step import RankState, Stepper, StepResult
 
@@ -46,7 +47,9 @@ class StepReport:
 class Session:
     """One rank's training state and the programs that advance it.
 
-    Under torchrun (or ``parc run``) each process is one rank of the mesh; without it the mesh must have one rank.
+    Under torchrun (or ``parc run``) each process is one rank of the mesh; without it the mesh must have one rank. A
+    batch may have any sizes that the plan declares; those of the plan's own data are the build's, its largest if it was
+    not bound to others.
 
     Raises:
         RunError: the number of processes is not the mesh's, torch or the model's file is not the build's, the weights
@@ -69,13 +72,17 @@ class Session:
         self.backend: Backend = (
             Distributed(self.mesh, programs, self.rank, self.device) if self.world > 1 else InProcess(self.mesh)
         )
-        self.stepper = Stepper(build.programs, build.actions, self.backend, self.device)
-        self.feed = Feed(build, self.mesh, self.coordinates, self.device)
+        self._by_sizes = BySizes(build, self._at)
+        self.feed = self._by_sizes().feed
         if check_source:
             check_source_of(build)
         self.state = self._initial_state()
         self.optimizer = make_optimizer(self.state.parameters, manifest["optimizer"])
-        self._given: tuple[Parts, dict[str, torch.Tensor]] = ([], {})
+        self._given: tuple[AtSizes, Parts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
+
+    def _at(self, build: Build) -> AtSizes:
+        stepper = Stepper(build.programs, build.actions, self.backend, self.device)
+        return AtSizes(build, stepper, Feed(build, self.mesh, self.coordinates, self.device))
 
     def __enter__(self) -> Self:
         return self
@@ -111,9 +118,10 @@ class Session:
         Raises:
             RunError: the batch is not one of the plan's, or the data cannot be read.
         """
-        parts = self.feed.next(self.step_number, self.last_step) if batch is None else self.feed.cut(batch)
-        self._given = parts, dict(self.state.buffers)
-        (result,) = self.stepper.gradients([self.state], [parts], self.step_number)
+        at = self._by_sizes(batch)
+        parts = at.feed.next(self.step_number, self.last_step) if batch is None else at.feed.cut(batch)
+        self._given = at, parts, dict(self.state.buffers)
+        (result,) = at.stepper.gradients([self.state], [parts], self.step_number)
         return result
 
     def update(self, result: StepResult, lr: float | None = None) -> StepReport:
@@ -139,7 +147,8 @@ class Session:
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
         """The global loss of a whole batch; nothing is changed. Dropout stays as in training."""
         buffers = dict(self.state.buffers)
-        (result,) = self.stepper.loss([self.state], [self.feed.cut(batch)], self.step_number)
+        at = self._by_sizes(batch)
+        (result,) = at.stepper.loss([self.state], [at.feed.cut(batch)], self.step_number)
         self.state.buffers = buffers
         return float(result.loss)
 
@@ -154,14 +163,14 @@ class Session:
 
     def _find_bad(self) -> list[Bad | None]:
         """Run the step again under watch; what each rank saw first, on every rank."""
-        parts, buffers = self._given
+        at, parts, buffers = self._given
         self.state.buffers = dict(buffers)
         seen = bad_tensor(self.state.parameters, "parameter", self.rank)
         for part in parts:
             floats = {name: value for name, value in part.items() if value.is_floating_point()}
             seen = seen or bad_tensor(floats, "input", self.rank)
         watcher = Watcher(self.rank)
-        stepper = Stepper(self.build.programs, self.build.actions, self.backend, self.device, reuse=False)
+        stepper = Stepper(at.build.programs, at.build.actions, self.backend, self.device, reuse=False)
         for action, machine in stepper.machines.items():
             machine.watch = watcher.watch(action)
         stepper.gradients([self.state], [parts], self.step_number)
@@ -338,13 +347,15 @@ def open_build(path: Path | str) -> Build:
         raise RunError(BAD_BUILD, str(error), "build the plan again") from None
 
 
-def load(path: Path | str, device: torch.device | None = None) -> Session:
+def load(path: Path | str, device: torch.device | None = None, sizes: Mapping[str, int] | None = None) -> Session:
     """A session of a build. In a process that torchrun started, the process group is made if there is none yet.
 
+    ``sizes``: those of the batches that are read from the plan's data, where the plan declares ranges.
+
     Raises:
-        RunError: the build, torch or the number of processes does not fit.
+        RunError: the build, torch, the sizes or the number of processes does not fit.
     """
-    build = open_build(path)
+    build = bound(open_build(path), sizes or {})
     if launched() and not dist.is_initialized():
         check_fits(build, launched())
         join(device)

@@ -101,9 +101,7 @@ def build(made: Subject, text: str) -> Compiled:
     request = Request(claims, plan.microbatches, plan.seed, pads=pads)
     built = build_programs(made.captured, plan.mesh, request)
     actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
-    return Compiled(
-        plan, Path("."), plan.mesh, lines, made.recorded, made.captured, resolved, built, actions, {}, {}, request
-    )
+    return Compiled(plan, Path("."), plan.mesh, lines, made.recorded, made.captured, resolved, built, actions, {}, {})
 
 
 def case_of(made: Subject, compiled: Compiled) -> Case:

@@ -27,6 +27,29 @@ class SizeRange:
         """Whether there is only one size."""
         return self.low == self.high
 
+    @property
+    def problem(self) -> str:
+        """Why there are no such sizes, "" if there are."""
+        if self.low < 1:
+            return f"a size of {self.low}: sizes are 1 or more"
+        if self.step < 1:
+            return f"a step of {self.step}: steps are 1 or more"
+        if self.high < self.low:
+            return f"the range ends at {self.high}, below its start {self.low}"
+        if self.high % self.step or self.low % self.step:
+            return f"the step {self.step} does not divide {self.low} and {self.high}"
+        return ""
+
+    @property
+    def values(self) -> range:
+        """All of them."""
+        return range(self.low, self.high + 1, self.step)
+
+    def nearest(self, size: int) -> tuple[int, ...]:
+        """The sizes next to one that is none of them, below and above."""
+        below = max((self.low, min(size, self.high) // self.step * self.step))
+        return (below,) if not self.low < size < self.high else (below, below + self.step)
+
     def __str__(self) -> str:
         if self.fixed:
             return str(self.low)
@@ -37,7 +60,9 @@ class SizeRange:
 class Sizes(Directive):
     """The sizes of the inputs' dims: `B=32`, or a range `S=128..4096 by 128` that one build serves.
 
-    `B` is the batch of one optimizer step, over all data ranks and microbatches.
+    `B` is the batch of one optimizer step, over all data ranks and microbatches. Of a range, every batch may have its
+    own size: `session.step(batch)` takes it from the batch, `parc run --sizes B=16,S=512` reads the plan's data at it,
+    and without it at the largest. The model must be one program at all of them.
     """
 
     USAGE = "sizes NAME=SIZE, ..."
@@ -77,7 +102,10 @@ def _read(items: tuple[Item, ...]) -> tuple[tuple[tuple[str, SizeRange], ...], t
             errors.append(_error("a size is a whole number or a range of them", span))
             continue
         size = SizeRange(*ends, 1 if step is None else int(step.value))
-        problem = _problem(size, isinstance(item.value, Range), step)
+        problem = "a fixed size has no step" if step and not isinstance(item.value, Range) else size.problem
+        if not size.fixed and not item.name.text.isidentifier():
+            errors.append(_error(f"programs cannot name `{item.name.text}`, which has a range", item.name.span))
+            continue
         if problem:
             help_ = "write `S=256`, or a range that its step divides, as `S=128..4096 by 128`"
             errors.append(Diagnostic(BAD_VALUE, problem, Label(span), help=help_))
@@ -90,20 +118,6 @@ def _ends(value: Item) -> tuple[int, int] | None:
     ends = (value.low, value.high) if isinstance(value, Range) else (value, value)
     numbers = [int(end.value) for end in ends if isinstance(end, Number) and end.is_integer]
     return (numbers[0], numbers[1]) if len(numbers) == 2 else None
-
-
-def _problem(size: SizeRange, ranged: bool, step: Number | None) -> str | None:
-    if size.low < 1:
-        return f"a size of {size.low}: sizes are 1 or more"
-    if size.step < 1:
-        return f"a step of {size.step}: steps are 1 or more"
-    if size.high < size.low:
-        return f"the range ends at {size.high}, below its start {size.low}"
-    if step is not None and not ranged:
-        return "a fixed size has no step"
-    if size.high % size.step or size.low % size.step:
-        return f"the step {size.step} does not divide {size.low} and {size.high}"
-    return None
 
 
 def _error(message: str, span: Span) -> Diagnostic:

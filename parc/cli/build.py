@@ -58,9 +58,13 @@ def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, An
 
 def report_text(report: Mapping[str, Any]) -> str:
     """A build's report for a reader."""
+    from parc.compiler.template import sizes_text
+
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one rank"
     rows = [("mesh", f"{mesh} ({report['world']} rank{'s' * (report['world'] != 1)})"),
             ("roles", ", ".join(report["roles"])), ("parameters", f"{report['parameters']:,}")]  # fmt: skip
+    if any(".." in size for size in report["sizes"].values()):
+        rows.append(("sizes", f"{sizes_text(report['sizes'])}; bytes are those of the largest"))
     for entry in report["memory"]:
         held = ", ".join(f"{k} {size_text(entry[k])}" for k in ("parameters", "gradients", "optimizer", "activations"))
         rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))

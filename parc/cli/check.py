@@ -22,18 +22,14 @@ def run(given: argparse.Namespace) -> int:
     with stages() as progress:
         progress("loading torch")
         from parc.advice import warnings_of
-        from parc.checks import reread, static_faults
-        from parc.compiler.placement import parse_type
-        from parc.driver import compile_plan, stored_types
+        from parc.checks import prove
+        from parc.driver import compile_plan
         from parc.initial_weights import check_weights
         from parc.promises import hold_promises
 
         compiled = compile_plan(plan, given.plan.resolve().parent, progress=progress)
         progress("shapes, types, communication")
-        stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
-        programs = reread(compiled.built.programs)
-        pads = compiled.resolved.pads
-        faults = static_faults(programs, stored, compiled.mesh, compiled.actions, plan.microbatches, pads=pads)
+        faults = prove(compiled)
     show(warnings_of(compiled))
     check_weights(plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled)

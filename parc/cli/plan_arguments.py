@@ -33,6 +33,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def chosen_sizes(text: str) -> dict[str, int]:
+    """``B=16,S=256`` of ``--sizes``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not that.
+    """
+    pairs = [define(word) for word in text.split(",")]
+    if len(dict(pairs)) != len(pairs):
+        raise argparse.ArgumentTypeError(f"`{text}` names a size twice")
+    return {name: positive(value.strip()) for name, value in pairs}
+
+
 def add_defines(parser: argparse.ArgumentParser) -> None:
     """The option ``-D``."""
     parser.add_argument(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parc.cli.plan_arguments import add_defines, default_out, is_plan, positive
+from parc.cli.plan_arguments import add_defines, chosen_sizes, default_out, is_plan, positive
 from parc.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--steps", metavar="K", type=positive, help="train until step K (default: the plan's `steps`)"
     )
+    training.add_argument(
+        "--sizes", metavar="S=N,...", type=chosen_sizes, default={},
+        help="train at these sizes, of the ranges that the plan declares (default: the largest)",
+    )  # fmt: skip
     training.add_argument("--metrics", metavar="FILE", type=Path, help="a JSON object a line: the run, then each step")
     training.add_argument("--save", metavar="DIR", type=Path, help="write a checkpoint at the end, and when stopped")
     training.add_argument("--save-every", metavar="K", type=positive, help="and after every K steps")
@@ -56,6 +60,7 @@ def run(given: argparse.Namespace) -> int:
     if launched():
         return _rank(given)
     from parc.runtime.session import open_build
+    from parc.runtime.sizes import bound
 
     target = given.target
     if is_plan(target):
@@ -66,7 +71,7 @@ def run(given: argparse.Namespace) -> int:
         if isinstance(made, int):
             return made
         say(f"built {target}")
-    build = open_build(target)
+    build = bound(open_build(target), given.sizes)
     options = _options(given, build)
     if options is None:
         return _no_steps()
@@ -144,6 +149,8 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
         value = getattr(given, name)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
+    if given.sizes:
+        words += ["--sizes", ",".join(f"{name}={size}" for name, size in given.sizes.items())]
     processes = Processes(nproc, given.nnodes, given.node_rank, given.rdzv_endpoint, given.device)
     outcome = launch(words, processes)
     if outcome.failure is not None:
@@ -175,9 +182,10 @@ def _train_rank(given: argparse.Namespace) -> int:
 
     from parc.runtime.processes import join, launched, leave
     from parc.runtime.session import Session, check_fits, open_build
+    from parc.runtime.sizes import bound
     from parc.runtime.train import train
 
-    build = open_build(given.target)
+    build = bound(open_build(given.target), given.sizes)
     check_fits(build, launched())
     options = _options(given, build)
     if options is None:

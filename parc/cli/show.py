@@ -100,7 +100,7 @@ def _show_programs(given: argparse.Namespace, build: Build) -> int:
         known = ", ".join(f"{program.role} {program.action}" for program in build.programs.values())
         say(f"parc show: no such program; there are {known}")
         return 2
-    print("\n\n".join(program.text().rstrip("\n") for program in chosen))
+    print("\n\n".join(build.text(program).rstrip("\n") for program in chosen))
     return 0
 
 

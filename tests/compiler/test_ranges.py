@@ -1,104 +1,111 @@
-"""The proof of shapes over ranges: sound on every size it speaks for, and it names what must hold."""
+"""Polynomials of sizes: one text each, found again from their values, and whole numbers exactly where they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parc.compiler.directives.sizes import SizeRange
-from parc.compiler.mesh import Mesh
-from parc.compiler.placement import Placement, Split
-from parc.compiler.plan import read_plan
-from parc.compiler.ranges import PlacedValue, Sample, prove_shapes, sample_points
-from parc.compiler.resolve import resolve
-from parc.grammar.source import Source
-from parc.passes.pipeline import sample
+from parc.compiler.ranges import Monomial, Polynomial, Ranges, check_points, constraint, fit, is_whole, sample_points
 
-from ..random_layers import Sizes
-from ..strategies import Layer, ModelSpec
-from ..trials import subject
+BATCH = {"B": SizeRange(8, 64, 8), "S": SizeRange(128, 4096, 128)}
 
-MESH = Mesh((("dp", 2), ("tp", 4)))
-Number = Callable[[Mapping[str, int]], int]
+factors = st.fractions(-9, 9, max_denominator=8).filter(bool)
+powers = st.dictionaries(st.sampled_from(["B", "S", "seq"]), st.integers(1, 3), max_size=2)
+polynomials = st.dictionaries(powers.map(lambda p: tuple(sorted(p.items()))), factors, max_size=3).map(Polynomial.of)
 
 
-def samples(ranges: Mapping[str, SizeRange], size: Number, **axes: Number) -> list[Sample]:
-    """A graph of one value of one dim, split over ``axes`` at their ``outer``."""
-    made = []
-    for sizes in sample_points(ranges):
-        placement = Placement.of(MESH, {axis: Split(0, outer(sizes)) for axis, outer in axes.items()})
-        made.append(Sample(sizes, (PlacedValue("view", "aten.view", "layers.0", 7, (size(sizes),), placement),)))
-    return made
-
-
-def one(sizes: Mapping[str, int]) -> int:
-    return 1
+@given(polynomials)
+def test_a_polynomial_is_what_its_text_says(polynomial: Polynomial) -> None:
+    assert Polynomial.parse(str(polynomial)) == polynomial
 
 
 @pytest.mark.parametrize(
-    ("size", "outer", "ok"),
-    [
-        (lambda s: s["B"] * s["S"], lambda s: s["B"], True),  # (b s) split on s
-        (lambda s: s["B"] * s["S"], one, True),
-        (lambda s: 3 * s["S"] * s["S"], one, True),
-        (lambda s: s["S"] + 8, one, True),
-        (lambda s: s["S"] + 1, one, False),
-        (lambda s: s["B"] * 2, one, True),  # B is even
-        (lambda s: s["B"], one, False),
-        (lambda s: 64, one, True),
-        (lambda s: 66, one, False),
-        (lambda s: s["S"] * (s["S"] + 8) // 64, one, False),
-        (lambda s: s["S"] * (s["S"] + 8) // 16, one, True),  # one of two neighbours is even
-        (lambda s: s["S"] ** 3 // 128, one, False),  # of a degree that the samples cannot confirm
-    ],
+    "text",
+    ["", "S*B", "1*S", "S+S", "S/1", "+S", "S/2/2", "S*", "x y", "B*B", "S**1", "S**0", "02*S", "(S)", "S/0", "f(S)"],
 )
-def test_polynomials(size: Number, outer: Number, ok: bool) -> None:
-    ranges = {"B": SizeRange(2, 16, 2), "S": SizeRange(8, 512, 8)}
-    assert (prove_shapes(samples(ranges, size, tp=outer), ranges, MESH) == []) == ok
+def test_what_parc_does_not_write_is_no_polynomial(text: str) -> None:
+    with pytest.raises(ValueError, match="no polynomial of sizes"):
+        Polynomial.parse(text)
 
 
-def test_fault_names_the_constraint_and_the_line() -> None:
-    ranges = {"S": SizeRange(2, 64, 2)}
-    (fault,) = prove_shapes(samples(ranges, lambda s: s["S"], tp=one), ranges, MESH)
-    assert str(fault) == (
-        "`view` of `layers.0`: dim 0, split over `tp`, has S entries, which do not divide by 4: "
-        "S must be a multiple of 4 (placed by line 7)"
-    )
+def values_of(polynomial: Polynomial, points: list[dict[str, int]]) -> list[Fraction]:
+    return [polynomial.at(point) for point in points]
 
 
-def test_either_of_two_sizes_helps() -> None:
-    ranges = {"B": SizeRange(1, 9), "S": SizeRange(3, 30, 3)}
-    (fault,) = prove_shapes(samples(ranges, lambda s: s["B"] * s["S"], tp=one), ranges, MESH)
-    assert "B must be a multiple of 4 or S must be a multiple of 12" in fault.message
+@pytest.mark.parametrize("text", ["B*S/4", "32*B*S**2", "S+16", "B*S+B", "S**2/2+S/2", "7", "B/8-1", "B*S/2+3*S"])
+def test_three_choices_of_sizes_tell_what_programs_mostly_hold(text: str) -> None:
+    points = list(sample_points(BATCH))[:3]
+    assert str(fit(points, values_of(Polynomial.parse(text), points), BATCH)) == text
 
 
-def test_two_axes_nest() -> None:
-    ranges = {"S": SizeRange(8, 64, 8)}
-    assert prove_shapes(samples(ranges, lambda s: s["S"], dp=one, tp=lambda s: 2), ranges, MESH) == []
-    assert prove_shapes(samples(ranges, lambda s: s["S"], dp=one, tp=lambda s: 4), ranges, MESH) != []
+@settings(max_examples=25)
+@given(st.data())
+def test_what_is_fitted_is_right_at_every_size(data: st.DataObject) -> None:
+    """Of few terms, a polynomial is found or more sizes are asked for; never is another one found."""
+    ranges = {}
+    for name in ("B", "S"):
+        step, low = data.draw(st.sampled_from([1, 2, 8, 128])), data.draw(st.integers(1, 4))
+        ranges[name] = SizeRange(low * step, (low + data.draw(st.integers(1, 40))) * step, step)
+    monomials = st.sampled_from(["", "B", "S", "B*S", "B*S**2", "S**2", "B**2"])
+    terms = {m: data.draw(factors) for m in data.draw(st.sets(monomials, min_size=1, max_size=2))}
+    truth = Polynomial.of({Polynomial.parse(m or "1").terms[0][0]: factor for m, factor in terms.items()})
+    points = list(sample_points(ranges))
+    found = [fit(points[:count], values_of(truth, points[:count]), ranges) for count in range(3, len(points) + 1)]
+    assert found[-1] is not None
+    for polynomial in found:
+        assert polynomial is None or all(
+            polynomial.at(at) == truth.at(at)
+            for b in list(ranges["B"].values)[::7] for s in list(ranges["S"].values)[::7] for at in [{"B": b, "S": s}]
+        )  # fmt: skip
 
 
-def test_what_is_no_polynomial_is_not_proved() -> None:
-    ranges = {"S": SizeRange(4, 400, 4)}
-    (fault,) = prove_shapes(samples(ranges, lambda s: 4 * (s["S"] % 28 + 1), tp=one), ranges, MESH)
-    assert "nothing is known" in fault.message
+def test_what_is_no_polynomial_is_not_fitted() -> None:
+    points = list(sample_points(BATCH))
+    numbers = [Fraction(point["S"] % 1000 + point["B"] // 24) for point in points]
+    assert all(fit(points[:count], numbers[:count], BATCH) is None for count in range(3, len(points) + 1))
 
 
-def test_another_graph_is_named() -> None:
-    ranges = {"S": SizeRange(4, 400, 4)}
-    first, *others = samples(ranges, lambda s: s["S"], tp=one)
-    changed = [Sample(s.sizes, s.values * 2) for s in others]
-    (fault,) = prove_shapes([first, *changed], ranges, MESH)
-    assert "computes something else at S=4, unlike at S=400" in fault.message
+def test_sizes_that_are_looked_at_are_few_and_differ() -> None:
+    points = list(sample_points(BATCH))
+    assert points[:2] == [{"B": 64, "S": 4096}, {"B": 8, "S": 128}]
+    assert len(points) == len({tuple(point.items()) for point in points}) == 6
+    largest, smallest, between = check_points(BATCH)
+    assert [largest, smallest] == points[:2] and between not in points
+    assert all(point[name] in BATCH[name].values for point in [*points, between] for name in BATCH)
 
 
 def test_few_sizes_are_all_looked_at() -> None:
-    ranges = {"S": SizeRange(4, 12, 4)}
-    assert len(sample_points(ranges)) == 3
-    assert prove_shapes(samples(ranges, lambda s: s["S"], tp=one), ranges, MESH) == []
+    few = {"B": SizeRange(4, 8, 4), "S": SizeRange(4, 12, 4)}
+    assert len(list(sample_points(few))) == 6
+    assert len(list(sample_points({"S": SizeRange(4, 8, 4)}))) == 2
+    assert str(fit([{"S": 8}, {"S": 4}], [Fraction(9), Fraction(5)], {"S": SizeRange(4, 8, 4)})) == "S+1"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts", "ok"),
+    [
+        ("B*S", 4, True),
+        ("3*S**2", 4, True),
+        ("S+8", 4, True),
+        ("S+1", 4, False),
+        ("2*B", 4, True),  # B is even
+        ("B", 4, False),
+        ("66", 4, False),
+        ("S**2/64+S/8", 1, True),  # S * (S + 8) / 64: of a multiple of 8 and its neighbour
+        ("S**2/64+S/8", 4, False),
+        ("S**2/64+S/8", 2, True),  # one of two neighbours is even
+        ("S**3/128", 4, True),
+        ("S/16", 1, False),
+    ],
+)
+def test_whole_numbers(text: str, parts: int, ok: bool) -> None:
+    ranges = {"B": SizeRange(2, 16, 2), "S": SizeRange(8, 512, 8)}
+    whole = Polynomial.parse(text)
+    assert is_whole(Polynomial.of({monomial: factor / parts for monomial, factor in whole.terms}), ranges) == ok
 
 
 @given(
@@ -107,40 +114,24 @@ def test_few_sizes_are_all_looked_at() -> None:
     st.integers(1, 5),
     st.integers(1, 40),
 )
-def test_proof_is_exact_for_polynomials(coefficients: list[int], step: int, low: int, count: int) -> None:
-    """Proved if and only if every declared size divides."""
-    ranges = {"S": SizeRange(low * step, (low + count) * step, step)}
-
-    def size(sizes: Mapping[str, int]) -> int:
-        return sum(c * sizes["S"] ** power for power, c in enumerate(coefficients))
-
-    every = [size({"S": (low + k) * step}) % 4 == 0 for k in range(count + 1)]
-    assert (prove_shapes(samples(ranges, size, tp=one), ranges, MESH) == []) == all(every)
+def test_the_proof_is_exact(coefficients: list[int], step: int, low: int, count: int) -> None:
+    """A quarter of a polynomial is proved whole if and only if it is at every declared size."""
+    ranges: Ranges = {"S": SizeRange(low * step, (low + count) * step, step)}
+    terms: dict[Monomial, Fraction] = {(("S", p),) if p else (): Fraction(c, 4) for p, c in enumerate(coefficients)}
+    every = [sum(c * size**power for power, c in enumerate(coefficients)) % 4 == 0 for size in ranges["S"].values]
+    assert is_whole(Polynomial.of(terms), ranges) == all(every)
 
 
-def test_a_placed_model_over_ranges() -> None:
-    """The graph of a transformer layer, at the sizes that the proof asks for."""
-    ranges = {"B": SizeRange(4, 16, 4), "S": SizeRange(8, 64, 8)}
-    text = """model "./model.py:make"
-input x int64 [B, S]
-input y int64 [B, S]
-sizes B=4..16 by 4, S=8..64 by 8
-loss cross_entropy(output, y)
-optimizer sgd lr 0.1
-mesh dp=2, tp=4
-shard x, y [B/dp, S/tp]
-"""
-    plan = read_plan(Source("ranges.parc", text))
-    made = []
-    layers = (Layer("attention", ("split", 1, "enable", "where", 0.0), 0, 0), Layer("plain", ("cat_rows",)))
-    for sizes in sample_points(ranges):
-        spec = ModelSpec(Sizes(sizes["B"], sizes["S"], 4, 4, 8), "tokens", layers, "cross_entropy")
-        captured = subject(spec)
-        claims = [
-            (f"input {seed.value}", seed.axis, Split(seed.dim, seed.outer), seed.span.line)
-            for seed in resolve(plan, captured.names).seeds
-            if seed.dim is not None
-        ]
-        made.append(sample(captured.captured, plan.mesh, claims, sizes))
-    assert sum(bool(value.placement.split_axes()) for value in made[0].values) > 20
-    assert prove_shapes(made, ranges, plan.mesh) == []
+def test_the_constraint_is_named_for_each_size_that_is_enough() -> None:
+    assert constraint(Polynomial.parse("S/4"), {"S": SizeRange(2, 64, 2)}) == "S must be a multiple of 4"
+    ranges = {"B": SizeRange(1, 9), "S": SizeRange(3, 30, 3)}
+    assert constraint(Polynomial.parse("B*S/4"), ranges) == "B must be a multiple of 4 or S must be a multiple of 12"
+    assert constraint(Polynomial.parse("S+1/2"), ranges) == ""
+
+
+@given(st.integers(1, 20), st.integers(1, 9), st.integers(0, 9), st.integers(-5, 300))
+def test_the_nearest_sizes_are_sizes(low: int, step: int, count: int, size: int) -> None:
+    sizes = SizeRange(low * step, (low + count) * step, step)
+    near = sizes.nearest(size)
+    assert set(near) <= set(sizes.values)
+    assert min(abs(size - other) for other in sizes.values) == min(abs(size - other) for other in near)

@@ -1,0 +1,54 @@
+"""Models whose programs follow the sizes of their inputs, each in its own way; or do not."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class Positions(nn.Module):
+    """Learned positions and a mask, cut to the length of the input; ``how``: what else depends on the length."""
+
+    def __init__(self, length: int = 32, how: str = "") -> None:
+        super().__init__()
+        self.how = how
+        self.embed = nn.Embedding(32, 16)
+        self.mask: Tensor
+        self.positions = nn.Parameter(torch.randn(1, length, 16))
+        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 32)
+        self.register_buffer("mask", torch.ones(length, length).tril())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        x = self.embed(tokens) + self.positions[:, :length]
+        if self.how == "rate":
+            x = x * (2.0 / (3 * length)) + x.mean(1, keepdim=True)
+        if self.how == "tensor":
+            x = x / torch.tensor(float(length))
+        if self.how == "root":
+            x = x / math.sqrt(length)
+        if self.how == "branch" and length > 20:
+            x = x * 2
+        if self.how == "prefix":
+            x = torch.cat([self.positions[:, :4].expand(len(x), -1, -1), x], 1)[:, : length + 4]
+        total = x.shape[1]
+        scores = (x @ x.transpose(1, 2)).masked_fill(self.mask[:total, :total] == 0, -1e4)
+        x = (x + scores.softmax(-1) @ x)[:, total - length :]
+        logits: Tensor = self.head(x + self.down(torch.relu(self.up(x))))
+        return logits
+
+
+class Pictures(nn.Module):
+    """Convolutions that shrink a picture, statistics over batch and places, and the mean of what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.second, self.head = nn.Conv2d(4, 8, 2, stride=2), nn.Linear(8, 5)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = torch.relu(self.second(torch.relu(self.norm(self.first(pictures)))))
+        logits: Tensor = self.head(x.mean((2, 3)))
+        return logits

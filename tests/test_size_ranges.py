@@ -1,0 +1,355 @@
+"""Ranges of sizes: one build serves them all, with the unsharded model's numbers at each, and refuses all others."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import parc
+from parc.build import build
+from parc.checks import Checked, case_of, check_files, check_numbers, prove
+from parc.cli import main
+from parc.compiler.artifact import Build, BuildError, read_build
+from parc.compiler.mesh import Mesh
+from parc.compiler.plan import read_plan
+from parc.driver import Compiled, compile_plan, manifest_of, programs_of
+from parc.eager import compare_with_eager
+from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
+from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
+from parc.runtime.faults import RunError
+from parc.runtime.simulate import TOLERANCE, compare
+from parc.size_ranges import fixed
+from parc.verification import verify_build
+from tests.runtime.ranks import run_ranks
+from tests.runtime.tiny import EXAMPLES, PLAN, TENSOR
+
+ROOT = Path(__file__).parent.parent
+RANGES = "sizes     B=4..16 by 4, S=4..32 by 4"
+GPT = PLAN.replace("length=8", "length=32").replace("sizes     B=8, S=8", RANGES)
+TASK = """
+input tokens int64 [B, S]
+input targets int64 [B, S]
+loss cross_entropy(output, targets)
+optimizer adamw lr 1e-3 eps 1e-5 clip 1.0
+seed 1
+mesh dp=2, tp=2
+shard tokens, targets [B/dp, _]
+column up over tp
+row down over tp
+vocab embed, head over tp
+"""
+
+
+def compiled_of(text: str) -> Compiled:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers, about its own future
+        return compile_plan(read_plan(Source("ranged.parc", text)), ROOT)
+
+
+def positions(how: str = "", sizes: str = "B=4..16 by 4, S=4..28 by 4", length: int = 32) -> str:
+    return f'model "tests.ranged_models:Positions" (how="{how}", length={length})\nsizes {sizes}{TASK}'
+
+
+def hold(compiled: Compiled, sizes: Mapping[str, int]) -> None:
+    """At these sizes all ranks have the captured graph's numbers, and the graph has the eager module's."""
+    at = compiled.at(sizes)
+    case = case_of(at, at.built.programs)
+    assert compare_with_eager(at, case).holds
+    assert compare(case, 1).largest < TOLERANCE
+
+
+def expressions(compiled: Compiled) -> set[str]:
+    assert compiled.template is not None
+    return {words for text in compiled.template.texts.values() for words in re.findall(r"\{([^{}\s]+)\}", text)}
+
+
+# ---- what is made
+
+
+@pytest.mark.parametrize(
+    ("how", "length", "found"),
+    [
+        ("", 28, {"B", "S", "B*S"}),  # tables are just as long as the largest size
+        ("rate", 32, {"B", "S", "B*S", "1.0/(3*S/2)"}),
+        ("prefix", 32, {"B", "S", "B*S", "S+4"}),
+    ],
+)
+def test_programs_follow_the_sizes(how: str, length: int, found: set[str]) -> None:
+    compiled = compiled_of(positions(how, length=length))
+    assert expressions(compiled) == found
+    assert prove(compiled) == []
+    hold(compiled, {"B": 12, "S": 8})
+
+
+def test_at_any_size_a_template_is_what_is_compiled_there() -> None:
+    compiled = compiled_of(positions())
+    assert compiled.template is not None
+    sizes = {"B": 12, "S": 8}
+    assert sizes not in compiled.template.points
+    assert compiled.template.at(sizes) == programs_of(compile_plan(fixed(compiled.plan, sizes), ROOT))
+
+
+def test_a_llama_serves_ranges() -> None:
+    head = 'model "tests.family_models:decoder" (name="llama")\ninclude "parc:llama" (tp=2)\nschedule microbatches 2\n'
+    task = TASK.replace("tokens", "input_ids").replace("output,", "output.logits,").partition("column")[0]
+    compiled = compiled_of(f"{head}sizes B=8..32 by 8, S=8..32 by 8{task}")
+    assert prove(compiled) == []
+    hold(compiled, {"B": 24, "S": 24})
+
+
+def test_pictures_of_many_heights_and_widths() -> None:
+    """Sizes that are no multiples of each other's, and a mean over their product."""
+    compiled = compiled_of(
+        'model "tests.ranged_models:Pictures"\ninput pictures float32 [B, 3, H, W]\ninput kinds int64 [B]\n'
+        "sizes B=4, H=8..40 by 4, W=8..64 by 2\nloss cross_entropy(output, kinds)\noptimizer sgd lr 0.1\n"
+        "mesh dp=2\nshard pictures [B/dp, ...]\nshard kinds [B/dp]\n"
+    )
+    assert {"H-2", "H/2-1", "W/2-1", "4*H*W-8*H-8*W+16"} <= expressions(compiled)
+    assert prove(compiled) == []
+    hold(compiled, {"H": 12, "W": 22})
+
+
+def test_fixed_sizes_make_no_template() -> None:
+    compiled = compiled_of(positions(sizes="B=8, S=8"))
+    assert compiled.template is None and compiled.cases() == [compiled]
+    assert not any("{S}" in text for text in programs_of(compiled).values())
+    assert "ranges" not in manifest_of(compiled, ROOT)
+
+
+def test_numbers_of_a_large_build_are_tested_at_several_sizes_of_its_twin() -> None:
+    text = positions(sizes="B=64..256 by 64, S=4..32 by 4").replace("dp=2", "dp=8") + "verify S=8\n"
+    checked = Checked({}, [])
+    check_numbers(compiled_of(text), checked)
+    assert not checked.faults
+    on = checked.report["numbers"]["on"]
+    assert re.fullmatch(r"the twin: S=8, B=\d+\.\.\d+ by \d+, mesh dp=2, tp=2, at .*; .*; .*", on)
+
+
+# ---- what is refused
+
+
+def refused(text: str) -> str:
+    with pytest.raises(PlanError) as error:
+        compiled = compiled_of(text)
+        prove(compiled)
+    return str(error.value)
+
+
+def test_a_branch_on_a_size_is_named() -> None:
+    said = refused(positions("branch"))
+    assert said.startswith(
+        "error[P0225]: the model has another program at B=4, S=4 than at B=16, S=28 at ranged_models.py:31\n"
+    )
+    assert "B=16, S=28: mul = aten.mul.Tensor(add, 2)" in said
+    assert "help: narrow the range so that it does not hold both, and make a build for each part" in said
+    compiled_of(positions("branch", sizes="B=4, S=24..28 by 4"))
+
+
+def test_a_number_that_is_no_polynomial_is_named() -> None:
+    said = refused(positions("root", sizes="B=4, S=4..16 by 4"))
+    assert said.startswith(
+        "error[P0226]: the model has a number that is no polynomial of the sizes, between S=16 and S=4 at "
+    )
+    assert "aten.div.Tensor(add, 2.0)" in said
+
+
+def test_a_tensor_made_of_a_size_is_named() -> None:
+    said = refused(positions("tensor", sizes="B=4, S=4..16 by 4"))
+    assert said.startswith(
+        "error[P0225]: the tensor `lifted_tensor_0`, which the model's code makes of numbers, is another at S=4\n"
+    )
+
+
+def test_a_range_has_a_name_that_programs_can_use() -> None:
+    said = refused(positions().replace("[B, S]", "[B, a-b]").replace("S=4..28", "a-b=4..28"))
+    assert "error[P0005]: programs cannot name `a-b`, which has a range" in said
+
+
+def test_a_size_that_becomes_one_is_named() -> None:
+    assert refused(positions(sizes="B=1..4, S=8").replace("[B/dp, _]", "[_, _]")).startswith("error[P0225]")
+
+
+def test_a_model_that_fails_at_a_size_says_at_which() -> None:
+    said = refused(positions(sizes="B=4, S=4..64 by 4"))
+    assert said.startswith("error[P0205]") and "note: at S=64, of the declared sizes" in said
+
+
+def test_what_does_not_divide_inside_the_model_is_named_with_what_would() -> None:
+    said = refused(
+        'model "tests.ranged_models:Pictures"\ninput pictures float32 [B, 3, H, W]\ninput kinds int64 [B]\n'
+        "sizes B=4, H=8..40, W=8\nloss cross_entropy(output, kinds)\noptimizer sgd lr 0.1\n"
+    )
+    assert re.match(
+        r"error\[P0207\]: `\w+` of `second`: H/2-1 is not always a whole number: H must be a multiple of 2", said
+    )
+
+
+def test_of_a_range_the_step_must_divide() -> None:
+    said = refused(positions(sizes="B=2..8, S=8"))
+    assert said.startswith("error[P0107]: dim 0 of `tokens` has 1 entries, which do not divide by dp=2")
+
+
+# ---- builds, sessions and commands
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checked build of the tiny GPT over tp=2 with ranges of both sizes."""
+    folder = tmp_path_factory.mktemp("ranged")
+    (folder / "gpt.py").write_text((EXAMPLES / "gpt.py").read_text())
+    (folder / "gpt.parc").write_text(GPT + TENSOR)
+    build(folder / "gpt.parc", folder / "build", {})
+    return folder / "build"
+
+
+def batch(sizes: Mapping[str, int], seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(0, 256, (2, sizes["B"], sizes["S"]), generator=generator)
+    targets[: 1 + seed % 3, 2:] = -100
+    return {"tokens": tokens, "targets": targets}
+
+
+SIZES = ({"B": 16, "S": 32}, {"B": 4, "S": 8}, {"B": 12, "S": 20}, {"B": 16, "S": 32})
+
+
+def steps(path: str) -> list[parc.StepReport]:
+    """On one rank: a step at each of several sizes."""
+    with parc.load(path) as session:
+        return [session.step(batch(sizes, seed)) for seed, sizes in enumerate(SIZES)]
+
+
+def test_real_ranks_train_at_several_sizes_as_the_plain_module(gpt: Path) -> None:
+    plain = parc.reference(gpt)
+    expected = [plain.step(batch(sizes, seed)) for seed, sizes in enumerate(SIZES)]
+    for reports in run_ranks(steps, 2, str(gpt)):
+        for found, wanted in zip(reports, expected, strict=True):
+            assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
+            assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-4)
+
+
+def test_a_build_proves_and_tests_again(gpt: Path) -> None:
+    found = verify_build(gpt)
+    assert not found.faults and not found.altered
+    assert found.checks == dict.fromkeys(("shapes", "types", "communication"), "proved") | {"numbers": "tested"}
+    assert found.numbers["on"] == "the build itself, at B=16, S=32; B=4, S=4; B=12, S=28"
+
+
+def test_a_build_reads_at_its_largest_sizes_and_binds_to_others(gpt: Path) -> None:
+    made = read_build(gpt)
+    assert made.manifest["sizes"] == {"B": 16, "S": 32}
+    other = made.at({"S": 8})
+    assert other.manifest["sizes"] == {"B": 16, "S": 8}
+    shapes = {value.role: value.type.shape for value in other.programs["F"].main.parameters}
+    assert shapes["input tokens"] == (8, 8)
+    assert {"{B/2}", "{S}"} <= set(re.findall(r"\{[^{}\s]+\}", made.text(made.programs["F"])))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "said"),
+    [
+        ({"B": [4, 16, 0]}, "its manifest has sizes that are not the largest of its ranges"),
+        ({"B": [4, 20, 4]}, "its manifest has sizes that are not the largest of its ranges"),
+        ({"B": [4, 16]}, "not enough values"),
+        ({"B": [4, "16", 4]}, "`ranges.B[1]` is str, not int"),
+        ({"B": [4, 16, 4]}, "is of no size that has a range"),
+    ],
+)
+def test_a_manifest_that_says_other_ranges_is_refused(gpt: Path, tmp_path: Path, ranges: Any, said: str) -> None:
+    shutil.copytree(gpt, tmp_path / "build")
+    file = tmp_path / "build" / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "ranges": ranges}))
+    with pytest.raises(BuildError) as error:
+        read_build(tmp_path / "build")
+    assert said in str(error.value)
+
+
+def planted(gpt: Path, old: str, new: str, file: str = "stage0.F.py") -> Build:
+    """The build with a changed template."""
+    made = read_build(gpt)
+    assert made.template is not None
+    name = f"programs/{file}"
+    assert old in made.template.texts[name]
+    texts = {**made.template.texts, name: made.template.texts[name].replace(old, new, 1)}
+    return replace(made, template=replace(made.template, texts=texts))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("reshape.default(native_layer_norm, [{B*S/2}", "reshape.default(native_layer_norm, [{B*S/2+1}"),
+        ("reshape.default(native_layer_norm, [{B*S/2}", "reshape.default(native_layer_norm, [{B*S/4}"),
+        ("reshape.default(native_layer_norm, [{B*S/2}", "reshape.default(native_layer_norm, [{8*S}"),  # right at B=16
+        ("iota.default({S}", "iota.default({S+1}"),
+        ("iota.default({S}", "iota.default({2*S-32}"),  # right at the largest
+        ("iota.default({S}, 0", "iota.default({S}, {S-32}"),  # counts from another number, of the same shape
+        ("f32[{B/2}, {S}, 16]", "f32[{B/2}, {S+4}, 16]"),
+        ("f32[{B/2}, {S}, 16]", "f32[{B/2-2}, {S}, 16]"),
+    ],
+)
+def test_a_wrong_expression_is_refused_by_a_proof(gpt: Path, old: str, new: str) -> None:
+    try:
+        faults = check_files(planted(gpt, old, new))
+    except BuildError:
+        return
+    assert any(fault.check in ("shapes", "types") for fault in faults)
+
+
+def test_batches_of_other_sizes_are_refused(gpt: Path) -> None:
+    module = parc.reference(gpt)
+    for sizes, said in [
+        (
+            {"B": 16, "S": 36},
+            "S=36 is none of the sizes that the build was made for: S=4..32 by 4; the nearest is S=32",
+        ),
+        (
+            {"B": 16, "S": 10},
+            "S=10 is none of the sizes that the build was made for: S=4..32 by 4; the nearest is S=8 or S=12",
+        ),
+        ({"B": 2, "S": 8}, "B=2 is none of the sizes that the build was made for: B=4..16 by 4; the nearest is B=4"),
+    ]:
+        with pytest.raises(RunError) as error:
+            module.step(batch(sizes))
+        assert error.value.code is OUT_OF_RANGE
+        assert said in str(error.value)
+        assert error.value.notes == (f"line 4 of the build's plan.parc: {' '.join(RANGES.split())}",)
+    uneven = {**batch({"B": 8, "S": 8}), "targets": batch({"B": 8, "S": 12})["targets"]}
+    with pytest.raises(RunError, match="`tokens` has S=8, but `targets` has S=12") as error:
+        module.step(uneven)
+    assert error.value.code is BAD_DATA
+    with pytest.raises(RunError, match=r"`tokens` is int64 \[8\], not"):
+        module.step({"tokens": torch.zeros(8).long(), "targets": torch.zeros(8, 8).long()})
+
+
+def test_runs_take_the_largest_sizes_or_those_asked_for(gpt: Path, tmp_path: Path, capfd: Any) -> None:
+    arguments = ["run", str(gpt), "--device", "cpu", "--nproc", "2"]
+    assert main([*arguments, "--steps", "1", "--sizes", "S=36"]) == 1
+    said = capfd.readouterr().err
+    assert "error[P0307]: S=36 is none of the sizes that the build was made for" in said and "S=32" in said
+    assert main([*arguments, "--steps", "1", "--sizes", "T=36"]) == 1
+    assert (
+        "error[P0307]: the plan has no size `T`\nhelp: its sizes are B=4..16 by 4, S=4..32 by 4"
+        in capfd.readouterr().err
+    )
+    assert main([*arguments, "--steps", "1", "--sizes", "B=8,S=12", "--metrics", str(tmp_path / "m")]) == 0
+    assert '"tokens": 96' in (tmp_path / "m").read_text()
+
+
+def test_the_plans_own_data_is_read_at_the_sizes_asked_for(gpt: Path) -> None:
+    from parc.runtime.feed import Feed
+    from parc.runtime.sizes import bound
+
+    made = bound(read_build(gpt), {"B": 8, "S": 12})
+    feed = Feed(made, Mesh(()), {}, torch.device("cpu"))
+    first, _ = feed.next(0, 1)
+    assert first["tokens"].shape == (4, 12)
+    assert torch.equal(first["tokens"][:, 1:], first["targets"][:, :-1])
