@@ -31,7 +31,8 @@ class Captured:
     """The forward graph of model and loss.
 
     Every placeholder has ``meta["role"]``: ``parameter NAME``, ``buffer NAME``, ``constant NAME`` or ``input NAME``;
-    every other node ``meta["origin"]``. The outputs are the loss, then the new value of each buffer in ``updates``.
+    every other node ``meta["origin"]``, and in ``meta["loss"]`` whether it is outside the model, in the loss. The
+    outputs are the loss, then the new value of each buffer in ``updates``.
     """
 
     graph: fx.Graph
@@ -221,6 +222,7 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
                 graph.erase_node(new)
         else:
             new.meta["origin"] = Origin(_module_path(old), _source(old))
+            new.meta["loss"] = _is_loss(old)
     assert isinstance(outputs, (tuple, list))
     values: dict[str, Any] = {}
     for spec, value in zip(signature.output_specs, outputs, strict=True):
@@ -252,6 +254,12 @@ def _module_path(node: fx.Node) -> str:
     path = list(stack.values())[-1][0] if stack else ""
     path = path.removeprefix("L['self'].").removeprefix("model")
     return re.sub(r"@\d+", "", path).removeprefix(".")
+
+
+def _is_loss(node: fx.Node) -> bool:
+    """Whether the operator stands outside the model's own forward."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return not any(path.removeprefix("L['self'].").startswith("model") for path, _ in stack.values())
 
 
 _HERE = str(Path(__file__).parent)

@@ -43,6 +43,7 @@ MANIFEST_FORM: Form = {
     },
     "frozen": [str],
     "accumulate": str,
+    "precision": [{"type": str, "modules": [str], "line": int}],
     "data": (dict, _NONE),
     "init": (dict, _NONE),
     "seed": int,
@@ -77,6 +78,7 @@ REPORT_FORM: Form = {
     "padding": [{"value": str, "dim": int, "from": int, "to": int, "line": int}],
     "reshards": [dict],
     "operators_without_rule": list,
+    "numerics": [{"class": str, "directive": str, "line": int}],
     "checks": Each(str),
 }  # fmt: skip
 NUMBERS_FORM: Form = {

@@ -72,7 +72,7 @@ class Plan:
     mesh: Mesh
     microbatches: int
     accumulate: str
-    precision: str
+    precision: tuple[Precision, ...]
     frozen: tuple[Word, ...]
     placements: tuple[Constraint, ...]
     promises: tuple[Promise, ...] = ()
@@ -196,7 +196,7 @@ def _assemble(
     model, loss, optimizer = one(Model), one(Loss), one(Optimizer)
     assert model is not None and loss is not None and optimizer is not None  # REQUIRED was checked
     sizes, seed, steps = one(Sizes), one(SeedLine), one(Steps)
-    schedule, precision = one(Schedule), one(Precision)
+    schedule = one(Schedule)
     placed = (found for found in directives if isinstance(found, Shard | Replicate | Column | Row | Vocab))
     meshes = scope.all(MeshLine)
     return Plan(
@@ -216,7 +216,7 @@ def _assemble(
         microbatches=schedule.microbatches if schedule is not None else 1,
         accumulate=schedule.accumulate if schedule is not None else "fp32",
         frozen=tuple(word for line in scope.all(Freeze) for word in line.where),
-        precision=precision.type if precision is not None else "fp32",
+        precision=scope.all(Precision),
         promises=tuple(found.promise for found in directives if isinstance(found, Forbid | Expect)),
         budget=one(Budget),
         init=one(Init),

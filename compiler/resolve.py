@@ -19,8 +19,9 @@ from ..grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ..grammar.source import Span
 from ..grammar.syntax import Word
 from .constraints import DimLayout, Factor, Fix, SplitWeights
+from .directives.precision import TYPES, Precision
 from .directives.schedule import BATCH
-from .names import Names, Weight, WeightUse, find_parameters, find_values, find_weights, split_dim
+from .names import Names, Weight, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
 from .padding import Pad, Pads, padded_shape, pads_by_value
 from .parts import Outer, count, inside, nest
 from .plan import Plan
@@ -51,7 +52,8 @@ class Seed:
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """Seeds in order of the plan's lines, at most one for a value and axis, none on axes of size 1; and warnings;
-    parameters that are not trained, and those that weight decay leaves alone."""
+    parameters that are not trained, and those that weight decay leaves alone; types that modules compute in.
+    """
 
     seeds: tuple[Seed, ...]
     warnings: tuple[Diagnostic, ...]
@@ -59,6 +61,7 @@ class Resolved:
     no_decay: frozenset[str] = frozenset()
     pads: Pads = field(default_factory=dict)
     """The dims of parameters that are longer than the model's, so that their splits divide them."""
+    precision: tuple[tuple[str, tuple[str, ...], int], ...] = ()
 
     def line_of(self, value: str, dim: int) -> int:
         """The line of the plan that splits a dim first."""
@@ -76,13 +79,14 @@ def resolve(plan: Plan, names: Names, longer: Pads | None = None) -> Resolved:
     resolver = _Resolver(plan, names, {(name, pad.dim) for name, pads in (longer or {}).items() for pad in pads})
     for line in plan.placements:
         resolver.apply(line)
+    precision = tuple(resolver.precision(line) for line in plan.precision)
     frozen, no_decay = resolver.parameters(plan.frozen), resolver.parameters(plan.optimizer.no_decay)
     errors = [diagnostic for diagnostic in resolver.diagnostics if diagnostic.is_error]
     if errors:
         raise PlanError(resolver.diagnostics)
     return Resolved(
         tuple(seed for seed in resolver.seeds.values() if plan.mesh.size(seed.axis) > 1),
-        tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.pads.items()),
+        tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.pads.items()), precision,
     )  # fmt: skip
 
 
@@ -137,6 +141,17 @@ class _Resolver:
             else:
                 found.update(result)
         return frozenset(found)
+
+    def precision(self, line: Precision) -> tuple[str, tuple[str, ...], int]:
+        """A line's type, the modules that it means (without a word all), and its number."""
+        found: list[str] = [] if line.where else [""]
+        for word in line.where:
+            result = find_modules(word, self._names)
+            if isinstance(result, Diagnostic):
+                self.diagnostics.append(result)
+            else:
+                found += result
+        return TYPES[line.type], tuple(dict.fromkeys(found)), line.span.root.line
 
     def _report(self, errors: list[Diagnostic]) -> None:
         alike: dict[tuple[object, ...], list[Diagnostic]] = {}

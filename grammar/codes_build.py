@@ -164,6 +164,15 @@ NOT_RECOMPUTED = Code(
     instead=_MODEL.format(body="return torch.tanh(x)"),
     language="python",
 )
+ROUNDED_UPDATES = Code(
+    name="P0223",
+    title="weights that are updated in a narrow type",
+    why="a weight in bfloat16 has 8 bits: an update of less than a 256th of it is lost, step after step. With a"
+    " `precision` line the optimizer has float32 copies of the weights, and the model still computes in bfloat16.",
+    example='model "./llama.py:llama" (dtype="bfloat16")\noptimizer adamw lr 3e-4',
+    instead='model "./llama.py:llama" (dtype="bfloat16")\noptimizer adamw lr 3e-4\nprecision bf16',
+    language="shell",
+)
 OTHER_PROGRAM = Code(
     name="P0225",
     title="another program at other sizes",

@@ -79,8 +79,8 @@ NOT_SUPPORTED = Code(
     name="P0011",
     title="not supported yet",
     why="the language has a place for this, but nothing implements it; parc refuses rather than ignore it.",
-    example="precision bf16",
-    instead="precision fp32",
+    example="precision fp16",
+    instead="precision bf16",
 )
 UNKNOWN_INPUT = Code(
     name="P0012",

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parc.compiler.placement import Split
+from parc.compiler.precision import is_narrow
 from parc.driver import Compiled
-from parc.grammar.codes_build import AVERAGED, UNASKED_RESHARD, WITHOUT_RULE
+from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.grammar.source import Span
 from parc.passes.partition import Reshard
 
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
-    """Every warning of a compiled plan: its lines', its reshards', its operators without a rule, its loss's."""
-    found = (*compiled.copies.notes, *_reshards(compiled), *_rules(compiled), *_averaged(compiled))
+    """Every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
+    found = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled))
+    found = (*compiled.copies.notes, *found)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *found)
 
 
@@ -55,6 +57,21 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
         help_ = "right for a mean over equally many elements; `loss cross_entropy(…)` counts targets of the whole batch"
         span = compiled.plan.loss.arguments.statement.span
         yield Diagnostic(AVERAGED, message, Label(span), help=help_, severity=Severity.WARNING)
+
+
+def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Trained weights that no float32 copy stands behind."""
+    values = compiled.built.programs["F"].main.parameters
+    found = [v for v in values if v.role.startswith("parameter ") and is_narrow(v.type.dtype)]
+    if found:
+        dtype = str(found[0].type.dtype).removeprefix("torch.")
+        name = found[0].role.removeprefix("parameter ")
+        which = f"{len(found)} weights, first `{name}`, are" if len(found) > 1 else f"`{name}` is"
+        yield Diagnostic(
+            ROUNDED_UPDATES, f"{which} updated in {dtype}",
+            Label(compiled.plan.optimizer.arguments.statement.span),
+            help="`precision bf16` keeps a float32 copy of every weight, which is updated", severity=Severity.WARNING,
+        )  # fmt: skip
 
 
 def line_span(compiled: Compiled, line: int) -> Span | None:

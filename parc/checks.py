@@ -15,19 +15,25 @@ import torch
 from parc.compiler.artifact import Build
 from parc.compiler.contract import check_actions, check_contract, communication_table, step_messages
 from parc.compiler.cost import Memory, estimate_memory
+from parc.compiler.directives.precision import WHOLE
+from parc.compiler.directives.schedule import ACCUMULATE
 from parc.compiler.mesh import Mesh
 from parc.compiler.padding import Pads, pads_from, real_shape
 from parc.compiler.placement import TensorType, parse_type
+from parc.compiler.plan import Plan
+from parc.compiler.precision import Rounding, regions
 from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recipe
 from parc.compiler.template import sizes_text
 from parc.compiler.verify import Fault, check_program
 from parc.compiler.verify_padding import check_padding
+from parc.compiler.verify_precision import check_precision
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, optimizer_facts, stored_types
 from parc.eager import EagerAgreement, compare_with_eager
 from parc.grammar.diagnostics import PlanError
+from parc.grammar.format import format_statements
 from parc.runtime.simulate import TOLERANCE, Agreement, Case, compare
 from parc.size_ranges import fault_diagnostic
 from parc.twins import find_twin, is_large, twin_text
@@ -54,14 +60,18 @@ def static_faults(
     microbatches: int,
     reference: Program | None = None,
     pads: Pads = MappingProxyType({}),
+    rounding: Rounding | None = None,
 ) -> list[Fault]:
-    """Shapes, types, communication and padding of a build's programs, from these and the captured graph alone."""
+    """Shapes, types, communication, padding of a build's programs, and where they may round: from these and the
+    captured graph alone."""
     faults = mesh_faults(programs, mesh)
     for program in programs.values():
         faults += check_program(program)
     if not faults:
         faults += check_bindings(programs, stored)
-        faults += check_reference(programs, reference, microbatches, pads) if reference is not None else []
+        if reference is not None:
+            faults += check_reference(programs, reference, microbatches, pads)
+            faults += check_precision(programs, reference, rounding or Rounding())
         faults += check_padding(programs, pads, stored)
         faults += check_actions(actions, microbatches, counts="COUNT" in programs)
         faults += check_contract({"stage0": step_messages(programs, actions)})
@@ -108,9 +118,14 @@ def prove(compiled: Compiled) -> list[Fault]:
         stored = {name: parse_type(text, at.mesh) for name, text in stored_types(at).items()}
         faults += static_faults(
             reread(at.built.programs), stored, at.mesh, at.actions, at.plan.microbatches, at.built.reference,
-            at.resolved.pads,
+            at.resolved.pads, rounding_of(at),
         )  # fmt: skip
     return faults
+
+
+def rounding_of(compiled: Compiled) -> Rounding:
+    """Where a plan's programs may round."""
+    return Rounding(regions(compiled.resolved.precision), getattr(torch, ACCUMULATE[compiled.plan.accumulate]))
 
 
 def reread(programs: Mapping[str, Program]) -> dict[str, Program]:
@@ -226,8 +241,20 @@ def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mappi
             for r in compiled.built.reshards
         ],
         "operators_without_rule": list(compiled.built.without_rule),
+        "numerics": _numerics(plan),
         "checks": {},
     }  # fmt: skip
+
+
+def _numerics(plan: Plan) -> list[dict[str, Any]]:
+    """The lines by which a step rounds more than the model's own code; all else only adds up in another order."""
+    wanted = [line.arguments.statement for line in plan.precision if line.type != WHOLE]
+    if plan.microbatches > 1 and plan.accumulate != WHOLE:
+        wanted += [statement for statement in plan.statements if statement.verb.text == "schedule"]
+    return [
+        {"class": "lossy", "directive": " ".join(format_statements((found,)).split()), "line": found.span.root.line}
+        for found in wanted
+    ]
 
 
 def check_files(build: Build) -> list[Fault]:
@@ -236,7 +263,9 @@ def check_files(build: Build) -> list[Fault]:
     stored = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
     microbatches = int(build.manifest["microbatches"])
     pads = pads_from(build.manifest["padding"])
+    lines = regions((line["type"], line["modules"], line["line"]) for line in build.manifest["precision"])
+    rounding = Rounding(lines, getattr(torch, build.manifest["accumulate"]))
     faults = [fault.fault() for fault in build.template.faults(mesh)] if build.template is not None else []
     for at in build.cases() if not faults else ():
-        faults += static_faults(at.programs, stored, mesh, at.actions, microbatches, at.reference, pads)
+        faults += static_faults(at.programs, stored, mesh, at.actions, microbatches, at.reference, pads, rounding)
     return faults

@@ -22,6 +22,7 @@ from parc.compiler.directives.schedule import ACCUMULATE
 from parc.compiler.mesh import Mesh
 from parc.compiler.padding import Pads, facts_of
 from parc.compiler.plan import Plan
+from parc.compiler.precision import regions
 from parc.compiler.ranges import check_points, moving
 from parc.compiler.recipes import Recorded, record
 from parc.compiler.resolve import Resolved, resolve
@@ -142,7 +143,9 @@ def _compile(
                 claims.append((f"{kind} {seed.value}", axis, split, seed.span.root.line))
         accumulate = getattr(torch, ACCUMULATE[plan.accumulate])
         pads = {f"{'frozen' if name in frozen else 'parameter'} {name}": rows for name, rows in resolved.pads.items()}
-        request = Request(tuple(claims), plan.microbatches, plan.seed, frozen, accumulate, pads, choices)
+        request = Request(
+            tuple(claims), plan.microbatches, plan.seed, frozen, accumulate, pads, regions(resolved.precision), choices
+        )
         try:
             built = build_programs(captured, mesh, request)
         except RuleMisfit as error:
@@ -305,6 +308,8 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
         "optimizer": optimizer_facts(compiled),
         "frozen": sorted(compiled.frozen),
         "accumulate": ACCUMULATE[plan.accumulate],
+        "precision": [{"type": str(line.dtype).removeprefix("torch."), "modules": list(line.modules), "line": line.line}
+                      for line in regions(compiled.resolved.precision)],
         "data": None if plan.data is None else {"globs": list(plan.data.globs), "callable": plan.data.callable,
                                                 "arguments": dict(plan.data.values)},
         "init": init_facts(plan, compiled.recorded, compiled.captured),

@@ -35,7 +35,7 @@ class Canonicalizer:
         """A new node before ``near`` with its provenance; ``val`` defaults to what the operator makes of fakes."""
         with self.graph.inserting_before(near):
             node = self.graph.call_function(target, args, kwargs)
-        node.meta["origin"] = near.meta.get("origin", Origin())
+        node.meta.update(_place(near))
         if val is None:
             fakes = fx.node.map_arg(args, lambda n: n.meta["val"])
             mode = next(n.meta["val"].fake_mode for n in self.graph.nodes if n.op == "placeholder")
@@ -76,6 +76,11 @@ class Canonicalizer:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph
+
+
+def _place(node: fx.Node) -> dict[str, Any]:
+    """Where in the model a node stands."""
+    return {"origin": node.meta.get("origin", Origin()), "loss": node.meta.get("loss", False)}
 
 
 def _fake_like(node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -282,7 +287,7 @@ def _creation(value: Callable[[fx.Node], Any]) -> Rewrite:
         result = node.meta["val"]
         with c.graph.inserting_before(node):
             made = c.graph.call_function(aten.full.default, (list(result.shape), value(node)), {"dtype": result.dtype})
-        made.meta = {"val": result, "origin": node.meta.get("origin", Origin())}
+        made.meta = {"val": result, **_place(node)}
         c.replace(node, made)
 
     return rewrite

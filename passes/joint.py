@@ -218,8 +218,8 @@ def _type_node(node: fx.Node, known: Mapping[fx.Node, Placement], mesh: Mesh) ->
 
 
 def _split(joint: Joint, graph: fx.Graph) -> None:
-    """Forward is what outputs need; backward the rest of what gradients need. Views are made again in backward, so
-    that what is saved is storage, not shapes of it."""
+    """Forward is what outputs need; backward the rest of what gradients need. Views and wider types are made again in
+    backward, so that what is saved is storage, not forms of it."""
     inputs = set(joint.inputs)
     forward = _closure(joint.outputs, inputs)
     forward |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in forward}
@@ -249,7 +249,10 @@ def _split(joint: Joint, graph: fx.Graph) -> None:
 
 
 def _free(node: fx.Node) -> bool:
-    """Whether the node only looks at its operand's storage in another shape."""
+    """Whether the node only looks at its operand's storage in another shape, or is its operand in a wider type."""
+    if node.target is aten._to_copy.default:
+        before, after = arguments(node)[0].meta["val"].dtype, node.meta["val"].dtype
+        return bool(before.is_floating_point and before.itemsize < after.itemsize)
     if node.target is operator.getitem:
         return arguments(node)[0].target in (aten.split.Tensor, aten.split_with_sizes.default)
     if node.target in (aten.view.default, aten._unsafe_view.default):

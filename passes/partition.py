@@ -134,7 +134,8 @@ class Partition:
         block, origin = self.block, self.origin
         if source == "P":
             # a sum belongs to what it sums, so that the first of equal blocks is equal to the others
-            self.origin = form.meta["origin"]
+            made = form.meta["origin"]
+            self.origin = replace(made, plan=self.placed.lines.get(key[0], made.plan))
             if self.last_block == form.meta["block"]:
                 self.block = form.meta["block"]
         node = self.call(OPS.convert.default, (form, ",".join(axes), str(source), str(result)), {}, [(key, want)])
@@ -243,9 +244,9 @@ class Partition:
         return target
 
     def _no_larger(self, node: fx.Node, keys: Sequence[Key], partial: frozenset[int]) -> bool:
-        """Whether a sum put off costs no more than one made now."""
-        made: int = sum(value.numel() for value in tensors_of(node) if isinstance(value, torch.Tensor))
-        given: int = sum(fake(keys[index]).numel() for index in partial)
+        """Whether a sum put off moves no more bytes than one made now."""
+        made: int = sum(value.nbytes for value in tensors_of(node) if isinstance(value, torch.Tensor))
+        given: int = sum(fake(keys[index]).nbytes for index in partial)
         return made <= given if self.choices is None else self.choices.make(("sum", node.name), made <= given)
 
     def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[Key, Placement]],
@@ -297,7 +298,8 @@ class Partition:
             if node.op == "placeholder":
                 self.placeholder(node)
             elif computes(node):
-                self.origin = replace(node.meta["origin"], plan=self.placed.lines.get(node, 0))
+                origin = node.meta["origin"]  # a cast names the line that asked for it
+                self.origin = replace(origin, plan=origin.plan or self.placed.lines.get(node, 0))
                 self.block = node.meta.get("block")
                 self.reader = str(node.target)
                 self.operator(node)

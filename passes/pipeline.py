@@ -12,6 +12,7 @@ from ..compiler.capture import Captured
 from ..compiler.mesh import Mesh
 from ..compiler.padding import Pads
 from ..compiler.placement import Split
+from ..compiler.precision import Regions
 from ..compiler.program import Program
 from .assemble import assemble, assemble_count, assemble_scale
 from .calls import computes, outputs
@@ -24,6 +25,7 @@ from .loss import split_loss
 from .own_rules import check_registered, explained
 from .pad import pad
 from .partition import Partition, Reshard
+from .precision import narrow
 from .propagate import Claim, Placed, propagate
 from .reference import reference_program
 from .segments import block_of, node_type
@@ -46,6 +48,7 @@ class Request:
     accumulate: torch.dtype = torch.float32
     pads: Pads = field(default_factory=dict)
     """Dims of parameters, by role, that are longer in programs than in the model."""
+    precision: Regions = ()
     choices: Choices | None = None
     """Of a plan with ranges of sizes: what was chosen at its largest sizes."""
 
@@ -79,6 +82,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     freeze_parameters(graph, request.frozen)
     loss = split_loss(graph)
     reference = reference_program(loss.graph, loss.count, captured.updates, request.seed)
+    narrow(loss.graph, request.precision)
     pad(loss.graph, request.pads)
     for part in (loss.graph, loss.count):
         if part is not None:

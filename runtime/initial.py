@@ -114,7 +114,8 @@ class Initial:
         index = torch.zeros((), dtype=torch.int64)
         for (_, entries), size in zip(places, recipe.shape, strict=True):
             index = index[..., None] * size + entries
-        return spread(recipe.elements(index), [kept for kept, _ in places]).contiguous().to(self._device)
+        made = spread(recipe.elements(index), [kept for kept, _ in places])
+        return made.contiguous().to(self._device, type_.dtype)
 
     def _constant(self, name: str) -> torch.Tensor:
         """A tensor that stands in the model's code."""
@@ -122,4 +123,4 @@ class Initial:
         return torch.tensor(facts["values"], dtype=getattr(torch, facts["dtype"]))
 
     def _take(self, whole: torch.Tensor, type_: TensorType) -> torch.Tensor:
-        return take(whole, type_.placement, self._mesh, self._coordinates).to(self._device)
+        return take(whole, type_.placement, self._mesh, self._coordinates).to(self._device, type_.dtype)

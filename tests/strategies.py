@@ -261,4 +261,5 @@ def plans(draw: st.DrawFn, spec: ModelSpec) -> str:
     """The text of a plan for the model."""
     mesh = draw(meshes())
     optimizer = draw(st.sampled_from(["sgd lr 1e-3", "sgd lr 1e-3 momentum 0.9 clip 0.5", "adamw lr 1e-3 clip 1.0"]))
-    return plan_text(spec, mesh, draw(placements(spec, mesh)), optimizer)
+    precision = draw(st.sampled_from(["", "precision bf16\n", "precision bf16\nprecision fp32 on layers.1?\n"]))
+    return plan_text(spec, mesh, draw(placements(spec, mesh)), optimizer) + precision

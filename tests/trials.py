@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parc.checks import static_faults
+from parc.checks import rounding_of, static_faults
 from parc.compiler.actions import accumulation
 from parc.compiler.capture import Captured, InputSpec, capture
 from parc.compiler.mesh import Mesh
 from parc.compiler.names import Names
 from parc.compiler.placement import Split, parse_type
 from parc.compiler.plan import read_plan
+from parc.compiler.precision import regions
 from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recorded, record
@@ -98,7 +99,7 @@ def build(made: Subject, text: str) -> Compiled:
         for seed in resolved.seeds
     )
     pads = {f"parameter {name}": rows for name, rows in resolved.pads.items()}
-    request = Request(claims, plan.microbatches, plan.seed, pads=pads)
+    request = Request(claims, plan.microbatches, plan.seed, pads=pads, precision=regions(resolved.precision))
     built = build_programs(made.captured, plan.mesh, request)
     actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
     return Compiled(plan, Path("."), plan.mesh, lines, made.recorded, made.captured, resolved, built, actions, {}, {})
@@ -136,8 +137,9 @@ def check(made: Subject, text: str, steps: int = 2) -> tuple[Compiled, Agreement
     compiled = build(made, text)
     case = case_of(made, compiled)
     types = {name: parse_type(stored, compiled.mesh) for name, stored in case.stored.items()}
+    rounding, pads = rounding_of(compiled), compiled.resolved.pads
     faults = static_faults(
-        case.programs, types, compiled.mesh, compiled.actions, case.microbatches, pads=compiled.resolved.pads
+        case.programs, types, compiled.mesh, compiled.actions, case.microbatches, case.reference, pads, rounding
     )
     assert not faults, "\n".join(map(str, faults))
     agreement = compare(case, steps)

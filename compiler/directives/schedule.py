@@ -11,10 +11,11 @@ from ...grammar.diagnostics import Diagnostic, Label, Severity
 from ...grammar.usage import Arguments
 from ..directive import Directive, Scope, check_number
 from ..sub_dims import multiples
+from .precision import TYPES
 from .sizes import Sizes
 
 BATCH = "B"
-ACCUMULATE = {"fp32": "float32", "bf16": "bfloat16"}
+ACCUMULATE = TYPES
 """Types in which gradients of microbatches are added up."""
 
 

@@ -71,6 +71,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     rows += [("padding" if at == 0 else "", text) for at, text in enumerate(_padding_texts(report["padding"]))]
     pipeline = report["pipeline"]
     rows.append(("schedule", f"{pipeline['schedule']}, {pipeline['microbatches']} microbatches"))
+    rows += [("rounds", f"{entry['directive']} (line {entry['line']})") for entry in report["numerics"]]
     lines = [f"{name:13}{text}" for name, text in rows]
     if report["communication"]:
         text = communication_text(report["communication"])

@@ -45,7 +45,7 @@ def test_values_and_defaults() -> None:
     assert plan.data is not None and plan.data.globs == ("{stdlib}/*.py", "texts/*.txt")
     assert (plan.optimizer.lr, plan.optimizer.weight_decay, plan.optimizer.betas) == (3e-4, 0.01, (0.9, 0.95))
     assert plan.mesh == Mesh((("dp", 4), ("tp", 2)))
-    assert (plan.seed, plan.steps, plan.microbatches, plan.precision) == (0, None, 4, "fp32")
+    assert (plan.seed, plan.steps, plan.microbatches, plan.precision) == (0, None, 4, ())
     assert len(plan.placements) == 2
     assert plan.defines == (("dp", "4"), ("file", "2"))
 

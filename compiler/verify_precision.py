@@ -1,0 +1,152 @@
+"""The checker of roundings: a narrow type stands only where the plan's lines, or the model itself, put one.
+
+Numbers are tested in float64, where a cast is nothing, so it is here that a rounding too many is refused. What is
+proved: weights, their gradients as they are summed, and the loss have the model's own types; an operator that is
+sensitive to rounding, a loss, what is made of a loss, and a single number are never narrow; a value becomes narrow only
+in a module that computes so, and in a backward only as the gradient of what a forward widens there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from .precision import LOSSES, Rounding, base_name, is_narrow, is_sensitive, may_narrow
+from .program import Function, Line, Program, Value
+from .verify import Fault
+
+_LOSS = LOSSES | {"loss_parts"}
+Shape = tuple[int, ...]
+
+
+def check_precision(programs: Mapping[str, Program], reference: Program, rounding: Rounding) -> list[Fault]:
+    """What the captured graph and a plan's lines say of the types of a step's programs."""
+    own = _Own(reference)
+    faults = [*_outside_faults(programs, reference, rounding)]
+    widened = _widened(programs["F"])
+    for action, program in programs.items():
+        for function in program.functions:
+            for line, fault in _line_faults(function, action, rounding, own, widened):
+                names = ", ".join(value.name for value in line.results if value is not None)
+                faults.append(Fault("types", f"{action} {function.name}: {names}", fault))
+    return [*faults, *_loss_faults(programs["F"], own)]
+
+
+class _Own:
+    """What of the captured graph is narrow by itself: operators, modules that mix widths, and types of parameters."""
+
+    def __init__(self, reference: Program) -> None:
+        self.ops: set[str] = set()
+        self.modules: set[str] = set()
+        self.types: set[torch.dtype] = set()
+        for function in reference.functions:
+            self.types.update(value.type.dtype for value in function.parameters)
+            for line, reads, makes in _floats(function):
+                self.types.update(value.type.dtype for value in makes if not value.type.shape)
+                if any(is_narrow(value.type.dtype) for value in (*reads, *makes)):
+                    self.ops.add(base_name(line.op))
+                    self.modules.add(line.origin.module)
+
+    def mixes(self, module: str) -> bool:
+        """Whether the model itself rounds in a module; ``layers.*`` is any block."""
+        parts = module.split(".")
+        return any(
+            len(parts) == len(other) and all(a in (b, "*") for a, b in zip(parts, other, strict=True))
+            for other in (name.split(".") for name in self.modules)
+        )
+
+
+def _floats(function: Function) -> Iterator[tuple[Line, list[Value], list[Value]]]:
+    """Each line with its floating operands and results."""
+    values = function.values()
+    for line in function.lines:
+        reads = [values[name] for name in line.uses() if values[name].type.dtype.is_floating_point]
+        makes = [value for value in line.results if value is not None and value.type.dtype.is_floating_point]
+        yield line, reads, makes
+
+
+def _outside_faults(programs: Mapping[str, Program], reference: Program, rounding: Rounding) -> Iterator[Fault]:
+    """What a step reads and gives has the model's own types."""
+    known = {v.role: v.type.dtype for function in reference.functions for v in function.parameters}
+    main = reference.main.values()
+    known.update((key, main[name].type.dtype) for key, name in reference.main.returns)
+    for action, program in programs.items():
+        values = program.main.values()
+        given = [(value.role, value.type.dtype) for value in program.main.parameters]
+        made = [(key, values[name].type.dtype) for key, name in program.main.returns if key == "loss"]
+        for role, dtype in given + made:
+            kept = rounding.lines and dtype == torch.float32  # what is narrow in the model itself may be kept whole
+            if dtype != known.get(role, dtype) and not (kept and is_narrow(known[role])):
+                yield Fault("types", f"{action} {role}", f"is {_text(dtype)}, but {_text(known[role])} in the model")
+    values = programs["B"].main.values()
+    for name, made_as in programs["B"].main.returns:
+        dtype = values[made_as].type.dtype
+        if is_narrow(dtype) and dtype not in (known.get(f"parameter {name}"), rounding.sums):
+            yield Fault("types", f"B {name}", f"is added up over microbatches in {_text(dtype)}")
+
+
+def _widened(forward: Program) -> set[tuple[str, Shape]]:
+    """Where a forward takes something narrow and makes it wide: modules, and shapes of what was narrow."""
+    found: set[tuple[str, Shape]] = set()
+    for function in forward.functions:
+        for line, reads, makes in _floats(function):
+            if not line.calls_function and any(not is_narrow(value.type.dtype) for value in makes):
+                narrow = [value for value in reads if is_narrow(value.type.dtype)]
+                found.update((line.origin.module, value.type.shape) for value in narrow)
+    return found
+
+
+def _line_faults(
+    function: Function, action: str, rounding: Rounding, own: _Own, widened: set[tuple[str, Shape]]
+) -> Iterator[tuple[Line, str]]:
+    returned = {name for _, name in function.returns}
+    for line, reads, makes in _floats(function):
+        narrow = [value for value in makes if is_narrow(value.type.dtype)]
+        rounded = [value for value in (*narrow, *reads) if is_narrow(value.type.dtype)]
+        if line.calls_function or not rounded or rounded[0].type.dtype in own.types:
+            continue
+        dtype, module = rounded[0].type.dtype, line.origin.module
+        if is_sensitive(line.op, backward=action == "B") and base_name(line.op) not in own.ops:
+            yield line, f"{line.op} is sensitive to rounding, but takes or gives {_text(dtype)}"
+        elif narrow and len(rounded) == len(narrow):  # it is here that the value becomes narrow
+            shape = narrow[0].type.shape
+            if line.op == "aten.full.default" and line.args[1:] == (0.0,):
+                continue
+            if action == "B" and narrow[0].name in returned and dtype == rounding.sums:
+                continue
+            allowed = may_narrow(rounding.lines, module) or own.mixes(module)
+            if action == "B":  # the gradient of what was made wide there
+                allowed = (module, shape) in widened
+            if action not in ("F", "B") or not shape or not allowed:
+                yield line, f"rounds to {_text(dtype)}, which no line of the plan asks for"
+
+
+def _loss_faults(forward: Program, own: _Own) -> Iterator[Fault]:
+    """What is made of a loss is nowhere narrow."""
+    found: dict[str, Fault] = {}
+
+    def walk(function: Function, tainted: set[str]) -> set[str]:
+        """The returned names of a function that depend on a loss."""
+        for line in function.lines:
+            read = [name in tainted for name in line.uses()]
+            makes = [value for value in line.results if value is not None]
+            if line.calls_function:
+                inner = forward.function(line.op)
+                given = {value.name for value, on in zip(inner.parameters, read, strict=True) if on}
+                made = walk(inner, given)
+                tainted |= {v.name for v, (_, name) in zip(makes, inner.returns, strict=True) if name in made}
+            elif base_name(line.op) in _LOSS or any(read):
+                tainted |= {value.name for value in makes}
+                for value in makes:
+                    if is_narrow(value.type.dtype) and value.type.dtype not in own.types:
+                        where = f"F {function.name}: {value.name}"
+                        found[where] = Fault("types", where, f"is made of the loss, but {_text(value.type.dtype)}")
+        return {name for _, name in function.returns if name in tainted}
+
+    walk(forward.main, set())
+    yield from found.values()
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

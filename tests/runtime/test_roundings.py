@@ -1,0 +1,100 @@
+"""Roundings that nobody asked for are refused: in a build of float32 every one, in a narrow one those that a plan's
+lines do not stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from parc.checks import rounding_of, static_faults
+from parc.compiler.placement import parse_type
+from parc.compiler.precision import Rounding, base_name
+from parc.compiler.program import Function, Line, Program, Ref, Value, map_references
+from parc.compiler.verify_precision import check_precision
+from parc.driver import Compiled, stored_types
+from tests.planted_sites import with_function
+from tests.runtime.test_precision import BF16, BOTH, compiled
+from tests.runtime.tiny import PLAN
+
+
+def rounded(function: Function, name: str) -> Function:
+    """The function with a value rounded to bfloat16 and back as soon as it is there."""
+    value = function.values()[name]
+    low = Value(f"{name}_low", replace(value.type, dtype=torch.bfloat16))
+    back = Value(f"{name}_back", value.type)
+    at = next((i for i, line in enumerate(function.lines) if value in line.results), -1)
+    origin = function.lines[max(at, 0)].origin
+    casts = tuple(
+        Line((to,), "aten._to_copy.default", (Ref(of),), (("dtype", to.type.dtype),), origin)
+        for to, of in ((low, name), (back, low.name))
+    )
+    later = tuple(_read(line, name, back.name) for line in function.lines[at + 1 :])
+    returns = tuple((key, back.name if used == name else used) for key, used in function.returns)
+    return replace(function, lines=(*function.lines[: at + 1], *casts, *later), returns=returns)
+
+
+def _read(line: Line, old: str, new: str) -> Line:
+    args = tuple(map_references(item, lambda name: Ref(new if name == old else name)) for item in line.args)
+    return replace(line, args=args)
+
+
+def faults(made: Compiled, programs: dict[str, Program], rounding: Rounding) -> list[str]:
+    """What the checks of types find."""
+    stored = {name: parse_type(text, made.mesh) for name, text in stored_types(made).items()}
+    found = static_faults(programs, stored, made.mesh, made.actions, 2, made.built.reference, rounding=rounding)
+    return [str(fault) for fault in found]
+
+
+def test_no_value_of_a_float32_plan_may_be_rounded() -> None:
+    made = compiled(PLAN + BOTH)
+    programs = dict(made.built.programs)
+    tried = 0
+    for action, program in programs.items():
+        for function in program.functions:
+            for name, value in function.values().items():
+                inner = value.role.startswith("saved") or not value.type.dtype.is_floating_point
+                if inner or any(value in line.results and line.calls_function for line in function.lines):
+                    continue
+                tried += 1
+                mutant = with_function(programs, action, rounded(function, name))
+                found = check_precision(mutant, made.built.reference, Rounding())
+                assert any("rounds to bfloat16" in str(fault) for fault in found), name
+    assert tried > 100
+
+
+def test_where_a_plan_rounds_losses_sums_and_gradients_may_not_be() -> None:
+    made = compiled(PLAN + BOTH + BF16)
+    programs, rounding = dict(made.built.programs), rounding_of(made)
+    assert not faults(made, programs, rounding)
+    assert any("no line of the plan" in fault for fault in faults(made, programs, Rounding()))
+
+    def refused(action: str, function: Function) -> bool:
+        return bool(faults(made, dict(with_function(programs, action, function)), rounding))
+
+    last = programs["F"].functions[-2]
+    tried = 0
+    for line in last.lines:
+        values = [value for value in line.results if value is not None]
+        if base_name(line.op) in ("native_layer_norm", "row_max", "loss_parts", "log", "sum"):
+            tried += 1
+            lowered = tuple(replace(value, type=replace(value.type, dtype=torch.bfloat16)) for value in values)
+            changed = tuple(replace(line, results=lowered) if other is line else other for other in last.lines)
+            assert refused("F", replace(last, lines=changed)), line.op
+        if base_name(line.op) in ("loss_parts", "log", "sub", "mul", "sum"):
+            assert refused("F", rounded(last, values[0].name)), line.op
+    assert tried == 5
+    for action in ("SCALE", "REDUCE"):
+        for name in programs[action].main.values():
+            assert refused(action, rounded(programs[action].main, name)), name
+    weights = next(function for function in programs["B"].functions if function.name.startswith("blocks"))
+    for _, name in weights.returns:
+        if weights.values()[name].type.dtype == torch.float32:
+            assert refused("B", rounded(weights, name)), name
+
+
+def test_gradients_are_added_up_in_a_narrow_type_only_where_the_plan_says() -> None:
+    made = compiled(PLAN.replace("microbatches 2", "microbatches 2 accumulate bf16") + BOTH)
+    programs = dict(made.built.programs)
+    assert not faults(made, programs, rounding_of(made))
+    assert any("added up over microbatches in bfloat16" in fault for fault in faults(made, programs, Rounding()))
