@@ -36,11 +36,11 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": words[0], "targets": words[1]}
 
 
-def parc_step(build: Path) -> Step:
+def parc_step(build: Path, compile: bool) -> Step:
     """A step of a build on this rank."""
     import parc
 
-    session = parc.load(build)
+    session = parc.load(build, compile=compile)
     data = batch()
     return lambda: session.step(data).loss
 
@@ -119,6 +119,13 @@ def dtensor_step() -> Step:
     return train_step(model, slice(0, BATCH), Optimizers(model))
 
 
+def compiled_step() -> Step:
+    """The plain module under ``torch.compile``."""
+    model = plain_model()
+    compiled: Any = torch.compile(model)
+    return train_step(compiled, slice(0, BATCH), Optimizers(model))
+
+
 def compare(ours: Step, theirs: Step, times: int) -> tuple[list[float], list[float]]:
     """Seconds of each step, the two in turn, after two of each to warm up."""
     rows: tuple[list[float], list[float]] = ([], [])
@@ -140,6 +147,7 @@ CASES: dict[str, tuple[int, dict[str, int], str, Callable[[], Step]]] = {
         "plain module",
         lambda: train_step(m := plain_model(), slice(0, BATCH), Optimizers(m)),
     ),
+    "one rank --compile": (1, {"dp": 1, "tp": 1}, "torch.compile", compiled_step),
     "dp=2": (2, {"dp": 2, "tp": 1}, "DDP", ddp_step),
     "tp=2": (2, {"dp": 1, "tp": 2}, "DTensor", dtensor_step),
 }
@@ -151,7 +159,7 @@ def worker(case: str, build: Path, times: int, out: Path) -> None:
     ranks, _, _, peer = CASES[case]
     if ranks > 1:
         dist.init_process_group("gloo")
-    ours, theirs = compare(parc_step(build), peer(), times)
+    ours, theirs = compare(parc_step(build, case.endswith("--compile")), peer(), times)
     if not dist.is_initialized() or dist.get_rank() == 0:
         out.write_text(json.dumps([ours, theirs]), encoding="utf-8")
     sys.stdout.flush()
@@ -181,7 +189,7 @@ def main(times: int) -> None:
     folder = ROOT / "build" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     found = []
-    print(f"{'case':<10}{'parc (s)':>20}{'peer':>15}{'peer (s)':>20}{'ratio of minima':>17}{'of medians':>12}")
+    print(f"{'case':<20}{'parc (s)':>20}{'peer':>15}{'peer (s)':>20}{'ratio of minima':>17}{'of medians':>12}")
     for case, (_, _, peer, _) in CASES.items():
         ours, theirs = launch(case, folder, times)
         best = min(ours), min(theirs)
@@ -190,7 +198,7 @@ def main(times: int) -> None:
                       "parc_median_s": middle[0], "peer_median_s": middle[1]})  # fmt: skip
         columns = [f"{low:.3f} (median {mid:.3f})" for low, mid in zip(best, middle, strict=True)]
         ratios = f"{best[0] / best[1]:>13.2f}{middle[0] / middle[1]:>12.2f}"
-        print(f"{case:<10}{columns[0]:>22}{peer:>15}{columns[1]:>22}{ratios}")
+        print(f"{case:<20}{columns[0]:>22}{peer:>15}{columns[1]:>22}{ratios}")
     (ROOT / "bench.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -82,8 +82,15 @@ def exponential(key: int, index: Tensor) -> Tensor:
     return _blockwise(lambda part: log(_cells(_bits(key, part))).neg_(), index, torch.float64)
 
 
-def keep_mask(key: int, index: Tensor, p: float) -> Tensor:
+def words(key: int) -> tuple[int, int]:
+    """The two int64 numbers that are all ``keep_mask`` needs of a key: its increment, and where it starts."""
+    return _increment(key), _signed(key * _GOLDEN)
+
+
+def keep_mask(key: int | tuple[Tensor, Tensor], index: Tensor, p: float) -> Tensor:
     """For each element of ``index`` whether dropout keeps it: True with probability ``1 - p``, bool of its shape.
+
+    A key may be given by its ``words`` as tensors without dims, which a compiler can trace.
 
     Raises:
         ValueError: ``p`` is not in [0, 1].
@@ -94,7 +101,10 @@ def keep_mask(key: int, index: Tensor, p: float) -> Tensor:
         return torch.full(index.shape, p == 0.0, dtype=torch.bool, device=index.device)
     numerator, denominator = p.as_integer_ratio()
     threshold = _WORD * numerator // denominator - (_WORD >> 1)  # bits are compared as signed numbers
-    return _blockwise(lambda part: _high_bits(key, part) >= threshold, index, torch.bool)
+    if isinstance(key, tuple):
+        return _high_bits(key, index) >= threshold
+    numbers = words(key)
+    return _blockwise(lambda part: _high_bits(numbers, part) >= threshold, index, torch.bool)
 
 
 def _blockwise(draw: Callable[[Tensor], Tensor], index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,15 +142,16 @@ def _shift(word: Tensor, count: int) -> Tensor:
     return (word >> count).bitwise_and_((1 << 64 - count) - 1)
 
 
-def _high_bits(key: int, index: Tensor) -> Tensor:
+def _high_bits(words: tuple[int | Tensor, int | Tensor], index: Tensor) -> Tensor:
     """Bits of which the high ones are random: what a comparison needs, three passes cheaper than ``bits``."""
-    word = (index * _increment(key)).add_(_signed(key * _GOLDEN))
+    increment, start = words
+    word = (index * increment).add_(start)
     word.bitwise_xor_(_shift(word, 30)).mul_(_signed(_MIX_1))
     return word.bitwise_xor_(_shift(word, 27)).mul_(_signed(_MIX_2))
 
 
 def _bits(key: int, index: Tensor) -> Tensor:
-    word = _high_bits(key, index)
+    word = _high_bits(words(key), index)
     return word.bitwise_xor_(_shift(word, 31))
 
 

@@ -225,9 +225,15 @@ def flat_index(
     shape: Sequence[int], placement: Placement, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device | None
 ) -> torch.Tensor:
     """Row-major *global* element numbers of a rank's piece, in the piece's own shape."""
+    places = (dim_index(size, dim, placement, mesh, coordinates, device) for dim, size in enumerate(shape))
+    return row_major(shape, places, device)
+
+
+def row_major(shape: Sequence[int], places: Iterable[torch.Tensor], device: torch.device | None) -> torch.Tensor:
+    """Element numbers, in a tensor of ``shape``, of the entries with these coordinates along each dim."""
     index = torch.zeros((), dtype=torch.int64, device=device)
-    for dim, size in enumerate(shape):
-        index = index[..., None] * size + dim_index(size, dim, placement, mesh, coordinates, device)
+    for size, place in zip(shape, places, strict=True):
+        index = index[..., None] * size + place
     return index
 
 

@@ -15,13 +15,72 @@ import torch.utils.checkpoint
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
+
+Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def trace(function: Callable[..., Any], values: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.Graph:
     """The ATen graph, forward and backward, of a function on fake tensors."""
     with mode, quiet(), torch.backends.mkldnn.flags(enabled=False):
         return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*values).graph
+
+
+def missing_compiler(device: torch.device) -> str:
+    """What Inductor needs for a device and does not find; nothing where it is all there."""
+    with quiet():
+        from torch._inductor import config
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+        from torch.utils._triton import has_triton
+
+    if device.type != "cpu":
+        return "" if has_triton() else f"Triton, with support of `{device.type}`,"
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError):
+        return f"a C++ compiler (`{config.cpp.cxx[1]}`)"
+    return ""
+
+
+def compiler_cache() -> str:
+    """The folder where Inductor keeps what it compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose tensors ``compile_graph`` takes: without a place for symbolic shapes Inductor caches nothing."""
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+def compile_graph(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> Compiled | None:
+    """Inductor's code for a function of tensors of one ``fake_mode()``; None where it would have nothing to
+    fuse, which is less than two operators that compute.
+
+    The code takes a list, and lets go of each tensor in it after its last use.
+    """
+    with quiet():
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+
+    mode: FakeTensorMode = values[0].fake_mode  # type: ignore[attr-defined]
+    functional: Any = torch.func.functionalize(function)
+    with torch.no_grad(), quiet(), config.patch({"cpp.threads": torch.get_num_threads()}):
+        with mode:
+            module = make_fx(functional, select_decomp_table(), _allow_non_fake_inputs=True)(*values)
+        if sum(node.op == "call_function" and _computes(node.target) for node in module.graph.nodes) < 2:
+            return None
+        with torch._guards.tracing(torch._guards.TracingContext(mode)):
+            return compile_fx_inner(module, list(values), is_inference=True)
+
+
+def _computes(target: Any) -> bool:
+    """Whether a node of a graph does more than look at a tensor in another way."""
+    return isinstance(target, torch._ops.OpOverload) and not any(item.alias_info for item in target._schema.returns)
 
 
 def tracing_graph() -> fx.Graph:

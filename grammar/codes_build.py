@@ -233,6 +233,24 @@ BAD_STATE = Code(
     instead="parc run build --resume checkpoint",
     language="shell",
 )
+NO_COMPILER = Code(
+    name="P0305",
+    title="no compiler for --compile",
+    why="`--compile` writes code for the work between collectives, in C++ on CPUs and in Triton on GPUs, and has it"
+    " compiled here.",
+    example="CXX=nothing parc run build --compile",
+    instead="parc run build   # or install g++, or set CXX",
+    language="shell",
+)
+NOT_COMPILED = Code(
+    name="P0306",
+    title="lines of a program cannot be compiled",
+    why="torch's compiler, or the compiler that it calls, refused the work between two collectives; its own words"
+    " follow. Run line by line, the same build needs no compiler.",
+    example="parc run build --compile   # with a compiler that finds no Python.h",
+    instead="parc run build",
+    language="shell",
+)
 OUT_OF_RANGE = Code(
     name="P0307",
     title="sizes that the build was not made for",

@@ -48,6 +48,8 @@ class Machine:
     """Runs one program. ``wide`` reads every floating dtype as float64; ``kernels`` are those of parc's operators;
     with ``reuse`` lines write over what nobody reads again, gradients that are handed in among it."""
 
+    site: Callable[..., Site] = Site
+
     def __init__(
         self,
         program: Program,
@@ -214,7 +216,7 @@ class Machine:
         values = function.values()
         operands = [values[name].type for name in line.uses()]
         results = [value.type for value in line.results if value is not None]
-        sites = [Site(self.mesh, at, operands, results, self.device) for at in self.coordinates]
+        sites = [self.site(self.mesh, at, operands, results, self.device) for at in self.coordinates]
         return lambda lane, environment: kernel(sites[lane], *arguments(environment))
 
 

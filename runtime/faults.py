@@ -114,13 +114,16 @@ def bad_tensor(tensors: Mapping[str, torch.Tensor], what: str, rank: int) -> Bad
     return None
 
 
-def bad_number(step: int, loss: float, norm: float, found: Iterable[Bad | None]) -> RunError:
-    """The error of a step whose loss or gradients are not finite; all ranks' findings name one place."""
+def bad_number(step: int, loss: float, norm: float, found: Iterable[Bad | None], compiled: bool) -> RunError:
+    """The error of a step whose loss or gradients are not finite; all ranks' findings, made line by line, name one
+    place."""
     first = min((bad for bad in found if bad is not None), default=None)
     what = (
         f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm} (the loss is {loss:.6g})"
     )
     notes = () if first is None else (first.what, *first.notes)
+    if compiled and first is None:
+        notes = ("run line by line, without --compile, every value of this step is finite",)
     help_ = "nothing was updated; lower `lr`, add `clip`, or look at the data of this step"
     return RunError(BAD_NUMBER, f"step {step}: {what}", help_, notes)
 

@@ -10,7 +10,8 @@ import torch
 
 from ..compiler.counter import keep_mask, stream
 from ..compiler.mesh import Mesh
-from ..compiler.placement import TensorType, dim_index, flat_index
+from ..compiler.parts import atoms, terms
+from ..compiler.placement import TensorType, dim_index, row_major
 
 aten = torch.ops.aten
 
@@ -25,17 +26,35 @@ class Site:
     results: Sequence[TensorType]
     device: torch.device
 
+    @property
+    def traced(self) -> bool:
+        """Whether a compiler is shown the kernel, which makes one pass of several by itself."""
+        return False
+
     def index(self, type_: TensorType, dim: int) -> torch.Tensor:
         """Global coordinates of the rank's entries along a dim."""
         return dim_index(type_.shape[dim], dim, type_.placement, self.mesh, self.coordinates, self.device)
+
+    def numbers(self, type_: TensorType) -> torch.Tensor:
+        """Row-major global element numbers of the rank's piece."""
+        return row_major(type_.shape, (self.index(type_, dim) for dim in range(len(type_.shape))), self.device)
+
+    def consecutive(self, type_: TensorType, dim: int) -> bool:
+        """Whether the rank's entries along a dim are a run: no part of the dim above one that is split is whole."""
+        (size, splits), *more = terms(type_.shape[dim], type_.placement.splits(dim))
+        whole = [atom.axis is None for atom in atoms(size, splits, self.mesh) if atom.size > 1]
+        return not more and whole == sorted(whole)
+
+    def key(self, key: torch.Tensor) -> Any:
+        """A stream's key, for ``keep_mask``."""
+        return int(key)
 
 
 def _scores_keep(site: Site, q: torch.Tensor, k: torch.Tensor, key: torch.Tensor, p: float, at: int) -> torch.Tensor:
     """Which attention weights stay, [b, h, s, t], by their global position."""
     type_, keys = site.operands[at], site.operands[at + 1]
     scores = TensorType(type_.dtype, (*type_.shape[:3], keys.shape[2]), type_.placement)
-    index = flat_index(scores.shape, scores.placement, site.mesh, site.coordinates, site.device)
-    return keep_mask(int(key), index, p)
+    return keep_mask(site.key(key), site.numbers(scores), p)
 
 
 def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -135,8 +154,7 @@ def _stream_key(site: Site, rng: torch.Tensor, name: str, seed: int) -> torch.Te
 
 def _dropout_mask(site: Site, key: torch.Tensor, size: Any, p: float, dtype: torch.dtype) -> torch.Tensor:
     (result,) = site.results
-    index = flat_index(result.shape, result.placement, site.mesh, site.coordinates, site.device)
-    return keep_mask(int(key), index, p).to(dtype).mul_(1 / (1 - p))
+    return keep_mask(site.key(key), site.numbers(result), p).to(dtype).mul_(1 / (1 - p))
 
 
 def _iota(site: Site, size: int, start: int, step: int, dtype: torch.dtype) -> torch.Tensor:
@@ -146,9 +164,9 @@ def _iota(site: Site, size: int, start: int, step: int, dtype: torch.dtype) -> t
 def _owned(site: Site, table: TensorType, dim: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Local positions of global indices along a dim, 0 for those of other ranks, and which are this rank's."""
     entries = site.index(table, dim)
-    start, count = int(entries[0]), entries.shape[0]
-    if int(entries[-1]) == start + count - 1:  # a run of consecutive entries
-        local = index - start
+    count = entries.shape[0]
+    if site.consecutive(table, dim):
+        local = index - entries[0]
         mine = (local >= 0) & (local < count)
     else:  # parts of sub-dims, in increasing order
         local = torch.searchsorted(entries, index.contiguous()).clamp_(max=count - 1)
@@ -169,16 +187,17 @@ def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: 
     return made
 
 
-def _in_cache(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _in_cache(site: Site, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Rows of all tensors together, on a CPU so few at a time that several passes over them stay in its cache."""
     first = tensors[0]
-    rows = max(1, (1 << 18) // max(1, first.shape[-1])) if first.device.type == "cpu" else max(1, first.shape[0])
+    few = first.device.type == "cpu" and not site.traced
+    rows = max(1, (1 << 18) // max(1, first.shape[-1])) if few else max(1, first.shape[0])
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
 def _loss_parts(site: Site, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     local, mine = _owned(site, site.operands[0], 1, targets)
-    total = torch.cat([(rows - top).exp_().sum(-1) for rows, top in _in_cache(logits, peak)])
+    total = torch.cat([(rows - top).exp_().sum(-1) for rows, top in _in_cache(site, logits, peak)])
     picked = torch.where(mine, (logits.gather(-1, local[:, None]) - peak).squeeze(-1), 0.0)  # padding is infinite
     return torch.stack([total, picked])
 
@@ -188,7 +207,7 @@ def _loss_parts_backward(
 ) -> torch.Tensor:
     local, mine = _owned(site, site.operands[1], 1, targets)
     result = torch.empty_like(logits)
-    for made, rows, top, factor in _in_cache(result, logits, peak, grad[0][:, None]):
+    for made, rows, top, factor in _in_cache(site, result, logits, peak, grad[0][:, None]):
         torch.sub(rows, top, out=made).exp_().mul_(factor)
     return result.scatter_add_(-1, local[:, None], (grad[1] * mine)[:, None])
 

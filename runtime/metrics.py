@@ -86,6 +86,10 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.stop()
 
+    def say(self, text: str) -> None:
+        """Show a line of words."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
     def step(self, step: int, loss: float, tokens: int, step_s: float) -> None:
         """Show one finished step: its number from 1, its loss, how many tokens it had, and the seconds it took."""
         figures = f"loss {loss:.4f}  {tokens / max(step_s, 1e-9):,.0f} tokens/s  {step_s:.3f} s/step"
@@ -95,7 +99,7 @@ class ProgressDisplay:
         now = time.monotonic()
         if step in (1, self._steps) or now - self._shown_at >= self._every_s:
             self._shown_at = now
-            self._console.print(f"step {step}/{self._steps}  {figures}", highlight=False, soft_wrap=True)
+            self.say(f"step {step}/{self._steps}  {figures}")
 
 
 def _sayable(value: Any) -> Any:

@@ -23,7 +23,8 @@ from ..compiler.task import LossLine, TaskLines
 from ..grammar.codes_build import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
-from .execute import Backend
+from .compiled import Regions
+from .execute import Backend, Machine
 from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
 from .feed import Feed, Parts
 from .initial import Initial
@@ -49,14 +50,16 @@ class Session:
 
     Under torchrun (or ``parc run``) each process is one rank of the mesh; without it the mesh must have one rank. A
     batch may have any sizes that the plan declares; those of the plan's own data are the build's, its largest if it was
-    not bound to others.
+    not bound to others. With ``compile`` the work between collectives is compiled when a step first meets it.
 
     Raises:
         RunError: the number of processes is not the mesh's, torch or the model's file is not the build's, the weights
-            of its `init` line are not the model's.
+            of its `init` line are not the model's, or there is no compiler.
     """
 
-    def __init__(self, build: Build, device: torch.device | None = None, *, check_source: bool = True) -> None:
+    def __init__(
+        self, build: Build, device: torch.device | None = None, *, check_source: bool = True, compile: bool = False
+    ) -> None:
         self.build = build
         self.mesh = mesh_of(build)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -72,6 +75,7 @@ class Session:
         self.backend: Backend = (
             Distributed(self.mesh, programs, self.rank, self.device) if self.world > 1 else InProcess(self.mesh)
         )
+        self.regions = Regions(self.device) if compile else None
         self._by_sizes = BySizes(build, self._at)
         self.feed = self._by_sizes().feed
         if check_source:
@@ -81,7 +85,8 @@ class Session:
         self._given: tuple[AtSizes, Parts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
     def _at(self, build: Build) -> AtSizes:
-        stepper = Stepper(build.programs, build.actions, self.backend, self.device)
+        machine = self.regions.machine if self.regions is not None else Machine
+        stepper = Stepper(build.programs, build.actions, self.backend, self.device, machine)
         return AtSizes(build, stepper, Feed(build, self.mesh, self.coordinates, self.device))
 
     def __enter__(self) -> Self:
@@ -133,7 +138,7 @@ class Session:
         loss = float(result.loss)
         norm = float(result.grad_norm) if result.grad_norm is not None else 0.0
         if not math.isfinite(loss) or not math.isfinite(norm):
-            raise bad_number(self.step_number + 1, loss, norm, self._find_bad())
+            raise bad_number(self.step_number + 1, loss, norm, self._find_bad(), self.regions is not None)
         line = self.build.manifest["optimizer"]
         lr = rate(line, self.step_number + 1) if lr is None else lr
         update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, line["clip"], lr)
@@ -347,16 +352,22 @@ def open_build(path: Path | str) -> Build:
         raise RunError(BAD_BUILD, str(error), "build the plan again") from None
 
 
-def load(path: Path | str, device: torch.device | None = None, sizes: Mapping[str, int] | None = None) -> Session:
+def load(
+    path: Path | str,
+    device: torch.device | None = None,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    compile: bool = False,
+) -> Session:
     """A session of a build. In a process that torchrun started, the process group is made if there is none yet.
 
     ``sizes``: those of the batches that are read from the plan's data, where the plan declares ranges.
 
     Raises:
-        RunError: the build, torch, the sizes or the number of processes does not fit.
+        RunError: the build, torch, the sizes or the number of processes does not fit, or there is no compiler.
     """
     build = bound(open_build(path), sizes or {})
     if launched() and not dist.is_initialized():
         check_fits(build, launched())
         join(device)
-    return Session(build, device)
+    return Session(build, device, compile=compile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,11 +42,12 @@ class Stepper:
         actions: Sequence[Action],
         backend: Backend,
         device: torch.device,
+        machine: Callable[..., Machine] = Machine,
         **options: Any,
     ) -> None:
         self.actions, self.device, self.backend = tuple(actions), device, backend
         options.setdefault("reuse", options.get("watch") is None)  # who watches may keep what it saw
-        self.machines = {name: Machine(program, backend, device, **options) for name, program in programs.items()}
+        self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
 
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Loss and gradients of a step. ``batches[rank][microbatch]``; ``step`` counts from 0 and seeds dropout."""

@@ -80,6 +80,9 @@ def train(session: Session, options: Options) -> int:
             metrics = stack.enter_context(MetricsFile(options.metrics, run_facts(session), append))
         if first:
             display = stack.enter_context(ProgressDisplay(options.steps))
+        if display is not None and session.regions is not None:
+            display.say(f"compiling {session.regions.distinct} distinct regions in the first step…")
+        started = session.step_number
         saved = session.step_number if options.resume == options.save else -1
         asked = 0
         while session.step_number < options.steps and not asked:
@@ -94,6 +97,8 @@ def train(session: Session, options: Options) -> int:
                     report.step, report.loss, grad_norm=report.grad_norm, lr=report.lr, tokens=tokens, step_s=step_s,
                     tokens_per_s=tokens / step_s, peak_bytes=[row[1] for row in rows],
                 )  # fmt: skip
+            if display is not None and session.regions is not None and report.step == started + 1:
+                display.say(f"compiled in {session.regions.seconds:.1f} s; the next run finds them in Inductor's cache")
             if display is not None:
                 display.step(report.step, report.loss, tokens, step_s)
             if options.save is not None and options.save_every and report.step % options.save_every == 0:

@@ -40,6 +40,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     place = parser.add_argument_group("processes")
     place.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs, where there are any")
+    place.add_argument(
+        "--compile", action="store_true", help="compile the work between collectives with torch's Inductor"
+    )
     place.add_argument("--nproc", metavar="N", type=positive, help="processes on this host (default: mesh / nodes)")
     place.add_argument("--nnodes", metavar="N", type=positive, default=1, help="hosts of the run; start parc on each")
     place.add_argument("--node-rank", metavar="R", type=int, help="this host's number, from 0 (default: by arrival)")
@@ -107,11 +110,16 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     """Look for mistakes that would meet every rank, so that they are said once; the processes of this host.
 
     Raises:
-        RunError: the number of processes, torch, the checkpoint, the weights or the data do not fit.
+        RunError: the number of processes, torch, the checkpoint, the weights or the data do not fit, or there is no
+            compiler.
     """
+    import torch
+
     from parc.compiler.placement import parse_type
+    from parc.runtime.compiled import check_compiler
     from parc.runtime.feed import make_data
     from parc.runtime.initial import weights_of
+    from parc.runtime.processes import default_device
     from parc.runtime.session import check_fits, mesh_of
     from parc.runtime.state import check_target, read_checkpoint
 
@@ -124,6 +132,8 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
         types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
         read_checkpoint(options.resume).check({name: type_.shape for name, type_ in types.items()})
     weights_of(build)
+    if given.compile:
+        check_compiler(torch.device(given.device) if given.device else default_device())
     line = build.manifest["data"]
     if line is None or line["callable"] is None:
         make_data(build)
@@ -138,7 +148,7 @@ def _alone(given: argparse.Namespace, build: Build, options: Options) -> int:
     from parc.runtime.train import train
 
     device = torch.device(given.device) if given.device else None
-    return train(Session(build, device), options)
+    return train(Session(build, device, compile=given.compile), options)
 
 
 def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
@@ -151,6 +161,7 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
             words += [f"--{name.replace('_', '-')}", str(value)]
     if given.sizes:
         words += ["--sizes", ",".join(f"{name}={size}" for name, size in given.sizes.items())]
+    words += ["--compile"] * given.compile
     processes = Processes(nproc, given.nnodes, given.node_rank, given.rdzv_endpoint, given.device)
     outcome = launch(words, processes)
     if outcome.failure is not None:
@@ -191,6 +202,6 @@ def _train_rank(given: argparse.Namespace) -> int:
     if options is None:
         return _no_steps()
     device = join(torch.device(given.device) if given.device == "cpu" else None, float(given.timeout))
-    code = train(Session(build, device), options)
+    code = train(Session(build, device, compile=given.compile), options)
     leave()
     return code

@@ -15,8 +15,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["parc.runtime.session", "parc.runtime.plain", "parc.passes.pipeline"])
 
 
-def run_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
-    """``function(*arguments)`` on every rank of a gloo group; the results in rank order.
+def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, wait_s: float = 90) -> list[Any]:
+    """``function(*arguments)`` on every rank of a gloo group; the results in rank order, which may take ``wait_s``.
 
     Raises:
         AssertionError: a rank failed, with its traceback.
@@ -32,7 +32,7 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list
         for _, pipe in pipes:
             pipe.close()
         try:
-            results = [_receive(reader) for reader, _ in pipes]
+            results = [_receive(reader, wait_s) for reader, _ in pipes]
         finally:
             for process in processes:
                 process.join(10)
@@ -42,8 +42,8 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list
     return [value for _, value in results]
 
 
-def _receive(reader: Any) -> tuple[bool, Any]:
-    if not reader.poll(90):
+def _receive(reader: Any, wait_s: float) -> tuple[bool, Any]:
+    if not reader.poll(wait_s):
         return False, "a rank did not answer"
     try:
         done, value = pickle.loads(
