@@ -1,14 +1,37 @@
 """Root pytest settings: collect each file once, under its import name; one thread a worker; hypothesis profiles."""
 
 import os
+from collections import Counter
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-collect_ignore = ["compiler", "grammar", "passes", "runtime"]  # reached as parc/compiler, …
+collect_ignore = [
+    "compiler",
+    "grammar",
+    "passes",
+    "runtime",
+    "parc/examples",
+]  # the four are reached as parc/compiler, …
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one thread each is faster, and repeatable
 
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("check", deadline=None, derandomize=True, suppress_health_check=SLOW_IS_FINE)
-settings.register_profile("fuzz", deadline=None, max_examples=2000, print_blob=True, suppress_health_check=SLOW_IS_FINE)
+settings.register_profile("fuzz", deadline=None, max_examples=2200, print_blob=True, suppress_health_check=SLOW_IS_FINE)
 settings.load_profile("check")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many random models and plans were tried, by all workers together."""
+    counts: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            properties = getattr(report, "user_properties", ()) if getattr(report, "when", "") == "call" else ()
+            counts.update({name: number for name, number in properties if name in ("models", "simulated", "refused")})
+    if counts:
+        tried = counts["simulated"] + counts["refused"]
+        terminalreporter.write_line(
+            f"{counts['models']:,} random models under {tried:,} random plans: {counts['simulated']:,} simulated and "
+            f"equal to the unsharded model, {counts['refused']:,} refused by a message"
+        )

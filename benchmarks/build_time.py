@@ -1,22 +1,37 @@
-"""Time and memory of building Llama 3 8B, on 64 ranks and on 16,384 in turn: a build must not grow with the ranks."""
+"""Time and memory of building Llama 3 8B against layers and against ranks: a table, and ``build_time.svg``."""
 
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = {"dp=8, tp=8 (64 ranks)": "8", "dp=2048, tp=8 (16384 ranks)": "2048"}
+PICTURE = Path(__file__).with_suffix(".svg")
+LAYERS = (2, 4, 8, 16, 32)
+RANKS = (1, 8, 64, 512, 4096, 16384)
+SHAPE = (32, 64)  # layers and ranks of the one where the other varies
 
 
-def measure(dp: str, out: Path) -> tuple[float, float, float]:
+@dataclass(frozen=True)
+class Cost:
     """Wall and processor seconds of one build in a process of its own, and the most memory it held, in GB."""
-    words = ["build", "examples/llama3-8b.parc", "-D", f"dp={dp}", "-D", "tp=8", "-o", str(out)]
+
+    wall: float
+    cpu: float
+    memory: float
+
+
+def measure(layers: int, ranks: int, out: Path) -> Cost:
+    """The cost of one build, every check included; up to 8 ranks are all of tensor parallelism."""
+    tp = min(ranks, 8)
+    words = ["build", "examples/llama3-8b.parc", "-o", str(out)]
+    for define in (f"layers={layers}", f"dp={ranks // tp}", f"tp={tp}"):
+        words += ["-D", define]
     start = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "parc", *words], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -25,25 +40,64 @@ def measure(dp: str, out: Path) -> tuple[float, float, float]:
     wall = time.perf_counter() - start
     if status:
         sys.exit(f"parc {' '.join(words)} failed")
-    return wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e6
+    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e6)
+
+
+def best(times: int) -> dict[tuple[int, int], Cost]:
+    """The cheapest build of each case by processor time, the cases in turn."""
+    cases = list(dict.fromkeys([*((layers, SHAPE[1]) for layers in LAYERS), *((SHAPE[0], ranks) for ranks in RANKS)]))
+    found: dict[tuple[int, int], Cost] = {}
+    print("layers   ranks   wall s    cpu s   memory GB")
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(times):
+            for case in cases:
+                cost = measure(*case, Path(folder) / "build")
+                found[case] = min(found.get(case, cost), cost, key=lambda cost: cost.cpu)
+                print(f"{case[0]:6} {case[1]:7} {cost.wall:8.1f} {cost.cpu:8.1f} {cost.memory:11.2f}", flush=True)
+    return found
+
+
+def draw(found: dict[tuple[int, int], Cost]) -> None:
+    """Processor seconds against layers and against ranks, side by side on one scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullLocator
+
+    plt.rcParams.update({"svg.hashsalt": "parc", "svg.fonttype": "none", "font.size": 11})
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    figure, (left, right) = plt.subplots(1, 2, sharey=True, figsize=(11, 4.4), layout="constrained")
+    series = (
+        (left, LAYERS, [found[n, SHAPE[1]].cpu for n in LAYERS], "layers", f"{SHAPE[1]} ranks", "tab:blue"),
+        (right, RANKS, [found[SHAPE[0], n].cpu for n in RANKS], "ranks", f"{SHAPE[0]} layers", "tab:orange"),
+    )
+    for axes, places, seconds, name, fixed, color in series:
+        axes.plot(places, seconds, marker="o", linewidth=2, color=color)
+        for place, value in zip(places, seconds, strict=True):
+            axes.annotate(f"{value:.0f}", (place, value), textcoords="offset points", xytext=(0, 8), ha="center")
+        if name == "ranks":
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(places, [f"{place:,}" for place in places])
+        axes.set_xlabel(f"{name} ({fixed})")
+        axes.grid(axis="y", color="0.9")
+        axes.set_axisbelow(True)
+    left.set_ylim(0, 1.25 * max(cost.cpu for cost in found.values()))
+    left.set_ylabel("processor time of one build (s)")
+    figure.suptitle("Building Llama 3 8B, every check included: time follows the layers, not the ranks")
+    figure.savefig(PICTURE, metadata={"Date": None})
 
 
 def main(times: int) -> None:
-    """Measure each case in turn and print medians and minima."""
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in CASES}
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(times):
-            for name, dp in CASES.items():
-                found[name].append(measure(dp, Path(folder) / "build"))
-    for name, rows in found.items():
-        wall, cpu, memory = zip(*rows, strict=True)
-        print(
-            f"{name:<28} wall {statistics.median(wall):5.1f} s (min {min(wall):.1f})   "
-            f"cpu {statistics.median(cpu):5.1f} s (min {min(cpu):.1f})   memory {max(memory):.2f} GB"
-        )
-    first, second = (min(row[1] for row in rows) for rows in found.values())
-    print(f"16384 ranks cost {second / first:.2f} of 64 (least processor time)")
+    """Measure, print, draw."""
+    found = best(times)
+    layer = (found[SHAPE].cpu - found[LAYERS[0], SHAPE[1]].cpu) / (SHAPE[0] - LAYERS[0])
+    ranks = found[SHAPE[0], RANKS[-1]].cpu / found[SHAPE].cpu
+    print(f"a layer costs {layer:.2f} s of processor time; {RANKS[-1]:,} ranks cost {ranks:.2f} of {SHAPE[1]}")
+    draw(found)
+    print(f"the picture: {PICTURE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 
 from .placement import is_supported
 from .program import Origin
@@ -211,10 +212,11 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
     mapping: dict[fx.Node, fx.Node] = {}
     outputs = graph.graph_copy(exported.graph, mapping)
     canonical_nodes: dict[str, fx.Node] = {}
+    roles = _roles(signature, aliases, names)
     for old, new in mapping.items():
         new.meta = {"val": old.meta.get("val")}
         if old.op == "placeholder":
-            role = _role(old.name, signature, aliases, names)
+            role = roles[old.name]
             new.meta["role"] = role
             kept = canonical_nodes.setdefault(role, new)
             if kept is not new:
@@ -227,9 +229,9 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
     values: dict[str, Any] = {}
     for spec, value in zip(signature.output_specs, outputs, strict=True):
         target = spec.target.removeprefix("model.") if spec.target else ""
-        if spec.kind is torch.export.graph_signature.OutputKind.BUFFER_MUTATION:
+        if spec.kind is OutputKind.BUFFER_MUTATION:
             values[target] = value
-        elif spec.kind is torch.export.graph_signature.OutputKind.USER_OUTPUT:
+        elif spec.kind is OutputKind.USER_OUTPUT:
             values[""] = value
     updates = tuple(name for name in values if name)
     graph.output((values[""], *(values[name] for name in updates)))
@@ -238,15 +240,16 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
     return Captured(graph, updates, aliases, modules, constants)
 
 
-def _role(name: str, signature: Any, aliases: Mapping[str, str], inputs: tuple[str, ...]) -> str:
-    if name in signature.inputs_to_parameters:
-        path = signature.inputs_to_parameters[name].removeprefix("model.")
-        return f"parameter {aliases.get(path, path)}"
-    if name in signature.inputs_to_buffers:
-        return f"buffer {signature.inputs_to_buffers[name].removeprefix('model.')}"
-    if name in signature.inputs_to_lifted_tensor_constants:
-        return f"constant {signature.inputs_to_lifted_tensor_constants[name].removeprefix('model.')}"
-    return f"input {inputs[list(signature.user_inputs).index(name)]}"
+def _roles(signature: ExportGraphSignature, aliases: Mapping[str, str], inputs: tuple[str, ...]) -> dict[str, str]:
+    """What each placeholder is, by its name."""
+    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
+    given = iter(inputs)
+    roles = {}
+    for spec in signature.input_specs:
+        kind = kinds.get(spec.kind, "input")
+        name = next(given) if kind == "input" else str(spec.target).removeprefix("model.")
+        roles[spec.arg.name] = f"{kind} {aliases.get(name, name) if kind == 'parameter' else name}"
+    return roles
 
 
 def _module_path(node: fx.Node) -> str:

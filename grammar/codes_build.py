@@ -56,7 +56,7 @@ WRONG_INPUTS = Code(
     title="the model is not called with these inputs",
     why="inputs whose names are parameters of the model's forward are passed by name, others in order unless the loss"
     " uses them.",
-    example="input token int64 [B, S]      # the model's forward(tokens)",
+    example="input tokens int64 [B, S]\ninput places int64 [B, S]   # the model's forward(tokens)",
     instead="input tokens int64 [B, S]",
     language="shell",
 )
@@ -65,8 +65,8 @@ NO_DIVIDE = Code(
     title="a value inside the model does not divide",
     why="a dim that the plan's lines split, somewhere in the model, does not divide by the ranks; parc pads only where"
     " a line says so.",
-    example="mesh tp=3\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)   # 4 heads",
-    instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)",
+    example="sizes B=8, S=4..8 by 2\nmesh tp=2\nshard tokens [_, S/tp]   # the model joins pairs: 3 of them at S=6",
+    instead="sizes B=8, S=4..8 by 4\nmesh tp=2\nshard tokens [_, S/tp]",
     language="shell",
 )
 WITHOUT_RULE = Code(

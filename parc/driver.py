@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import traceback
@@ -88,6 +89,19 @@ def task_lines(plan: Plan) -> TaskLines:
     return TaskLines(plan.model.callable, plan.model.values, tuple(line.name for line in plan.inputs), loss)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Graphs live to the end: a collection of garbage walks over all of them and frees next to nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_uncollected()
 def compile_plan(
     plan: Plan,
     folder: Path,
@@ -132,7 +146,7 @@ def _compile(
     with _timed(seconds, "passes"):
         resolved = resolve(declared, names_of(captured), longer)  # of a range, the step must divide
         resolved = resolve(plan, names_of(captured), longer) if sizes else resolved
-        frozen = _frozen(plan, recorded, captured, resolved)
+        frozen = frozen_parameters(plan, recorded, captured, resolved)
         copies = find_copies(captured, plan, resolved.seeds) if copies is None else copies
         mesh = plan.mesh.factor(copies.sizes)
         claims = []
@@ -161,7 +175,7 @@ def _compile(
     )  # fmt: skip
 
 
-def _frozen(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
+def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
     """Parameters that are not trained: the plan's, and those that the model itself does not train.
 
     Raises:

@@ -11,7 +11,7 @@ from torch import fx
 
 from ..compiler.ops import OPS
 from ..compiler.program import Origin
-from .decompose import DECOMPOSITIONS, looked_up, shape_of
+from .decompose import DECOMPOSITIONS, learned, looked_up, shape_of, written_attention
 from .slices import join_slices
 
 aten = torch.ops.aten
@@ -197,6 +197,10 @@ def _attention(c: Canonicalizer, node: Any) -> None:
     if mask is not None:
         while mask.meta["val"].dim() < 4:
             mask = c.emit(node, aten.unsqueeze.default, mask, 0)
+        if learned(mask):
+            parts = (q, given["k"], given["v"], mask, key, given.get("scale"), p)
+            c.replace(node, written_attention(c, node, *parts))
+            return
     options = (bool(given.get("is_causal") or False), given.get("scale"), p)
     pair = c.emit(node, OPS.attention.default, q, given["k"], given["v"], mask, key, *options)
     out = c.emit(node, operator.getitem, pair, 0, val=pair.meta["val"][0])

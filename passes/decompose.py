@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ..compiler.ops import OPS
+
 if TYPE_CHECKING:
     from .canonicalize import Canonicalizer
 
@@ -165,6 +167,70 @@ def looked_up(c: Canonicalizer, node: fx.Node) -> None:
     c.replace(node, found if shape_of(found) == result else c.emit(node, aten.reshape.default, found, list(result)))
 
 
+def _einsum(c: Canonicalizer, node: fx.Node) -> None:
+    """What one operand alone has is summed before the product, as a sum with a type of its own."""
+    equation, tensors = str(node.args[0]).replace(" ", ""), list(node.args[1])  # type: ignore[arg-type]
+    inputs, _, output = equation.partition("->")
+    terms = inputs.split(",")
+    if "->" not in equation or any(len(set(term.replace("...", ""))) != len(term.replace("...", "")) for term in terms):
+        return
+    for at, term in enumerate(terms):
+        alone = [x for x in term if x.isalpha() and inputs.count(x) == 1 and x not in output]
+        if alone:
+            dims = [i - len(term) if "..." in term[:i] else i for i, x in enumerate(term) if x in alone]
+            tensors[at] = c.emit(node, aten.sum.dim_IntList, tensors[at], dims)
+            terms[at] = "".join(x for x in term if x not in alone)
+    node.args = (f"{','.join(terms)}->{output}", tensors)
+
+
+def _bernoulli(c: Canonicalizer, node: fx.Node) -> None:
+    """Ones and zeros as dropout draws them: of whole channels, or of whole samples."""
+    p = float(node.args[1] if len(node.args) > 1 else 0.5)  # type: ignore[arg-type]
+    shape, dtype = list(shape_of(node)), node.meta["val"].dtype
+    if p in (0.0, 1.0):
+        c.replace(node, c.emit(node, aten.full.default, shape, p, dtype=dtype))
+        return
+    kept = c.emit(node, OPS.dropout_mask.default, c.stream(node, c.rng), shape, 1 - p, dtype)
+    c.replace(node, c.emit(node, aten._to_copy.default, c.emit(node, aten.ne.Scalar, kept, 0), dtype=dtype))
+
+
+def learned(value: fx.Node) -> bool:
+    """Whether a gradient may flow to a value: it is made of a parameter."""
+    seen, todo = {value}, [value] * value.meta["val"].dtype.is_floating_point
+    while todo:
+        node = todo.pop()
+        if str(node.meta.get("role", "")).startswith("parameter"):
+            return True
+        if node.target is not aten.detach.default:
+            todo += [x for x in node.all_input_nodes if x not in seen and x.meta["val"].dtype.is_floating_point]
+            seen.update(todo)
+    return False
+
+
+def _repeated(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx.Node:
+    """Keys or values [b, g, t, d] for every query head."""
+    batch, groups, length, size = shape_of(x)
+    if groups == heads:
+        return x
+    apart = c.emit(near, aten.unsqueeze.default, x, 2)
+    apart = c.emit(near, aten.expand.default, apart, [batch, groups, heads // groups, length, size])
+    return c.emit(near, aten.reshape.default, apart, [batch, heads, length, size])
+
+
+def written_attention(
+    c: Canonicalizer, node: fx.Node, q: Any, k: Any, v: Any, mask: fx.Node, key: Any, scale: Any, p: float
+) -> fx.Node:
+    """Attention in its parts, for a mask that is trained: the one operator has no gradient for it."""
+    k, v = (_repeated(c, node, x, shape_of(q)[1]) for x in (k, v))
+    scores = c.emit(node, aten.matmul.default, q, c.emit(node, aten.transpose.int, k, -2, -1))
+    scores = c.emit(node, aten.mul.Tensor, scores, float(shape_of(q)[-1]) ** -0.5 if scale is None else scale)
+    weights = c.emit(node, aten.softmax.int, c.emit(node, aten.add.Tensor, scores, mask), -1)
+    if key is not None:
+        keep = c.emit(node, OPS.dropout_mask.default, key, list(shape_of(weights)), p, weights.meta["val"].dtype)
+        weights = c.emit(node, aten.mul.Tensor, weights, keep)
+    return c.emit(node, aten.matmul.default, weights, v)
+
+
 def _is_parameter(x: fx.Node) -> bool:
     """Whether a value is trained, in whatever dtype it is read."""
     while x.target is aten._to_copy.default:
@@ -173,6 +239,8 @@ def _is_parameter(x: fx.Node) -> bool:
 
 
 DECOMPOSITIONS: Mapping[Any, Rewrite] = {
+    aten.einsum.default: _einsum,
+    aten.bernoulli.p: _bernoulli,
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
     aten.rms_norm.default: _rms_norm,

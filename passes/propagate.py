@@ -55,7 +55,7 @@ class _Propagation:
             rule, known = rule_of(node)
             self.placed.rules[node] = rule
             self.placed.parts[node] = {}
-            if not known:
+            if not known and operands_of(node):  # what reads nothing has nothing to gather
                 self.placed.without_rule.append(node)
             operands = [(key_of(n), dims, True) for n, dims in zip(operands_of(node), rule.operands, strict=True)]
             results = [((node, index), dims, False) for index, dims in enumerate(rule.results)]

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .random_functions import ACTIVATIONS, FUNCTIONS
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -25,16 +27,6 @@ class Sizes:
     def width(self) -> int:
         """The size of the last dim."""
         return self.heads * self.head
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "tanh_gelu": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "relu": F.relu,
-    "square": lambda x: F.relu(x).square(),
-    "sigmoid": torch.sigmoid,
-}
 
 
 class MLP(nn.Module):
@@ -90,6 +82,7 @@ class Attention(nn.Module):
         else:
             self.fused = nn.Linear(s.width, 3 * s.width)
         self.out = nn.Linear(s.width, s.width)
+        self.bias = nn.Parameter(torch.zeros(s.heads, s.length, s.length)) if mask == "learned" else None
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, width = x.shape
@@ -110,7 +103,12 @@ class Attention(nn.Module):
     def _mask(self, length: int) -> Tensor | None:
         if self.mask in ("none", "causal"):
             return None
+        if self.bias is not None:
+            return self.bias
         at = torch.arange(length)
+        if self.mask == "slopes":
+            slopes = 0.5 ** torch.arange(1, self.heads + 1)
+            return slopes[:, None, None] * (at[None, :] - at[:, None]).abs().neg()
         allowed = at[None, :] <= at[:, None]
         if self.mask == "bool":
             return allowed
@@ -143,6 +141,63 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, self.mask == "causal", **options)
         made: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
         return made
+
+
+class Experts(nn.Module):
+    """Every expert computes every token; a router weighs them, or keeps the best of each token."""
+
+    def __init__(self, s: Sizes, count: int, best: bool) -> None:
+        super().__init__()
+        self.best = best
+        self.router = nn.Linear(s.width, count, bias=False)
+        self.up = nn.Parameter(torch.ones(count, s.width, 2 * s.head))
+        self.down = nn.Parameter(torch.ones(count, 2 * s.head, s.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = torch.softmax(self.router(x), -1)
+        if self.best:
+            shares = shares * (shares >= shares.topk(1, -1).values)
+        inner = F.silu(torch.einsum("bsw,ewf->ebsf", x, self.up))
+        return torch.einsum("ebsf,efw,bse->bsw", inner, self.down, shares)
+
+
+class Squeeze(nn.Module):
+    """Channels gated by what the whole sequence says."""
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.gate = nn.Linear(s.width, s.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.gate(x.mean(1)))[:, None]
+
+
+class Glu(nn.Module):
+    """A product whose outputs are halves, of which one gates the other."""
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.up = nn.Linear(s.width, 2 * s.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves: Tensor = F.glu(self.up(x), -1)
+        return halves
+
+
+class Image(nn.Module):
+    """A convolution over positions and what is in a head, with heads as channels."""
+
+    def __init__(self, s: Sizes, pooled: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(s.heads, s.heads, 3, padding=1)
+        self.heads, self.pooled = s.heads, pooled
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x.unflatten(-1, (self.heads, -1)).permute(0, 2, 1, 3))
+        if self.pooled:
+            y = y - F.avg_pool2d(y, 3, 1, 1)
+        turned: Tensor = y.permute(0, 2, 1, 3).flatten(2)
+        return turned
 
 
 class Positions(nn.Module):
@@ -241,56 +296,6 @@ class Conv(nn.Module):
         return moved
 
 
-def _cat_rows(x: Tensor) -> Tensor:
-    return torch.cat([x, -x], 1)[:, x.shape[1] // 2 : -(x.shape[1] - x.shape[1] // 2)]
-
-
-def _rotate(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    at = torch.arange(x.shape[1], dtype=x.dtype)
-    angle = at[:, None] * (0.1 * torch.arange(half, dtype=x.dtype) + 0.1)[None, :]
-    cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
-    y = x[..., : 2 * half]
-    turned = y * cos + torch.cat([-y[..., half:], y[..., :half]], -1) * sin
-    return torch.cat([turned, x[..., 2 * half :]], -1) if x.shape[-1] % 2 else turned
-
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda x: torch.softmax(x, -1),
-    "softmax_rows": lambda x: torch.softmax(x, 1),
-    "log_softmax": lambda x: torch.log_softmax(x, -1),
-    "mean": lambda x: x - x.mean(-1, keepdim=True),
-    "mean_rows": lambda x: x + x.mean(1, keepdim=True),
-    "mean_batch": lambda x: x - x.mean(0),
-    "mean_all": lambda x: x / (1 + x.abs().mean()),
-    "sum": lambda x: x * torch.sigmoid(x.sum((0, 2), keepdim=True)),
-    "largest": lambda x: x - x.amax(-1, keepdim=True),
-    "largest_rows": lambda x: x + x.max(1, keepdim=True).values,
-    "variance": lambda x: x * torch.rsqrt(x.var(-1, keepdim=True) + 1e-3),
-    "norm": lambda x: F.normalize(x, dim=-1),
-    "gram": lambda x: torch.softmax(x @ x.transpose(1, 2), -1) @ x,
-    "gate": lambda x: torch.cat([x[..., ::2] * torch.sigmoid(x[..., 1::2])] * 2, -1) if x.shape[-1] % 2 == 0 else x,
-    "chunk": lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
-    "shift": lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1] + x,
-    "roll": lambda x: x.roll(1, 1),
-    "flip": lambda x: x.flip(-1),
-    "cumsum": lambda x: x.cumsum(1),
-    "cat_rows": _cat_rows,
-    "rotate": _rotate,
-    "where": lambda x: torch.where(x > 0, x, 0.1 * x),
-    "clamp": lambda x: x.clamp(-1, 1) + x,
-    "masked": lambda x: x.masked_fill(torch.ones(x.shape[1], x.shape[1]).tril().sum(-1)[:, None] > 2, 0.5),
-    "detach": lambda x: x + x.detach().square(),
-    "stack": lambda x: torch.stack([x, x * x], 0).sum(0),
-    "swap": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "select": lambda x: x + x[:, 0:1] + x[:, -1][:, None],
-    "ones": lambda x: x * torch.ones_like(x) + torch.zeros(x.shape[-1]),
-    "nothing": lambda x: torch.cat([x, x[..., x.shape[-1] :]], -1),
-    "repeat": lambda x: x.repeat(1, 2, 1)[:, x.shape[1] :],
-    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
-}
-
-
 class Plain(nn.Module):
     """A function without parameters."""
 
@@ -310,6 +315,11 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
         nn.Flatten(0, 1), nn.GroupNorm(s.heads, s.width), nn.Unflatten(0, (s.batch, s.length))
     ),
     "rms_norm": RMSNorm,
+    "torch_rms_norm": lambda s, affine: nn.RMSNorm(s.width, eps=1e-6, elementwise_affine=affine),
+    "experts": Experts,
+    "squeeze": Squeeze,
+    "glu": Glu,
+    "image": Image,
     "attention": Attention,
     "dropout": lambda s, p: nn.Dropout(p),
     "positions": Positions,

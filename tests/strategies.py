@@ -10,19 +10,23 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from .random_layers import ACTIVATIONS, FUNCTIONS, LAYERS, WEIGHTED, Sizes
+from .random_functions import ACTIVATIONS, FUNCTIONS, JOINS
+from .random_layers import LAYERS, WEIGHTED, Sizes
 
 CLASSES_SECOND = "cross_entropy_classes_second"
+CLASS_LOSSES = ("cross_entropy", CLASSES_SECOND, "nll", "shifted", "smoothed", "added", "last", "with_z")
+NUMBER_LOSSES = ("mse", "l1", "huber", "bce", "masked", "mean", "sum")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer, the value it reads (counted back from the newest), and the one that is added to its result."""
+    """A layer, the value it reads (counted back from the newest), the one that its result meets, and how."""
 
     kind: str
     options: tuple[Any, ...] = ()
     reads: int = 0
     adds: int | None = None
+    join: str = "add"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +38,20 @@ class ModelSpec:
     layers: tuple[Layer, ...]
     loss: str
     microbatches: int = 1
+    extra: str = "none"  # a second input: "floats" is a value as any other, "mask" hides rows, "places" are looked up
+    frozen: bool = False  # whether the first layer is not trained
 
     @property
     def has_head(self) -> bool:
         """Whether it gives logits of a vocabulary."""
-        return self.loss in ("cross_entropy", CLASSES_SECOND)
+        return self.loss in CLASS_LOSSES
 
     @property
     def drops(self) -> bool:
         """Whether something in it is random."""
         return any(
-            layer.kind == "dropout" or (layer.kind == "attention" and layer.options[-1]) for layer in self.layers
+            layer.kind == "dropout" or layer.options == ("drop",) or (layer.kind == "attention" and layer.options[-1])
+            for layer in self.layers
         )
 
 
@@ -64,12 +71,22 @@ class RandomModel(nn.Module):
         self.head = nn.Linear(s.width, s.vocab, bias=spec.source == "floats") if spec.has_head else None
         if spec.source == "tied" and self.head is not None and self.embed is not None:
             self.head.weight = self.embed.weight
+        self.places = nn.Embedding(s.length, s.width) if spec.extra == "places" else None
+        if spec.frozen:
+            self.layers[0].requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         values = [x if self.embed is None else self.embed(x)]
+        if self.places is not None:
+            values[0] = values[0] + self.places(z)
+        elif z is not None and self.spec.extra == "mask":
+            values[0] = values[0].masked_fill(~z[..., None], 0.1)
+        elif z is not None:
+            values.insert(0, z)
         for layer, module in zip(self.spec.layers, self.layers, strict=True):
             made = module(values[-1 - layer.reads % len(values)])
-            values.append(made if layer.adds is None else made + values[-1 - layer.adds % len(values)])
+            other = None if layer.adds is None else values[-1 - layer.adds % len(values)]
+            values.append(made if other is None else JOINS[layer.join](made, other))
         return values[-1] if self.head is None else self.head(values[-1])
 
 
@@ -94,7 +111,7 @@ _LAYER: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
         st.sampled_from(["apart", "split", "chunk", "interleaved", "permuted"]),
         st.sampled_from([1, 2, 3]),
         st.sampled_from(["enable", "expand", "interleave", "plain"]),
-        st.sampled_from(["none", "causal", "bool", "where", "triu"]),
+        st.sampled_from(["none", "causal", "bool", "where", "triu", "learned", "slopes"]),
         st.sampled_from([0.0, 0.0, 0.3]),
     ),
     "layer_norm": st.tuples(st.booleans()),
@@ -106,6 +123,11 @@ _LAYER: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
     "conv": st.tuples(st.booleans(), st.booleans()),
     "running": st.tuples(st.sampled_from(["batch_norm", "mean"])),
     "group_norm": st.tuples(),
+    "torch_rms_norm": st.tuples(st.booleans()),
+    "experts": st.tuples(st.sampled_from([2, 4, 3]), st.booleans()),
+    "squeeze": st.tuples(),
+    "glu": st.tuples(),
+    "image": st.tuples(st.booleans()),
 }
 
 
@@ -119,7 +141,8 @@ def layers(draw: st.DrawFn, heads: int) -> Layer:
         shared = shared if qkv == "apart" and heads % shared == 0 else 1
         repeat = repeat if shared == 1 or repeat != "plain" else "enable"
         options = qkv, shared, repeat, mask, dropout
-    return Layer(kind, options, draw(st.sampled_from([0, 0, 0, 1, 2])), draw(st.sampled_from([None, 0, 0, 1])))
+    reads, adds = draw(st.sampled_from([0, 0, 0, 1, 2])), draw(st.sampled_from([None, 0, 0, 1]))
+    return Layer(kind, options, reads, adds, "add" if adds is None else draw(st.sampled_from(["add", *JOINS])))
 
 
 @st.composite
@@ -133,14 +156,25 @@ def models(draw: st.DrawFn, most_layers: int = 4) -> ModelSpec:
         head=draw(st.sampled_from([2, 4, 6])),
         vocab=draw(st.sampled_from([8, 12, 24])),
     )
-    loss = draw(st.sampled_from(["cross_entropy", "cross_entropy", CLASSES_SECOND, "mse", "mean", "sum"]))
+    loss = draw(st.sampled_from(["cross_entropy", "cross_entropy", *CLASS_LOSSES, *NUMBER_LOSSES]))
     source = draw(st.sampled_from(["tokens", "tied", "floats", "padded"]))
     drawn = draw(st.lists(layers(heads), min_size=1, max_size=most_layers))
-    spec = ModelSpec(sizes, source, tuple(drawn), loss, draw(st.sampled_from([1, 1, 2, 3])))
-    return spec if any(True for _ in RandomModel(spec).parameters()) else replace(spec, source="tokens")
+    extra = draw(st.sampled_from(["none", "none", "none", "floats", "mask", "places"]))
+    microbatches, frozen = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([False, False, False, True]))
+    spec = ModelSpec(sizes, source, tuple(drawn), loss, microbatches, extra, frozen)
+    trained = any(parameter.requires_grad for parameter in RandomModel(spec).parameters())
+    return spec if trained else replace(spec, source="tokens")
 
 
 # ---- plans
+
+OPTIMIZERS = (
+    "sgd lr 1e-3",
+    "sgd lr 1e-3 momentum 0.9 clip 0.5",
+    "sgd lr linear 1e-2 to 1e-3 over 4 momentum 0.9 nesterov",
+    "adamw lr 1e-3 clip 1.0",
+    "adamw lr cosine 1e-3 warmup 1 over 5 weight_decay 0.1 betas 0.8, 0.9",
+)
 
 
 @st.composite
@@ -195,9 +229,12 @@ def input_shapes(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
     found: dict[str, tuple[str, tuple[int, ...]]] = {
         "x": ("float32", (*shape, s.width)) if spec.source == "floats" else ("int64", shape)
     }
+    if spec.extra != "none":
+        dtype = {"floats": "float32", "mask": "bool", "places": "int64"}[spec.extra]
+        found["z"] = (dtype, (*shape, s.width) if spec.extra == "floats" else shape)
     if spec.has_head:
         found["y"] = ("int64", shape)
-    elif spec.loss == "mse":
+    elif spec.loss not in ("mean", "sum"):
         found["y"] = ("float32", (*shape, s.width))
     return found
 
@@ -212,6 +249,8 @@ def placements(draw: st.DrawFn, spec: ModelSpec, mesh: dict[str, int]) -> list[s
     if draw(st.booleans()) and spec.sizes.batch % mesh[batch_axis] == 0:
         rest = {name: ", ".join(["_"] * (len(shape) - 1)) for name, (_, shape) in inputs.items()}
         lines += [f"shard {name} [B/{batch_axis}, {more}]" for name, more in rest.items()]
+    elif draw(st.booleans()) and spec.sizes.length % mesh[axes[-1]] == 0:
+        lines += [f"shard {name} [_, _/{axes[-1]}, ...]" for name in inputs]
     else:
         for name, (_, shape) in inputs.items():
             if draw(st.booleans()):
@@ -230,12 +269,17 @@ def placements(draw: st.DrawFn, spec: ModelSpec, mesh: dict[str, int]) -> list[s
             outer = draw(st.sampled_from(_divisors(shape[dim] // (1 if pad else mesh[axis])))) if dim == 0 else 1
             rows = f" rows ({outer} n/{axis})" if outer > 1 else ""
             lines.append(f"{('column', 'row')[dim]} {module} over {axis}{rows}{flag}")
+            others = [other for other in axes if other != axis and shape[1 - dim] % mesh[other] == 0]
+            if draw(st.booleans()) and others:
+                lines.append(f"{('row', 'column')[dim]} {module} over {draw(st.sampled_from(others))}")
         elif isinstance(modules[module], nn.Embedding) and 0 in fits and draw(st.booleans()):
             lines.append(f"vocab {module} over {axis}{flag}")
         elif draw(st.sampled_from([True, True, False])):
             lines.append(f"shard {name} {draw(layouts(shape, mesh, pad=pad))}")
         else:
             lines.append(f"replicate {name}")
+    if draw(st.sampled_from([False, False, False, True])) and names:
+        lines.append(f"freeze {draw(st.sampled_from(names))}")
     return lines
 
 
@@ -260,6 +304,6 @@ def plan_text(spec: ModelSpec, mesh: dict[str, int], lines: list[str], optimizer
 def plans(draw: st.DrawFn, spec: ModelSpec) -> str:
     """The text of a plan for the model."""
     mesh = draw(meshes())
-    optimizer = draw(st.sampled_from(["sgd lr 1e-3", "sgd lr 1e-3 momentum 0.9 clip 0.5", "adamw lr 1e-3 clip 1.0"]))
+    lines, optimizer = draw(placements(spec, mesh)), draw(st.sampled_from(OPTIMIZERS))
     precision = draw(st.sampled_from(["", "precision bf16\n", "precision bf16\nprecision fp32 on layers.1?\n"]))
-    return plan_text(spec, mesh, draw(placements(spec, mesh)), optimizer) + precision
+    return plan_text(spec, mesh, lines, optimizer) + precision

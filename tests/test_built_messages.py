@@ -1,51 +1,195 @@
-"""The texts of messages that need a model or files, held by a golden file as those of the language are."""
+"""Every message that needs a model, files or a run, produced and held by a golden file as those of the language are."""
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from parc.build import build
+import parc
+from parc.cli import main
 from parc.grammar.codes import CODES
-from parc.grammar.diagnostics import PlanError
-from tests.runtime.tiny import EXAMPLES, PLAN, TENSOR
+from parc.grammar.diagnostics import render
+from parc.runtime.faults import RunError
+from tests.runtime.tiny import EXAMPLES, ONE, PLAN, TENSOR, build
 
-CASES = {
-    "P0021": 'include "other.parc"',
-    "P0214": "freeze **",
-    "P0215": 'init from "weights"',
-    "P0401": "budget memory 100KB",
-    "P0402": "forbid all_reduce in blocks.*.mlp during forward",
-    "P0403": "expect 2 all_reduce in blocks.*",
+MODELS = """
+import types
+
+import torch
+from torch import nn
+
+import parc
+
+
+@torch.library.custom_op("said::scale", mutates_args=())
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("said::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+for op in (scale, double):
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, grad: grad * 2)
+parc.register_rule("said.double.default", "a b -> a b")
+
+WAYS = {
+    "branch": lambda x: x * 2 if x.sum() > 0 else x,
+    "cache": lambda x: types.SimpleNamespace(past_key_values=(x,)),
+    "numpy": lambda x: torch.from_numpy(x.detach().numpy() * 2),
+    "scale": torch.ops.said.scale,
+    "double": torch.ops.said.double,
+    "again": lambda x: torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False),
+    "pairs": lambda x: torch.tanh(x.unflatten(1, (-1, 2))).flatten(1, 2),
+    "plain": lambda x: x,
 }
+
+
+class Model(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.table, self.head = nn.Embedding(256, 16), nn.Linear(16, 256, bias=False)
+        self.way = WAYS[way]
+
+    def forward(self, tokens):
+        x = self.way(self.table(tokens))
+        return x if hasattr(x, "past_key_values") else self.head(x)
+
+
+def each(output, targets):
+    return nn.functional.cross_entropy(output.transpose(1, 2), targets, reduction="none")
+
+
+def masked(output, targets):
+    return (output.square().mean(-1) * (targets > 99)).sum() / (targets > 99).sum()
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command on the tiny plan: with a way of the model above instead of the GPT, changed, with lines added."""
+
+    model: str = ""
+    change: tuple[str, str] = ("", "")
+    lines: str = TENSOR
+    words: tuple[str, ...] = ("check", "tiny.parc")
+
+
+LOSS = "cross_entropy(output, targets)"
+COMMANDS = {
+    "P0013": Case(words=("check", "missing.parc")),
+    "P0021": Case(lines='include "other.parc"\n'),
+    "P0201": Case(change=("gpt.py:GPT", "gpt.py:GTP")),
+    "P0202": Case("branch", lines=ONE),
+    "P0203": Case("cache", lines=ONE),
+    "P0204": Case("plain", (LOSS, '"./models.py:each"(output, targets)'), ONE),
+    "P0205": Case("numpy", lines=ONE),
+    "P0206": Case(change=("input     tokens", "input     more int64 [B, S]\ninput     tokens")),
+    "P0207": Case(
+        "pairs", ("S=8", "S=4..8 by 2"), "mesh tp=2\nshard tokens, targets [_, S/tp]\n", ("build", "tiny.parc")
+    ),
+    "P0208": Case("scale", lines="mesh dp=2\nshard tokens, targets [B/dp, _]\n"),
+    "P0209": Case(lines="mesh tp=2\nshard tokens [_, S/tp]\ncolumn blocks.*.attn.qkv over tp\n"),
+    "P0213": Case(change=("width=16", "width=16384"), words=("build", "tiny.parc")),
+    "P0214": Case(lines="freeze **\n"),
+    "P0215": Case(lines='init from "weights"\n'),
+    "P0216": Case("double", lines="mesh dp=2\nshard tokens, targets [B/dp, _]\n"),
+    "P0217": Case("plain", (LOSS, '"./models.py:masked"(output, targets)'), ONE),
+    "P0218": Case("again", lines=ONE),
+    "P0401": Case(lines=TENSOR + "budget memory 100KB\n"),
+    "P0402": Case(lines=TENSOR + "forbid all_reduce in blocks.*.mlp during forward\n"),
+    "P0403": Case(lines=TENSOR + "expect 2 all_reduce in blocks.*\n"),
+}
+"""Codes that a command on a plan produces."""
+
+
+def altered(folder: Path) -> list[str]:
+    """``verify`` and ``show`` of a build with a line of another meaning; ``show`` under another torch."""
+    made = build(folder, TENSOR)
+    program, manifest = made / "programs" / "stage0.F.py", made / "manifest.json"
+    good = program.read_text()
+    program.write_text(good.replace("aten.gelu.default(", "aten.silu.default("))
+    commands = [("verify", "build"), ("run", "build")]
+    said = [command(*words) for words in commands]
+    program.write_text(good)
+    manifest.write_text(re.sub(r'("torch": ")[^"]*', r"\g<1>2.0.0", manifest.read_text()))
+    return [*said, command("run", "build")]
+
+
+def runs(folder: Path) -> list[str]:
+    """What stops a run before or in a step."""
+    build(folder, TENSOR)
+    said = [command("run", "build", "--nproc", "3"), command("run", "build", "--resume", ".")]
+    for name, plan in {
+        "hot": PLAN.replace("adamw lr 1e-2 eps 1e-5 weight_decay 0.1 clip 1.0", "sgd lr 1e30"),
+        "empty": PLAN.replace('"*.py"', '"nothing/*.txt"'),
+    }.items():
+        with pytest.raises(RunError) as stopped:
+            session = parc.load(build(folder, ONE, plan, name))
+            for _ in range(3):
+                session.step()
+        said.append(render(stopped.value.diagnostic()))
+    return said
+
+
+SCENES: dict[str, Callable[[Path], list[str]]] = {"P0210 P0211 P0212": altered, "P0301 P0304 P0302 P0303": runs}
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"
 
 
-def said(folder: Path, code: str) -> str:
-    """What a build of the tiny GPT says with the line of a case."""
-    shutil.copy(EXAMPLES / "gpt.py", folder)
-    (folder / "other.parc").write_text('include "tiny.parc"\n')
-    (folder / "weights").mkdir()
-    save_file({"embed.weight": torch.zeros(4, 16), "wte.weight": torch.zeros(1)}, folder / "weights" / "a.safetensors")
-    (folder / "tiny.parc").write_text(PLAN + TENSOR + CASES[code] + "\n")
-    with pytest.raises(PlanError) as refused:
-        build(folder / "tiny.parc", folder / "build", {})
-    return str(refused.value)
+def command(*words: str) -> str:
+    """What a command says where it fails or warns."""
+    capture = command.capture  # type: ignore[attr-defined]
+    capture.readouterr()
+    main(list(words))
+    return str(capture.readouterr().err).rstrip("\n")
 
 
-def test_messages_of_builds_look_as_they_did(tmp_path: Path) -> None:
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    monkeypatch.chdir(tmp_path)
+    command.capture = capsys  # type: ignore[attr-defined]
+    shutil.copy(EXAMPLES / "gpt.py", tmp_path)
+    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "other.parc").write_text('include "tiny.parc"\n')
+    (tmp_path / "weights").mkdir()
+    weights = {"embed.weight": torch.zeros(4, 16), "wte.weight": torch.zeros(1)}
+    save_file(weights, tmp_path / "weights" / "a.safetensors")
+    return tmp_path
+
+
+def said(place: Path, case: Case) -> str:
+    """What the command of a case says."""
+    plan = PLAN
+    if case.model:
+        plan = re.sub("model .*", f'model "./models.py:Model" (way="{case.model}")', plan)
+    assert case.change[0] in plan
+    Path("tiny.parc").write_text(plan.replace(*case.change, 1) + case.lines)
+    return command(*case.words)
+
+
+def test_every_code_is_produced_and_looks_as_it_did(place: Path) -> None:
     """To accept a change of messages, delete the golden file and run this once."""
-    texts = []
-    for code in CASES:
-        assert CODES[code].language == "shell"
-        (tmp_path / code).mkdir()
-        texts.append(f"# {code}\n{said(tmp_path / code, code)}")
-        assert f"error[{code}]" in texts[-1] and "help: " in texts[-1]
-    text = "\n\n".join(texts) + "\n"
+    found = {code: said(place, case) for code, case in COMMANDS.items()}
+    for codes, scene in SCENES.items():
+        found.update(zip(codes.split(), scene(place), strict=True))
+    assert found.keys() == {name for name, code in CODES.items() if code.language != "parc"}
+    for code, text in found.items():
+        assert re.search(rf"(error|warning)\[{code}\]", text), f"{code}: {text}"
+        assert "Traceback" not in text or "model's own traceback" in text
+    text = "\n\n".join(f"# {code}\n{text}" for code, text in sorted(found.items())) + "\n"
+    text = text.replace(str(place), "FOLDER").replace(torch.__version__.partition("+")[0], "TORCH")
+    text = re.sub(r"by \d\.\de[+-]\d+$", "by ERROR", text, flags=re.MULTILINE)
+    text = re.sub(r"^ +[~^]+\n", "", text, flags=re.MULTILINE)  # a traceback's marks are Python's own
     if not GOLDEN.exists():
         GOLDEN.write_text(text, encoding="utf-8")
         pytest.fail(f"{GOLDEN.name} was missing and is written anew: look at it and run again")

@@ -24,7 +24,7 @@ from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recorded, record
 from parc.compiler.resolve import resolve
-from parc.driver import Compiled, optimizer_facts, stored_types, task_lines
+from parc.driver import Compiled, frozen_parameters, optimizer_facts, stored_types, task_lines
 from parc.grammar.source import Source
 from parc.passes.pipeline import Request, build_programs
 from parc.passes.weights import names_of
@@ -52,13 +52,33 @@ class Subject:
 
 def call_loss(spec: ModelSpec, output: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The loss of a spec."""
-    if spec.loss == "cross_entropy":
-        return F.cross_entropy(output.flatten(0, -2), inputs["y"].flatten())
-    if spec.loss == "cross_entropy_classes_second":
-        return F.cross_entropy(output.transpose(1, 2), inputs["y"])
-    if spec.loss == "mse":
-        return F.mse_loss(output, inputs["y"])
-    return output.square().mean() if spec.loss == "mean" else (output.tanh().square() / 16).sum()
+    if spec.has_head:
+        return _class_loss(spec.loss, output, inputs["y"])
+    if spec.loss in ("mean", "sum"):
+        return output.square().mean() if spec.loss == "mean" else (output.tanh().square() / 16).sum()
+    y = inputs["y"]
+    if spec.loss == "masked":
+        return ((output - y).square() * (y > 0)).sum() / (y > 0).sum().clamp(min=1)
+    if spec.loss == "bce":
+        return F.binary_cross_entropy_with_logits(output, y.sigmoid())
+    return {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}[spec.loss](output, y)
+
+
+def _class_loss(kind: str, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if kind == "cross_entropy_classes_second":
+        return F.cross_entropy(output.transpose(1, 2), y)
+    if kind == "nll":
+        return F.nll_loss(torch.log_softmax(output.flatten(0, 1), -1), y.flatten())
+    if kind == "shifted":
+        return F.cross_entropy(output[:, :-1].flatten(0, 1), y[:, 1:].flatten())
+    if kind == "smoothed":
+        return F.cross_entropy(output.flatten(0, 1), y.flatten(), label_smoothing=0.1)
+    if kind == "added":
+        return F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="sum") / 64
+    if kind == "last":
+        return F.cross_entropy(output[:, -1], y[:, 0])
+    loss = F.cross_entropy(output.flatten(0, -2), y.flatten())
+    return loss + 1e-2 * output.logsumexp(-1).square().mean() if kind == "with_z" else loss
 
 
 @lru_cache(maxsize=4)
@@ -72,7 +92,7 @@ def subject(spec: ModelSpec) -> Subject:
             recorded.module,
             recorded.mode,
             inputs,
-            lambda model, given: model(given["x"]),
+            lambda model, given: model(*(given[name] for name in ("x", "z") if name in given)),
             lambda output, given: call_loss(spec, output, given),
         )
     model = filled(spec)
@@ -89,20 +109,25 @@ def build(made: Subject, text: str) -> Compiled:
     plan = read_plan(Source("random.parc", text))
     resolved = resolve(plan, made.names)
     lines = task_lines(plan)
+    frozen = frozen_parameters(plan, made.recorded, made.captured, resolved)
+    kinds = {**dict.fromkeys(frozen, "frozen"), **dict.fromkeys(lines.inputs, "input")}
     claims = tuple(
         (
-            f"{'input' if seed.value in lines.inputs else 'parameter'} {seed.value}",
+            f"{kinds.get(seed.value, 'parameter')} {seed.value}",
             seed.axis,
             None if seed.dim is None else Split(seed.dim, seed.outer),
             seed.span.line,
         )
         for seed in resolved.seeds
     )
-    pads = {f"parameter {name}": rows for name, rows in resolved.pads.items()}
-    request = Request(claims, plan.microbatches, plan.seed, pads=pads, precision=regions(resolved.precision))
+    pads = {f"{'frozen' if name in frozen else 'parameter'} {name}": rows for name, rows in resolved.pads.items()}
+    request = Request(claims, plan.microbatches, plan.seed, frozen, pads=pads, precision=regions(resolved.precision))
     built = build_programs(made.captured, plan.mesh, request)
     actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
-    return Compiled(plan, Path("."), plan.mesh, lines, made.recorded, made.captured, resolved, built, actions, {}, {})
+    return Compiled(
+        plan, Path("."), plan.mesh, lines, made.recorded, made.captured, resolved, built, actions, {}, {},
+        frozen=frozen,
+    )  # fmt: skip
 
 
 def case_of(made: Subject, compiled: Compiled) -> Case:
@@ -151,7 +176,7 @@ def eager_error(made: Subject, reference: Program) -> float:
     """How far loss and gradients of the captured graph are from the module's own, relative to the largest."""
     model = filled(made.spec).train()
     batch = random_batch(reference, 1, torch.Generator().manual_seed(3))[0]
-    output = call_loss(made.spec, model(batch["x"]), batch)
+    output = call_loss(made.spec, model(*(batch[name] for name in ("x", "z") if name in batch)), batch)
     output.backward()
     parameters = {name: value.detach().clone().requires_grad_() for name, value in made.parameters.items()}
     machine = Machine(reference, InProcess(Mesh()), torch.device("cpu"), wide=True, kernels=REFERENCE_KERNELS)
@@ -161,7 +186,8 @@ def eager_error(made: Subject, reference: Program) -> float:
         given: dict[str, Any] = {}
         for value in reference.function(function).parameters:
             kind, _, name = value.role.partition(" ")
-            table: Mapping[str, Any] = {"input": batch, "parameter": parameters}.get(kind, buffers)
+            tables = {"input": batch, "parameter": parameters, "frozen": parameters}
+            table: Mapping[str, Any] = tables.get(kind, buffers)
             given[value.name] = table[name]
         return given
 
@@ -170,7 +196,10 @@ def eager_error(made: Subject, reference: Program) -> float:
         loss = loss / machine.run([environment("count")], "count")[0]["count"]
     loss.backward()
     pairs = [(loss, output)]
+    trained = {value.role for value in reference.function("forward").parameters}
     for name, expected in model.named_parameters():
+        if f"parameter {name}" not in trained:
+            continue
         given = parameters[name].grad
         zero = torch.zeros_like(expected)
         pairs.append((zero if given is None else given, zero if expected.grad is None else expected.grad))

@@ -46,6 +46,6 @@ TABLE = {
     **table("mean.dim", Row(_reduced(free=False, linear="0"))),
     **table(_SOME, Row(_reduced(free=False))),
     **table("linalg_vector_norm norm.ScalarOpt_dim kthvalue", Row(_reduced(free=False, dim=2))),
-    **table("softmax.int log_softmax.int _softmax _log_softmax", Row(along(dim_argument(1)))),
+    **table("softmax.int log_softmax.int _softmax _log_softmax _safe_softmax", Row(along(dim_argument(1)))),
     **table("_softmax_backward_data _log_softmax_backward_data", Row(along(dim_argument(2), linear="0"))),
 }

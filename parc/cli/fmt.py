@@ -19,14 +19,13 @@ def run(given: argparse.Namespace) -> int:
     from parc.compiler.include import read_source
     from parc.grammar.format import format_source
 
-    sources = [read_source(path) for path in given.plans]
-    texts = [format_source(source) for source in sources]
+    texts = [format_source(read_source(path)).encode() for path in given.plans]
     changed = 0
-    for path, source, text in zip(given.plans, sources, texts, strict=True):
-        if text == source.text:
+    for path, text in zip(given.plans, texts, strict=True):
+        if text == path.read_bytes():  # a source's text has lost a byte order mark and other ends of lines
             continue
         changed += 1
         if not given.check:
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(text)
         say(f"{path} {'would change' if given.check else 'rewritten'}")
     return int(given.check and changed > 0)

@@ -37,6 +37,9 @@ def show_error(error: BaseException) -> int | None:
         if count > 1:
             say(f"{count} errors")
         return 1
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        say(f"`{error.filename}`: {error.strerror[:1].lower()}{error.strerror[1:]}")
+        return 1
     if "torch" not in sys.modules:  # the errors below come from modules that need it
         return None
     from parc.compiler.artifact import BuildError

@@ -26,6 +26,15 @@ def test_a_file_is_rewritten_once(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr() == ("", "")
 
 
+def test_ends_of_lines_and_a_byte_order_mark_are_rewritten(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.parc"
+    for rough in (CANONICAL.replace("\n", "\r\n").encode(), b"\xef\xbb\xbf" + CANONICAL.encode()):
+        plan.write_bytes(rough)
+        assert main(["fmt", str(plan), "--check"]) == 1
+        assert main(["fmt", str(plan)]) == 0
+        assert plan.read_bytes() == CANONICAL.encode()
+
+
 def test_nothing_is_rewritten_where_a_file_is_malformed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, bad = tmp_path / "plan.parc", tmp_path / "bad.parc"
     plan.write_text(ROUGH)

@@ -89,12 +89,33 @@ def test_words_before_torch_are_instant() -> None:
     code = """
 import sys
 from parc.cli import main
-for words in (["--help"], ["explain", "P0107"], ["check", "missing.parc"], ["run", "--help"]):
+slow = {"torch", "sympy", "numpy", "rich"}
+for words in (["--help"], ["explain", "P0107"], ["check", "missing.parc"], ["run", "--help"], ["example"]):
     main(words)
-sys.exit("torch" in sys.modules)
+assert not slow & set(sys.modules)
+assert main(["check", "--static", "examples/gpt.parc"]) == 0
+assert main(["check", "examples/gpt.parc", "-D", "tp=0"]) == 1
+assert not slow & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_example_is_copied_with_its_model(capsys: Captured, tmp_path: Path) -> None:
+    names = [line.split()[0] for line in parc(capsys, "example")[1].splitlines()[1:]]
+    assert {"gpt", "llama"} <= set(names)
+    for name in names:
+        assert parc(capsys, "example", name, tmp_path / "new")[0] == 0
+        assert parc(capsys, "check", "--static", tmp_path / "new" / f"{name}.parc")[0] == 0
+    assert {path.name for path in (tmp_path / "new").iterdir()} >= {"gpt.parc", "gpt.py", "llama.parc", "llama.py"}
+    (tmp_path / "gpt.py").write_text("mine\n")
+    code, out, err = parc(capsys, "example", "gpt.parc", tmp_path)
+    assert (code, out) == (1, "") and "gpt.py is there and is not the example's" in err
+    assert (tmp_path / "gpt.py").read_text() == "mine\n" and not (tmp_path / "gpt.parc").exists()
+    code, _, err = parc(capsys, "example", "gtp")
+    assert code == 1 and "did you mean `gpt`?" in err
+    code, _, err = parc(capsys, "example", "gpt", tmp_path / "gpt.py")
+    assert code == 1 and "file exists" in err
 
 
 def test_explain(capsys: Captured) -> None:

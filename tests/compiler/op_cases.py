@@ -194,7 +194,7 @@ REDUCTIONS: dict[str, Maker] = {
     **named("linalg_vector_norm norm.ScalarOpt_dim", reduced(2)),
     **named("kthvalue", _picked_count),
     **named("histc", lambda g: (g.n(*g.shape(1)), 5, *g.pick((-1.0, 1.0), (0, 0)))),
-    **named("softmax.int log_softmax.int", along()),
+    **named("softmax.int log_softmax.int _safe_softmax", along()),
     **named("_softmax _log_softmax", lambda g: (*along()(g), False)),
     **named(
         "_softmax_backward_data _log_softmax_backward_data",

@@ -14,9 +14,9 @@ from parc.compiler.directives import verbs
 from parc.compiler.plan import read_plan
 from parc.grammar import parse as parse_module
 from parc.grammar.diagnostics import PlanError, render
-from parc.grammar.format import format_source, format_statements
+from parc.grammar.format import format_source, format_statement, format_statements
 from parc.grammar.mistakes import MISTAKES, diagnose
-from parc.grammar.parse import parse
+from parc.grammar.parse import parse, parse_lines
 from parc.grammar.source import Source, Span
 from parc.grammar.syntax import (
     Binding,
@@ -137,6 +137,28 @@ def test_printed_statements_read_back_the_same(written: list[Statement]) -> None
     assert not diagnostics, (text, [render(found) for found in diagnostics])
     assert read == tuple(written)
     assert format_source(Source("printed.parc", text)) == text
+
+
+blanks = st.text(st.sampled_from(" \t\r"), max_size=3)
+comments = st.none() | st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), max_size=8)
+rough_lines = st.tuples(blanks, st.none() | statements, blanks, comments)
+
+
+@given(st.lists(rough_lines, max_size=6))
+def test_formatting_any_file_keeps_statements_and_comments(
+    lines: list[tuple[str, Statement | None, str, str | None]],
+) -> None:
+    text = "\n".join(
+        before + ("" if line is None else format_statement(line)) + after + ("" if comment is None else f"#{comment}")
+        for before, line, after, comment in lines
+    )
+    source = Source("rough.parc", text)
+    made = Source("made.parc", format_source(source))
+    assert format_source(made) == made.text
+    assert parse(made) == parse(source)
+    assert [line.comment for line in parse_lines(made) if line.comment is not None] == [
+        comment.strip() for *_, comment in lines if comment is not None
+    ]
 
 
 def test_formatting_keeps_comments_and_is_idempotent() -> None:

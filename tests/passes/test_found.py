@@ -101,6 +101,26 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         ["vocab embed over ax", "shard layers.1.down.weight [(4 _/ax=2 3), (4 _/tp=4 3)]",
          "shard layers.1.down.bias [(3 _/tp=4 2)]"],
     ),
+    "a trained mask of attention has its gradient": (
+        ModelSpec(SIZES, "tokens", (attention(mask="learned", shared=2),), "cross_entropy"),
+        {"dp": 2, "tp": 2},
+        ["shard x, y [B/dp, _]", "row layers.0.out over tp"],
+    ),
+    "what one operand of an einsum alone has is summed first": (
+        ModelSpec(SIZES, "tokens", (Layer("linear", (True,)), Layer("plain", ("outer",))), "cross_entropy"),
+        {"dp": 2, "tp": 2},
+        ["shard x, y [B/dp, _]", "column layers.0 over tp"],
+    ),
+    "attention without heads": (
+        ModelSpec(SIZES, "tokens", (Layer("linear", (True,)), Layer("plain", ("scores",))), "cross_entropy"),
+        {"dp": 2, "tp": 2},
+        ["shard x, y [B/dp, _]", "column layers.0 over tp"],
+    ),
+    "whole channels are dropped alike on every plan": (
+        ModelSpec(SIZES, "tokens", (Layer("linear", (True,)), Layer("plain", ("drop",))), "cross_entropy"),
+        {"dp": 2, "tp": 2},
+        ["shard x, y [B/dp, _]", "column layers.0 over tp"],
+    ),
 }  # fmt: skip
 
 

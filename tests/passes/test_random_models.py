@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 import pytest
 from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
@@ -23,16 +26,16 @@ def trials(draw: st.DrawFn, most_layers: int) -> tuple[ModelSpec, list[str]]:
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("most_layers", [1, 2, 3, 5])
-def test_random_models(most_layers: int) -> None:
+def test_random_models(most_layers: int, record_property: Callable[[str, object], None]) -> None:
     """Each plan is an example: built, checked, read back from its text and simulated for two steps, or refused by a
     diagnostic; and the captured graph is the module's own mathematics."""
-    simulated = refused = 0
+    tried: Counter[str] = Counter()
 
     @settings(max_examples=settings().max_examples // SHARE, suppress_health_check=list(HealthCheck))
     @given(trials(most_layers))
     def run(trial: tuple[ModelSpec, list[str]]) -> None:
-        nonlocal simulated, refused
         spec, texts = trial
+        tried["models"] += 1
         note(f"model: {spec}")
         made = subject(spec)
         for text in texts:
@@ -42,12 +45,16 @@ def test_random_models(most_layers: int) -> None:
             except PlanError as refusal:
                 event("plan refused")
                 note(f"refused: {refusal}")
-                refused += 1
+                tried["refused"] += 1
                 continue
             event("plan simulated")
-            simulated += 1
-            if simulated % 4 == 1 and not spec.drops:
+            tried["simulated"] += 1
+            if tried["simulated"] % 4 == 1 and not spec.drops:
                 assert eager_error(made, compiled.built.reference) <= TOLERANCE
 
-    run()
-    assert simulated >= 50, f"{simulated} plans were simulated, {refused} refused"
+    try:
+        run()
+    finally:
+        for name, number in tried.items():
+            record_property(name, number)
+    assert tried["simulated"] >= 50, tried

@@ -1,0 +1,69 @@
+"""``parc example``: the plans that parc ships to begin with, each with the model that it names."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+from parc.cli.terminal import say, table
+from parc.grammar.nearest import did_you_mean, listed
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("name", metavar="NAME", nargs="?", help="copy this example; without it, list them")
+    parser.add_argument(
+        "folder", metavar="DIR", nargs="?", type=Path, default=Path(), help="default: the current folder"
+    )
+
+
+def run(given: argparse.Namespace) -> int:
+    """The list on stdout; or copies of an example's files, none of which is there in another form."""
+    plans = _plans()
+    if given.name is None:
+        print(
+            table(
+                [(name, text.partition("\n")[0].partition(" - ")[2]) for name, text in plans.items()], ("example", "")
+            )
+        )
+        return 0
+    name = given.name.removesuffix(".parc")
+    if name not in plans:
+        say(f"there is no example `{given.name}`; {did_you_mean(name, plans, f'there are {listed(plans)}')}")
+        return 1
+    texts = _texts(name, plans[name])
+    changed = [file for file, text in texts.items() if _differs(given.folder / file, text)]
+    if changed:
+        say(f"{given.folder / changed[0]} is there and is not the example's; name another folder")
+        return 1
+    given.folder.mkdir(parents=True, exist_ok=True)
+    for file, text in texts.items():
+        (given.folder / file).write_text(text, encoding="utf-8")
+        say(f"written {given.folder / file}")
+    say(f"next: parc build {given.folder / f'{name}.parc'}")
+    return 0
+
+
+def _plans() -> dict[str, str]:
+    """The text of each plan, by name."""
+    found = sorted((files("parc") / "examples").iterdir(), key=lambda entry: entry.name)
+    return {
+        entry.name.removesuffix(".parc"): entry.read_text(encoding="utf-8")
+        for entry in found
+        if entry.name.endswith(".parc")
+    }
+
+
+def _texts(name: str, text: str) -> Mapping[str, str]:
+    """The files of an example: the plan, and the file of its model."""
+    from parc.compiler.plan import read_plan
+    from parc.grammar.source import Source
+
+    model = read_plan(Source(f"{name}.parc", text)).model.callable.partition(":")[0]
+    return {f"{name}.parc": text, model: (files("parc") / "examples" / model).read_text(encoding="utf-8")}
+
+
+def _differs(path: Path, text: str) -> bool:
+    return path.exists() and path.read_bytes() != text.encode()
