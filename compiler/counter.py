@@ -77,6 +77,14 @@ def normal(key: int, index: Tensor, low: float = 0.0, high: float = 1.0) -> Tens
     return _blockwise(draw, index, torch.float64)
 
 
+def random(key: int, index: Tensor, law: str, dtype: torch.dtype) -> Tensor:
+    """Numbers of a floating ``dtype``, ``uniform`` in [0, 1) or standard ``normal``, of the shape of ``index``."""
+    if law == "normal":
+        return normal(key, index).to(dtype)
+    one = torch.ones((), dtype=dtype, device=index.device)
+    return torch.minimum(uniform(key, index).to(dtype), torch.nextafter(one, torch.zeros_like(one)))
+
+
 def exponential(key: int, index: Tensor) -> Tensor:
     """Exponentially distributed numbers with mean 1, as float64 of the shape of ``index``."""
     return _blockwise(lambda part: log(_cells(_bits(key, part))).neg_(), index, torch.float64)
@@ -105,6 +113,11 @@ def keep_mask(key: int | tuple[Tensor, Tensor], index: Tensor, p: float) -> Tens
         return _high_bits(key, index) >= threshold
     numbers = words(key)
     return _blockwise(lambda part: _high_bits(numbers, part) >= threshold, index, torch.bool)
+
+
+def dropped(kept: float) -> float:
+    """The probability to drop, where torch was told ``1 - p``: the p that was written has few digits."""
+    return float(f"{1 - kept:.15g}")
 
 
 def _blockwise(draw: Callable[[Tensor], Tensor], index: Tensor, dtype: torch.dtype) -> Tensor:

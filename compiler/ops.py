@@ -25,6 +25,8 @@ _SCHEMAS = (
     # randomness: a stream's key from the step and microbatch in `rng`; a mask of 0 and 1/(1-p)
     "stream_key(Tensor rng, str name, int seed) -> Tensor",
     "dropout_mask(Tensor key, SymInt[] size, float p, ScalarType dtype) -> Tensor",
+    # numbers uniform in [0, 1), or standard normal
+    "random(Tensor key, SymInt[] size, str law, ScalarType dtype) -> Tensor",
     # start + step * global index
     "iota(SymInt size, int start, int step, ScalarType dtype) -> Tensor",
     # rows of a table of which a rank holds some: zeros for the others; the row `padding` gets no gradient
@@ -98,6 +100,11 @@ def _(rng: Any, name: str, seed: int) -> Any:
 
 @_fake("dropout_mask")
 def _(key: Any, size: Any, p: float, dtype: torch.dtype) -> Any:
+    return key.new_empty(size, dtype=dtype)
+
+
+@_fake("random")
+def _(key: Any, size: Any, law: str, dtype: torch.dtype) -> Any:
     return key.new_empty(size, dtype=dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,10 +21,16 @@ from torch.overrides import TorchFunctionMode
 Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
-def trace(function: Callable[..., Any], values: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.Graph:
+def trace(
+    function: Callable[..., Any],
+    values: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+) -> fx.Graph:
     """The ATen graph, forward and backward, of a function on fake tensors."""
     with mode, quiet(), torch.backends.mkldnn.flags(enabled=False):
-        return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*values).graph
+        made = make_fx(function, decompositions, tracing_mode="real", _allow_non_fake_inputs=True)
+        return made(*values).graph
 
 
 def missing_compiler(device: torch.device) -> str:

@@ -164,6 +164,15 @@ NOT_RECOMPUTED = Code(
     instead=_MODEL.format(body="return torch.tanh(x)"),
     language="python",
 )
+UNCOUNTED_DRAW = Code(
+    name="P0221",
+    title="random numbers that no stream counts",
+    why="random numbers in a model's forward are functions of a stream's name and the global element, so that every"
+    " plan draws the same; dropout, `torch.rand`, `torch.randn` and `torch.bernoulli` have that form.",
+    example=_MODEL.format(body="return x[:, torch.randperm(x.shape[1])]"),
+    instead=_MODEL.format(body="return x[:, torch.rand(x.shape[1]).argsort()]"),
+    language="python",
+)
 ROUNDED_UPDATES = Code(
     name="P0223",
     title="weights that are updated in a narrow type",

@@ -38,13 +38,14 @@ from parc.grammar.codes_build import (
     NOT_RECOMPUTED,
     NOTHING_TRAINED,
     RETURNED_CACHE,
+    UNCOUNTED_DRAW,
     WRONG_INPUTS,
 )
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.initial_weights import init_facts
 from parc.passes.heads import Copies, find_copies
 from parc.passes.own_rules import RuleMisfit
-from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
+from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of, prepare
 from parc.size_ranges import compile_range, fixed
 
 Progress = Callable[[str], None]
@@ -217,9 +218,16 @@ def capture_plan(
         span = plan.loss.arguments.statement.span
         raise PlanError([Diagnostic(MODEL_FAILED, str(error), Label(span), notes=_trace(error.__cause__))]) from None
     try:
-        return recorded, capture(recorded.module, recorded.mode, input_specs(plan), call, loss, ranged)
+        captured = capture(recorded.module, recorded.mode, input_specs(plan), call, loss, ranged)
     except CaptureError as error:
         raise PlanError([_capture_diagnostic(plan, error)]) from None
+    drawn = prepare(captured.graph)
+    if drawn is not None:
+        message = f"the model draws random numbers with `{drawn.target}`, which no stream counts"
+        notes = (f"at {source}",) if (source := drawn.meta["origin"].source) else ()
+        help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make it an input"
+        raise PlanError([Diagnostic(UNCOUNTED_DRAW, message, Label(model_span), help=help_, notes=notes)])
+    return recorded, captured
 
 
 def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:

@@ -11,7 +11,8 @@ from torch import fx
 
 from ..compiler.ops import OPS
 from ..compiler.program import Origin
-from .decompose import DECOMPOSITIONS, learned, looked_up, shape_of, written_attention
+from .decompose import DECOMPOSITIONS, depends_on_parameter, looked_up, selected, shape_of, written_out
+from .draws import DRAWS
 from .slices import join_slices
 
 aten = torch.ops.aten
@@ -161,29 +162,24 @@ def _linear(c: Canonicalizer, node: Any) -> None:
         c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
 
 
+def _convolution(c: Canonicalizer, node: Any) -> None:
+    """As of a linear layer: product first, then the sum."""
+    bias = node.args[2] if len(node.args) > 2 else None
+    if bias is None:
+        return
+    x, weight, _, *rest = node.args
+    product = c.emit(node, node.target, x, weight, None, *rest, val=node.meta["val"], **node.kwargs)
+    for _ in range(len(shape_of(weight)) - 2):
+        bias = c.emit(node, aten.unsqueeze.default, bias, -1)
+    c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
+
+
 def _addmm(c: Canonicalizer, node: Any) -> None:
     if node.kwargs:
         return
     bias, x, weight = node.args
     product = c.emit(node, aten.mm.default, x, weight, val=node.meta["val"])
     c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
-
-
-def _dropout(c: Canonicalizer, node: Any) -> None:
-    x, p, *train = node.args
-    kept = next((user for user in node.users if user.args[1] == 0), None)
-    if kept is None:
-        return
-    if p == 0 or (train and train[0] is False):
-        c.replace(kept, x)
-        return
-    if p == 1:  # nothing is drawn, as torch draws nothing
-        c.replace(kept, c.emit(node, aten.mul.Tensor, x, 0.0))
-        return
-    value = x.meta["val"]
-    key = c.stream(node, c.rng)
-    mask = c.emit(node, OPS.dropout_mask.default, key, list(value.shape), float(p), value.dtype)
-    c.replace(kept, c.emit(node, aten.mul.Tensor, x, mask))
 
 
 def _attention(c: Canonicalizer, node: Any) -> None:
@@ -197,9 +193,8 @@ def _attention(c: Canonicalizer, node: Any) -> None:
     if mask is not None:
         while mask.meta["val"].dim() < 4:
             mask = c.emit(node, aten.unsqueeze.default, mask, 0)
-        if learned(mask):
-            parts = (q, given["k"], given["v"], mask, key, given.get("scale"), p)
-            c.replace(node, written_attention(c, node, *parts))
+        if depends_on_parameter(mask):
+            written_out(c, node, {**given, "attn_mask": mask}, key)
             return
     options = (bool(given.get("is_causal") or False), given.get("scale"), p)
     pair = c.emit(node, OPS.attention.default, q, given["k"], given["v"], mask, key, *options)
@@ -320,8 +315,12 @@ TABLE: Mapping[Any, Rewrite] = {
     aten.cat.default: _cat,
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,
+    **dict.fromkeys(
+        (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default), _convolution
+    ),
+    **dict.fromkeys((aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding), _convolution),
     **DECOMPOSITIONS,
-    aten.native_dropout.default: _dropout,
+    **DRAWS,
     aten.scaled_dot_product_attention.default: _attention,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.arange.default: _arange,
@@ -330,6 +329,7 @@ TABLE: Mapping[Any, Rewrite] = {
     aten.add.Tensor: _add,
     aten.unsqueeze.default: _unsqueeze,
     aten.index.Tensor: _index,
+    aten.index_select.default: selected,
     aten.full.default: _creation(_filled),
     aten.full_like.default: _creation(_filled),
     aten.new_full.default: _creation(_filled),

@@ -67,12 +67,14 @@ def _averaged_loss(reduction: int) -> Rewrite:
 
 def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
     """Statistics as sums over the global count, so that they are the whole batch's however it is split."""
-    x, weight, bias, mean, var, training, momentum, eps = node.args
-    if not training or not isinstance(x, fx.Node):
-        return
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given: dict[str, Any] = {"training": False, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    x, weight, bias, training, momentum, eps = (
+        given[name] for name in ("input", "weight", "bias", "training", "momentum", "eps")
+    )
+    mean, var = given.get("running_mean"), given.get("running_var")
     shape = shape_of(x)
     dims = [dim for dim in range(len(shape)) if dim != 1]
-    count = math.prod(shape[dim] for dim in dims)
 
     def spread(value: Any) -> fx.Node:
         """A value of each channel beside ``x``."""
@@ -80,24 +82,33 @@ def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
             value = c.emit(node, aten.unsqueeze.default, value, 1)
         return value  # type: ignore[no-any-return]
 
+    def channels(value: fx.Node) -> fx.Node:
+        return c.emit(node, aten.reshape.default, value, [shape[1]])
+
     def moved(old: Any, new: fx.Node) -> fx.Node:
-        kept = c.emit(node, aten.mul.Tensor, old, 1 - momentum)  # type: ignore[operator]
+        kept = c.emit(node, aten.mul.Tensor, old, 1 - momentum)
+        new = channels(c.emit(node, aten.detach.default, new))
         return c.emit(node, aten.add.Tensor, kept, c.emit(node, aten.mul.Tensor, new, momentum))
 
-    center = average(c, node, x, dims)
-    apart = c.emit(node, aten.sub.Tensor, x, spread(center))
-    square = c.emit(node, aten.sum.dim_IntList, c.emit(node, aten.mul.Tensor, apart, apart), dims)
-    biased = c.emit(node, aten.div.Tensor, square, count)
+    # in the shape that x's readers want, so that running statistics read the same reduced sums
+    center = average(c, node, x, dims, keep=True) if training else spread(mean)
+    apart = c.emit(node, aten.sub.Tensor, x, center)
+    squares = c.emit(node, aten.mul.Tensor, apart, apart)
+    biased = average(c, node, squares, dims, keep=True) if training else spread(var)
     scale = c.emit(node, aten.rsqrt.default, c.emit(node, aten.add.Tensor, biased, eps))
-    result = c.emit(node, aten.mul.Tensor, apart, spread(scale))
+    result = c.emit(node, aten.mul.Tensor, apart, scale)
     if weight is not None:
         result = c.emit(node, aten.mul.Tensor, result, spread(weight))
     if bias is not None:
         result = c.emit(node, aten.add.Tensor, result, spread(bias))
-    unbiased = c.emit(node, aten.div.Tensor, c.emit(node, aten.detach.default, square), max(count - 1, 1))
-    results = {0: lambda: result, 1: lambda: center, 2: lambda: scale,
-               3: lambda: moved(mean, c.emit(node, aten.detach.default, center)),
-               4: lambda: moved(var, unbiased)}  # fmt: skip
+    count = math.prod(shape[dim] for dim in dims)
+    results: dict[int, Callable[[], Any]] = {
+        0: lambda: result,
+        1: lambda: channels(center),
+        2: lambda: channels(scale),
+        3: lambda: moved(mean, center) if training else mean,
+        4: lambda: moved(var, c.emit(node, aten.mul.Tensor, biased, count / max(count - 1, 1))) if training else var,
+    }
     for user in list(node.users):
         if user.target is operator.getitem:
             c.replace(user, results[user.args[1]]())  # type: ignore[index]
@@ -111,6 +122,21 @@ def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
         dtype = x.meta["val"].dtype
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype  # what torch computes in
         node.args, node.kwargs = (x, shape, weight, torch.finfo(wide).eps), {}
+
+
+def _matmul(c: Canonicalizer, node: fx.Node) -> None:
+    """Batches that a product repeats are repeated before it, where a plan can split what they are repeated over."""
+    pair: list[Any] = list(node.args)
+    shapes = [shape_of(side) for side in pair]
+    lead = shape_of(node)[:-2]
+    if min(map(len, shapes)) < 3:
+        return
+    for at, (side, shape) in enumerate(zip(pair, shapes, strict=True)):
+        if shape[:-2] != lead:
+            for _ in range(len(lead) + 2 - len(shape)):
+                side = c.emit(node, aten.unsqueeze.default, side, 0)
+            pair[at] = c.emit(node, aten.expand.default, side, [*lead, *shape[-2:]])
+    node.args = tuple(pair)
 
 
 def _broadcast_tensors(c: Canonicalizer, node: fx.Node) -> None:
@@ -145,26 +171,100 @@ def _embedding(c: Canonicalizer, node: fx.Node) -> None:
 
 
 def looked_up(c: Canonicalizer, node: fx.Node) -> None:
-    """Rows of a parameter by indices of its leading dims, as an embedding: then parts of the lookups make parts of the
-    gradient's sum. Indices may count from the end, which an embedding's do not."""
+    """Rows of what is trained by indices of neighbouring dims, as an embedding: then parts of the lookups make parts of
+    the gradient's sum. Indices may count from the end, which an embedding's do not."""
     x: Any = node.args[0]
     given: Any = node.args[1]
-    indices = [index for index in given if index is not None]
-    whole = [index is not None for index in given] == [True] * len(indices)
+    places = [dim for dim, index in enumerate(given) if index is not None]
+    indices = [given[dim] for dim in places]
+    together = places == list(range(places[0], places[-1] + 1)) if places else False
     counts = (torch.int64, torch.int32)
-    if not whole or not _is_parameter(x) or any(index.meta["val"].dtype not in counts for index in indices):
+    if not together or any(index.meta["val"].dtype not in counts for index in indices):
+        return
+    split = any(_depends_on(index, "input") for index in indices)
+    if not (_is_parameter(x) and not places[0]) and not (split and depends_on_parameter(x)):
         return
     shape, result = shape_of(x), shape_of(node)
+    if places == [0, 1] and c.iotas.get(indices[0]) == (0, shape[0]) and shape_of(indices[1]) == shape[:1]:
+        # one of each sample's, whose samples may be split
+        index = c.emit(node, aten.reshape.default, indices[1], [shape[0], *[1] * (len(shape) - 1)])
+        index = c.emit(node, aten.expand.default, index, [shape[0], 1, *shape[2:]])
+        c.replace(node, c.emit(node, aten.squeeze.dim, c.emit(node, aten.gather.default, x, 1, index), 1))
+        return
     row: Any = None
-    for size, index in zip(shape, indices, strict=False):
+    for dim, index in zip(places, indices, strict=True):
         below = c.emit(node, aten.lt.Scalar, index, 0)
-        index = c.emit(node, aten.where.self, below, c.emit(node, aten.add.Tensor, index, size), index)
-        row = index if row is None else c.emit(node, aten.add.Tensor, c.emit(node, aten.mul.Tensor, row, size), index)
-    rows, rest = math.prod(shape[: len(indices)]), shape[len(indices) :]
-    if len(shape) != 2 or len(indices) != 1:
-        x = c.emit(node, aten.reshape.default, x, [rows, math.prod(rest)])
+        index = c.emit(node, aten.where.self, below, c.emit(node, aten.add.Tensor, index, shape[dim]), index)
+        scaled = row if row is None else c.emit(node, aten.mul.Tensor, row, shape[dim])
+        row = index if scaled is None else c.emit(node, aten.add.Tensor, scaled, index)
+    first, rest = places[0], [dim for dim in range(len(shape)) if dim not in places]
+    if first:
+        x = c.emit(node, aten.permute.default, x, [*places, *rest])
+    if first or len(shape) != 2 or len(indices) != 1:
+        x = c.emit(
+            node,
+            aten.reshape.default,
+            x,
+            [math.prod(shape[dim] for dim in places), math.prod(shape[dim] for dim in rest)],
+        )
     found = c.emit(node, aten.embedding.default, x, row)
-    c.replace(node, found if shape_of(found) == result else c.emit(node, aten.reshape.default, found, list(result)))
+    asked = len(shape_of(row))
+    if shape_of(found) != (front := (*shape_of(row), *(shape[dim] for dim in rest))):
+        found = c.emit(node, aten.reshape.default, found, list(front))
+    if first:  # what was asked stands where the first of the dims stood
+        order = [*range(asked, asked + first), *range(asked), *range(asked + first, len(result))]
+        found = c.emit(node, aten.permute.default, found, order)
+    c.replace(node, found)
+
+
+def selected(c: Canonicalizer, node: fx.Node) -> None:
+    """Entries along one dim, as an index of it."""
+    x, dim, index = node.args
+    indices = [None] * (dim % len(shape_of(x))) + [index]  # type: ignore[operator, arg-type]
+    made = c.emit(node, aten.index.Tensor, x, indices)
+    c.replace(node, made)
+    looked_up(c, made)
+
+
+def written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key: fx.Node | None) -> None:
+    """Attention with its scores written out: one whose mask is trained, of which attention's own backward makes no
+    gradient (relative positions added to the scores)."""
+    q, k, v, mask = given["q"], given["k"], given["v"], given["attn_mask"]
+    p, scale = float(given.get("dropout_p") or 0.0), given.get("scale")
+    heads = shape_of(q)[1] // shape_of(k)[1]
+    if heads > 1:
+        k, v = (c.emit(node, aten.repeat_interleave.self_int, x, heads, 1) for x in (k, v))
+    scores = c.emit(node, aten.matmul.default, q, c.emit(node, aten.transpose.int, k, -2, -1))
+    if (factor := shape_of(q)[-1] ** -0.5 if scale is None else scale) != 1:
+        scores = c.emit(node, aten.mul.Tensor, scores, factor)
+    weights = c.emit(node, aten.softmax.int, c.emit(node, aten.add.Tensor, scores, mask), -1)
+    if key is not None:
+        kept = c.emit(node, OPS.dropout_mask.default, key, list(shape_of(weights)), p, weights.meta["val"].dtype)
+        weights = c.emit(node, aten.mul.Tensor, weights, kept)
+    c.replace(node, c.emit(node, aten.matmul.default, weights, v))
+
+
+def depends_on_parameter(node: fx.Node) -> bool:
+    """Whether a gradient that arrives at a value goes on to a parameter."""
+    return _depends_on(node, "parameter", lambda n: n.target is not aten.detach.default and _is_floating(n))
+
+
+def _depends_on(node: fx.Node, kind: str, through: Callable[[fx.Node], bool] = lambda _: True) -> bool:
+    """Whether a placeholder of a kind leads to a value, over nodes that a test lets through."""
+    seen, pending = set[fx.Node](), [node]
+    while pending:
+        current = pending.pop()
+        if current not in seen and through(current):
+            if current.op == "placeholder" and current.meta["role"].startswith(kind):
+                return True
+            seen.add(current)
+            pending.extend(current.all_input_nodes)
+    return False
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, (tuple, list)) or bool(value.is_floating_point())
 
 
 def _einsum(c: Canonicalizer, node: fx.Node) -> None:
@@ -183,54 +283,6 @@ def _einsum(c: Canonicalizer, node: fx.Node) -> None:
     node.args = (f"{','.join(terms)}->{output}", tensors)
 
 
-def _bernoulli(c: Canonicalizer, node: fx.Node) -> None:
-    """Ones and zeros as dropout draws them: of whole channels, or of whole samples."""
-    p = float(node.args[1] if len(node.args) > 1 else 0.5)  # type: ignore[arg-type]
-    shape, dtype = list(shape_of(node)), node.meta["val"].dtype
-    if p in (0.0, 1.0):
-        c.replace(node, c.emit(node, aten.full.default, shape, p, dtype=dtype))
-        return
-    kept = c.emit(node, OPS.dropout_mask.default, c.stream(node, c.rng), shape, 1 - p, dtype)
-    c.replace(node, c.emit(node, aten._to_copy.default, c.emit(node, aten.ne.Scalar, kept, 0), dtype=dtype))
-
-
-def learned(value: fx.Node) -> bool:
-    """Whether a gradient may flow to a value: it is made of a parameter."""
-    seen, todo = {value}, [value] * value.meta["val"].dtype.is_floating_point
-    while todo:
-        node = todo.pop()
-        if str(node.meta.get("role", "")).startswith("parameter"):
-            return True
-        if node.target is not aten.detach.default:
-            todo += [x for x in node.all_input_nodes if x not in seen and x.meta["val"].dtype.is_floating_point]
-            seen.update(todo)
-    return False
-
-
-def _repeated(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx.Node:
-    """Keys or values [b, g, t, d] for every query head."""
-    batch, groups, length, size = shape_of(x)
-    if groups == heads:
-        return x
-    apart = c.emit(near, aten.unsqueeze.default, x, 2)
-    apart = c.emit(near, aten.expand.default, apart, [batch, groups, heads // groups, length, size])
-    return c.emit(near, aten.reshape.default, apart, [batch, heads, length, size])
-
-
-def written_attention(
-    c: Canonicalizer, node: fx.Node, q: Any, k: Any, v: Any, mask: fx.Node, key: Any, scale: Any, p: float
-) -> fx.Node:
-    """Attention in its parts, for a mask that is trained: the one operator has no gradient for it."""
-    k, v = (_repeated(c, node, x, shape_of(q)[1]) for x in (k, v))
-    scores = c.emit(node, aten.matmul.default, q, c.emit(node, aten.transpose.int, k, -2, -1))
-    scores = c.emit(node, aten.mul.Tensor, scores, float(shape_of(q)[-1]) ** -0.5 if scale is None else scale)
-    weights = c.emit(node, aten.softmax.int, c.emit(node, aten.add.Tensor, scores, mask), -1)
-    if key is not None:
-        keep = c.emit(node, OPS.dropout_mask.default, key, list(shape_of(weights)), p, weights.meta["val"].dtype)
-        weights = c.emit(node, aten.mul.Tensor, weights, keep)
-    return c.emit(node, aten.matmul.default, weights, v)
-
-
 def _is_parameter(x: fx.Node) -> bool:
     """Whether a value is trained, in whatever dtype it is read."""
     while x.target is aten._to_copy.default:
@@ -240,7 +292,7 @@ def _is_parameter(x: fx.Node) -> bool:
 
 DECOMPOSITIONS: Mapping[Any, Rewrite] = {
     aten.einsum.default: _einsum,
-    aten.bernoulli.p: _bernoulli,
+    aten.matmul.default: _matmul,
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
     aten.rms_norm.default: _rms_norm,
@@ -249,6 +301,8 @@ DECOMPOSITIONS: Mapping[Any, Rewrite] = {
     aten.copy.default: _written,
     aten.fill.Tensor: _written,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm,
     **dict.fromkeys(
         (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
          aten.soft_margin_loss.default, aten.kl_div.default),

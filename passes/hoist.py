@@ -58,7 +58,11 @@ def _fixpoint(
     chosen = {
         node
         for node in graph.nodes
-        if computes(node) and axis not in placed.parts[node] and axis not in placed.splits[node, 0] and grad[node, 0]
+        if computes(node)
+        and axis not in placed.parts[node]
+        and axis not in placed.splits[node, 0]
+        and grad[node, 0]
+        and node not in placed.without_rule  # what its gradient is linear in is not known
     }
     while True:
         dropped = {node for node in chosen if not holds(node)}

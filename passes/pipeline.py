@@ -19,19 +19,21 @@ from .calls import computes, outputs
 from .canonicalize import canonicalize
 from .choices import Choices
 from .constants import fold_constants
+from .draws import uncounted
 from .fuse import fuse_bias
 from .lift import lift_parameters
 from .loss import split_loss
 from .own_rules import check_registered, explained
 from .pad import pad
 from .partition import Partition, Reshard
+from .parts import expand_unruled
 from .precision import narrow
 from .propagate import Claim, Placed, propagate
 from .reference import reference_program
 from .segments import block_of, node_type
 from .weights import names_of
 
-__all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of"]
+__all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of", "prepare"]
 
 ROLE = "stage0"
 
@@ -63,6 +65,13 @@ class Built:
     without_rule: tuple[str, ...]
     averaged: bool = False
     """Whether microbatches are averaged though that may not be the whole batch's loss."""
+
+
+def prepare(graph: fx.Graph) -> fx.Node | None:
+    """Write operators without a rule as their parts, in place, before a plan's names and every pass see the graph. The
+    first operator that draws random numbers which no stream counts, for which there is no build."""
+    expand_unruled(graph)
+    return uncounted(graph)
 
 
 def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:

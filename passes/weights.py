@@ -58,12 +58,16 @@ def _uses(weight: fx.Node) -> list[tuple[fx.Node, WeightUse]]:
                 if all(i >= 0 for i in order):
                     pending.append((reader, tuple(dims[i] for i in order)))
                 continue
-            if len(terms) != 2:
-                continue
-            kept = [dims[i] for i, term in enumerate(terms) if term and any(term[0] in r for r in rule.results[0])]
-            lost = [dims[i] for i, term in enumerate(terms) if term and not any(term[0] in r for r in rule.results[0])]
+            lookup = str(reader.target) in _LOOKUPS
+            beside = {name for i, dims_ in enumerate(rule.operands) if i != index for names in dims_ for name in names}
+            results = {name for names in rule.results[0] for name in names}
+            kept = [dims[i] for i, term in enumerate(terms) if term and term[0] in results]
+            lost = [dims[i] for i, term in enumerate(terms) if term and term[0] not in results]
+            if not lookup:  # a kernel's extent is neither put out nor contracted
+                lost = [dim for dim in lost if terms[dims.index(dim)][0] in beside]
             if len(kept) == len(lost) == 1:
-                lookup = str(reader.target) in _LOOKUPS
                 out, into = (lost[0], kept[0]) if lookup else (kept[0], lost[0])
                 found.append((reader, WeightUse("lookup" if lookup else "linear", out, into)))
+            elif len(kept) == 1 and len(terms) > 2:  # a convolution of each channel by itself
+                found.append((reader, WeightUse("linear", kept[0], kept[0])))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..compiler.counter import keep_mask, stream
+from ..compiler.counter import keep_mask, random, stream
 from ..compiler.mesh import Mesh
 from ..compiler.parts import atoms, terms
 from ..compiler.placement import TensorType, dim_index, row_major
@@ -157,6 +157,11 @@ def _dropout_mask(site: Site, key: torch.Tensor, size: Any, p: float, dtype: tor
     return keep_mask(site.key(key), site.numbers(result), p).to(dtype).mul_(1 / (1 - p))
 
 
+def _random(site: Site, key: torch.Tensor, size: Any, law: str, dtype: torch.dtype) -> torch.Tensor:
+    (result,) = site.results
+    return random(site.key(key), site.numbers(result), law, dtype)
+
+
 def _iota(site: Site, size: int, start: int, step: int, dtype: torch.dtype) -> torch.Tensor:
     return (site.index(site.results[0], 0) * step + start).to(dtype)
 
@@ -256,6 +261,7 @@ KERNELS: Mapping[str, Kernel] = {
     "parc.attention_backward.default": _attention_backward,
     "parc.stream_key.default": _stream_key,
     "parc.dropout_mask.default": _dropout_mask,
+    "parc.random.default": _random,
     "parc.iota.default": _iota,
     "parc.lookup.default": _lookup,
     "parc.lookup_backward.default": _lookup_backward,

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compiler.artifact import Build
-from ..compiler.counter import keep_mask, stream
+from ..compiler.counter import dropped, keep_mask, random, stream
 from ..compiler.mesh import Mesh
 from ..compiler.recipes import initialize
 from ..compiler.task import caller, loss_function, model_builder
@@ -33,7 +33,8 @@ CPU = torch.device("cpu")
 
 @final
 class _CountedDropout(TorchDispatchMode):
-    """Draws every dropout mask from the stream that its module path and its place there name.
+    """Draws every dropout mask, and all other random numbers, from the stream that its module path and its place there
+    name.
 
     Below autograd, where torch's dropout and its attention with dropout fill their masks.
     """
@@ -44,23 +45,37 @@ class _CountedDropout(TorchDispatchMode):
         self.paths = [""]
         self._drawn: Counter[str] = Counter()
 
-    def _keep(self, shape: tuple[int, ...], p: float, device: torch.device) -> Tensor:
+    def _next(self, like: Tensor) -> tuple[int, Tensor]:
+        """The key of the next stream, and the index of every element."""
         module = self.paths[-1] or "model"
         name = f"{module}.{self._drawn[module]}"
         self._drawn[module] += 1
-        count = torch.Size(shape).numel()
-        key = stream(self._seed, name, self._step, self._microbatch)
-        return keep_mask(key, torch.arange(count, device=device), p).reshape(shape)
+        index = torch.arange(like.numel(), device=like.device).reshape(like.shape)
+        return stream(self._seed, name, self._step, self._microbatch), index
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keeps = (args[1] if len(args) > 1 else 0.5) if func is aten.bernoulli_.float else 1.0  # dispatch drops defaults
         if keeps not in (0.0, 1.0):
-            p = float(f"{1 - keeps:.15g}")  # torch was told 1 - p: the p that was written has few digits
-            return args[0].copy_(self._keep(tuple(args[0].shape), p, args[0].device))
+            return args[0].copy_(keep_mask(*self._next(args[0]), dropped(keeps)))
         if func is aten.native_dropout.default and args[2] is not False and 0 < args[1] < 1:
-            keep = self._keep(tuple(args[0].shape), args[1], args[0].device)
+            keep = keep_mask(*self._next(args[0]), args[1])
             return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if func is aten.bernoulli.default:
+            return made.copy_(random(*self._next(made), "uniform", made.dtype) < args[0])
+        if func in _LAWS:
+            law, shift, scale = _LAWS[func]
+            low, high = (*args[1:], shift, scale)[:2] if func in _IN_PLACE else (shift, scale)
+            drawn = random(*self._next(made), law, made.dtype)
+            made.copy_(drawn * (high - low if law == "uniform" else high) + low)
+        return made
+
+
+_LAWS = {
+    **dict.fromkeys((aten.rand.default, aten.rand_like.default, aten.uniform_.default), ("uniform", 0.0, 1.0)),
+    **dict.fromkeys((aten.randn.default, aten.randn_like.default, aten.normal_.default), ("normal", 0.0, 1.0)),
+}
+_IN_PLACE = {aten.uniform_.default, aten.normal_.default}
 
 
 @contextmanager

@@ -255,6 +255,17 @@ class Simulation:
             if kind == "buffer":
                 yield name, [state.buffers[name] for state in self.states], value.type
 
+    def take_state(self, reference: ReferenceRun) -> None:
+        """Go on from the reference's weights and buffers: what a step rounds is not carried into the next, where batch
+        statistics of few elements may amplify it without bound."""
+        with torch.no_grad():
+            for rank, state in enumerate(self.states):
+                at = self.case.mesh.coordinates(rank)
+                for name, type_ in self.types.items():
+                    state.parameters[name].copy_(take(reference.parameters[name], type_.placement, self.case.mesh, at))
+                for name, _, type_ in self.buffers():
+                    state.buffers[name] = take(reference.buffers[name], type_.placement, self.case.mesh, at).clone()
+
     def parameter_spread(self) -> dict[str, float]:
         """How far replicas of a parameter are from each other."""
         return _spread([state.parameters for state in self.states], self.types, self.case.mesh)
@@ -278,14 +289,15 @@ def _spread(
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
 
 def compare(case: Case, steps: int = 3, seed: int = 0) -> Agreement:
     """Train both for some steps and measure how far apart loss, gradients and updated parameters are.
 
-    Errors are relative to a tensor's own largest entry, or to a thousandth of the largest of all gradients (to the
-    largest of all parameters) where that is more, since an entry that is nothing but rounding has no error of its own.
+    Errors are relative to a tensor's own largest entry, or to a thousandth of the largest of all gradients, of all
+    buffers that steps write (to the largest of all parameters) where that is more, since an entry that is nothing but
+    rounding has no error of its own.
     """
     agreement = Agreement()
     reference, simulation = ReferenceRun(case), Simulation(case)
@@ -309,6 +321,7 @@ def compare(case: Case, steps: int = 3, seed: int = 0) -> Agreement:
             agreement.note("gradient", apart / max(_largest(expected), floor, 1e-30), f"step {step}, {name}")
             slack[name] = slack.get(name, 0.0) + _amplified(apart, case.optimizer)
         _compare_state(agreement, reference, simulation, slack, step)
+        simulation.take_state(reference)
         agreement.steps += 1
     return agreement
 
@@ -338,9 +351,11 @@ def _compare_state(
         agreement.updated = max(agreement.updated, raw / max(top, 1e-30))
         apart = raw - slack.get(name, 0.0) if kept else float("inf")
         agreement.note("parameter", max(apart, spread[name]) / max(top, 1e-30), f"step {step}, {name}")
+    moved = [name.removeprefix("buffer ") for name, _ in case.reference.function("forward").returns[1:]]
+    floor = 1e-3 * max((_largest(reference.buffers[name]) for name in moved), default=0.0)
     for name, pieces, type_ in simulation.buffers():
         expected = reference.buffers[name]
         for rank, piece in enumerate(pieces):
             part = take(expected, type_.placement, case.mesh, case.mesh.coordinates(rank))
-            apart = _largest(piece - part) / max(_largest(expected), 1e-30)
+            apart = _largest(piece.double() - part.double()) / max(_largest(expected), floor, 1e-30)
             agreement.note("parameter", apart, f"step {step}, buffer {name}, rank {rank}")

@@ -1,9 +1,11 @@
-"""Tiny models of transformers with random weights, one for each architecture that a family of plans serves."""
+"""Tiny models with random weights, one for each architecture that a family of plans serves, and a convolutional one."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -13,17 +15,21 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
-    "phi3": ("Phi3Config", {"pad_token_id": 3}),
+    "phi3": ("Phi3Config", {"pad_token_id": 1}),
     "olmo2": ("Olmo2Config", {"pad_token_id": 1}),
-}
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4,
+                                    "layer_types": ["sliding_attention", "full_attention"]}),
+}  # fmt: skip
+_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def decoder(name: str) -> nn.Module:
+def decoder(name: str, kv_heads: int = 2) -> nn.Module:
     """A decoder of two layers, four heads and two heads of keys and values."""
     config, more = DECODERS[name]
     made = getattr(transformers, config)(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, use_cache=False, bos_token_id=1, eos_token_id=2, **more,
+        **_SIZES, vocab_size=64, num_key_value_heads=kv_heads, max_position_embeddings=32, use_cache=False,
+        bos_token_id=1, eos_token_id=2, **more,
     )  # fmt: skip
     model: nn.Module = AutoModelForCausalLM.from_config(made)
     return model
@@ -36,3 +42,65 @@ def gpt2() -> nn.Module:
     )
     model: nn.Module = AutoModelForCausalLM.from_config(made)
     return model
+
+
+def bert() -> nn.Module:
+    """BERT as a masked language model."""
+    made = transformers.BertConfig(**_SIZES, vocab_size=64, max_position_embeddings=32)
+    model: nn.Module = transformers.BertForMaskedLM(made)
+    return model
+
+
+def t5() -> nn.Module:
+    """An encoder and a decoder of two layers; both embeddings and the head are one."""
+    made = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, use_cache=False, decoder_start_token_id=0
+    )
+    model: nn.Module = transformers.T5ForConditionalGeneration(made)
+    return model
+
+
+def vit() -> nn.Module:
+    """ViT with four patches of an image of 16 by 16."""
+    made = transformers.ViTConfig(**_SIZES, image_size=16, patch_size=8, num_labels=6)
+    model: nn.Module = transformers.ViTForImageClassification(made)
+    return model
+
+
+class _Residual(nn.Module):
+    """Two convolutions beside a shortcut, each followed by the statistics of the batch."""
+
+    def __init__(self, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, out, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out)
+        self.short = nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[b, width, h, w]`` to ``[b, out, h / stride, w / stride]``."""
+        made = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(made + self.short(x))
+
+
+class ResNet(nn.Module):
+    """A small ResNet with what else convolutional networks have: a block by channels (depthwise and GroupNorm)."""
+
+    def __init__(self, width: int = 8, classes: int = 6) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.blocks = nn.ModuleList([_Residual(width, width, 1), _Residual(width, 2 * width, 2)])
+        self.depthwise = nn.Conv2d(2 * width, 2 * width, 3, 1, 1, groups=2 * width)
+        self.groups = nn.GroupNorm(4, 2 * width)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(2 * width, classes)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Images ``[b, 3, h, w]`` to logits ``[b, classes]``."""
+        x = self.stem(pixel_values)
+        for block in self.blocks:
+            x = block(x)
+        x = F.gelu(self.groups(self.depthwise(x)))
+        result: torch.Tensor = self.head(self.pool(x).flatten(1))
+        return result

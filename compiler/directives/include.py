@@ -21,8 +21,9 @@ class Include(Directive):
     must agree, and gets those axes that it lacks. Names of other files (`model`, `data`, `init`) count from the plan's
     folder wherever they stand.
 
-    Families place a model's weights for tensor parallelism over `tp`: `parc:gpt2`, `parc:llama` (Llama, Mistral, Qwen2,
-    Qwen3), `parc:olmo2` and `parc:phi3` (Phi 3 and 4). `parc show PLAN --expand` shows what they say.
+    Families place a model's weights for tensor parallelism over `tp`: `parc:bert`, `parc:gemma3`, `parc:gpt2`,
+    `parc:llama`, `parc:olmo2`, `parc:phi3`, `parc:t5` and `parc:vit`; which models each serves is in families.md.
+    `parc show PLAN --expand` shows what they say.
     """
 
     USAGE = "include FILE [ARGS]"

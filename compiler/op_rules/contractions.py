@@ -67,9 +67,10 @@ _SUMS = {
     "addbmm": ("b! m k!", "b! k! n", "m n"),
 }
 
-# Rows of one matrix product per expert: tokens [t k] sorted by expert, weights [e k n], and where each expert ends.
+# Rows of one matrix product per expert: tokens [t k] sorted by expert, weights [e k n], and where each expert ends. One
+# operator gives both gradients, so that neither factor may be partial.
 _GROUPED = {
-    "grouped_mm_fallback": ("t! k, e! k n, e! -> t! n", "0|1"),
+    "grouped_mm_fallback": ("t! k, e! k n, e! -> t! n", ""),
     "grouped_mm_fallback_backward": ("t! k, e! k n, e!, t! n -> t! k, e! k n", "3"),
 }
 

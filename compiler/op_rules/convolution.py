@@ -5,7 +5,7 @@ from typing import Any
 
 from ..factors import Dims, OpCall, OpRule, apply_dims
 from ..shapes import Shape, quotient
-from .row import Arguments, Row, along, is_operand, replace_arguments, table
+from .row import Arguments, Row, along, is_operand, replace_arguments, result_shape, table
 
 
 def _spell(call: OpCall, x: Shape, weight: Shape, groups: int, *, transposed: bool) -> dict[str, Any]:
@@ -36,11 +36,10 @@ def _forward(groups: int, transposed: int | None = None) -> Callable[[OpCall], O
         spelled = _spell(call, call.operands[0], call.operands[1], count, transposed=is_transposed)
         biased = is_operand(call.argument(2, "bias"))
         operands = [spelled["x"], spelled["w"], *([spelled["b"]] if biased else [])]
-        # with a bias, each part of the channels that are summed would add it once more
+        # with a bias, each part of the channels that are summed would add it once more; one operator gives all
+        # gradients, so that neither factor may be partial
         whole = spelled["whole"] | ({"i"} if biased else frozenset())
-        sets = [{0, 2}, {1, 2}] if biased else [{0}, {1}]
-        linear = [frozenset(indices) for indices in sets]
-        return apply_dims(call, operands, [spelled["y"]], whole=whole, linear=linear, sizes=spelled["sizes"])
+        return apply_dims(call, operands, [spelled["y"]], whole=whole, sizes=spelled["sizes"])
 
     return ruling
 
@@ -78,13 +77,29 @@ def _space(dims: int) -> Callable[[OpCall, int], frozenset[int]]:
     return lambda call, rank: frozenset(range(rank - dims, rank))
 
 
+_RESIZES = {1: "linear1d", 2: "bilinear2d bicubic2d", 3: "trilinear3d"}
+
+
+def _over_space(dims: int) -> dict[str, Row]:
+    """Pools, pads and resizes over so many dims of space, with their gradients; those of one dim are pools of two."""
+    linear = [f"reflection_pad{dims}d", f"replication_pad{dims}d"]
+    maxima = [f"max_pool{dims}d_with_indices", f"adaptive_max_pool{dims}d"] if dims > 1 else []
+    linear += [f"avg_pool{dims}d", f"_adaptive_avg_pool{dims}d"] if dims > 1 else []
+    resizes = [f"upsample_nearest{dims}d", f"_upsample_nearest_exact{dims}d"]
+    resizes += [f"upsample_{kind}" for kind in _RESIZES[dims].split()]
+    passed = Row(along(_space(dims), linear="0"))
+    return {
+        **table(" ".join(maxima), Row(along(_space(dims)))),
+        **table(" ".join([*linear, *resizes, *(f"{name}_backward" for name in (*maxima, *linear))]), passed),
+        **table(" ".join(f"{name}_backward" for name in resizes), Row(passed.rule, result_shape(2, "input_size"))),
+    }
+
+
 TABLE = {
     **table("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding", Row(_forward(6), _local(6, 0))),
     **table("convolution", Row(_forward(8, 6), _local(8, 0))),
     **table("convolution_backward", Row(_backward, _local(9, 1))),
-    **table("max_pool2d_with_indices", Row(along(_space(2)))),
-    **table("avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d", Row(along(_space(2), linear="0"))),
-    **table("avg_pool1d adaptive_avg_pool1d", Row(along(_space(1), linear="0"))),
-    **table("max_pool2d_with_indices_backward avg_pool2d_backward", Row(along(_space(2), linear="0"))),
-    **table("_adaptive_avg_pool2d_backward", Row(along(_space(2), linear="0"))),
+    **_over_space(1),
+    **_over_space(2),
+    **_over_space(3),
 }

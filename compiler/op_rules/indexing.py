@@ -155,7 +155,7 @@ TABLE = {
     **table("bucketize.Tensor", Row(rule("..., boundaries -> ..."))),
     **table("index.Tensor _unsafe_index.Tensor", Row(_index)),
     **table("index_put _unsafe_index_put", Row(_index_put)),
-    **table("gather", Row(_picked("xii", free=True, linear="0"))),
+    **table("gather", Row(_picked("xii", linear="0"))),
     **table("scatter.value", Row(_picked("xix", linear="03"))),
     **table("scatter.src scatter_add", Row(_picked("xiix", linear="03"))),
     **table("scatter_reduce.two", Row(_picked("xiix"))),

@@ -72,6 +72,7 @@ TABLE: dict[str, Row] = {
     "parc.square_sum.default": Row(rule("... -> ")),
     "parc.stream_key.default": Row(rule("t! -> ")),
     "parc.dropout_mask.default": Row(_created, result_shape(1, "size")),
+    "parc.random.default": Row(_created, result_shape(1, "size")),
     "parc.iota.default": Row(_created, _iota_local),
     "parc.lookup.default": Row(rule("v e, ... -> ... e")),
     "parc.lookup_backward.default": Row(rule("... e, ... -> v e", linear="0"), _rows_local),

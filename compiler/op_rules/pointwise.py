@@ -6,7 +6,7 @@ from .row import Row, aligned_dims, argument_linear, overloads, plain_dims, poin
 _UNARY = """
     abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min clip cos cosh deg2rad
     digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite
-    isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num
+    isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit mish nan_to_num
     polygamma rad2deg reciprocal relu relu6 round round.decimals rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh
     softplus softshrink special_logit sqrt square tan tanh threshold trunc
 """
@@ -24,7 +24,7 @@ _SHIFTS = overloads("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Sca
 # Backward operators, each linear in the gradient that comes in.
 _BACKWARD = """
     elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
-    leaky_relu_backward log_sigmoid_backward logit_backward mish_backward native_dropout_backward sigmoid_backward
+    leaky_relu_backward logit_backward mish_backward native_dropout_backward sigmoid_backward
     silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward
 """
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..factors import OpCall, OpRule, apply_dims
+from ..factors import OpCall, OpRule, apply_dims, rule
 from .row import Row, along, argument_linear, dim_argument, normal_dims, plain_dims, table
 
 
@@ -41,6 +41,9 @@ TABLE = {
     **table("sum.dim_IntList", Row(_reduced(free=True, linear="0"))),
     **table("nansum count_nonzero count_nonzero.dim_IntList", Row(_reduced(free=True))),
     **table("histc", Row(_histc)),
+    # distances between the rows of two tensors; each part of the rows of one gives a part of the other's gradient
+    **table("_cdist_forward", Row(rule("... m d!, ... n d! -> ... m n"))),
+    **table("_cdist_backward", Row(rule("... m n, ... m d!, ... n d!, ... m n -> ... m d", linear="0"))),
     # a mean divides by the size of what it sees, so its dims are whole; a Partial on another axis passes
     **table("mean", Row(_reduced(free=False, linear="0", dim=None))),
     **table("mean.dim", Row(_reduced(free=False, linear="0"))),

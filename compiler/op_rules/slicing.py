@@ -193,14 +193,11 @@ def _pad(call: OpCall) -> OpRule:
     """Padded dims are whole; linear unless it pads with a constant other than 0."""
     rank, pads = len(call.operands[0]), list(call.args[1])
     padded = {rank - 1 - i for i in range(len(pads) // 2) if pads[2 * i] != 0 or pads[2 * i + 1] != 0}
-    mode, value = "constant", call.argument(2, "value", 0)
-    if call.op == "aten.pad.default":
-        mode, value = call.argument(2, "mode", "constant"), call.argument(3, "value")
     operand, result = (
         tuple((f"{name}{dim}" if dim in padded else f"d{dim}",) for dim in range(rank)) for name in ("x", "y")
     )
     whole = frozenset(f"{name}{dim}" for name in ("x", "y") for dim in padded)
-    linear = [frozenset({0})] if mode != "constant" or not value else []
+    linear = [] if call.argument(2, "value", 0) else [frozenset({0})]
     return apply_dims(call, [operand], [result], whole=whole, linear=linear)
 
 
@@ -210,6 +207,13 @@ def _unfold(call: OpCall) -> OpRule:
     dim = normal_dim(call.args[1], rank)
     result = (*_along(call.operands[0], dim, ("windows",)), ("size",))
     return _ruled(call, [_along(call.operands[0], dim, ("whole",)), result], {"whole", "windows", "size"}, {})
+
+
+def _unfold_backward(call: OpCall) -> OpRule:
+    """`unfold_backward(grad, sizes, dim, size, step)`."""
+    dim = normal_dim(call.args[2], len(call.results[0]))
+    windows = (*_along(call.results[0], dim, ("windows",)), ("size",))
+    return _ruled(call, [windows, _along(call.results[0], dim, ("whole",))], {"whole", "windows", "size"}, {})
 
 
 def _diagonal(call: OpCall) -> OpRule:
@@ -238,8 +242,9 @@ TABLE = {
     **table("select_backward", Row(_lacking(2), result_shape(1, "input_sizes"))),
     **table("select_scatter", Row(_lacking(2))),
     **table("unbind.int stack", Row(_lacking(1, 0))),
-    **table("constant_pad_nd pad", Row(_pad)),
+    **table("constant_pad_nd", Row(_pad)),
     **table("unfold", Row(_unfold)),
+    **table("unfold_backward", Row(_unfold_backward, result_shape(1, "input_sizes"))),
     **table("diagonal", Row(_diagonal)),
     **table("flip", Row(along(dim_argument(1, "dims"), linear="0"))),
     **table("roll", Row(along(dim_argument(2, "dims", None), linear="0"))),

@@ -188,6 +188,11 @@ def _unfold(g: Draw) -> tuple[Any, ...]:
     return x, dim, g.pick(*range(1, x.shape[dim] + 1)), g.pick(1, 2)
 
 
+def _unfold_backward(g: Draw) -> tuple[Any, ...]:
+    x, dim, size, step = _unfold(g)
+    return g.n(*x.unfold(dim, size, step).shape), list(x.shape), dim, size, step
+
+
 def _with_dims(g: Draw) -> tuple[Any, ...]:
     x = g.x()
     return x, g.dims(x.dim())
@@ -213,8 +218,8 @@ SLICING: dict[str, Maker] = {
     **named("select_scatter", _select_scatter),
     **named("unbind.int", lambda g: _select(g)[:2]),
     **named("constant_pad_nd", lambda g: (g.x(2), _pads(g, high=2), g.pick(0, 0.5))),
-    **named("pad", lambda g: (g.n(2, 6, 4), _pads(g, high=1), g.pick("constant", "reflect"))),
     **named("unfold", _unfold),
+    **named("unfold_backward", _unfold_backward),
     **named("diagonal", _diagonal),
     **named("flip", _with_dims),
     **named("roll", lambda g: (lambda x, dims: (x, [1] * len(dims), dims))(*_with_dims(g))),

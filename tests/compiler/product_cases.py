@@ -1,6 +1,7 @@
 """Draws valid applications of products, convolutions and pools."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,24 +85,52 @@ def _conv_backward(g: Draw) -> tuple[Any, ...]:
     return g.n(*out.shape), x, weight, None if bias is None else list(bias.shape), *rest, mask
 
 
-def _image(g: Draw, space: int = 2) -> torch.Tensor:
-    return g.n(*g.shape(1 if space == 2 else 2, 2), *[4] * space)
+def _over_space(space: int) -> dict[str, Maker]:
+    """Pools, pads and resizes, and their gradients, which get what the forward got."""
+    ones, zeros, pads = [1] * space, [0] * space, [1] * (2 * space)
+    name = {1: "linear1d", 2: "bilinear2d bicubic2d", 3: "trilinear3d"}[space].split()
+    resizes: dict[str, list[Any]] = {f"upsample_{kind}": [[6] * space, False] for kind in name}
+    resizes |= {f"upsample_nearest{space}d": [[6] * space], f"_upsample_nearest_exact{space}d": [[6] * space]}
+    pools = {
+        f"max_pool{space}d_with_indices": ([2] * space, [2] * space, zeros, ones, False),
+        f"adaptive_max_pool{space}d": ([3] * space,),
+        f"avg_pool{space}d": ([2] * space, [2] * space, zeros, False, True, None),
+        f"_adaptive_avg_pool{space}d": ([3] * space,),
+    }
+    padded = {f"reflection_pad{space}d": (pads,), f"replication_pad{space}d": (pads,)}
+
+    def of(op: str, rest: Sequence[Any], *, back: bool) -> Maker:
+        def make(g: Draw) -> tuple[Any, ...]:
+            x = g.n(g.size(), g.size(), *[4] * space)
+            if not back:
+                return x, *rest
+            made = getattr(torch.ops.aten, op).default(x, *rest)
+            out, indices = made if isinstance(made, tuple) else (made, None)
+            grad = g.n(*out.shape)
+            if op in resizes:
+                return grad, rest[0], list(x.shape), *rest[1:]
+            kept = () if op.startswith(("adaptive", "_adaptive")) else rest
+            return grad, x, *kept, *([] if indices is None else [indices])
+
+        return make
+
+    every = {**resizes, **padded, **(pools if space > 1 else {})}
+    return {
+        f"aten.{op}{suffix}.default": of(op, rest, back=bool(suffix))
+        for op, rest in every.items()
+        for suffix in ("", "_backward")
+    }
 
 
-def _max_pool_backward(g: Draw) -> tuple[Any, ...]:
-    x = _image(g)
-    out, indices = torch.ops.aten.max_pool2d_with_indices.default(x, [2, 2])
-    return g.n(*out.shape), x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices
+def _distances(g: Draw) -> tuple[Any, ...]:
+    x, y = _sized(g, "bmd", "bnd")
+    return x, y, 2.0, None
 
 
-def _avg_pool_backward(g: Draw) -> tuple[Any, ...]:
-    x = _image(g)
-    return g.n(*x.shape[:-2], 2, 2), x, [2, 2], [2, 2], [0, 0], False, True, None
-
-
-def _adaptive_backward(g: Draw) -> tuple[Any, ...]:
-    x = _image(g)
-    return g.n(*x.shape[:-2], 2, 2), x
+def _distances_backward(g: Draw) -> tuple[Any, ...]:
+    x, y, p, _ = _distances(g)
+    made = torch.ops.aten._cdist_forward.default(x, y, p, None)
+    return g.n(*made.shape), x, y, p, made
 
 
 def _grouped(g: Draw) -> tuple[Any, ...]:
@@ -120,12 +149,11 @@ def _grouped_backward(g: Draw) -> tuple[Any, ...]:
 CONTRACTIONS: dict[str, Maker] = {
     "transformers.grouped_mm_fallback.default": _grouped,
     "transformers.grouped_mm_fallback_backward.default": _grouped_backward,
-    **named("max_pool2d_with_indices avg_pool2d", lambda g: (_image(g), [2, 2])),
-    **named("adaptive_avg_pool2d _adaptive_avg_pool2d", lambda g: (_image(g), [2, 3])),
-    **named("avg_pool1d adaptive_avg_pool1d", lambda g: (_image(g, 1), [2])),
-    **named("max_pool2d_with_indices_backward", _max_pool_backward),
-    **named("avg_pool2d_backward", _avg_pool_backward),
-    **named("_adaptive_avg_pool2d_backward", _adaptive_backward),
+    **_over_space(1),
+    **_over_space(2),
+    **_over_space(3),
+    **named("_cdist_forward", _distances),
+    **named("_cdist_backward", _distances_backward),
     **named("mm", product_of("mk", "kn")),
     **named("bmm", product_of("bmk", "bkn")),
     **named("mv", product_of("mk", "k")),

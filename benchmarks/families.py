@@ -1,0 +1,104 @@
+"""Every family under every plan: is the build verified, what does it send, how far is it from the plain model.
+
+Prints a table, and writes it to ``benchmarks/families.md``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from parc.advice import bytes_text, warnings_of
+from parc.checks import Checked, check_build
+from parc.compiler.include import families
+from parc.compiler.plan import read_plan
+from parc.driver import compile_plan
+from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
+from tests.family_plans import MODELS, TEXT, include, plan_text
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = Path(__file__).with_suffix(".md")
+PLANS = ((2, 1), (1, 2), (2, 2), (1, 4))
+COLUMNS = ("family", "plan", "verified", "collectives a step", "bytes a rank a step", "loss", "gradients", "parameters")
+PHI3 = """
+row       **.layers.*.self_attn.o_proj over tp
+column    **.layers.*.mlp.gate_up_proj over tp rows (2 f/tp)
+row       **.layers.*.mlp.down_proj over tp
+vocab     **.embed_tokens, lm_head over tp
+"""
+ABOUT = """# Families under plans
+
+Written by `make families`: the tiny models of `tests/family_models.py` (two layers, four heads, two heads of keys and
+values; batch 8 in 2 microbatches, float32) under the plans that parc ships. *Verified* is every check of a build;
+gathers are those that no line asked for. Collectives and bytes are those of a step. The errors are the largest relative
+ones of three steps of all ranks in float64 against the captured model.
+
+"""
+
+
+def row(name: str, dp: int, tp: int) -> tuple[str, ...]:
+    """One family under one plan, as the table's cells."""
+    title = " x ".join(f"{axis}={size}" for axis, size in (("dp", dp), ("tp", tp)) if size > 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of transformers, about its own future
+            plan = read_plan(Source("family.parc", plan_text(name)), {"dp": str(dp), "tp": str(tp)})
+            made = compile_plan(plan, ROOT)
+            checked = check_build(made)
+    except PlanError as refused:
+        (first, *_) = refused.diagnostics
+        return name, title, f"no: {first.code.name} {first.message}", "", "", "", "", ""
+    if checked.faults:
+        return name, title, f"no: {checked.faults[0]}", "", "", "", "", ""
+    gathers = len([w for w in warnings_of(made) if w.message.startswith(("all_gather", "all_to_all"))])
+    verified = f"yes, {gathers} gather{'s' * (gathers > 1)}" if gathers else "yes"
+    return name, title, verified, *_sent(checked.report), *_errors(checked)
+
+
+def _sent(report: dict[str, Any]) -> tuple[str, str]:
+    """Collectives by kind, and bytes."""
+    rows = report["communication"]
+    kinds: Counter[str] = Counter()
+    for each in rows:
+        kinds[each["op"].removeprefix("parc.")] += each["count_per_step"]
+    total = sum(each["bytes"] * each["count_per_step"] for each in rows)
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())), bytes_text(total)
+
+
+def _errors(checked: Checked) -> Iterator[str]:
+    """Errors as bounds, since their last digits are the machine's."""
+    for kind in ("loss", "gradient", "parameter"):
+        error = checked.report["numbers"][kind]
+        yield next((f"< 1e-{digits}" for digits in (12, 10, 8, 6) if error < 10.0**-digits), f"{error:.0e}")
+
+
+def main() -> None:
+    """Build them all, print the table and write it."""
+    MODELS.setdefault(
+        "phi3",
+        ('"tests.family_models:decoder" (name="phi3")', TEXT, include("phi3") if "phi3" in families() else PHI3, 0),
+    )
+    table = Table(*COLUMNS)
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
+    console = Console()
+    console = console if console.is_terminal else Console(width=160)
+    for name in MODELS:
+        for dp, tp in PLANS:
+            with console.status(f"{name}: dp={dp}, tp={tp}"):
+                cells = row(name, dp, tp)
+            table.add_row(*cells)
+            lines.append(f"| {' | '.join(cells)} |")
+        table.add_section()
+    console.print(table)
+    OUT.write_text(ABOUT + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

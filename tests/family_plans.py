@@ -1,0 +1,66 @@
+"""Every shipped family's plan with the models that it is for, as the tests and the table of families use them."""
+
+from __future__ import annotations
+
+PLAN = """
+let       dp = 1, tp = 2
+model     {model}
+{inputs}
+sizes     B=8, S=8
+optimizer adamw lr 1e-3 eps 1e-5 clip 1.0
+mesh      dp=$dp, tp=$tp
+{lines}
+schedule  microbatches 2
+"""
+TEXT = """
+input     input_ids int64 [B, S]
+input     targets int64 [B, S]
+loss      cross_entropy(output.logits, targets)
+shard     input_ids, targets [B/dp, _]
+"""
+PAIR = """
+input     decoder_input_ids int64 [B, S]
+shard     decoder_input_ids [B/dp, _]
+"""
+IMAGE = """
+input     pixel_values float32 [B, 3, 16, 16]
+input     labels int64 [B]
+shard     pixel_values [B/dp, _, _, _]
+shard     labels [B/dp]
+"""
+CONVOLUTIONS = """
+loss      cross_entropy(output, labels)
+column    blocks.*.conv1 over tp
+row       blocks.*.conv2 over tp
+"""
+CLASSES = "loss      cross_entropy(output.logits, labels)"
+
+
+def include(family: str) -> str:
+    """The line that brings a family's placements."""
+    return f'include   "parc:{family}" (tp=$tp)'
+
+
+MODELS = {
+    "gpt2": ('"tests.family_models:gpt2"', TEXT, include("gpt2"), 6),
+    **{
+        name: (f'"tests.family_models:decoder" (name="{name}")', TEXT, include(family), reductions)
+        for name, family, reductions in (
+            ("llama", "llama", 6), ("mistral", "llama", 6), ("qwen2", "llama", 6), ("qwen3", "llama", 6),
+            ("phi3", "phi3", 6), ("olmo2", "olmo2", 10), ("gemma2", "gemma3", 6), ("gemma3", "gemma3", 6),
+        )
+    },
+    "bert": ('"tests.family_models:bert"', TEXT, include("bert"), 6),
+    "t5": ('"tests.family_models:t5"', TEXT + PAIR, include("t5"), 13),
+    "vit": ('"tests.family_models:vit"', IMAGE + CLASSES, include("vit"), 4),
+    "convolutions": ('"tests.family_models:ResNet"', IMAGE, CONVOLUTIONS, 4),
+}  # fmt: skip
+"""Model, inputs, placements, and all-reduces of a forward over tp: two a layer (three of a decoder that reads an
+encoder), one of each embedding's lookup and one of the loss; for OLMo 2 two more a layer, of the squares that its norms
+of q and k add up; for a convolution split by its inputs its result and what the batch's mean is made of."""
+
+
+def plan_text(name: str) -> str:
+    """The plan of a model, with ``dp`` and ``tp`` to be given."""
+    model, inputs, lines, _ = MODELS[name]
+    return PLAN.format(model=model, inputs=inputs, lines=lines)
