@@ -89,11 +89,10 @@ class Misfit(Exception):
 
 @dataclass(frozen=True)
 class Template:
-    """Texts of programs by file name, for all sizes of ``ranges``, and the sizes that they were made from."""
+    """Texts of programs by file name, for all sizes of ``ranges``."""
 
     ranges: Ranges
     texts: Mapping[str, str]
-    points: tuple[Sizes, ...] = ()
 
     @classmethod
     def read(cls, ranges: Ranges, texts: Mapping[str, str]) -> Template:
@@ -128,7 +127,7 @@ class Template:
         for name in files[0]:
             every = zip_longest(*(file[name].split("\n") for file in files), fillvalue="")
             texts[name] = "\n".join(_merged_row(row, name, ranges, points, fitted) for row in every)
-        return cls(ranges, texts, tuple(points))
+        return cls(ranges, texts)
 
     def at(self, sizes: Sizes) -> dict[str, str]:
         """The texts of ordinary programs, bound to sizes.
