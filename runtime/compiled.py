@@ -29,9 +29,10 @@ from .execute import Backend, Environment, Machine, _Step
 from .faults import RunError
 from .kernels import Site
 
-_OUTSIDE = frozenset(
-    {"aten.embedding_dense_backward.default", "parc.lookup_backward.default", "parc.stream_key.default"}
-)
+_OUTSIDE = frozenset({
+    "aten.embedding_dense_backward.default", "parc.lookup_backward.default", "parc.stream_key.default",
+    "parc.random.default",
+})  # fmt: skip
 """Operators that Inductor is not shown: it would add rows up in the order in which threads arrive, where torch's own
 operator repeats its bits, and cannot trace what reads a tensor's numbers."""
 _COMPILED_ACTIONS = frozenset({"F", "B"})
