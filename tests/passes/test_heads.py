@@ -11,9 +11,11 @@ from parc.advice import warnings_of
 from parc.checks import check_build
 from parc.compiler.contract import step_messages
 from parc.compiler.plan import read_plan
+from parc.desugar import desugar
 from parc.driver import Compiled, compile_plan
 from parc.grammar.diagnostics import PlanError, Severity
 from parc.grammar.source import Source
+from parc.twins import find_twin
 
 PLAN = """
 model     "./fused.py:{model}" ({arguments})
@@ -81,6 +83,15 @@ def test_parts_are_read_in_programs_and_plans_as_they_are_written() -> None:
     made = build("grouped", "heads=8, groups=2", CONCATENATED, 2)
     assert '"f32[(32/tp + 8/tp + 8/tp), 32]"' in made.built.programs["F"].text()
     assert "split_with_sizes" in made.built.programs["F"].text()
+    assert "[(_/tp=32 + _/tp=8 + _/tp=8), _]" in desugar(made)
+
+
+def test_a_plan_in_primitives_and_a_twin_keep_the_copies() -> None:
+    made = build("grouped", "heads=8, groups=2, fused=false", APART, 8)
+    assert str(made.mesh) == "dp=1, tp=2*4"
+    assert "attention.k.weight, attention.q.weight, attention.v.weight [_/tp, _]" in desugar(made)
+    twin, differences = find_twin(made, made.built.programs)
+    assert str(twin.mesh) == "dp=1, tp=2*2" and not differences
 
 
 @pytest.mark.parametrize(
