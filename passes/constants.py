@@ -6,6 +6,8 @@ through, or exactly what is not later, leaves attention free to use a kernel tha
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import fx
 
 from ..compiler.ops import OPS
 from ..compiler.program import Origin
-from .calls import operands_of, substitute
+from .calls import operands_of, rule_of, substitute
 from .choices import Choices, agreed
 
 aten = torch.ops.aten
@@ -73,15 +75,45 @@ def _value(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | 
         return None
     if torch.Tag.nondeterministic_seeded in target.tags:
         return None
-    if torch.Tag.pointwise in target.tags and all(_uniform(known[operand]) for operand in operands):
+    pointwise = torch.Tag.pointwise in target.tags or target in _NEUTRAL
+    if pointwise and all(_uniform(known[operand]) for operand in operands):
         return _run(node, {operand: _first(known[operand]) for operand in operands}).expand(result.shape)
     if all(returned.alias_info is not None for returned in target._schema.returns):
         return _run(node, known)  # only looks at its operand in another shape
-    if result.numel() > _MOST:
+    few = _without_copies(node, known)
+    if math.prod(few.result) > _MOST:
         return _apart(node, known)
-    value = _run(node, known)
+    value = _run(node, few.values)
     same = value.numel() > 0 and bool((value == _first(value)).all())
-    return _first(value).clone().expand(value.shape) if same else value
+    return (_first(value).clone() if same else value).expand(result.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Few:
+    """Operands of a node by the nodes that make them, and the shape of what it makes of them."""
+
+    values: dict[fx.Node, torch.Tensor]
+    result: tuple[int, ...]
+
+
+def _without_copies(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> _Few:
+    """The operands with one entry for each factor along which all of them hold copies (a mask's batch)."""
+    operands = operands_of(node)
+    values, shape = {operand: known[operand] for operand in operands}, tuple(node.meta["val"].shape)
+    rule, has_rule = rule_of(node)
+    if not has_rule or len(values) < len(operands):
+        return _Few(values, shape)
+    moving = set(rule.whole)
+    for operand, dims in zip(operands, rule.operands, strict=True):
+        for size, stride, factors in zip(values[operand].shape, values[operand].stride(), dims, strict=True):
+            if len(factors) > 1 or (size > 1 and stride != 0):
+                moving.update(factors)
+    copies = {factors[0] for factors in rule.results[0] if len(factors) == 1} - moving
+    for operand, dims in zip(operands, rule.operands, strict=True):
+        for dim, factors in enumerate(dims):
+            if factors and factors[0] in copies:
+                values[operand] = values[operand].narrow(dim, 0, 1)
+    return _Few(values, tuple(1 if f and f[0] in copies else n for n, f in zip(shape, rule.results[0], strict=True)))
 
 
 def _run(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
