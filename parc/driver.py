@@ -148,7 +148,7 @@ def _compile(
         resolved = resolve(declared, names_of(captured), longer)  # of a range, the step must divide
         resolved = resolve(plan, names_of(captured), longer) if sizes else resolved
         frozen = frozen_parameters(plan, recorded, captured, resolved)
-        copies = find_copies(captured, plan, resolved.seeds) if copies is None else copies
+        copies = find_copies(captured, plan, resolved.seeds, resolved.pads) if copies is None else copies
         mesh = plan.mesh.factor(copies.sizes)
         claims = []
         for seed in resolved.seeds:

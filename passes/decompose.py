@@ -102,12 +102,16 @@ def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
     if bias is not None:
         result = c.emit(node, aten.add.Tensor, result, spread(bias))
     count = math.prod(shape[dim] for dim in dims)
+
+    def unbiased() -> fx.Node:
+        return c.emit(node, aten.div.Tensor, c.emit(node, aten.mul.Tensor, biased, count), max(count - 1, 1))
+
     results: dict[int, Callable[[], Any]] = {
         0: lambda: result,
         1: lambda: channels(center),
         2: lambda: channels(scale),
         3: lambda: moved(mean, center) if training else mean,
-        4: lambda: moved(var, c.emit(node, aten.mul.Tensor, biased, count / max(count - 1, 1))) if training else var,
+        4: lambda: moved(var, unbiased()) if training else var,
     }
     for user in list(node.users):
         if user.target is operator.getitem:
@@ -231,9 +235,7 @@ def written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key: 
     gradient (relative positions added to the scores)."""
     q, k, v, mask = given["q"], given["k"], given["v"], given["attn_mask"]
     p, scale = float(given.get("dropout_p") or 0.0), given.get("scale")
-    heads = shape_of(q)[1] // shape_of(k)[1]
-    if heads > 1:
-        k, v = (c.emit(node, aten.repeat_interleave.self_int, x, heads, 1) for x in (k, v))
+    k, v = (_repeated(c, node, x, shape_of(q)[1]) for x in (k, v))
     scores = c.emit(node, aten.matmul.default, q, c.emit(node, aten.transpose.int, k, -2, -1))
     if (factor := shape_of(q)[-1] ** -0.5 if scale is None else scale) != 1:
         scores = c.emit(node, aten.mul.Tensor, scores, factor)
@@ -242,6 +244,16 @@ def written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key: 
         kept = c.emit(node, OPS.dropout_mask.default, key, list(shape_of(weights)), p, weights.meta["val"].dtype)
         weights = c.emit(node, aten.mul.Tensor, weights, kept)
     c.replace(node, c.emit(node, aten.matmul.default, weights, v))
+
+
+def _repeated(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx.Node:
+    """Keys or values [b, g, t, d] for every query head."""
+    batch, groups, length, size = shape_of(x)
+    if groups == heads:
+        return x
+    apart = c.emit(near, aten.unsqueeze.default, x, 2)
+    apart = c.emit(near, aten.expand.default, apart, [batch, groups, heads // groups, length, size])
+    return c.emit(near, aten.reshape.default, apart, [batch, heads, length, size])
 
 
 def depends_on_parameter(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from ..compiler.capture import Captured
 from ..compiler.factor_splits import from_factor, to_factor
 from ..compiler.factors import OpRule
 from ..compiler.mesh import Mesh
+from ..compiler.padding import Pads
 from ..compiler.parts import Outer
 from ..compiler.placement import Split, along
 from ..compiler.plan import Plan
@@ -61,18 +62,21 @@ class _Heads:
     meets: frozenset[fx.Node]
 
 
-def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed]) -> Copies:
+def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed], pads: Pads) -> Copies:
     """Heads of keys and values that are fewer than the ranks over which a plan splits them are kept by several ranks.
 
     The weights of one attention are those whose dims, followed through the graph, meet in an operator that contracts
     two computed values. The most heads among them are the queries'; ranks must divide those. Fewer heads either
     divide by the ranks too, or divide them: then the axis is factored, and the heads are split over its major part.
-    Where queries are fused with them in one weight they must divide by the ranks: its parts are split alike.
+    Where queries are fused with them in one weight they must divide by the ranks: its parts are split alike. Padded
+    heads divide.
 
     Raises:
         PlanError: heads do not fit the ranks.
     """
-    if not any(seed.dim is not None for seed in seeds):
+    padded = {(name, pad.dim) for name, found in pads.items() for pad in found}
+    seeds = [seed for seed in seeds if seed.dim is not None and (seed.value, seed.dim) not in padded]
+    if not seeds:
         return Copies()
     follower = Follower(captured)
     errors: list[Diagnostic] = []
@@ -80,7 +84,7 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed]) -> Copies
     kept: dict[tuple[str, str], int] = {}
     notes: list[Diagnostic] = []
     for axis in plan.mesh.names:
-        own = [s for s in seeds if s.axis == axis and s.dim is not None and s.value in follower.parameters]
+        own = [s for s in seeds if s.axis == axis and s.value in follower.parameters]
         found = [heads for s in own if (heads := follower.heads(s)) is not None]
         groups = [group for group in _attentions(found) if max(heads.most for heads in group) > 1]
         ranks = plan.mesh.size(axis)
@@ -134,9 +138,13 @@ class Follower:
             for reader in self.readers.get(key, ()):
                 rule = self.rule(reader)
                 for operand, dims in zip(operands_of(reader), rule.operands, strict=True):
-                    if key_of(operand) != key or len(dims[at]) != 1:
+                    if key_of(operand) != key or not 1 <= len(dims[at]) <= 2:
                         continue
-                    (factor,) = dims[at]
+                    *outer, factor = dims[at]
+                    if outer and outer[0] in rule.whole and len(rule.results) == rule.sizes[outer[0]]:  # equal pieces
+                        return (int(rule.sizes[factor]),) * len(rule.results)
+                    if outer:
+                        continue
                     if factor in rule.sums:
                         return tuple(int(rule.sizes[member]) for member in rule.sums[factor])
                     places = [from_factor(rule, result, factor, 1) for result in rule.results]

@@ -26,7 +26,7 @@ def join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) -
         ends = [0, *(cut.args[3] for cut in cuts)]
         sizes = [after - before for before, after in pairwise(ends)]
         tiled = [cut.args[2] for cut in cuts] == ends[:-1] and ends[-1] == shape_of(node)[dim]
-        if not tiled:
+        if not tiled or len(cuts) < 2:
             continue
         split = c.emit(min(cuts, key=order.__getitem__), aten.split_with_sizes.default, node, sizes, dim)
         for index, cut in enumerate(cuts):

@@ -262,7 +262,8 @@ class Simulation:
             for rank, state in enumerate(self.states):
                 at = self.case.mesh.coordinates(rank)
                 for name, type_ in self.types.items():
-                    state.parameters[name].copy_(take(reference.parameters[name], type_.placement, self.case.mesh, at))
+                    whole = grow(reference.parameters[name], self.case.pads.get(name, ()))
+                    state.parameters[name].copy_(take(whole, type_.placement, self.case.mesh, at))
                 for name, _, type_ in self.buffers():
                     state.buffers[name] = take(reference.buffers[name], type_.placement, self.case.mesh, at).clone()
 

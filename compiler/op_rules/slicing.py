@@ -58,12 +58,15 @@ def _cut(call: OpCall, dim: int, offset: Size = 0) -> OpRule:
 
 
 def _parts(call: OpCall, dim: int, long: int) -> OpRule:
-    """The rule of a tensor that is, along `dim`, the others one after the other: a factor that is the sum of theirs."""
+    """The rule of a tensor that is, along `dim`, the others one after the other: a factor that is the sum of theirs, or
+    of equal parts their number times theirs."""
     tensors = (*call.operands, *call.results)
     alike = all(len(shape) == len(tensors[0]) for shape in tensors)
     if not alike or any(not isinstance(shape[dim], int) or shape[dim] < 2 for shape in tensors):
         return _cut(call, dim)
     short = [index for index in range(len(tensors)) if index != long]
+    if len({tensors[index][dim] for index in short}) == 1:
+        return _cut(call, dim)
     names = [_along(shape, dim, ("x" if index == long else f"x{index}",)) for index, shape in enumerate(tensors)]
     sizes = {"x" if index == long else f"x{index}": shape[dim] for index, shape in enumerate(tensors)}
     return _ruled(call, names, set(), sizes, {"x": tuple(f"x{index}" for index in short)})
