@@ -164,7 +164,7 @@ class CompiledMachine(Machine):
             dead = tuple(name for name in last if last[name] == index and name not in returned)
             awaited = tuple(sums.intersection(_read(group)))
             if len(group) == 1 and not _is_local(group[0]):
-                steps.append(_Step(group[0], self._compile(group[0], function, _NOTHING_SPARE), awaited, dead))
+                steps.append(self._step(group[0], function, _NOTHING_SPARE, awaited, dead))
                 continue
             outputs = tuple(name for name in _made(group) if name not in dead)
             steps.append(_Step(group[-1], self._region(function, group, outputs, frozenset(dead)), awaited, ()))

@@ -114,14 +114,20 @@ class Machine:
         steps = []
         for index, (line, spare) in enumerate(zip(function.lines, spares, strict=True)):
             awaited = tuple(arriving.intersection(line.uses()))
-            steps.append(_Step(line, self._compile(line, function, spare), awaited, tuple(dying.get(index, ()))))
+            steps.append(self._step(line, function, spare, awaited, tuple(dying.get(index, ()))))
         return steps
+
+    def _step(
+        self, line: Line, function: Function, spare: frozenset[str], awaited: tuple[str, ...], dead: tuple[str, ...]
+    ) -> _Step:
+        if not line.calls_function:
+            return _Step(line, self._compile(line, function, spare), awaited, dead)
+        given = frozenset(dead).intersection(line.uses())  # they die within the call, after their last use there
+        return _Step(line, self._function_call(line, given), awaited, tuple(name for name in dead if name not in given))
 
     def _compile(
         self, line: Line, function: Function, spare: frozenset[str]
     ) -> Callable[[Sequence[Environment]], None]:
-        if line.calls_function:
-            return self._function_call(line)
         if line.op in COLLECTIVES:
             return self._collective(line, bool(spare))
         call = self._kernel(line, function) if line.op in self.kernels else self._aten(line)
@@ -142,7 +148,7 @@ class Machine:
 
         return run
 
-    def _function_call(self, line: Line) -> Callable[[Sequence[Environment]], None]:
+    def _function_call(self, line: Line, given: frozenset[str]) -> Callable[[Sequence[Environment]], None]:
         function = self.program.function(line.op)
         pairs = [(value.name, item.name) for value, item in zip(function.parameters, line.args, strict=True)]
         names = [value.name for value in line.results if value is not None]
@@ -150,6 +156,9 @@ class Machine:
 
         def run(environments: Sequence[Environment]) -> None:
             inner = [{to: environment[name] for to, name in pairs} for environment in environments]
+            for environment in environments:
+                for name in given:
+                    del environment[name]
             for environment, results in zip(environments, self._call(function, inner), strict=True):
                 environment.update(zip(names, (results[key] for key in keys), strict=True))
 
