@@ -15,6 +15,7 @@ import torch
 from .collectives import COLLECTIVES
 from .mesh import Mesh
 from .op_rules import TABLE
+from .ops import OPS
 from .placement import TensorType
 
 
@@ -221,7 +222,8 @@ def operator(op: str) -> Any:
     """
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    operators = OPS if namespace == "parc" else getattr(torch.ops, namespace)
+    return getattr(getattr(operators, name), overload)
 
 
 # Operators that reach outside the tensors they are given; everything else that mutates nothing is allowed.

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ..grammar.codes_placement import (
-    CONFLICT,
     NOT_PADDED,
-    PADDED_TWICE,
     REPEATED_PLACEMENT,
     UNEVEN_SHARD,
     WRONG_DIM,
@@ -22,31 +20,12 @@ from .constraints import DimLayout, Factor, Fix, SplitWeights
 from .directives.precision import TYPES, Precision
 from .directives.schedule import BATCH
 from .names import Names, Weight, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
-from .padding import Pad, Pads, padded_shape, pads_by_value
-from .parts import Outer, count, inside, nest
+from .padding import Pads, pads_by_value
 from .plan import Plan
-from .sub_dims import Cut, cut, multiples, uneven
+from .seeds import Seed, Seeds
+from .sub_dims import Cut, cut, multiples
 
-__all__ = ["Names", "Resolved", "Seed", "WeightUse", "resolve"]
-
-
-@dataclass(frozen=True, slots=True)
-class Seed:
-    """One value on one axis as a line wants it: split, or whole where ``dim`` is None.
-
-    ``outer``: see the dim as ``(outer, D / outer)``, in global sizes, and split the second part. ``fixed``: the line
-    places the value on every axis.
-    """
-
-    value: str
-    axis: str
-    dim: int | None
-    outer: Outer
-    span: Span
-    fixed: bool
-    start: int = 1
-    inner: int = 1
-    pad: bool = False  # the sub-dim, which begins after `start` parts, may be made longer by groups of `inner` entries
+__all__ = ["Names", "Resolved", "WeightUse", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +64,8 @@ def resolve(plan: Plan, names: Names, longer: Pads | None = None) -> Resolved:
     if errors:
         raise PlanError(resolver.diagnostics)
     return Resolved(
-        tuple(seed for seed in resolver.seeds.values() if plan.mesh.size(seed.axis) > 1),
-        tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.pads.items()), precision,
+        tuple(seed for seed in resolver.seeds.found.values() if plan.mesh.size(seed.axis) > 1),
+        tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.seeds.pads.items()), precision,
     )  # fmt: skip
 
 
@@ -95,24 +74,21 @@ class _Resolver:
 
     def __init__(self, plan: Plan, names: Names, longer: Collection[tuple[str, int]]) -> None:
         self._plan = plan
-        self._longer = longer
-        self.pads: dict[tuple[str, int], Pad] = {}
         self._mesh = plan.mesh
         self._names = names
-        self.seeds: dict[tuple[str, str], Seed] = {}
-        self._asked: dict[tuple[str, str], tuple[int | None, Outer]] = {}  # dim and outer as the line had them
+        self.seeds = Seeds(names, plan.mesh, longer)
         self.diagnostics: list[Diagnostic] = []
 
     def apply(self, line: Fix | SplitWeights) -> None:
         """Adds the seeds of one line, or its errors; of like errors of one word the first stands for all."""
-        known = dict(self.seeds)
+        known = dict(self.seeds.found)
         wishes: list[Seed] = []
         for word in line.where:
             errors: list[Diagnostic] = []
             for result in self._fix(line, word) if isinstance(line, Fix) else self._split(line, word):
                 if isinstance(result, Diagnostic):
                     errors.append(result)
-                elif (conflict := self._add(result)) is not None:
+                elif (conflict := self.seeds.add(result)) is not None:
                     errors.append(conflict)
                 else:
                     wishes.append(result)
@@ -162,84 +138,6 @@ class _Resolver:
             more = f"the same holds for {len(others)} more that the pattern matches"
             self.diagnostics.append(replace(first, notes=(*first.notes, more)) if others else first)
 
-    def _add(self, seed: Seed) -> Diagnostic | None:
-        """Takes a seed in; the error if an earlier line says otherwise."""
-        key = seed.value, seed.axis
-        asked = seed.dim, seed.outer
-        if key in self.seeds:
-            return None if self._asked[key] == asked else self._conflict(seed, self.seeds[key])
-        if seed.dim is not None:
-            placed = self._nest(seed)
-            if isinstance(placed, Diagnostic):
-                return placed
-            self.seeds[key] = placed
-        else:
-            self.seeds[key] = seed
-        self._asked[key] = asked
-        return None
-
-    def _nest(self, seed: Seed) -> Seed | Diagnostic:
-        """The seed inside the splits that earlier lines made of the same dim over other axes."""
-        assert seed.dim is not None
-        ways, key = self._mesh.size(seed.axis), (seed.value, seed.dim)
-        size = padded_shape(self._names.shape(seed.value), [self.pads[key]] if key in self.pads else [])[seed.dim]
-        others = [s for s in self.seeds.values() if s.value == seed.value and s.dim == seed.dim and s.span != seed.span]
-        axes = [seed.axis]
-        for other in sorted(others, key=lambda found: count(found.outer)):
-            if seed.outer == other.outer:
-                seed = replace(seed, outer=inside(other.outer, self._mesh.size(other.axis)))
-                axes.append(other.axis)
-        splits = [(s.outer, self._mesh.size(s.axis)) for s in (*others, seed)]
-        if seed.pad and isinstance(seed.outer, int):
-            unit = seed.outer * ways * seed.inner
-            if size % unit or (key in self._longer and key not in self.pads):
-                divides = size * unit  # whether the splits lie in each other, whatever the size is
-                return self._lengthen(seed) if nest(divides, splits) else self._conflict(seed, others[0])
-        if nest(size, splits):
-            return seed
-        if isinstance(seed.outer, int) and size % (seed.outer * ways):
-            what = f"dim {seed.dim} of `{seed.value}` has {size} entries"
-            return uneven(what, size, reversed(axes), self._mesh, self._label(seed), may_pad=True)
-        return self._conflict(seed, others[0])
-
-    def _lengthen(self, seed: Seed) -> Seed | Diagnostic:
-        """Makes the sub-dim that the seed splits as long as its splits need."""
-        assert seed.dim is not None and isinstance(seed.outer, int)
-        others = [
-            s for s in self.seeds.values() if (s.value, s.dim) == (seed.value, seed.dim) and s.start != seed.start
-        ]
-        if others:
-            message = f"dim {seed.dim} of `{seed.value}` is padded in one sub-dim and split in another"
-            related = (Label(others[0].span, f"first: {self._described(others[0])}"),)
-            help_ = "a dim that is padded is split in one place: choose sub-dims that divide, or split another dim"
-            return Diagnostic(PADDED_TWICE, message, self._label(seed), related, help=help_)
-        real = self._names.shape(seed.value)[seed.dim] // seed.start
-        unit = seed.outer // seed.start * self._mesh.size(seed.axis) * seed.inner
-        padded = -(-real // unit) * unit
-        padded += unit * (padded == real)
-        self.pads[seed.value, seed.dim] = Pad(seed.dim, seed.start, real, padded)
-        return seed
-
-    def _conflict(self, seed: Seed, first: Seed) -> Diagnostic:
-        message = f"two lines place `{seed.value}` differently on `{seed.axis}`"
-        if seed.axis != first.axis:
-            message = f"two lines split dim {seed.dim} of `{seed.value}` at places that do not fit"
-        related = (Label(first.span, f"first: {self._described(first)}"),)
-        label = Label(seed.span, self._described(seed))
-        help_ = "remove one of the lines, or narrow the names of one"
-        if first.fixed and not seed.fixed:
-            help_ = "a line with a layout places its tensors on every axis: say there all that is wanted"
-        return Diagnostic(CONFLICT, message, label, related, help=help_)
-
-    def _described(self, seed: Seed) -> str:
-        if seed.dim is None:
-            return f"whole on `{seed.axis}`"
-        parts = count(seed.outer)
-        return f"dim {seed.dim} over `{seed.axis}`" + (f", inside {parts} parts" if parts > 1 else "")
-
-    def _label(self, seed: Seed) -> Label:
-        return Label(seed.span, f"`{seed.value}` is {list(self._names.shape(seed.value))}")
-
     def _fix(self, line: Fix, word: Word) -> Iterator[Seed | Diagnostic]:
         found = find_values(word, self._names)
         if isinstance(found, Diagnostic):
@@ -282,7 +180,9 @@ class _Resolver:
                 help_ = f"write `{called}`, as the `input` line does"
                 yield Diagnostic(WRONG_DIM, message, Label(layout.factors[0].span), help=help_)
             trained = value in self._names.parameters
-            pad = (layout.pad or (value, at) in self.pads) if trained else None  # an earlier line may have said it
+            pad = (
+                (layout.pad or (value, at) in self.seeds.pads) if trained else None
+            )  # an earlier line may have said it
             if layout.pad and not trained:
                 help_ = "choose sizes that divide: an input is padded where it is made, with a target to ignore"
                 yield Diagnostic(
@@ -357,7 +257,7 @@ class _Resolver:
             shape = self._names.shape(name)
             label = None if line.rows is not None else Label(word.span, f"`{name}` is {list(shape)}")
             pieces = partial(self._names.pieces, value, at)
-            pad = line.pad or (value, at) in self.pads
+            pad = line.pad or (value, at) in self.seeds.pads
             result = cut(rows, shape[at], self._mesh, f"dim {at} of `{name}`", label, pieces, pad=pad)
             if isinstance(result, Diagnostic):
                 yield self._declared(result, rows)

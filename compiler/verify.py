@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
-from . import ops as _ops  # registers parc's operators
 from .collectives import COLLECTIVES
 from .factors import OpCall, Operand
 from .mesh import Mesh
@@ -23,8 +22,6 @@ from .op_rules import TABLE, Row, localize
 from .placement import Placement, TensorType
 from .program import Cut, Function, Line, Program, Ref, Value, argument_text, map_references, operator
 from .typing import infer
-
-del _ops
 
 
 @dataclass(frozen=True, slots=True)

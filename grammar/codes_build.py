@@ -63,10 +63,10 @@ WRONG_INPUTS = Code(
 NO_DIVIDE = Code(
     name="P0207",
     title="a value inside the model does not divide",
-    why="a dim that the plan's lines split, somewhere in the model, does not divide by the ranks; parc pads only where"
-    " a line says so.",
-    example="sizes B=8, S=4..8 by 2\nmesh tp=2\nshard tokens [_, S/tp]   # the model joins pairs: 3 of them at S=6",
-    instead="sizes B=8, S=4..8 by 4\nmesh tp=2\nshard tokens [_, S/tp]",
+    why="a dim somewhere in the model, whole or a rank's part of it, is no whole number for some of the declared sizes;"
+    " parc rounds none, and pads only where a line says so.",
+    example="sizes B=8, S=8..40        # the model averages pairs: S/2 of them",
+    instead="sizes B=8, S=8..40 by 2",
     language="shell",
 )
 WITHOUT_RULE = Code(
@@ -164,6 +164,15 @@ NOT_RECOMPUTED = Code(
     instead=_MODEL.format(body="return torch.tanh(x)"),
     language="python",
 )
+KEPT_TWICE = Code(
+    name="P0220",
+    title="heads of keys and values are kept by several ranks",
+    why="there are fewer of them than ranks of the axis over which they are split. Each is computed where it is used,"
+    " without communication; gradients of the copies are summed once a step.",
+    example='include "parc:llama" (tp=4)   # num_key_value_heads=2',
+    instead='include "parc:llama" (tp=2)',
+    language="shell",
+)
 UNCOUNTED_DRAW = Code(
     name="P0221",
     title="random numbers that no stream counts",
@@ -206,15 +215,6 @@ WORLD_SIZE = Code(
     why="each rank of the mesh is one process.",
     example="parc run build --nproc 3   # mesh dp=2, tp=2",
     instead="parc run build --nproc 4",
-    language="shell",
-)
-KEPT_TWICE = Code(
-    name="P0220",
-    title="heads of keys and values are kept by several ranks",
-    why="there are fewer of them than ranks of the axis over which they are split. Each is computed where it is used,"
-    " without communication; gradients of the copies are summed once a step.",
-    example='include "parc:llama" (tp=4)   # num_key_value_heads=2',
-    instead='include "parc:llama" (tp=2)',
     language="shell",
 )
 BAD_NUMBER = Code(

@@ -12,7 +12,8 @@ from parc.compiler.mesh import Mesh
 from parc.compiler.placement import assemble
 from parc.compiler.program import Line
 from parc.runtime.faults import complete_module
-from parc.runtime.simulate import TOLERANCE, Case, ReferenceRun, Simulation, random_batch
+from parc.runtime.random_batch import random_batch
+from parc.runtime.simulate import TOLERANCE, Case, ReferenceRun, Simulation
 
 _SAME = {
     "aten.mm.default": "aten.linear.default",

@@ -9,13 +9,15 @@ import torch
 from parc.compiler.mesh import Mesh
 from parc.compiler.recipes import initialize
 from parc.compiler.task import caller, loss_function, model_builder
-from parc.driver import Compiled, failure, input_specs
+from parc.driver import Compiled
 from parc.grammar.diagnostics import PlanError
+from parc.plan_capture import failure, input_specs
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.execute import Machine
 from parc.runtime.kernels import REFERENCE_KERNELS
 from parc.runtime.plain import counted_dropout
-from parc.runtime.simulate import Case, random_batch
+from parc.runtime.random_batch import random_batch
+from parc.runtime.simulate import Case
 from parc.runtime.simulate import wide as as_wide
 
 TOLERANCE = 1e-4

@@ -74,10 +74,11 @@ def misfit_diagnostic(plan: Plan, misfit: Misfit) -> Diagnostic:
     message = message if not misfit.numbers else f"the model has {what}, between {first} and {second}{where}"
     notes = [f"{misfit.file}, {sizes}: {row.strip() or 'nothing'}"
              for sizes, row in zip((first, second), misfit.rows, strict=True)]  # fmt: skip
-    return Diagnostic(
-        code, message, Label(_span(plan, origin) or _sizes_span(plan)), notes=tuple(notes),
-        help="narrow the range so that it does not hold both, and make a build for each part",
-    )  # fmt: skip
+    help_ = "narrow the range so that it does not hold both, and make a build for each part"
+    help_ += "; or take a larger step, if they differ in what divides"
+    if misfit.numbers:
+        help_ = "write it with sums, products and quotients of sizes; or declare one size, and make a build for each"
+    return Diagnostic(code, message, Label(_span(plan, origin) or _sizes_span(plan)), help=help_, notes=tuple(notes))
 
 
 def _constant_diagnostic(

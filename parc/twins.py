@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from parc.compiler.directive import Literal
 from parc.compiler.directives.sizes import SizeRange
 from parc.compiler.mesh import Mesh
+from parc.compiler.plan import Plan
 from parc.compiler.program import Program
 from parc.compiler.twin import compare_structure
 from parc.compiler.verify import Fault
@@ -72,7 +74,7 @@ def _meshes(mesh: Mesh) -> Iterator[Mesh]:
 def _twin(compiled: Compiled, mesh: Mesh) -> Compiled:
     """The same plan with the ``verify`` line's arguments, sizes as small as the axes allow."""
     plan = compiled.plan
-    given = dict(plan.verify.values) if plan.verify is not None else {}
+    given = _arguments(plan)
     sizes = {}
     for name, size in plan.sizes.items():
         chosen = given.pop(name, None)
@@ -98,9 +100,21 @@ def _twin(compiled: Compiled, mesh: Mesh) -> Compiled:
     return twin
 
 
+def _arguments(plan: Plan) -> dict[str, Literal]:
+    """The ``verify`` line's arguments and sizes; of two numbers the plan's own where that is smaller already."""
+    own = {**dict(plan.model.values), **{name: size.high for name, size in plan.sizes.items()}}
+    given = dict(plan.verify.values) if plan.verify is not None else {}
+    return {name: _smaller(value, own.get(name)) for name, value in given.items()}
+
+
+def _smaller(value: Literal, own: Literal) -> Literal:
+    numbers = isinstance(value, (int, float)) and isinstance(own, (int, float)) and not isinstance(own, bool)
+    return min(value, own) if numbers else value  # type: ignore[type-var]
+
+
 def twin_text(twin: Compiled) -> str:
     """How the twin is smaller."""
-    given = dict(twin.plan.verify.values) if twin.plan.verify is not None else {}
+    given = _arguments(twin.plan)
     words = [f"{name}={value}" for name, value in given.items()]
     words += [f"{name}={size}" for name, size in twin.plan.sizes.items() if name not in given]
     return f"the twin: {', '.join(words)}, mesh {twin.mesh}"

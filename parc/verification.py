@@ -15,7 +15,7 @@ from parc.difference import first_difference
 from parc.driver import compile_plan
 from parc.promises import hold_promises
 from parc.recompilation import differences
-from parc.runtime.session import check_fits, check_source_of
+from parc.runtime.opening import check_fits, check_source_of
 from parc.twins import find_twin, is_large
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..compiler.ops import OPS
 from ..compiler.program import Origin
+from .creation import CREATION
 from .decompose import DECOMPOSITIONS, depends_on_parameter, looked_up, selected, shape_of, written_out
 from .draws import DRAWS
 from .slices import join_slices
@@ -229,18 +230,6 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     c.replace(node, total)
 
 
-def _arange(c: Canonicalizer, node: Any) -> None:
-    value = node.meta["val"]
-    start = node.args[0] if node.target is not aten.arange.default else 0
-    step = node.args[2] if node.target is aten.arange.start_step and len(node.args) > 2 else 1
-    if not isinstance(start, int) or not isinstance(step, int):
-        return
-    count = c.emit(node, OPS.iota.default, value.shape[0], start, step, value.dtype, val=value)
-    if (start, step) == (0, 1):
-        c.iotas[count] = (0, value.shape[0])
-    c.replace(node, count)
-
-
 def _add(c: Canonicalizer, node: Any) -> None:
     x, y = node.args[0], node.args[1]
     if (
@@ -281,29 +270,6 @@ def _index(c: Canonicalizer, node: Any) -> None:
     c.replace(node, x)
 
 
-def _creation(value: Callable[[fx.Node], Any]) -> Rewrite:
-    def rewrite(c: Canonicalizer, node: Any) -> None:
-        result = node.meta["val"]
-        with c.graph.inserting_before(node):
-            made = c.graph.call_function(aten.full.default, (list(result.shape), value(node)), {"dtype": result.dtype})
-        made.meta = {"val": result, **_place(node)}
-        c.replace(node, made)
-
-    return rewrite
-
-
-def _filled(node: fx.Node) -> Any:
-    """The value of ``full``, ``new_full``, ``full_like``."""
-    return node.args[2] if node.target is aten.new_full.default else node.args[1]
-
-
-def _scalar(value: float) -> Callable[[fx.Node], Any]:
-    def read(node: fx.Node) -> Any:
-        return value if node.meta["val"].dtype.is_floating_point else int(value)
-
-    return read
-
-
 TABLE: Mapping[Any, Rewrite] = {
     aten._assert_tensor_metadata.default: _drop,
     **dict.fromkeys(_NO_MEANING, _forward),
@@ -321,23 +287,13 @@ TABLE: Mapping[Any, Rewrite] = {
     **dict.fromkeys((aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding), _convolution),
     **DECOMPOSITIONS,
     **DRAWS,
+    **CREATION,
     aten.scaled_dot_product_attention.default: _attention,
     aten.cross_entropy_loss.default: _cross_entropy,
-    aten.arange.default: _arange,
-    aten.arange.start: _arange,
-    aten.arange.start_step: _arange,
     aten.add.Tensor: _add,
     aten.unsqueeze.default: _unsqueeze,
     aten.index.Tensor: _index,
     aten.index_select.default: selected,
-    aten.full.default: _creation(_filled),
-    aten.full_like.default: _creation(_filled),
-    aten.new_full.default: _creation(_filled),
-    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), _creation(_scalar(1.0))),
-    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), _creation(_scalar(0.0))),
-    **dict.fromkeys(
-        (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default), _creation(_scalar(0.0))
-    ),
 }
 """Operator → rewrite. An operator that is not here keeps its form."""
 

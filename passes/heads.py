@@ -17,7 +17,7 @@ from ..compiler.padding import Pads
 from ..compiler.parts import Outer
 from ..compiler.placement import Split, along
 from ..compiler.plan import Plan
-from ..compiler.resolve import Seed
+from ..compiler.seeds import Seed
 from ..grammar.codes_build import KEPT_TWICE
 from ..grammar.codes_placement import UNEVEN_HEADS
 from ..grammar.diagnostics import Diagnostic, Label, PlanError, Severity
@@ -266,7 +266,7 @@ def _notes(few: Sequence[_Heads], axis: str, ranks: int, sizes: Sequence[int]) -
         message = f"{_heads(count)} of keys and values for {ranks} ranks of `{axis}`: {each}"
         parts = listed(f"{axis}_{i}={size}" for i, size in enumerate(sizes))
         notes = [f"`{axis}` is seen as {parts}" if sizes else "", "gradients of the copies are summed once a step"]
-        notes += [f"the same holds for {len(others)} more parameters"] if others else []
+        notes += [f"the same holds for {len(others)} more parameter{'s' * (len(others) > 1)}"] if others else []
         yield Diagnostic(
             KEPT_TWICE, message, Label(first.seed.span, f"`{first.seed.value}`"), notes=tuple(filter(None, notes)),
             severity=Severity.NOTE,

@@ -19,7 +19,7 @@ from ..compiler.placement import TensorType, dim_index, take
 from ..grammar.codes_build import BAD_DATA
 from .data import ByteText, CallableData, DataError, Source, read_batch
 from .faults import RunError
-from .simulate import class_bounds
+from .random_batch import class_bounds
 from .tails import Tails
 
 Parts = list[dict[str, torch.Tensor]]

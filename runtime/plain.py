@@ -23,8 +23,9 @@ from .execute import Machine
 from .feed import Feed
 from .initial import expected_of, weights_of
 from .kernels import REFERENCE_KERNELS
+from .opening import check_source_of, open_build, task_of
 from .optimizer import make_optimizer, rate, update
-from .session import StepReport, check_source_of, open_build, task_of
+from .session import StepReport
 from .sizes import BySizes
 
 aten = torch.ops.aten

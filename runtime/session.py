@@ -13,14 +13,11 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from ..compiler.artifact import Build, BuildError, read_build
-from ..compiler.callables import CallableError, file_hash, target_hash
-from ..compiler.mesh import Mesh
+from ..compiler.artifact import Build
 from ..compiler.padded_tensors import grow, shrink
 from ..compiler.padding import pads_from, real_shape
 from ..compiler.placement import TensorType, assemble, parse_type, take
-from ..compiler.task import LossLine, TaskLines
-from ..grammar.codes_build import BAD_BUILD, BAD_STATE, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
+from ..grammar.codes_build import BAD_BUILD, BAD_STATE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
 from .compiled import Regions
@@ -28,6 +25,7 @@ from .execute import Backend, Machine
 from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
 from .feed import Feed, Parts
 from .initial import Initial
+from .opening import check_fits, check_source_of, mesh_of, open_build, task_of
 from .optimizer import make_optimizer, rate, restore_optimizer, update
 from .processes import default_device, join, launched
 from .sizes import AtSizes, BySizes, bound
@@ -277,79 +275,6 @@ class Session:
         """One value of the optimizer's state: this rank's piece, or a number, which the fused update wants beside."""
         value: torch.Tensor = file.get_tensor(f"optimizer.{slot}.{name}")
         return value.to(self.device) if slot == "step" else self._take(value, self.types[name], name)
-
-
-def mesh_of(build: Build) -> Mesh:
-    """The build's mesh; its axes in their order, which JSON's sorted keys lose and every program states."""
-    return build.programs["F"].mesh
-
-
-def check_fits(build: Build, world: int) -> None:
-    """Hold a build against this torch and a number of processes.
-
-    Raises:
-        RunError: one of them is another than the build's.
-    """
-    version = torch.__version__.split("+")[0]
-    if build.manifest["torch"] != version:
-        raise RunError(
-            OTHER_TORCH, f"`{build.path}` was built with torch {build.manifest['torch']}; this is torch {version}",
-            "build the plan again with this torch",
-        )  # fmt: skip
-    mesh = mesh_of(build)
-    if world != mesh.world:
-        raise RunError(
-            WORLD_SIZE,
-            f"{world} process{'es' * (world != 1)} for {mesh_text(mesh)}",
-            f"start {mesh.world}: `parc run {build.path}`, or `torchrun --nproc-per-node {mesh.world} …`",
-        )  # fmt: skip
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """The mesh and how many ranks that makes."""
-    if not mesh.axes:
-        return "a mesh without axes, which has one rank"
-    return f"a mesh of {mesh.declared}, which has {mesh.world} ranks"
-
-
-def check_source_of(build: Build) -> None:
-    """See that the file of the model is the one that was built; one that is not is not imported.
-
-    Raises:
-        RunError: it changed, or it cannot be imported (its own traceback is in the notes).
-    """
-    target, expected = task_of(build.manifest).model, str(build.manifest["model_source"])
-    try:
-        found = file_hash(target, build.folder)
-        if not found or found == expected.split("+")[0]:
-            found = target_hash(target, build.folder)
-    except CallableError as error:
-        raise RunError(MODEL_FAILED, str(error)) from error
-    if found != expected:
-        raise RunError(BAD_BUILD, f"the file of `{target}` changed since the build", "build the plan again")
-
-
-def task_of(manifest: Mapping[str, Any]) -> TaskLines:
-    """What is trained, from a build's manifest."""
-    loss = manifest["loss"]
-    return TaskLines(
-        manifest["model"]["callable"],
-        tuple(manifest["model"]["arguments"].items()),
-        tuple(line["name"] for line in manifest["inputs"]),
-        LossLine(loss["kind"], loss["target"], tuple(loss["operands"]), loss["ignore"]),
-    )
-
-
-def open_build(path: Path | str) -> Build:
-    """A build, every file held against its hash.
-
-    Raises:
-        RunError: it is none, or was altered.
-    """
-    try:
-        return read_build(Path(path))
-    except BuildError as error:
-        raise RunError(BAD_BUILD, str(error), "build the plan again") from None
 
 
 def load(

@@ -12,7 +12,7 @@ from ..compiler.artifact import Build
 from ..compiler.verify_padding import tail_fault
 from ..grammar.codes_build import BAD_DATA
 from .faults import RunError
-from .simulate import class_bounds
+from .random_batch import class_bounds
 
 
 @final

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._inductor import config
 
 import parc
 from parc.cli import main
@@ -20,6 +21,7 @@ from parc.runtime.faults import RunError
 from tests.runtime.tiny import EXAMPLES, ONE, PLAN, TENSOR, build
 
 MODELS = """
+import math
 import types
 
 import torch
@@ -50,7 +52,10 @@ WAYS = {
     "scale": torch.ops.said.scale,
     "double": torch.ops.said.double,
     "again": lambda x: torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False),
+    "halves": lambda x: nn.functional.avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2),
     "pairs": lambda x: torch.tanh(x.unflatten(1, (-1, 2))).flatten(1, 2),
+    "shuffled": lambda x: x[:, torch.randperm(x.shape[1])],
+    "root": lambda x: x / math.sqrt(x.shape[1]),
     "plain": lambda x: x,
 }
 
@@ -66,8 +71,30 @@ class Model(nn.Module):
         return x if hasattr(x, "past_key_values") else self.head(x)
 
 
+class Narrow(Model):
+    def __init__(self, way):
+        super().__init__(way)
+        self.to(torch.bfloat16)
+
+
+class Grouped(Model):
+    def __init__(self, way):
+        super().__init__(way)
+        self.q, self.k, self.v = (nn.Linear(16, rows, bias=False) for rows in (16, 8, 8))
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        q, k, v = (f(x).unflatten(2, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.head(y.transpose(1, 2).flatten(2))
+
+
 def each(output, targets):
     return nn.functional.cross_entropy(output.transpose(1, 2), targets, reduction="none")
+
+
+def squares(output, targets):
+    return output.square().sum() + 0 * targets.sum()
 
 
 def masked(output, targets):
@@ -77,27 +104,28 @@ def masked(output, targets):
 
 @dataclass(frozen=True)
 class Case:
-    """A command on the tiny plan: with a way of the model above instead of the GPT, changed, with lines added."""
+    """A command on the tiny plan: with a way of a model above instead of the GPT, changed, with lines added."""
 
     model: str = ""
     change: tuple[str, str] = ("", "")
     lines: str = TENSOR
     words: tuple[str, ...] = ("check", "tiny.parc")
+    of: str = "Model"
 
 
 LOSS = "cross_entropy(output, targets)"
+SQUARES = (f"S=8\nloss      {LOSS}", 'S=8..40\nloss      "./models.py:squares"(output, targets)')
 COMMANDS = {
     "P0013": Case(words=("check", "missing.parc")),
     "P0021": Case(lines='include "other.parc"\n'),
+    "P0112": Case(lines=TENSOR.replace("tp=2", "tp=4")),
     "P0201": Case(change=("gpt.py:GPT", "gpt.py:GTP")),
     "P0202": Case("branch", lines=ONE),
     "P0203": Case("cache", lines=ONE),
     "P0204": Case("plain", (LOSS, '"./models.py:each"(output, targets)'), ONE),
     "P0205": Case("numpy", lines=ONE),
     "P0206": Case(change=("input     tokens", "input     more int64 [B, S]\ninput     tokens")),
-    "P0207": Case(
-        "pairs", ("S=8", "S=4..8 by 2"), "mesh tp=2\nshard tokens, targets [_, S/tp]\n", ("build", "tiny.parc")
-    ),
+    "P0207": Case("halves", SQUARES, ONE, ("build", "tiny.parc")),
     "P0208": Case("scale", lines="mesh dp=2\nshard tokens, targets [B/dp, _]\n"),
     "P0209": Case(lines="mesh tp=2\nshard tokens [_, S/tp]\ncolumn blocks.*.attn.qkv over tp\n"),
     "P0213": Case(change=("width=16", "width=16384"), words=("build", "tiny.parc")),
@@ -106,6 +134,11 @@ COMMANDS = {
     "P0216": Case("double", lines="mesh dp=2\nshard tokens, targets [B/dp, _]\n"),
     "P0217": Case("plain", (LOSS, '"./models.py:masked"(output, targets)'), ONE),
     "P0218": Case("again", lines=ONE),
+    "P0220": Case("plain", lines="mesh tp=4\ncolumn q, k, v over tp\n", of="Grouped"),
+    "P0221": Case("shuffled", lines=ONE),
+    "P0223": Case("plain", lines=ONE, of="Narrow"),
+    "P0225": Case("pairs", ("S=8", "S=4..8 by 2"), "mesh tp=2\nshard tokens, targets [_, S/tp]\n"),
+    "P0226": Case("root", ("S=8", "S=4..8 by 2"), ONE),
     "P0401": Case(lines=TENSOR + "budget memory 100KB\n"),
     "P0402": Case(lines=TENSOR + "forbid all_reduce in blocks.*.mlp during forward\n"),
     "P0403": Case(lines=TENSOR + "expect 2 all_reduce in blocks.*\n"),
@@ -129,7 +162,11 @@ def altered(folder: Path) -> list[str]:
 def runs(folder: Path) -> list[str]:
     """What stops a run before or in a step."""
     build(folder, TENSOR)
-    said = [command("run", "build", "--nproc", "3"), command("run", "build", "--resume", ".")]
+    said = [
+        command("run", "build", "--nproc", "3"),
+        command("run", "build", "--resume", "."),
+        command("run", "build", "--sizes", "S=12"),
+    ]
     for name, plan in {
         "hot": PLAN.replace("adamw lr 1e-2 eps 1e-5 weight_decay 0.1 clip 1.0", "sgd lr 1e30"),
         "empty": PLAN.replace('"*.py"', '"nothing/*.txt"'),
@@ -142,7 +179,24 @@ def runs(folder: Path) -> list[str]:
     return said
 
 
-SCENES: dict[str, Callable[[Path], list[str]]] = {"P0210 P0211 P0212": altered, "P0301 P0304 P0302 P0303": runs}
+def compiles(folder: Path) -> list[str]:
+    """A run that cannot compile: no compiler, and one that fails."""
+    broken = folder / "g++"
+    broken.write_text(
+        '#!/bin/sh\ncase "$1" in -*) exec g++ "$@";; esac\necho "x.cpp:1: error: no Python.h" >&2\nexit 1\n'
+    )
+    broken.chmod(0o755)
+    build(folder, ONE)
+    said = []
+    for compiler in ("no-such-compiler", str(broken)):
+        with config.patch({"cpp.cxx": (None, compiler)}):
+            said.append(command("run", "build", "--compile", "--device", "cpu", "--steps", "1"))
+    return said
+
+
+SCENES: dict[str, Callable[[Path], list[str]]] = {
+    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0302 P0303": runs, "P0305 P0306": compiles,
+}  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"
 
 
@@ -157,6 +211,7 @@ def command(*words: str) -> str:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     command.capture = capsys  # type: ignore[attr-defined]
     shutil.copy(EXAMPLES / "gpt.py", tmp_path)
     (tmp_path / "models.py").write_text(MODELS)
@@ -171,7 +226,7 @@ def said(place: Path, case: Case) -> str:
     """What the command of a case says."""
     plan = PLAN
     if case.model:
-        plan = re.sub("model .*", f'model "./models.py:Model" (way="{case.model}")', plan)
+        plan = re.sub("model .*", f'model "./models.py:{case.of}" (way="{case.model}")', plan)
     assert case.change[0] in plan
     Path("tiny.parc").write_text(plan.replace(*case.change, 1) + case.lines)
     return command(*case.words)
@@ -184,7 +239,7 @@ def test_every_code_is_produced_and_looks_as_it_did(place: Path) -> None:
         found.update(zip(codes.split(), scene(place), strict=True))
     assert found.keys() == {name for name, code in CODES.items() if code.language != "parc"}
     for code, text in found.items():
-        assert re.search(rf"(error|warning)\[{code}\]", text), f"{code}: {text}"
+        assert re.search(rf"(error|warning|note)\[{code}\]", text), f"{code}: {text}"
         assert "Traceback" not in text or "model's own traceback" in text
     text = "\n\n".join(f"# {code}\n{text}" for code, text in sorted(found.items())) + "\n"
     text = text.replace(str(place), "FOLDER").replace(torch.__version__.partition("+")[0], "TORCH")

@@ -18,7 +18,8 @@ from parc.driver import Compiled, compile_plan
 from parc.grammar.diagnostics import render
 from parc.grammar.source import Source
 from parc.runtime.plain import reference
-from parc.runtime.simulate import Simulation, random_batch
+from parc.runtime.random_batch import random_batch
+from parc.runtime.simulate import Simulation
 
 from .family_plans import MODELS, include, plan_text
 

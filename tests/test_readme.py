@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -20,20 +21,27 @@ def commands() -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines if line.startswith("parc ")]
 
 
-def test_every_command_of_the_readme_works(tmp_path: Path) -> None:
+def test_every_command_of_the_readme_works_and_prints_what_it_shows(tmp_path: Path) -> None:
+    measured = re.compile(r"error \S+|^seconds.*", re.MULTILINE)  # another on every machine
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     found = commands()
     assert {words[0] for words in found} >= {"build", "run", "show", "verify", "explain"}
+    said: dict[str, str] = {}
     for words in found:
         done = subprocess.run(
             [sys.executable, "-m", "parc", *words],
             cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=280,
             check=False,
         )
         assert done.returncode == 0, f"parc {' '.join(words)}\n{done.stdout}\n{done.stderr}"
+        said[" ".join(words)] = done.stdout + done.stderr
+    report, lines = re.findall(r"```\n((?:mesh|t_3) .*?)```", README, re.DOTALL)
+    assert measured.sub("", report) == measured.sub("", said["build examples/gpt.parc -o build/gpt"])
+    assert lines in said["show build/gpt --action F"].replace("\n    ", "\n")
 
 
 def test_the_plan_in_the_readme_is_the_example() -> None:

@@ -31,7 +31,8 @@ from parc.passes.weights import names_of
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.execute import Machine
 from parc.runtime.kernels import REFERENCE_KERNELS
-from parc.runtime.simulate import Agreement, Case, compare, random_batch
+from parc.runtime.random_batch import random_batch
+from parc.runtime.simulate import Agreement, Case, compare
 
 from .strategies import ModelSpec, RandomModel, filled, input_shapes
 

@@ -50,6 +50,18 @@ class MeshLine(Directive):
             elif value.value < 1:
                 message = f"the axis `{binding.name.text}` has size {value.text}"
                 yield Diagnostic(BAD_VALUE, message, label, help="sizes are 1 or more; 1 turns an axis off")
+        yield from self._check_parts(scope)
+
+    def _check_parts(self, scope: Scope) -> Iterator[Diagnostic]:
+        """An error for an axis with the name of a part of another one, as which a factored axis stands in programs."""
+        others = {binding.name.text: binding for binding in merged(scope.all(MeshLine))}
+        for binding in self.arguments.bindings("name"):
+            whole, _, number = binding.name.text.rpartition("_")
+            if whole in others and number.isdecimal():
+                related = (Label(others[whole].name.span, "declared here"),)
+                message = f"`{binding.name.text}` is what programs call a part of the axis `{whole}`"
+                help_ = f"choose another name, such as `{whole}{number}`"
+                yield Diagnostic(BAD_VALUE, message, Label(binding.name.span), related, help=help_)
 
     def _check_others(self, scope: Scope) -> Iterator[Diagnostic]:
         """An error for a second line in one file, and for axes that another file gives another size."""

@@ -62,7 +62,7 @@ def run(given: argparse.Namespace) -> int:
 
     if launched():
         return _rank(given)
-    from parc.runtime.session import open_build
+    from parc.runtime.opening import open_build
     from parc.runtime.sizes import bound
 
     target = given.target
@@ -119,8 +119,8 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     from parc.runtime.compiled import check_compiler
     from parc.runtime.feed import make_data
     from parc.runtime.initial import weights_of
+    from parc.runtime.opening import check_fits, mesh_of
     from parc.runtime.processes import default_device
-    from parc.runtime.session import check_fits, mesh_of
     from parc.runtime.state import check_target, read_checkpoint
 
     mesh = mesh_of(build)
@@ -191,8 +191,9 @@ def _rank(given: argparse.Namespace) -> int:
 def _train_rank(given: argparse.Namespace) -> int:
     import torch
 
+    from parc.runtime.opening import check_fits, open_build
     from parc.runtime.processes import join, launched, leave
-    from parc.runtime.session import Session, check_fits, open_build
+    from parc.runtime.session import Session
     from parc.runtime.sizes import bound
     from parc.runtime.train import train
 

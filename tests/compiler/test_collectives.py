@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from parc.compiler.collectives import COLLECTIVES, TypeFault, join_dim, lower, payload_bytes, slice_dim
 from parc.compiler.mesh import Mesh
+from parc.compiler.ops import OPS
 from parc.compiler.parts import Outer, nest
 from parc.compiler.placement import AxisType, Placement, Split, TensorType, assemble, parse_type
 
@@ -125,7 +126,7 @@ FORWARD: list[tuple[str, str]] = [("I", "R"), ("P", "I"), ("P", "R"), ("S(0)", "
 @pytest.mark.parametrize(("source", "result"), FORWARD)
 def test_the_gradient_of_a_conversion_is_the_dual_conversion(source: str, result: str) -> None:
     x = torch.empty(4, 4, device="meta", requires_grad=True)
-    y = torch.ops.parc.convert.default(x, "tp", source, result)
+    y = OPS.convert.default(x, "tp", source, result)
     node = y.grad_fn
     assert node is not None
     swapped = {"R": "P", "P": "R"}
@@ -145,7 +146,7 @@ class _Watch(torch.utils._python_dispatch.TorchDispatchMode):
         self.recorded = recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.parc.convert.default:
+        if func is OPS.convert.default:
             self.recorded.append((args[2], args[3]))
         return func(*args, **(kwargs or {}))
 

@@ -22,7 +22,7 @@ from parc.runtime.compiled import Regions, check_compiler
 from parc.runtime.execute import Machine
 from parc.runtime.faults import RunError
 from parc.runtime.feed import Feed
-from parc.runtime.session import mesh_of, open_build
+from parc.runtime.opening import mesh_of, open_build
 from parc.runtime.step import RankState, Stepper
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, batch, build

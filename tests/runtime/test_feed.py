@@ -13,7 +13,7 @@ from parc.compiler.artifact import Build
 from parc.grammar.codes_build import BAD_DATA
 from parc.runtime.faults import RunError
 from parc.runtime.feed import Feed
-from parc.runtime.session import mesh_of, open_build
+from parc.runtime.opening import mesh_of, open_build
 from tests.runtime.tiny import DATA, ONE, PLAN, build
 
 SAMPLES = """

@@ -20,7 +20,7 @@ from parc.compiler.weights import Expected, open_weights
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.faults import RunError
 from parc.runtime.initial import Initial
-from parc.runtime.session import task_of
+from parc.runtime.opening import task_of
 from tests.runtime.tiny import PLAN, TENSOR, batch, build
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from parc.compiler.artifact import read_build
 from parc.compiler.padding import pads_from
 from parc.compiler.placement import parse_type
 from parc.runtime.initial import Initial
-from parc.runtime.session import task_of
+from parc.runtime.opening import task_of
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import ONE, PLAN, TENSOR, batch, build
 

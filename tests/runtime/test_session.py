@@ -13,7 +13,7 @@ from parc.compiler.placement import parse_type
 from parc.grammar.codes_build import BAD_DATA, BAD_STATE, OTHER_TORCH, WORLD_SIZE
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.faults import RunError
-from parc.runtime.session import check_fits, mesh_of, open_build
+from parc.runtime.opening import check_fits, mesh_of, open_build
 from parc.runtime.step import RankState, Stepper
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, batch, build

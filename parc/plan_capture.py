@@ -1,0 +1,125 @@
+"""A plan's model made and captured; every fault of the model is an error of the plan's line that names it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parc.compiler.callables import CallableError
+from parc.compiler.capture import Captured, CaptureError, InputSpec, capture, user_frame
+from parc.compiler.plan import Plan
+from parc.compiler.recipes import Recorded, record
+from parc.compiler.task import InputsError, TaskLines, caller, loss_function, model_builder
+from parc.grammar.codes_build import (
+    CAPTURE_FAILED,
+    CONTROL_FLOW,
+    LOSS_NOT_NUMBER,
+    MODEL_FAILED,
+    NOT_RECOMPUTED,
+    RETURNED_CACHE,
+    UNCOUNTED_DRAW,
+    WRONG_INPUTS,
+)
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.passes.pipeline import prepare
+
+
+def capture_plan(
+    plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None, ranged: bool = False
+) -> tuple[Recorded, Captured]:
+    """Make the plan's model without allocating it, and capture it with its loss; ``ranged``: at one of several sizes.
+
+    Raises:
+        PlanError: the model or its loss is at fault.
+    """
+    model_span = plan.model.arguments.statement.span
+    try:
+        build = model_builder(lines, folder, overrides)
+        recorded = record(build, plan.seed)
+    except CallableError as error:
+        notes = _trace(error.__cause__) if error.__cause__ else ()
+        raise PlanError([Diagnostic(MODEL_FAILED, str(error), Label(model_span), notes=notes)]) from None
+    except Exception as error:
+        message = f"making the model failed: {type(error).__name__}: {error}"
+        raise PlanError([Diagnostic(MODEL_FAILED, message, Label(model_span), notes=_trace(error))]) from None
+    try:
+        call, loss = caller(recorded.module, lines), loss_function(lines, folder)
+    except InputsError as error:
+        raise PlanError([Diagnostic(WRONG_INPUTS, str(error), Label(model_span))]) from None
+    except CallableError as error:
+        span = plan.loss.arguments.statement.span
+        raise PlanError([Diagnostic(MODEL_FAILED, str(error), Label(span), notes=_trace(error.__cause__))]) from None
+    try:
+        captured = capture(recorded.module, recorded.mode, input_specs(plan), call, loss, ranged)
+    except CaptureError as error:
+        raise PlanError([_capture_diagnostic(plan, error)]) from None
+    drawn = prepare(captured.graph)
+    if drawn is not None:
+        message = f"the model draws random numbers with `{drawn.target}`, which no stream counts"
+        notes = (f"at {source}",) if (source := drawn.meta["origin"].source) else ()
+        help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make it an input"
+        raise PlanError([Diagnostic(UNCOUNTED_DRAW, message, Label(model_span), help=help_, notes=notes)])
+    return recorded, captured
+
+
+def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
+    code, help_ = {
+        "checkpoint": (NOT_RECOMPUTED, "leave it out: a step that keeps all activations has the same numbers"),
+        "control": (CONTROL_FLOW, "compute both sides and choose with `torch.where`"),
+        "cache": (RETURNED_CACHE, "give the model `use_cache=False`, or return its logits or its loss alone"),
+        "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),
+    }.get(error.kind, (CAPTURE_FAILED, ""))
+    line = plan.loss if error.kind == "output" or error.in_loss else plan.model
+    notes = [f"at {error.source}"] if error.source else []
+    if error.__cause__ is not None and error.kind == "other":
+        notes += _trace(error.__cause__)
+    return Diagnostic(code, str(error), Label(line.arguments.statement.span), help=help_, notes=tuple(notes))
+
+
+def failure(plan: Plan, error: Exception) -> Diagnostic:
+    """What says that the model, run as it is written, failed."""
+    source = user_frame(error)
+    notes = [f"at {source}"] if source else []
+    text = str(error).strip().split("\n")[0]
+    message = f"the model fails on a batch: {type(error).__name__}: {text}"
+    span = plan.model.arguments.statement.span
+    return Diagnostic(CAPTURE_FAILED, message, Label(span), notes=(*notes, *_trace(error)))
+
+
+def _trace(error: BaseException | None) -> tuple[str, ...]:
+    """The model's own traceback, without parc's frames."""
+    if error is None:
+        return ()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
+    text = traceback.format_list(frames[-6:]) + traceback.format_exception_only(error)
+    return ("".join(["the model's own traceback:\n", *text]).rstrip(),)
+
+
+def _ours(filename: str) -> bool:
+    parts = Path(filename).parts
+    return (
+        "/torch/" in filename
+        or filename.startswith("<")
+        or "importlib" in filename
+        or (
+            len(parts) > 1
+            and parts[-2] in ("compiler", "grammar", "passes", "runtime", "parc")
+            and Path(filename).is_relative_to(Path(__file__).resolve().parent.parent)
+        )
+    )
+
+
+def input_specs(plan: Plan) -> dict[str, InputSpec]:
+    """Dtype and shape of each input in one microbatch, over all data ranks."""
+    specs = {}
+    for line in plan.inputs:
+        shape = []
+        for dim in line.dims:
+            size = dim if isinstance(dim, int) else plan.sizes[dim].high
+            shape.append(size // plan.microbatches if dim == "B" else size)
+        specs[line.name] = InputSpec(getattr(torch, line.dtype), tuple(shape))
+    return specs

@@ -1,0 +1,89 @@
+"""Opening a build: its files, torch, the processes and the model's file held against those it was built with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compiler.artifact import Build, BuildError, read_build
+from ..compiler.callables import CallableError, file_hash, target_hash
+from ..compiler.mesh import Mesh
+from ..compiler.task import LossLine, TaskLines
+from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
+from .faults import RunError
+
+
+def mesh_of(build: Build) -> Mesh:
+    """The build's mesh; its axes in their order, which JSON's sorted keys lose and every program states."""
+    return build.programs["F"].mesh
+
+
+def check_fits(build: Build, world: int) -> None:
+    """Hold a build against this torch and a number of processes.
+
+    Raises:
+        RunError: one of them is another than the build's.
+    """
+    version = torch.__version__.split("+")[0]
+    if build.manifest["torch"] != version:
+        raise RunError(
+            OTHER_TORCH, f"`{build.path}` was built with torch {build.manifest['torch']}; this is torch {version}",
+            "build the plan again with this torch",
+        )  # fmt: skip
+    mesh = mesh_of(build)
+    if world != mesh.world:
+        raise RunError(
+            WORLD_SIZE,
+            f"{world} process{'es' * (world != 1)} for {mesh_text(mesh)}",
+            f"start {mesh.world}: `parc run {build.path}`, or `torchrun --nproc-per-node {mesh.world} …`",
+        )  # fmt: skip
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The mesh and how many ranks that makes."""
+    if not mesh.axes:
+        return "a mesh without axes, which has one rank"
+    return f"a mesh of {mesh.declared}, which has {mesh.world} ranks"
+
+
+def check_source_of(build: Build) -> None:
+    """See that the file of the model is the one that was built; one that is not is not imported.
+
+    Raises:
+        RunError: it changed, or it cannot be imported (its own traceback is in the notes).
+    """
+    target, expected = task_of(build.manifest).model, str(build.manifest["model_source"])
+    try:
+        found = file_hash(target, build.folder)
+        if not found or found == expected.split("+")[0]:
+            found = target_hash(target, build.folder)
+    except CallableError as error:
+        raise RunError(MODEL_FAILED, str(error)) from error
+    if found != expected:
+        raise RunError(BAD_BUILD, f"the file of `{target}` changed since the build", "build the plan again")
+
+
+def task_of(manifest: Mapping[str, Any]) -> TaskLines:
+    """What is trained, from a build's manifest."""
+    loss = manifest["loss"]
+    return TaskLines(
+        manifest["model"]["callable"],
+        tuple(manifest["model"]["arguments"].items()),
+        tuple(line["name"] for line in manifest["inputs"]),
+        LossLine(loss["kind"], loss["target"], tuple(loss["operands"]), loss["ignore"]),
+    )
+
+
+def open_build(path: Path | str) -> Build:
+    """A build, every file held against its hash.
+
+    Raises:
+        RunError: it is none, or was altered.
+    """
+    try:
+        return read_build(Path(path))
+    except BuildError as error:
+        raise RunError(BAD_BUILD, str(error), "build the plan again") from None
