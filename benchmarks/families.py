@@ -16,23 +16,16 @@ from rich.table import Table
 
 from parc.advice import bytes_text, warnings_of
 from parc.checks import Checked, check_build
-from parc.compiler.include import families
 from parc.compiler.plan import read_plan
 from parc.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
-from tests.family_plans import MODELS, TEXT, include, plan_text
+from tests.family_plans import MODELS, plan_text
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(__file__).with_suffix(".md")
 PLANS = ((2, 1), (1, 2), (2, 2), (1, 4))
 COLUMNS = ("family", "plan", "verified", "collectives a step", "bytes a rank a step", "loss", "gradients", "parameters")
-PHI3 = """
-row       **.layers.*.self_attn.o_proj over tp
-column    **.layers.*.mlp.gate_up_proj over tp rows (2 f/tp)
-row       **.layers.*.mlp.down_proj over tp
-vocab     **.embed_tokens, lm_head over tp
-"""
 ABOUT = """# Families under plans
 
 Written by `make families`: the tiny models of `tests/family_models.py` (two layers, four heads, two heads of keys and
@@ -81,10 +74,6 @@ def _errors(checked: Checked) -> Iterator[str]:
 
 def main() -> None:
     """Build them all, print the table and write it."""
-    MODELS.setdefault(
-        "phi3",
-        ('"tests.family_models:decoder" (name="phi3")', TEXT, include("phi3") if "phi3" in families() else PHI3, 0),
-    )
     table = Table(*COLUMNS)
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
     console = Console()
