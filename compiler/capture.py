@@ -50,6 +50,19 @@ class Captured:
                 found[node.meta["role"].split(" ", 1)[1]] = node
         return found
 
+    def trainable(self) -> set[str]:
+        """Parameters to which a gradient of the loss flows."""
+        outputs: Any = self.graph.output_node().args[0]
+        pending, seen = [outputs[0]], set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            value = node.meta.get("val")
+            stops = node.target is torch.ops.aten.detach.default
+            if node not in seen and not stops and (not isinstance(value, torch.Tensor) or value.is_floating_point()):
+                seen.add(node)
+                pending += node.all_input_nodes
+        return {name for name, node in self.placeholders("parameter").items() if node in seen}
+
 
 class CaptureError(Exception):
     """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output``, ``checkpoint`` or ``other``."""

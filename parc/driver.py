@@ -176,11 +176,11 @@ def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolv
     """
     own = {name for name, value in recorded.module.named_parameters() if not value.requires_grad}
     frozen = resolved.frozen | own
-    parameters = captured.placeholders("parameter")
-    if plan.frozen and not parameters.keys() - frozen:
-        message = "every parameter of the model is frozen"
-        help_ = "name fewer of them: a step trains at least one"
-        raise PlanError([Diagnostic(NOTHING_TRAINED, message, Label(plan.frozen[0].span), help=help_)])
+    if not captured.trainable() - frozen:
+        message = "every parameter that the loss depends on is frozen" if frozen else "the loss depends on no parameter"
+        help_ = "name fewer of them: a step trains at least one" if plan.frozen else "see what the model returns"
+        span = plan.frozen[0].span if plan.frozen else plan.model.span
+        raise PlanError([Diagnostic(NOTHING_TRAINED, message, Label(span), help=help_)])
     return frozen
 
 

@@ -154,9 +154,10 @@ class _Narrowing:
         """Whether an operator, or one that it is made of (``square``: ``pow``), never takes a narrow type."""
         target: Any = node.target
         if target not in self.parts:
-            args, kwargs = substitute((node.args, node.kwargs), lambda n: n.meta["val"])
-            with self.mode, _Parts() as parts:
-                target(*args, **kwargs)
+            with self.mode:  # of one type: some operators take no other
+                args, kwargs = substitute((node.args, node.kwargs), lambda n: _widened(n.meta["val"]))
+                with _Parts() as parts:
+                    target(*args, **kwargs)
             self.parts[target] = {base_name(str(target)), *parts.names}
         return not self.parts[target].isdisjoint(SENSITIVE | LOSSES)
 
@@ -200,6 +201,10 @@ class _Narrowing:
         nodes = [node for node in (reader, _maker(value)) if node.op == "call_function"]
         origin: Origin = nodes[0].meta["origin"]
         return replace(origin, plan=next((line.line for node in nodes if (line := self.line_of(node))), 0))
+
+
+def _widened(value: Any) -> Any:
+    return value.to(torch.float32) if isinstance(value, torch.Tensor) and is_narrow(value.dtype) else value
 
 
 def _maker(value: fx.Node) -> fx.Node:

@@ -177,6 +177,9 @@ def eager_error(made: Subject, reference: Program) -> float:
     """How far loss and gradients of the captured graph are from the module's own, relative to the largest."""
     model = filled(made.spec).train()
     batch = random_batch(reference, 1, torch.Generator().manual_seed(3))[0]
+    dtype, shape = input_shapes(made.spec)["x"]
+    wide = torch.float64 if dtype == "float32" else torch.int64
+    batch = {"x": torch.zeros(shape, dtype=wide), **batch}  # a model may read its other input alone
     output = call_loss(made.spec, model(*(batch[name] for name in ("x", "z") if name in batch)), batch)
     output.backward()
     parameters = {name: value.detach().clone().requires_grad_() for name, value in made.parameters.items()}
