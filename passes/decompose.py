@@ -302,7 +302,22 @@ def _is_parameter(x: fx.Node) -> bool:
     return x.op == "placeholder" and x.meta["role"].startswith("parameter")
 
 
+def _interleaved(c: Canonicalizer, node: fx.Node) -> None:
+    """Entries repeated in place, as copies in a dim of their own, which a plan can split."""
+    x: Any = node.args[0]
+    times: Any = node.args[1]
+    given = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | node.kwargs
+    if given.get("dim") is None:
+        x = c.emit(node, aten.reshape.default, x, [math.prod(shape_of(x))])
+    shape = list(shape_of(x))
+    dim = int(given.get("dim") or 0) % len(shape)  # type: ignore[arg-type]
+    apart = c.emit(node, aten.unsqueeze.default, x, dim + 1)
+    apart = c.emit(node, aten.expand.default, apart, [*shape[: dim + 1], times, *shape[dim + 1 :]])
+    c.replace(node, c.emit(node, aten.reshape.default, apart, list(shape_of(node))))
+
+
 DECOMPOSITIONS: Mapping[Any, Rewrite] = {
+    aten.repeat_interleave.self_int: _interleaved,
     aten.einsum.default: _einsum,
     aten.matmul.default: _matmul,
     aten.mean.dim: _mean,

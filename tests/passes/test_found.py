@@ -106,6 +106,11 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         {"dp": 2, "tp": 2},
         ["shard x, y [B/dp, _]", "row layers.0.out over tp"],
     ),
+    "keys that are repeated in place follow their heads": (
+        ModelSpec(SIZES, "tokens", (attention(shared=2, repeat="interleave"),), "cross_entropy"),
+        {"tp": 2},
+        ["column layers.0.q over tp", "row layers.0.out over tp"],
+    ),
     "what one operand of an einsum alone has is summed first": (
         ModelSpec(SIZES, "tokens", (Layer("linear", (True,)), Layer("plain", ("outer",))), "cross_entropy"),
         {"dp": 2, "tp": 2},
