@@ -31,10 +31,10 @@ from .kernels import Site
 
 _OUTSIDE = frozenset({
     "aten.embedding_dense_backward.default", "parc.lookup_backward.default", "parc.stream_key.default",
-    "parc.random.default",
+    "parc.random.default", "parc.cut_pad.default", "parc.grow_pad.default",
 })  # fmt: skip
 """Operators that Inductor is not shown: it would add rows up in the order in which threads arrive, where torch's own
-operator repeats its bits, and cannot trace what reads a tensor's numbers."""
+operator repeats its bits, and cannot trace what reads a tensor's numbers, or makes a shape of them."""
 _COMPILED_ACTIONS = frozenset({"F", "B"})
 """The others do little, and REDUCE grows with the layers."""
 _NOTHING_SPARE = frozenset[str]()

@@ -224,7 +224,9 @@ def _within(site: Site, type_: TensorType, dim: int, padded: int) -> torch.Tenso
 
 def _fill_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int, value: float) -> torch.Tensor:
     filled = _within(site, site.operands[0], dim, padded) >= real
-    return x.masked_fill(filled.reshape(-1, *[1] * (x.dim() - dim - 1)), value) if bool(filled.any()) else x
+    if not site.traced and not bool(filled.any()):  # equal regions of all ranks are one when compiled
+        return x
+    return x.masked_fill(filled.reshape(-1, *[1] * (x.dim() - dim - 1)), value)
 
 
 def _cut_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""Opening a build: its files, torch, the processes and the model's file held against those it was built with."""
+"""Opening a build: its files, torch, the processes the model's file and a checkpoint held against
+those it was built with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,13 @@ import torch
 from ..compiler.artifact import Build, BuildError, read_build
 from ..compiler.callables import CallableError, file_hash, target_hash
 from ..compiler.mesh import Mesh
+from ..compiler.padding import pads_from, real_shape
+from ..compiler.placement import TensorType, parse_type
 from ..compiler.task import LossLine, TaskLines
 from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from .faults import RunError
+from .optimizer import restore_optimizer
+from .state import Checkpoint, read_checkpoint
 
 
 def mesh_of(build: Build) -> Mesh:
@@ -87,3 +93,26 @@ def open_build(path: Path | str) -> Build:
         return read_build(Path(path))
     except BuildError as error:
         raise RunError(BAD_BUILD, str(error), "build the plan again") from None
+
+
+def constants_of(build: Build) -> dict[str, TensorType]:
+    """The types of a model's buffers and constants by name."""
+    roles = [(value.role.split(" ", 1), value.type) for value in build.programs["F"].main.parameters]
+    return {role[1]: type_ for role, type_ in roles if role[0] in ("buffer", "constant")}
+
+
+def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, list[str]]]:
+    """A checkpoint that a build can go on from, and which slots of the optimizer's state it holds for each parameter.
+
+    Raises:
+        RunError: it cannot be read, or is of another model or optimizer; every fault is named.
+    """
+    checkpoint, mesh, pads = read_checkpoint(path), mesh_of(build), pads_from(build.manifest["padding"])
+    types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
+    types = {name: replace(type_, shape=real_shape(type_.shape, pads.get(name, ()))) for name, type_ in types.items()}
+    constants = constants_of(build)
+    checkpoint.check(
+        {name: type_.shape for name, type_ in types.items()},
+        {name: constants[name].shape for name in build.manifest["updates"]},
+    )
+    return checkpoint, restore_optimizer(checkpoint, build.manifest["optimizer"]["name"], types)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from ..compiler.artifact import Build
 from ..compiler.padded_tensors import grow, shrink
-from ..compiler.padding import pads_from, real_shape
+from ..compiler.padding import pads_from
 from ..compiler.placement import TensorType, assemble, parse_type, take
 from ..grammar.codes_build import BAD_BUILD, BAD_STATE
 from .backends.distributed import Distributed
@@ -25,11 +25,11 @@ from .execute import Backend, Machine
 from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
 from .feed import Feed, Parts
 from .initial import Initial
-from .opening import check_fits, check_source_of, mesh_of, open_build, task_of
-from .optimizer import make_optimizer, rate, restore_optimizer, update
+from .opening import check_fits, check_source_of, constants_of, mesh_of, open_build, open_checkpoint, task_of
+from .optimizer import make_optimizer, rate, update
 from .processes import default_device, join, launched
 from .sizes import AtSizes, BySizes, bound
-from .state import read_checkpoint, save_tensors
+from .state import save_tensors
 from .step import RankState, Stepper, StepResult
 
 
@@ -100,11 +100,7 @@ class Session:
         self.feed.close()
 
     def _initial_state(self) -> RankState:
-        constants = {
-            value.role.split(" ", 1)[1]: value.type
-            for value in self.build.programs["F"].main.parameters
-            if value.role.split(" ")[0] in ("buffer", "constant")
-        }
+        constants = constants_of(self.build)
         self._initial = Initial(self.build, task_of(self.build.manifest), self.mesh, self.coordinates, self.device)
         self._updates = {name: constants[name] for name in self.build.manifest["updates"]}
         return self._initial.state(self.types, constants)
@@ -246,11 +242,7 @@ class Session:
         Raises:
             RunError: it is of another model or optimizer; every fault is named, nothing was changed.
         """
-        checkpoint = read_checkpoint(Path(path))
-        real = {name: replace(t, shape=real_shape(t.shape, self.pads.get(name, ()))) for name, t in self.types.items()}
-        shapes, updates = ({name: t.shape for name, t in types.items()} for types in (real, self._updates))
-        checkpoint.check(shapes, updates)
-        slots = restore_optimizer(checkpoint, self.build.manifest["optimizer"]["name"], real)
+        checkpoint, slots = open_checkpoint(self.build, Path(path))
         try:
             with checkpoint.tensors() as file:
                 read = {

@@ -115,13 +115,12 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     """
     import torch
 
-    from parc.compiler.placement import parse_type
     from parc.runtime.compiled import check_compiler
     from parc.runtime.feed import make_data
     from parc.runtime.initial import weights_of
-    from parc.runtime.opening import check_fits, mesh_of
+    from parc.runtime.opening import check_fits, mesh_of, open_checkpoint
     from parc.runtime.processes import default_device
-    from parc.runtime.state import check_target, read_checkpoint
+    from parc.runtime.state import check_target
 
     mesh = mesh_of(build)
     nproc = int(given.nproc or max(1, mesh.world // given.nnodes))
@@ -129,8 +128,7 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     if options.save is not None:
         check_target(options.save)
     if options.resume is not None:
-        types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
-        read_checkpoint(options.resume).check({name: type_.shape for name, type_ in types.items()})
+        open_checkpoint(build, options.resume)
     weights_of(build)
     if given.compile:
         check_compiler(torch.device(given.device) if given.device else default_device())

@@ -98,6 +98,25 @@ def test_a_run_its_checkpoint_and_another_plan_that_goes_on(folder: Path, tmp_pa
     plain.close()
 
 
+def test_a_padded_plan_goes_on_from_its_own_checkpoint_and_so_does_an_unpadded_one(tmp_path: Path) -> None:
+    odd = PLAN.replace("vocab=256", "vocab=257")
+    padded = build(tmp_path, TENSOR.replace("head over tp", "head over tp pad"), odd, "padded")
+    one, checkpoint = build(tmp_path, ONE, odd, "one"), tmp_path / "checkpoint"
+    losses: list[Any] = []
+    for made, words in ((padded, ("--save", checkpoint)), (padded, ()), (one, ())):
+        metrics = tmp_path / f"{len(losses)}.jsonl"
+        steps = ("--steps", 1, *words) if words else ("--steps", 2, "--resume", checkpoint)
+        code, err = finish(start(made, *steps, "--metrics", metrics))
+        assert code == 0, err
+        losses += [(step["step"], step["loss"]) for step in steps_of(metrics)]
+    plain = parc.reference(one)
+    expected = [(report.step, pytest.approx(report.loss, rel=1e-5)) for report in (plain.step(), plain.step())]
+    plain.close()
+    assert losses == [*expected, expected[1]]
+    code, err = finish(start(build(tmp_path, ONE, name="even"), "--steps", 2, "--resume", checkpoint))
+    assert code == 1 and "`embed.weight` is [257, 16] there and [256, 16] in the model" in err
+
+
 def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "parc", "run")

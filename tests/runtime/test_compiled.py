@@ -14,6 +14,8 @@ import parc
 from parc.cli import main
 from parc.compiler import counter
 from parc.compiler.artifact import Build
+from parc.compiler.padded_tensors import grow
+from parc.compiler.padding import pads_from
 from parc.compiler.placement import parse_type, take
 from parc.compiler.torch_private import compile_graph, fake_mode
 from parc.grammar.codes_build import NO_COMPILER
@@ -48,6 +50,25 @@ LLAMA_PLAN = (
 )
 
 
+ODD = """
+import torch
+from torch import nn
+
+
+class Odd(nn.Module):
+    \"\"\"Vocabulary and hidden dim are odd, and the softmax sees the hidden dim whole.\"\"\"
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(257, 16), nn.Linear(16, 257)
+        self.up, self.down = nn.Linear(16, 9), nn.Linear(9, 16)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.down(torch.softmax(self.up(x), -1)))
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with an Inductor cache of its own."""
@@ -67,7 +88,9 @@ def train(made: Build, machine: Callable[..., Machine]) -> list[list[float]]:
     """The losses and norms of all ranks in this process over ``STEPS`` steps of plain descent."""
     mesh = mesh_of(made)
     module = parc.reference(made.path).module
-    state = {**module.state_dict(), **dict(module.named_buffers())}
+    pads = pads_from(made.manifest["padding"])
+    named = {**module.state_dict(), **dict(module.named_buffers())}
+    state = {name: grow(value, pads.get(name, ())) for name, value in named.items()}
     types = {name: parse_type(text, mesh) for name, text in made.manifest["parameters"].items()}
     constants = {value.role.split(" ", 1)[1]: value.type for value in made.programs["F"].main.parameters
                  if value.role.startswith(("buffer ", "constant "))}  # fmt: skip
@@ -122,6 +145,17 @@ def session(path: str, cache: str) -> tuple[list[list[float]], str, int]:
 def test_a_llama_with_attention_dropout_on_all_ranks_of_one_process(folder: Path) -> None:
     (folder / "llama.py").write_text(LLAMA)
     made = open_build(build(folder, DATA.replace("tokens", "input_ids"), LLAMA_PLAN, name="llama"))
+    hold(train(made, Regions(CPU).machine), train(made, Machine))
+
+
+def test_padded_parameters_on_all_ranks_of_one_process(folder: Path) -> None:
+    (folder / "odd.py").write_text(ODD)
+    plan = PLAN.replace("./gpt.py:GPT", "./odd.py:Odd").replace("vocab=256", "vocab=257")
+    plan = plan.replace("(layers=2, width=16, heads=2, vocab=257, length=8, dropout=0.1)", "()")
+    lines = "mesh tp=2\nvocab embed, head over tp pad\ncolumn up over tp pad\nrow down over tp pad\n"
+    made = open_build(build(folder, lines, plan, name="odd"))
+    used = {line.op for program in made.programs.values() for function in program.functions for line in function.lines}
+    assert {"parc.fill_pad.default", "parc.cut_pad.default", "parc.grow_pad.default"} <= used
     hold(train(made, Regions(CPU).machine), train(made, Machine))
 
 
