@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 
 from ..grammar.codes_placement import (
     NOT_PADDED,
@@ -19,6 +20,7 @@ from ..grammar.syntax import Word
 from .constraints import DimLayout, Factor, Fix, SplitWeights
 from .directives.precision import TYPES, Precision
 from .directives.schedule import BATCH
+from .mesh import Mesh
 from .names import Names, Weight, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
 from .padding import Pads, pads_by_value
 from .plan import Plan
@@ -47,15 +49,22 @@ class Resolved:
         return next(seed.span.root.line for seed in self.seeds if (seed.value, seed.dim) == (value, dim))
 
 
-def resolve(plan: Plan, names: Names, longer: Pads | None = None) -> Resolved:
+Parts = Mapping[tuple[str, str], int]
+"""By value and axis, into how many parts it is split where those are fewer than the ranks."""
+
+
+def resolve(
+    plan: Plan, names: Names, longer: Pads | None = None, parts: Parts | None = MappingProxyType({})
+) -> Resolved:
     """What the plan's placement lines say about the values of a captured model.
 
     Dims that ``longer`` names are made longer even where they divide: in a twin of a build in which they do not.
+    While ``parts`` are not known (None), dims of parameters need not divide: what does not is no error yet.
 
     Raises:
         PlanError: with every error of every line.
     """
-    resolver = _Resolver(plan, names, {(name, pad.dim) for name, pads in (longer or {}).items() for pad in pads})
+    resolver = _Resolver(plan, names, {(name, pad.dim) for name, pads in (longer or {}).items() for pad in pads}, parts)
     for line in plan.placements:
         resolver.apply(line)
     precision = tuple(resolver.precision(line) for line in plan.precision)
@@ -72,11 +81,12 @@ def resolve(plan: Plan, names: Names, longer: Pads | None = None) -> Resolved:
 class _Resolver:
     """Applies lines in order and keeps what they said so far."""
 
-    def __init__(self, plan: Plan, names: Names, longer: Collection[tuple[str, int]]) -> None:
+    def __init__(self, plan: Plan, names: Names, longer: Collection[tuple[str, int]], parts: Parts | None) -> None:
         self._plan = plan
         self._mesh = plan.mesh
         self._names = names
-        self.seeds = Seeds(names, plan.mesh, longer)
+        self._parts, self._loose = parts or {}, parts is None
+        self.seeds = Seeds(names, self._mesh_of, longer, self._loose)
         self.diagnostics: list[Diagnostic] = []
 
     def apply(self, line: Fix | SplitWeights) -> None:
@@ -128,6 +138,10 @@ class _Resolver:
             else:
                 found += result
         return TYPES[line.type], tuple(dict.fromkeys(found)), line.span.root.line
+
+    def _mesh_of(self, value: str) -> Mesh:
+        """The mesh with the ranks of each axis that hold different parts of a value."""
+        return Mesh(tuple((axis, self._parts.get((value, axis), size)) for axis, size in self._mesh.axes))
 
     def _report(self, errors: list[Diagnostic]) -> None:
         alike: dict[tuple[object, ...], list[Diagnostic]] = {}
@@ -189,7 +203,8 @@ class _Resolver:
                     NOT_PADDED, f"`{value}` is no parameter: it is not padded", Label(layout.span), help=help_
                 )
             pieces = partial(self._names.pieces, value, at)
-            result = cut(layout, size, self._mesh, f"dim {at} of `{value}`", pieces=pieces, pad=pad)
+            what, mesh = f"dim {at} of `{value}`", self._mesh_of(value)
+            result = cut(layout, size, mesh, what, pieces=pieces, pad=pad, loose=self._loose)
             if isinstance(result, Diagnostic):
                 yield self._declared(self._batched(result, layout) if called == BATCH else result, layout)
             else:
@@ -258,7 +273,8 @@ class _Resolver:
             label = None if line.rows is not None else Label(word.span, f"`{name}` is {list(shape)}")
             pieces = partial(self._names.pieces, value, at)
             pad = line.pad or (value, at) in self.seeds.pads
-            result = cut(rows, shape[at], self._mesh, f"dim {at} of `{name}`", label, pieces, pad=pad)
+            what, mesh = f"dim {at} of `{name}`", self._mesh_of(value)
+            result = cut(rows, shape[at], mesh, what, label, pieces, pad=pad, loose=self._loose)
             if isinstance(result, Diagnostic):
                 yield self._declared(result, rows)
                 return

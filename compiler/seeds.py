@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ..grammar.codes_placement import CONFLICT, PADDED_TWICE
@@ -37,11 +37,14 @@ class Seed:
 class Seeds:
     """Seeds of the lines so far, at most one for a value and axis, and the dims that they make longer.
 
-    Dims that ``longer`` names are made longer even where they divide.
+    Dims that ``longer`` names are made longer even where they divide. ``mesh_of`` has of each axis the ranks that hold
+    different parts of a value. ``loose``: a dim may be too short for its splits.
     """
 
-    def __init__(self, names: Names, mesh: Mesh, longer: Collection[tuple[str, int]]) -> None:
-        self._names, self._mesh, self._longer = names, mesh, longer
+    def __init__(
+        self, names: Names, mesh_of: Callable[[str], Mesh], longer: Collection[tuple[str, int]], loose: bool
+    ) -> None:
+        self._names, self._mesh_of, self._longer, self._loose = names, mesh_of, longer, loose
         self.found: dict[tuple[str, str], Seed] = {}
         self.pads: dict[tuple[str, int], Pad] = {}
         self._asked: dict[tuple[str, str], tuple[int | None, Outer]] = {}  # dim and outer as the line had them
@@ -65,25 +68,27 @@ class Seeds:
     def _nest(self, seed: Seed) -> Seed | Diagnostic:
         """The seed inside the splits that earlier lines made of the same dim over other axes."""
         assert seed.dim is not None
-        ways, key = self._mesh.size(seed.axis), (seed.value, seed.dim)
+        mesh, key = self._mesh_of(seed.value), (seed.value, seed.dim)
+        ways = mesh.size(seed.axis)
         size = padded_shape(self._names.shape(seed.value), [self.pads[key]] if key in self.pads else [])[seed.dim]
         others = [s for s in self.found.values() if s.value == seed.value and s.dim == seed.dim and s.span != seed.span]
         axes = [seed.axis]
         for other in sorted(others, key=lambda found: count(found.outer)):
             if seed.outer == other.outer:
-                seed = replace(seed, outer=inside(other.outer, self._mesh.size(other.axis)))
+                seed = replace(seed, outer=inside(other.outer, mesh.size(other.axis)))
                 axes.append(other.axis)
-        splits = [(s.outer, self._mesh.size(s.axis)) for s in (*others, seed)]
+        splits = [(s.outer, mesh.size(s.axis)) for s in (*others, seed)]
         if seed.pad and isinstance(seed.outer, int):
             unit = seed.outer * ways * seed.inner
             if size % unit or (key in self._longer and key not in self.pads):
                 divides = size * unit  # whether the splits lie in each other, whatever the size is
                 return self._lengthen(seed) if nest(divides, splits) else self._conflict(seed, others[0])
-        if nest(size, splits):
+        short = any(isinstance(outer, int) and size % (outer * ranks) for outer, ranks in splits)
+        if nest(size, splits) or (self._loose and short):
             return seed
         if isinstance(seed.outer, int) and size % (seed.outer * ways):
             what = f"dim {seed.dim} of `{seed.value}` has {size} entries"
-            return uneven(what, size, reversed(axes), self._mesh, self._label(seed), may_pad=True)
+            return uneven(what, size, reversed(axes), mesh, self._label(seed), may_pad=True)
         return self._conflict(seed, others[0])
 
     def _lengthen(self, seed: Seed) -> Seed | Diagnostic:
@@ -98,7 +103,7 @@ class Seeds:
             help_ = "a dim that is padded is split in one place: choose sub-dims that divide, or split another dim"
             return Diagnostic(PADDED_TWICE, message, self._label(seed), related, help=help_)
         real = self._names.shape(seed.value)[seed.dim] // seed.start
-        unit = seed.outer // seed.start * self._mesh.size(seed.axis) * seed.inner
+        unit = seed.outer // seed.start * self._mesh_of(seed.value).size(seed.axis) * seed.inner
         padded = -(-real // unit) * unit
         padded += unit * (padded == real)
         self.pads[seed.value, seed.dim] = Pad(seed.dim, seed.start, real, padded)

@@ -40,16 +40,17 @@ def cut(
     pieces: Pieces = tuple,
     *,
     pad: bool | None = None,
+    loose: bool = False,
 ) -> list[Cut] | Diagnostic:
     """The cuts that a dim's layout makes on a dim of ``size``, major first, or why it cannot.
 
     ``what`` names the dim in messages; ``label`` is where they point, the dim's layout if it is left out. Sizes of
     parts that the layout leaves open are those of ``pieces``. With ``pad`` a sub-dim need not divide; None says that
-    this dim cannot be made longer.
+    this dim cannot be made longer. ``loose``: whether a sub-dim that may be made longer divides is not asked.
     """
     label = label or Label(layout.span)
     if not layout.more:
-        return _cut_product(layout, size, mesh, what, label, pad)
+        return _cut_product(layout, size, mesh, what, label, pad, loose)
     if layout.pad:
         help_ = "give parts that divide, or leave `pad` out"
         return Diagnostic(NOT_PADDED, f"{what} is parts that follow each other: they are not padded", label, help=help_)
@@ -98,7 +99,7 @@ def _term_sizes(terms: Sequence[tuple[Factor, ...]], size: int, pieces: Pieces) 
 
 
 def _cut_product(
-    layout: DimLayout, size: int, mesh: Mesh, what: str, label: Label, pad: bool | None
+    layout: DimLayout, size: int, mesh: Mesh, what: str, label: Label, pad: bool | None, loose: bool = False
 ) -> list[Cut] | Diagnostic:
     sizes = [factor.size for factor in layout.factors]
     known = math.prod(part for part in sizes if part is not None)
@@ -121,7 +122,7 @@ def _cut_product(
         known_part = sizes[at]
         part = size // outer if known_part is None else known_part
         ways = math.prod(mesh.size(axis.text) for axis in factor.axes)
-        if part % ways and not pad:
+        if part % ways and not pad and not (loose and pad is not None):
             inner = f" in its sub-dim `{factor.span.text}`" if len(layout.factors) > 1 else ""
             named = [axis.text for axis in factor.axes]
             return uneven(f"{what} has {part} entries{inner}", part, named, mesh, label, may_pad=pad is not None)

@@ -137,11 +137,14 @@ def _compile(
         recorded, captured = capture_plan(plan, lines, folder, overrides, sizes is not None)
     progress("passes")
     with _timed(seconds, "passes"):
-        resolved = resolve(declared, names_of(captured), longer)  # of a range, the step must divide
-        resolved = resolve(plan, names_of(captured), longer) if sizes else resolved
-        frozen = frozen_parameters(plan, recorded, captured, resolved)
-        copies = find_copies(captured, plan, resolved.seeds, resolved.pads) if copies is None else copies
+        names = names_of(captured)
+        if copies is None:  # what must divide depends on what several ranks keep
+            asked = resolve(plan, names, longer, None)
+            copies = find_copies(captured, plan, asked.seeds, asked.pads)
         mesh = plan.mesh.factor(copies.sizes)
+        resolved = resolve(declared, names, longer, copies.parts(mesh))  # of a range, the step must divide
+        resolved = resolve(plan, names, longer, copies.parts(mesh)) if sizes else resolved
+        frozen = frozen_parameters(plan, recorded, captured, resolved)
         claims = []
         for seed in resolved.seeds:
             kind = "frozen" if seed.value in frozen else "parameter"

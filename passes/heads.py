@@ -38,6 +38,11 @@ class Copies:
     kept: Mapping[tuple[str, str], int] = field(default_factory=dict)
     notes: tuple[Diagnostic, ...] = ()
 
+    def parts(self, mesh: Mesh) -> dict[tuple[str, str], int]:
+        """By value and axis, into how many parts it is split."""
+        axes = {key: mesh.parts(key[1])[:number] for key, number in self.kept.items()}
+        return {key: math.prod(map(mesh.size, found)) for key, found in axes.items()}
+
     def splits(self, seed: Seed, mesh: Mesh) -> dict[str, Split | None]:
         """What a seed says of each sub-axis of its axis: split, or whole."""
         parts = mesh.parts(seed.axis)
@@ -52,7 +57,8 @@ class Copies:
 class _Heads:
     """A split parameter that attention reads as ``count`` heads since ``source``; ``meets`` are its attentions.
 
-    One head is a dim that is never taken apart: attention contracts it. ``most`` is more where it is fused.
+    One head is a dim that is never taken apart: attention contracts it. ``most`` is more where it is fused. Where the
+    model itself sees them in groups, ``count`` is that of the groups, each of so many: ``grouped``.
     """
 
     seed: Seed
@@ -60,6 +66,7 @@ class _Heads:
     most: int
     source: str
     meets: frozenset[fx.Node]
+    grouped: int = 1
 
 
 def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed], pads: Pads) -> Copies:
@@ -158,6 +165,7 @@ class Follower:
         assert seed.dim is not None
         counts: dict[int, str] = {}
         meets: set[fx.Node] = set()
+        grouped = 1
         start = (self.parameters[seed.value], 0), seed.dim, seed.outer, False
         pending: list[tuple[Key, int, Outer, bool]] = [start]
         seen = set(pending)
@@ -181,6 +189,8 @@ class Follower:
                     apart = not counted and count != size and str(reader.target) in _VIEWS
                     if apart:
                         counts.setdefault(count, reader.meta["origin"].source)
+                        inner = dims[dim][dims[dim].index(part[0]) + 1 : -1]
+                        grouped = max(grouped, math.prod(int(rule.sizes[name]) for name in inner))
                     places = [(i, from_factor(rule, result, *part)) for i, result in enumerate(rule.results)]
                     for index, place in places:
                         entry = ((reader, index), *place, counted or apart) if place is not None else None
@@ -190,7 +200,7 @@ class Follower:
         if not meets:
             return None
         most = max(counts, default=1)
-        return _Heads(seed, math.gcd(*counts) or 1, most, next(iter(counts.values()), ""), frozenset(meets))
+        return _Heads(seed, math.gcd(*counts) or 1, most, next(iter(counts.values()), ""), frozenset(meets), grouped)
 
     def contracted(self, node: fx.Node) -> set[str]:
         """Factors over which the operator multiplies two computed values and adds up, as attention does."""
@@ -227,30 +237,35 @@ def _legal(group: Sequence[_Heads], ranks: int) -> bool:
 def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterator[Diagnostic]:
     """One error for each line and kind of attention."""
     ranks = plan.mesh.size(axis)
-    alike: dict[tuple[Span, tuple[int, ...]], list[_Heads]] = {}
+    alike: dict[tuple[Span, tuple[int, ...], bool], list[_Heads]] = {}
     for group in groups:
         kinds = tuple(sorted({n for heads in group for n in (heads.count, heads.most)}, reverse=True))
         fused = {heads.count for heads in group if heads.count < heads.most}
         wrong = [n for n in kinds if n % ranks and (n == kinds[0] or n in fused or ranks % n)]
-        first = next(heads for heads in group if (wrong or kinds)[0] in (heads.count, heads.most))
-        alike.setdefault((first.seed.span, kinds), []).append(first)
+        seen = (heads for heads in group if (wrong or kinds)[0] in (heads.count, heads.most))
+        first = max(seen, key=lambda heads: heads.grouped)
+        apart = any(heads.grouped == 1 for heads in group)  # keys are not in the weight of the queries' groups
+        alike.setdefault((first.seed.span, kinds, apart), []).append(first)
     every = [group for group in groups if _legal(group, 1)]
-    legal = [n for n in range(1, max(max(kinds) for _, kinds in alike) + 1) if all(_legal(g, n) for g in every)]
-    for (_, (most, *fewer)), (first, *others) in alike.items():
+    legal = [n for n in range(1, max(max(kinds) for _, kinds, _ in alike) + 1) if all(_legal(g, n) for g in every)]
+    for (_, (most, *fewer), apart), (first, *others) in alike.items():
         few = f"{_heads(first.count)} of keys and values"
-        message = f"{axis}={ranks} does not divide {most} heads"
+        all_heads = f"{most} groups of {first.grouped} heads" if first.grouped > 1 else f"{most} heads"
+        message = f"{axis}={ranks} does not divide {all_heads}"
         if not most % ranks:
             message = f"{axis}={ranks} neither divides {few} nor is a multiple of them"
             if first.count < first.most:
                 message = f"{axis}={ranks} does not divide {few}, which are fused with queries"
-        every_kind = " and ".join([f"{most} heads", *(f"{_heads(count)} of keys and values" for count in fewer)])
-        notes = [f"the model sees it as heads at {first.source}"] if first.source else []
+        every_kind = " and ".join([all_heads, *(f"{_heads(count)} of keys and values" for count in fewer)])
+        seen_as = "groups of heads" if first.grouped > 1 else "heads"
+        notes = [f"the model sees it as {seen_as} at {first.source}"] if first.source else []
+        split = ", or write the queries' heads as one dim, and repeat keys" if first.grouped > 1 and apart else ""
         notes += [f"the same holds for {len(others)} more that the pattern matches"] if others else []
         declared = plan.mesh_spans.get(axis)
         yield Diagnostic(
             UNEVEN_HEADS, message, Label(first.seed.span, f"`{first.seed.value}`"),
             (Label(declared, "declared here"),) if declared is not None else (), notes=tuple(notes),
-            help=f"sizes of `{axis}` for {every_kind}: {', '.join(map(str, legal))}",
+            help=f"sizes of `{axis}` for {every_kind}: {', '.join(map(str, legal))}{split}",
         )  # fmt: skip
 
 

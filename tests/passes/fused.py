@@ -20,7 +20,7 @@ class Grouped(nn.Module):
             self.qkv = nn.Linear(WIDTH, sum(self.rows))
         else:
             self.q, self.k, self.v = (nn.Linear(WIDTH, rows) for rows in self.rows)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(self.rows[0], WIDTH)
         self.fused = fused
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,6 +49,23 @@ class Interleaved(nn.Module):
         return made
 
 
+class Einsum(nn.Module):
+    """Queries by groups that share a key: heads are two dims."""
+
+    def __init__(self, heads: int, groups: int) -> None:
+        super().__init__()
+        self.groups, self.size = groups, WIDTH // heads
+        self.q, self.k, self.v = (nn.Linear(WIDTH, rows * self.size) for rows in (heads, groups, groups))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).view(*x.shape[:2], self.groups, -1, self.size)
+        k, v = (part.unflatten(-1, (-1, self.size)) for part in (self.k(x), self.v(x)))
+        weights = torch.einsum("bngrd,bmgd->bgrnm", q, k).softmax(-1)
+        made: torch.Tensor = self.out(torch.einsum("bgrnm,bmgd->bngrd", weights, v).flatten(2))
+        return made
+
+
 class Model(nn.Module):
     """One attention between an embedding and a head."""
 
@@ -70,6 +87,11 @@ def grouped(heads: int = 8, groups: int = 4, fused: bool = True) -> nn.Module:
 def interleaved(heads: int = 8, groups: int = 4) -> nn.Module:
     """A model with interleaved rows."""
     return Model(Interleaved(heads, groups))
+
+
+def einsum(heads: int = 4, groups: int = 2) -> nn.Module:
+    """A model whose queries are groups of heads."""
+    return Model(Einsum(heads, groups))
 
 
 def encoder(heads: int = 4) -> nn.Module:

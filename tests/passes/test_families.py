@@ -57,9 +57,9 @@ def test_data_and_tensor_parallel(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (4, 2), (2, 1), (4, 1)])
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (4, 2), (2, 1), (4, 1), (6, 2)])
 def test_key_heads_above_and_below_the_ranks_move_nothing(family: str, tp: int, kv_heads: int) -> None:
-    found = counts(build(family, 1, tp, kv_heads, microbatches=1))
+    found = counts(build(family, 1, tp, kv_heads, microbatches=1, heads=max(tp, 4)))
     assert found.pop(("tp", "forward", "all_reduce")) == 6 and found.pop(("tp", "backward", "all_reduce")) == 5
     found.pop(("tp", "forward", "row_max"))
     copies = 0 if kv_heads >= tp else 4 if family == "Llama" else 8  # k and v of two layers; Qwen2 has biases
@@ -79,13 +79,14 @@ def test_few_key_heads_of_other_families_move_nothing(family: str, kv_heads: int
     [
         (8, 4, 4, "tp=8 does not divide 4 heads"),
         (8, 4, 2, "tp=8 does not divide 4 heads"),
+        (3, 6, 2, "tp=3 neither divides 2 heads of keys and values nor is a multiple of them"),
         (2, 6, 3, "tp=2 neither divides 3 heads of keys and values nor is a multiple of them"),
     ],
 )
 def test_heads_that_do_not_fit_the_ranks_are_refused(tp: int, heads: int, kv_heads: int, said: str) -> None:
     with pytest.raises(PlanError) as refused:
         build("Llama", 1, tp, kv_heads, microbatches=1, heads=heads)
-    legal = {4: "1, 2, 4", 6: "1, 3, 6"}[heads]
+    legal = {4: "1, 2, 4", 6: f"1, {kv_heads}, 6"}[heads]
     text = str(refused.value)
     assert text.startswith(f"error[P0112]: {said}\n --> family.parc:9:8\n") and text.endswith(f": {legal}")
     assert "modeling_llama.py:" in text and "declared here" in text

@@ -64,6 +64,8 @@ def moved(made: Compiled) -> Counter[tuple[str, str]]:
         ("grouped", "heads=4, groups=4", CONCATENATED, 2),
         ("grouped", "heads=8, groups=2, fused=false", APART, 4),
         ("grouped", "heads=8, groups=1, fused=false", APART, 4),
+        ("grouped", "heads=6, groups=2, fused=false", APART, 6),  # 10 rows of keys
+        ("grouped", "heads=3, groups=1, fused=false", APART, 3),
         ("interleaved", "heads=8, groups=4", INTERLEAVED, 4),
     ],
 )
@@ -99,7 +101,11 @@ def test_a_plan_in_primitives_and_a_twin_keep_the_copies() -> None:
     [
         ("grouped", "heads=8, groups=2", CONCATENATED, 4, "divide 2 heads of keys and values, which are fused"),
         ("grouped", "heads=8, groups=1", CONCATENATED, 4, "divide 1 head of keys and values, which are fused"),
+        ("grouped", "heads=6, groups=2, fused=false", APART, 3, "tp=3 neither divides 2 heads of keys and values nor"),
+        ("grouped", "heads=6, groups=2, fused=false", APART, 4, "tp=4 does not divide 6 heads"),
         ("grouped", "heads=2, groups=2", CONCATENATED, 4, "tp=4 does not divide 2 heads"),
+        ("einsum", "heads=4, groups=2", APART, 4, "divide 2 groups of 2 heads\n"),
+        ("einsum", "heads=4, groups=2", APART, 4, "for 2 groups of 2 heads: 1, 2, or write the queries' heads as one"),
         ("encoder", "heads=2", ENCODER, 4, "tp=4 does not divide 2 heads"),
         ("grouped", "heads=8, groups=4", CONCATENATED.replace("h/tp", "h/tp=3"), 2, "has 64 entries, and the sizes"),
     ],
