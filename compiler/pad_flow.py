@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .factors import Dims, OpCall, OpRule
+from .factors import Dims, OpCall, Operand, OpRule
 from .neutral import COUNTED, LOOKUPS, REDUCTIONS, is_neutral
 from .op_rules import pointwise, views
 from .pad_point import UNKNOWN, Held, point
@@ -107,6 +107,8 @@ def follow(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtyp
     """
     if call.op in OWN:
         return [OWN[call.op](call, operands[0])]
+    if call.op == "aten.addmm.default" and not call.kwargs:
+        return _biased(call, operands, dtypes)
     count = len(call.results)
     if call.op in _CREATED:
         held = float(_CREATED[call.op](call))
@@ -143,6 +145,15 @@ def follow(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtyp
             elif len(dims[found[0]]) == 1:
                 extras.append(Extra(found[0], carried.free, None, found[2], after))
     return [tuple(sorted(extras, key=lambda extra: extra.dim)) for extras in made]
+
+
+def _biased(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtype]) -> list[Extras]:
+    """A product with its bias as the two operators that it is: only the sum needs its terms whole."""
+    pair = (Operand(0), Operand(1))
+    product = OpCall("aten.mm.default", pair, {}, tuple(call.operands[1:]), call.results)
+    made = follow(product, operands[1:], dtypes[1:])
+    total = OpCall("aten.add.Tensor", pair, {}, (call.results[0], call.operands[0]), call.results)
+    return follow(total, [made[0], operands[0]], [dtypes[1], dtypes[0]])
 
 
 _CREATED: Mapping[str, Callable[[OpCall], Any]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -304,3 +305,12 @@ def test_operators_about_padding_do_on_ranks_what_they_do_on_the_whole(data: st.
         assert tuple(piece.shape) == shapes[1]
         pieces.append(piece)
     assert torch.equal(assemble(pieces, made, mesh), expected)
+
+
+def test_a_product_with_its_bias_is_followed_as_the_two() -> None:
+    args = (Operand(0), Operand(1), Operand(2))
+    call = OpCall("aten.addmm.default", args, {}, ((4,), (2, 6), (6, 4)), ((2, 4),))
+    zero, row, types = Extra(1, 1, 5, 6, 0.0), Extra(0, 1, 5, 6, 0.0), [torch.float32] * 3
+    assert follow(call, [(), (zero,), (row,)], types) == [()]
+    with pytest.raises(PaddingFault):
+        follow(call, [(), (replace(zero, held=1.0),), (replace(row, held=1.0),)], types)
