@@ -20,7 +20,7 @@ Monomial = tuple[tuple[str, int], ...]
 _POWER = 3  # the highest power of one size, and
 _DEGREE = 4  # of all together, that a program's number is looked for in
 _MOST_TERMS = 4
-_MOST_SAMPLES = 6
+_MOST_SAMPLES = 8
 _MOST_CASES = 1 << 16
 _TERM = re.compile(r"([+-]?)(\d*)\*?((?:[A-Za-z_]\w*(?:\*\*\d+)?)?(?:\*[A-Za-z_]\w*(?:\*\*\d+)?)*)(?:/(\d+))?")
 
@@ -94,29 +94,40 @@ def moving(sizes: Ranges) -> dict[str, SizeRange]:
 
 
 def sample_points(ranges: Ranges) -> Iterator[dict[str, int]]:
-    """Choices of sizes to compile at, each once: the largest, the smallest, then such in between at which the sizes lie
-    at different parts of their ranges; as many as are asked for."""
+    """Choices of sizes to compile at, each once, as many as are asked for: the largest, the smallest, one in between;
+    next to the ends, where a size that is rounded is rounded otherwise; then such at which the sizes lie at different
+    parts of their ranges. All, where they are few."""
     seen: list[dict[str, int]] = []
     shares = (len(ranges) + 1) * 2
-    wanted: list[Sequence[float]] = [[1.0] * len(ranges), [0.0] * len(ranges)]
-    wanted += [[((place + 1) * turn % shares) / shares for place in range(len(ranges))] for turn in (2, 1, 3, 5)]
+    parts: list[Sequence[float]] = [[1.0] * len(ranges), [0.0] * len(ranges)]
+    parts += [[((place + 1) * turn % shares) / shares for place in range(len(ranges))] for turn in (2, 1, 3, 5)]
+    wanted = [_at(ranges, part) for part in parts]
+    wanted[3:3] = [
+        {name: size.low + size.step if (place + turn) % 2 else size.high - size.step
+         for place, (name, size) in enumerate(ranges.items())} for turn in (1, 0)
+    ]  # fmt: skip
     every = itertools.islice(itertools.product(*(size.values for size in ranges.values())), _MOST_SAMPLES)
-    for point in [*(_at(ranges, parts) for parts in wanted), *(dict(zip(ranges, e, strict=True)) for e in every)]:
+    for point in [*wanted, *(dict(zip(ranges, each, strict=True)) for each in every)]:
         if point not in seen and len(seen) < _MOST_SAMPLES:
             seen.append(point)
             yield point
 
 
+def choices_of(ranges: Ranges) -> int:
+    """How many choices of sizes there are."""
+    return math.prod(len(size.values) for size in ranges.values())
+
+
 def check_points(ranges: Ranges) -> list[dict[str, int]]:
-    """Choices of sizes at which a template is checked: the largest, the smallest, and one in between at which it was
-    not compiled, where there is one."""
+    """Choices of sizes at which a template is checked: the largest, the smallest, and one in between: such at which it
+    was not compiled, where there is one."""
     compiled = list(sample_points(ranges))
     ends = compiled[:2]
     for tenth in (7, 4, 6, 3, 8, 2, 5):
         between = _at(ranges, [(tenth + 2 * place) % 10 / 10 for place in range(len(ranges))])
         if between not in compiled:
             return [*ends, between]
-    return compiled[:3]
+    return [*ends, *compiled[2:][-1:]]  # the last, for which few templates need to be compiled
 
 
 def _at(ranges: Ranges, parts: Sequence[float]) -> dict[str, int]:
@@ -133,7 +144,7 @@ def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) ->
 
     Where the points are all that the ranges allow, the simplest of those that have these values.
     """
-    all_known = len(points) == math.prod(len(size.values) for size in ranges.values())
+    all_known = len(points) == choices_of(ranges)
     names = tuple(ranges)
     for count in range(1, min(len(points) - 1 + all_known, _MOST_TERMS) + 1):
         found = []
@@ -203,11 +214,26 @@ def _residues(size: SizeRange, modulus: int, multiple: int) -> range:
 
 
 def constraint(size: Polynomial, ranges: Ranges) -> str:
-    """``S must be a multiple of 8``, for each size of which that is enough."""
+    """``S must be a multiple of 8``, for each size of which that is enough, and of one size alone also necessary; else
+    ``not at H=8, H=10`` for those it is no whole number of; "" where it is for none."""
+    names = sorted(size.names)
+    every = itertools.product(*(ranges[name].values for name in names))
+    choices = [dict(zip(names, each, strict=True)) for each in itertools.islice(every, _MOST_CASES)]
+    whole = [size.at(choice).denominator == 1 for choice in choices]
     ways = []
-    for name in sorted(size.names):
-        for multiple in range(2, ranges[name].high // ranges[name].step + 1):
-            if is_whole(size, ranges, {name: multiple}):
-                ways.append(f"{name} must be a multiple of {multiple * ranges[name].step}")
+    for name in names:
+        declared = ranges[name]
+        for multiple in range(2, declared.high // declared.step + 1):
+            unit = multiple * declared.step
+            # not by the few multiples that happen to be declared: by all
+            endless = {**ranges, name: SizeRange(declared.low, unit * 1024, declared.step)}
+            if is_whole(size, endless, {name: multiple}):
+                if len(names) > 1 or all((choice[name] % unit == 0) == fits
+                                         for choice, fits in zip(choices, whole, strict=True)):  # fmt: skip
+                    ways.append(f"{name} must be a multiple of {unit}")
                 break
-    return " or ".join(ways)
+    if ways or not any(whole):
+        return " or ".join(ways)
+    bad = [choice for choice, fits in zip(choices, whole, strict=True) if not fits]
+    words = [" with ".join(f"{name}={value}" for name, value in choice.items()) for choice in bad[:3]]
+    return f"not at {', '.join(words)}{', ...' if len(bad) > 3 else ''}" if bad else ""

@@ -141,6 +141,21 @@ class Template:
 
         return {name: _PLACE.sub(bound, text) for name, text in self.texts.items()}
 
+    def misfit(self, sizes: Sizes, made: Mapping[str, str]) -> Misfit | None:
+        """Where programs made at some sizes are not what the template is there; the other sizes are the largest.
+
+        Raises:
+            ValueError: an expression is no whole number for these sizes.
+        """
+        bound, largest = self.at(sizes), {name: size.high for name, size in self.ranges.items()}
+        at_largest = self.at(largest)
+        for name in {**bound, **made}:
+            texts = [texts.get(name, "").split("\n") for texts in (bound, made, at_largest)]
+            for row, found, first in zip_longest(*texts, fillvalue=""):
+                if row != found:
+                    return Misfit(name, (largest, sizes), (first, found), _numberless(row) == _numberless(found))
+        return None
+
     def faults(self, mesh: Mesh) -> list[ShapeFault]:
         """What is wrong with sizes for some of the declared sizes: nothing, if it is proved that everywhere a rank's
         sizes are whole numbers, and what a rank keeps between steps does not depend on sizes."""

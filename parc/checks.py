@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from parc.compiler.artifact import Build
+from parc.compiler.artifact import REFERENCE_FILE, Build
 from parc.compiler.contract import check_actions, check_contract, communication_table, step_messages
 from parc.compiler.cost import Memory, estimate_memory
 from parc.compiler.directives.precision import WHOLE
@@ -30,12 +30,12 @@ from parc.compiler.verify import Fault, check_program
 from parc.compiler.verify_padding import check_padding
 from parc.compiler.verify_precision import check_precision
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
-from parc.driver import Compiled, optimizer_facts, stored_types
+from parc.driver import Compiled, compile_plan, optimizer_facts, stored_types
 from parc.eager import EagerAgreement, compare_with_eager
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.format import format_statements
 from parc.runtime.simulate import TOLERANCE, Agreement, Case, compare
-from parc.size_ranges import fault_diagnostic
+from parc.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.twins import find_twin, is_large, twin_text
 
 Progress = Callable[[str], None]
@@ -82,7 +82,7 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
     """Check a compiled plan through the texts of its programs, and make its report.
 
     Raises:
-        PlanError: something does not divide at a size that the plan declares.
+        PlanError: something does not divide at a size that the plan declares, or the model does not follow the sizes.
     """
     start = time.perf_counter()
     stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
@@ -92,7 +92,9 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
     if not checked.faults:
         progress("numbers")
         check_numbers(compiled, checked)
-    if not checked.faults:
+    if checked.faults:
+        hold_template(compiled)
+    else:
         checked.report["checks"] = {
             "shapes": "proved", "types": "proved", "communication": "proved", **({"padding": "proved"} if pads else {}),
             "numbers": "tested", "memory": "estimated",
@@ -121,6 +123,24 @@ def prove(compiled: Compiled) -> list[Fault]:
             at.resolved.pads, rounding_of(at),
         )  # fmt: skip
     return faults
+
+
+def hold_template(compiled: Compiled) -> None:
+    """Of a build in which something is wrong: whether it is the model, where it was not compiled, that does not follow
+    the sizes.
+
+    Raises:
+        PlanError: at sizes that are checked the model is another than the template's.
+    """
+    template = compiled.template
+    for at in compiled.cases()[1:] if template is not None else ():
+        made = compile_plan(at.plan, at.folder, overrides=at.overrides, copies=at.copies, longer=at.resolved.pads)
+        assert template is not None
+        captured = replace(template, texts={REFERENCE_FILE: template.texts[REFERENCE_FILE]})
+        sizes = {name: at.sizes[name] for name in template.ranges}
+        misfit = captured.misfit(sizes, {REFERENCE_FILE: made.built.reference.text()})
+        if misfit is not None:
+            raise PlanError([misfit_diagnostic(compiled.plan, misfit)])
 
 
 def rounding_of(compiled: Compiled) -> Rounding:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from parc.compiler.directives.sizes import SizeRange
 from parc.compiler.plan import Plan
 from parc.compiler.program import Origin
-from parc.compiler.ranges import moving, sample_points
+from parc.compiler.ranges import Ranges, Sizes, choices_of, moving, sample_points
 from parc.compiler.template import Misfit, ShapeFault, Template, sizes_text
 from parc.grammar.codes_build import NO_DIVIDE, NOT_POLYNOMIAL, OTHER_PROGRAM
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.source import Span
 
 Made = TypeVar("Made")
+_FEW = 6  # choices of sizes: all are compiled; of more
+_LEAST = 5  # are, the two next to the ends among them,
+_CONFIRMED = 2  # of which so many only confirm
 
 
 def fixed(plan: Plan, sizes: Mapping[str, int]) -> Plan:
@@ -29,32 +32,55 @@ def compile_range(
     texts_of: Callable[[Made], Mapping[str, str]],
     constants_of: Callable[[Made], Mapping[str, object]],
 ) -> tuple[list[Made], Template]:
-    """What a plan compiles to at a few of its sizes, the largest first, and the template of its programs: more sizes
-    until every number is a polynomial of them that one more confirms. Constants, which no program spells, are one.
+    """What a plan compiles to at a few of its sizes, the largest first, and the template of its programs: at more sizes
+    until every number is a polynomial of them, and the programs of two more are to the letter the template's; at all,
+    where they are few. Constants, which no program spells, are one.
 
     Raises:
         PlanError: the plan or the model is at fault at some size, or has no one program for two of them.
     """
-    ranges, made, points = moving(plan.sizes), list[Made](), list[Mapping[str, int]]()
+    ranges, made, points, texts = moving(plan.sizes), list[Made](), list[Mapping[str, int]](), list[Mapping[str, str]]()
+    template: Template | None = None
+    misfit: Misfit | None = None
+    confirmed, broken = 0, False
     for point in sample_points(ranges):
         try:
             made.append(compile_at(point))
         except PlanError as error:
             raise PlanError(at_sizes(error.diagnostics, point)) from error.__cause__
         points.append(point)
+        texts.append(texts_of(made[-1]))
         if constants_of(made[-1]) != constants_of(made[0]):
             raise PlanError([_constant_diagnostic(plan, constants_of(made[-1]), constants_of(made[0]), point)])
-        misfit, template = None, None
         try:
-            template = Template.merge(ranges, points, [texts_of(compiled) for compiled in made])
-        except Misfit as error:
-            misfit = error
-        if len(points) > 2 if misfit is None else not misfit.numbers:
+            holds = template is not None and template.misfit(point, texts[-1]) is None
+        except ValueError:  # no whole number here, which is what to say, if at others it is right
+            broken = True
+            continue
+        confirmed += holds
+        if not holds:
+            template, misfit = _merged(plan, ranges, points, texts)
+            confirmed, broken = 0, False
+        if confirmed >= _CONFIRMED and len(points) >= _LEAST and choices_of(ranges) > _FEW:
             break
+    if broken and confirmed < _CONFIRMED:
+        template, misfit = _merged(plan, ranges, points, texts)
     if template is None:
         assert misfit is not None
         raise PlanError([misfit_diagnostic(plan, misfit)])
     return made, template
+
+
+def _merged(
+    plan: Plan, ranges: Ranges, points: Sequence[Sizes], texts: Sequence[Mapping[str, str]]
+) -> tuple[Template | None, Misfit | None]:
+    """A template, or which number is no polynomial of the sizes."""
+    try:
+        return Template.merge(ranges, points, texts), None
+    except Misfit as error:
+        if error.numbers:
+            return None, error
+        raise PlanError([misfit_diagnostic(plan, error)]) from error
 
 
 def at_sizes(diagnostics: Iterable[Diagnostic], sizes: Mapping[str, int]) -> list[Diagnostic]:

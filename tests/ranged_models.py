@@ -33,6 +33,10 @@ class Positions(nn.Module):
             x = x * 2
         if self.how == "prefix":
             x = torch.cat([self.positions[:, :4].expand(len(x), -1, -1), x], 1)[:, : length + 4]
+        if self.how == "blocks":
+            x = x + x[:, : length // 16 * 16].sum(1, keepdim=True)
+        if self.how == "lone":  # at one size in the middle of a long range
+            x = x * (3.0 if length == 88 else 2.0)
         total = x.shape[1]
         scores = (x @ x.transpose(1, 2)).masked_fill(self.mask[:total, :total] == 0, -1e4)
         x = (x + scores.softmax(-1) @ x)[:, total - length :]

@@ -25,7 +25,6 @@ from parc.compiler.ranges import sample_points
 from parc.driver import Compiled, compile_plan, manifest_of, programs_of
 from parc.eager import compare_with_eager
 from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
-from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from parc.runtime.faults import RunError
 from parc.runtime.feed import Feed
@@ -97,8 +96,8 @@ def test_programs_follow_the_sizes(how: str, length: int, found: set[str]) -> No
 def test_at_any_size_a_template_is_what_is_compiled_there() -> None:
     compiled = compiled_of(positions())
     assert compiled.template is not None
-    sizes = {"B": 12, "S": 8}
-    assert sizes not in list(sample_points(compiled.template.ranges))[:3]
+    sizes = {"B": 8, "S": 16}
+    assert sizes not in list(sample_points(compiled.template.ranges))
     assert compiled.template.at(sizes) == programs_of(compile_plan(fixed(compiled.plan, sizes), ROOT))
 
 
@@ -135,68 +134,6 @@ def test_numbers_of_a_large_build_are_tested_at_several_sizes_of_its_twin() -> N
     assert not checked.faults
     on = checked.report["numbers"]["on"]
     assert re.fullmatch(r"the twin: S=8, B=\d+\.\.\d+ by \d+, mesh dp=2, tp=2, at .*; .*; .*", on)
-
-
-# ---- what is refused
-
-
-def refused(text: str) -> str:
-    with pytest.raises(PlanError) as error:
-        prove(compiled_of(text))
-    return str(error.value)
-
-
-def test_a_branch_on_a_size_is_named() -> None:
-    said = refused(positions("branch"))
-    where = r"the model has another program at B=4, S=4 than at B=16, S=28 at ranged_models\.py:\d+\n"
-    assert re.match(rf"error\[P0225\]: {where}", said)
-    assert "B=16, S=28: mul = aten.mul.Tensor(add, 2)" in said
-    assert "help: narrow the range so that it does not hold both, and make a build for each part" in said
-    compiled_of(positions("branch", sizes="B=4, S=24..28 by 4"))
-
-
-def test_a_number_that_is_no_polynomial_is_named() -> None:
-    said = refused(positions("root", sizes="B=4, S=4..16 by 4"))
-    assert said.startswith(
-        "error[P0226]: the model has a number that is no polynomial of the sizes, between S=16 and S=4 at "
-    )
-    assert "aten.div.Tensor(add, 2.0)" in said
-
-
-def test_a_tensor_made_of_a_size_is_named() -> None:
-    said = refused(positions("tensor", sizes="B=4, S=4..16 by 4"))
-    assert said.startswith(
-        "error[P0225]: the tensor `lifted_tensor_0`, which the model's code makes of numbers, is another at S=4\n"
-    )
-
-
-def test_a_range_has_a_name_that_programs_can_use() -> None:
-    said = refused(positions().replace("[B, S]", "[B, a-b]").replace("S=4..28", "a-b=4..28"))
-    assert "error[P0005]: programs cannot name `a-b`, which has a range" in said
-
-
-def test_a_size_that_becomes_one_is_named() -> None:
-    assert refused(positions(sizes="B=1..4, S=8").replace("[B/dp, _]", "[_, _]")).startswith("error[P0225]")
-
-
-def test_a_model_that_fails_at_a_size_says_at_which() -> None:
-    said = refused(positions(sizes="B=4, S=4..64 by 4"))
-    assert said.startswith("error[P0205]") and "note: at S=64, of the declared sizes" in said
-
-
-def test_what_does_not_divide_inside_the_model_is_named_with_what_would() -> None:
-    said = refused(
-        'model "tests.ranged_models:Pictures"\ninput pictures float32 [B, 3, H, W]\ninput kinds int64 [B]\n'
-        "sizes B=4, H=8..40, W=8\nloss cross_entropy(output, kinds)\noptimizer sgd lr 0.1\n"
-    )
-    assert re.match(
-        r"error\[P0207\]: `\w+` of `second`: H/2-1 is not always a whole number: H must be a multiple of 2", said
-    )
-
-
-def test_of_a_range_the_step_must_divide() -> None:
-    said = "error[P0107]: dim 0 of `tokens` has 1 entries, which do not divide by dp=2"
-    assert refused(positions(sizes="B=2..8, S=8")).startswith(said)
 
 
 # ---- builds, sessions and commands

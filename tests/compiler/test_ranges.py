@@ -72,7 +72,8 @@ def test_what_is_no_polynomial_is_not_fitted() -> None:
 def test_sizes_that_are_looked_at_are_few_and_differ() -> None:
     points = list(sample_points(BATCH))
     assert points[:2] == [{"B": 64, "S": 4096}, {"B": 8, "S": 128}]
-    assert len(points) == len({tuple(point.items()) for point in points}) == 6
+    assert len(points) == len({tuple(point.items()) for point in points}) == 8
+    assert points[3:5] == [{"B": 16, "S": 3968}, {"B": 56, "S": 256}]
     largest, smallest, between = check_points(BATCH)
     assert [largest, smallest] == points[:2] and between not in points
     assert all(point[name] in BATCH[name].values for point in [*points, between] for name in BATCH)
@@ -127,6 +128,14 @@ def test_the_constraint_is_named_for_each_size_that_is_enough() -> None:
     ranges = {"B": SizeRange(1, 9), "S": SizeRange(3, 30, 3)}
     assert constraint(Polynomial.parse("B*S/4"), ranges) == "B must be a multiple of 4 or S must be a multiple of 12"
     assert constraint(Polynomial.parse("S+1/2"), ranges) == ""
+    odd = constraint(Polynomial.parse("H/2+1/2"), {"H": SizeRange(8, 17)})
+    assert odd == "not at H=8, H=10, H=12, ..."  # and not that 9 is the only one of its multiples
+    assert constraint(Polynomial.parse("B*H/2+B/2"), {"B": SizeRange(1, 2), "H": SizeRange(8, 9)}) == (
+        "B must be a multiple of 2"
+    )
+    assert constraint(Polynomial.parse("B/2+H/2"), {"B": SizeRange(1, 2), "H": SizeRange(8, 9)}) == (
+        "not at B=1 with H=8, B=2 with H=9"
+    )
 
 
 @given(st.integers(1, 20), st.integers(1, 9), st.integers(0, 9), st.integers(-5, 300))
