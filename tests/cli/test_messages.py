@@ -190,7 +190,7 @@ def test_check(capsys: Captured, plan: Path) -> None:
         (("./gpt.py:GPT", "./broken.py:GPT"), (), ["error[P0201]", "model's own traceback", "nothing_of_this_name"]),
         (("layers=2, width=16", "layers=2, wdith=16"), (), ["error[P0201]", "wdith"]),
         (("blocks.*.mlp.up over", "blocks.*.mpl.up over"), (), ["error[P0104]", "blocks.*.mlp.up"]),
-        (None, ("-D", "tp=3"), ["error[P010"]),
+        (None, ("-D", "tp=3"), ["error[P0112]"]),
         (("vocab ", "row blocks.0.mlp.up over tp\nvocab "), (), ["error[P0105]"]),
     ],
 )  # fmt: skip

@@ -28,6 +28,20 @@ from tests.runtime.tiny import DATA, EXAMPLES, PLAN, TENSOR, batch, build
 
 BOTH = TENSOR.replace("tp=2", "dp=2, tp=2") + DATA.split("\n", 2)[2]
 BF16 = "precision bf16\n"
+NORM = """
+from torch import nn
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.head = nn.Embedding(256, 16), nn.Linear(16, 16), nn.Linear(16, 256)
+        self.norm = nn.RMSNorm(16)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(self.norm(x + self.up(x)))
+"""
 
 
 @cache
@@ -312,3 +326,19 @@ def test_the_models_own_casts_stay(tmp_path: Path, line: str) -> None:
 def test_sizes_may_be_ranges() -> None:
     plan = PLAN.replace("S=8", "S=4..8 by 4") + BOTH + BF16
     assert not prove(compiled(plan))
+
+
+def test_torch_warns_of_nothing_when_a_norm_reads_narrow_values(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "norm.py").write_text(NORM)
+    plan = PLAN.replace("./gpt.py:GPT", "./norm.py:Norm").replace(
+        "(layers=2, width=16, heads=2, vocab=256, length=8, dropout=0.1)", "()"
+    )
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else a warning that was given before is not given again
+    try:
+        compiled(plan + BF16, tmp_path)
+    finally:
+        torch.set_warn_always(always)
+    assert "Mismatch dtype" not in capfd.readouterr().err
