@@ -56,6 +56,17 @@ class OpRule:
     sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+def fill_operands(item: Any, given: Sequence[Any]) -> Any:
+    """An argument of a call with what is given in place of its operands."""
+    if isinstance(item, Operand):
+        return given[item.index]
+    if isinstance(item, (list, tuple)):
+        return type(item)(fill_operands(inner, given) for inner in item)
+    if isinstance(item, dict):
+        return {key: fill_operands(inner, given) for key, inner in item.items()}
+    return item
+
+
 # ---- the text of a rule
 
 _ELLIPSIS = "..."

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from .collectives import COLLECTIVES
-from .factors import OpCall, Operand
+from .factors import OpCall, Operand, fill_operands
 from .mesh import Mesh
 from .op_rules import TABLE, Row, localize
 from .placement import Placement, TensorType
@@ -227,7 +227,7 @@ def _fake_mode() -> FakeTensorMode:
 def _fake(op: str, call: OpCall, shapes: Sequence[Any], types: Sequence[TensorType]) -> list[Any]:
     with _fake_mode():
         tensors = [torch.empty(s, dtype=t.dtype) for s, t in zip(shapes, types, strict=True)]
-        made = operator(op)(*_fill(call.args, tensors), **_fill(dict(call.kwargs), tensors))
+        made = operator(op)(*fill_operands(call.args, tensors), **fill_operands(dict(call.kwargs), tensors))
     made = made if isinstance(made, (tuple, list)) else [made]
     return [None if x is None else (x.dtype, tuple(x.shape)) for x in made]
 
@@ -252,13 +252,3 @@ def call_of(line: Line, operands: Sequence[TensorType], results: Sequence[Tensor
     args = tuple(read(item) for item in line.args)
     kwargs = {key: read(item) for key, item in line.kwargs}
     return OpCall(line.op, args, kwargs, tuple(t.shape for t in operands), tuple(t.shape for t in results))
-
-
-def _fill(item: Any, tensors: Sequence[Any]) -> Any:
-    if isinstance(item, Operand):
-        return tensors[item.index]
-    if isinstance(item, (list, tuple)):
-        return type(item)(_fill(inner, tensors) for inner in item)
-    if isinstance(item, dict):
-        return {key: _fill(inner, tensors) for key, inner in item.items()}
-    return item

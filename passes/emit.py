@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..compiler.collectives import lower
-from ..compiler.factors import OpCall, Operand
+from ..compiler.factors import OpCall, fill_operands
 from ..compiler.mesh import Mesh
 from ..compiler.op_rules import localize
 from ..compiler.ops import OPS
@@ -166,7 +166,7 @@ class Emitter:
         args = tuple(self._argument(w, x, axes, results) for w, x in zip(whole_args, local_args, strict=True))
         named = tuple((key, cut_argument(item, local_kwargs[key], axes)) for key, item in whole_kwargs.items())
         refs = [Ref(self.value_of[operand].name) for operand in operands]
-        return call.op, _refer(args, refs), _refer(named, refs)
+        return call.op, fill_operands(args, refs), fill_operands(named, refs)
 
     def _argument(self, whole: Any, local: Any, axes: Any, results: Sequence[TensorType]) -> Any:
         """One argument; a list that spells the result's shape is cut as the result is."""
@@ -185,14 +185,6 @@ def size_argument(type_: TensorType, dim: int) -> int | Cut:
     """The size of a dim as an argument."""
     axes = tuple(axis for _, axis in type_.placement.splits(dim))
     return Cut(type_.shape[dim], axes) if axes else type_.shape[dim]
-
-
-def _refer(item: Any, refs: Sequence[Ref]) -> Any:
-    if isinstance(item, Operand):
-        return refs[item.index]
-    if isinstance(item, (list, tuple)):
-        return type(item)(_refer(inner, refs) for inner in item)
-    return item
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compiler.factors import OpCall, Operand, OpRule
+from ..compiler.factors import OpCall, OpRule, fill_operands
 from ..compiler.neutral import COUNTED, LOOKUPS, REDUCTIONS
 from ..compiler.op_rules import localize, pointwise
 from ..compiler.ops import OPS
@@ -172,7 +172,7 @@ class _Padder:
                         raise PaddingFault(f"dim {at[0]} of {node.name} would be padded twice")
                     shape[at[0]] = at[1] * at[3]
         args, kwargs = localize(call, tuple(tuple(fake(key_of(n)).shape) for n in operands), tuple(map(tuple, shapes)))
-        node.args, node.kwargs = _filled_in(args, operands), _filled_in(kwargs, operands)
+        node.args, node.kwargs = fill_operands(args, operands), fill_operands(kwargs, operands)
         mode = fake(key_of(operands[0])).fake_mode
         fakes = substitute((node.args, node.kwargs), lambda n: fake(key_of(n)))
         with mode:
@@ -217,14 +217,3 @@ class _Padder:
         if key_of(x)[0] in self.pure:
             self.pure.add(node)
         return node
-
-
-def _filled_in(item: Any, operands: Sequence[fx.Node]) -> Any:
-    """A call's argument with nodes where it has operands."""
-    if isinstance(item, Operand):
-        return operands[item.index]
-    if isinstance(item, (list, tuple)):
-        return type(item)(_filled_in(inner, operands) for inner in item)
-    if isinstance(item, dict):
-        return {key: _filled_in(inner, operands) for key, inner in item.items()}
-    return item
