@@ -1,7 +1,9 @@
 """``make bench``: parc and its peers in turn in one run, on two gloo ranks of one thread each.
 
-The model is a Llama of 20 M parameters, the optimizer torch's fused AdamW everywhere. Prints a table and writes
-``bench.json``: a list of ``{"case", "parc_s", "peer", "peer_s", "ratio"}`` by minima; medians stand beside them.
+The model is a Llama of 20 M parameters, the optimizer torch's fused AdamW everywhere. parc multiplies by whichever of
+torch's libraries is the faster here (``runtime/products.py``); further rows have it multiply as its peers do. Prints a
+table and writes ``bench.json``: a list of ``{"case", "parc_s", "peer", "peer_s", "ratio"}`` by minima; medians stand
+beside them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from parc.runtime.launch import KEEP_MEMORY
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = ROOT / "benchmarks" / "llama20m.parc"
 BATCH, LENGTH, VOCAB = 8, 128, 8192
+OWN_PRODUCTS = "torch's products"
 Step = Callable[[], float]
 
 
@@ -36,11 +40,14 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": words[0], "targets": words[1]}
 
 
-def parc_step(build: Path, compile: bool) -> Step:
-    """A step of a build on this rank."""
+def parc_step(build: Path, case: str) -> Step:
+    """A step of a build on this rank; in a case with torch's own products, oneDNN is kept out of them."""
     import parc
 
-    session = parc.load(build, compile=compile)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says there that another library's TF32 is not here
+        with torch.backends.mkldnn.flags(enabled=not case.endswith(OWN_PRODUCTS)):
+            session = parc.load(build, compile=case.endswith("--compile"))
     data = batch()
     return lambda: session.step(data).loss
 
@@ -140,17 +147,25 @@ def compare(ours: Step, theirs: Step, times: int) -> tuple[list[float], list[flo
     return rows
 
 
+def plain_step() -> Step:
+    """The plain module."""
+    model = plain_model()
+    return train_step(model, slice(0, BATCH), Optimizers(model))
+
+
 CASES: dict[str, tuple[int, dict[str, int], str, Callable[[], Step]]] = {
-    "one rank": (
-        1,
-        {"dp": 1, "tp": 1},
-        "plain module",
-        lambda: train_step(m := plain_model(), slice(0, BATCH), Optimizers(m)),
-    ),
-    "one rank --compile": (1, {"dp": 1, "tp": 1}, "torch.compile", compiled_step),
-    "dp=2": (2, {"dp": 2, "tp": 1}, "DDP", ddp_step),
-    "tp=2": (2, {"dp": 1, "tp": 2}, "DTensor", dtensor_step),
+    f"{case}{products}": (ranks, {"dp": dp, "tp": tp}, peer, step)
+    for products in ("", f", {OWN_PRODUCTS}")
+    for case, ranks, dp, tp, peer, step in (
+        ("one rank", 1, 1, 1, "plain module", plain_step),
+        ("one rank --compile", 1, 1, 1, "torch.compile", compiled_step),
+        ("dp=2", 2, 2, 1, "DDP", ddp_step),
+        ("tp=2", 2, 1, 2, "DTensor", dtensor_step),
+    )
+    if not (products and "--compile" in case)
 }
+"""What is measured against what; then once more with the products by the library that the peers use, which shows what
+rewriting alone is worth."""
 
 
 def worker(case: str, build: Path, times: int, out: Path) -> None:
@@ -159,7 +174,7 @@ def worker(case: str, build: Path, times: int, out: Path) -> None:
     ranks, _, _, peer = CASES[case]
     if ranks > 1:
         dist.init_process_group("gloo")
-    ours, theirs = compare(parc_step(build, case.endswith("--compile")), peer(), times)
+    ours, theirs = compare(parc_step(build, case), peer(), times)
     if not dist.is_initialized() or dist.get_rank() == 0:
         out.write_text(json.dumps([ours, theirs]), encoding="utf-8")
     sys.stdout.flush()
@@ -169,7 +184,7 @@ def worker(case: str, build: Path, times: int, out: Path) -> None:
 def launch(case: str, folder: Path, times: int) -> tuple[list[float], list[float]]:
     """Build the case's plan and measure it against its peer."""
     ranks, axes, _, _ = CASES[case]
-    build, out = folder / f"llama20m-{case.replace('=', '')}", folder / "times.json"
+    build, out = folder / f"llama20m-dp{axes['dp']}-tp{axes['tp']}", folder / "times.json"
     words = [word for axis, size in axes.items() for word in ("-D", f"{axis}={size}")]
     subprocess.run(
         [sys.executable, "-m", "parc", "build", str(PLAN), "-o", str(build), *words],
@@ -189,7 +204,7 @@ def main(times: int) -> None:
     folder = ROOT / "build" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     found = []
-    print(f"{'case':<20}{'parc (s)':>20}{'peer':>15}{'peer (s)':>20}{'ratio of minima':>17}{'of medians':>12}")
+    print(f"{'case':<28}{'parc (s)':>20}{'peer':>15}{'peer (s)':>20}{'ratio of minima':>17}{'of medians':>12}")
     for case, (_, _, peer, _) in CASES.items():
         ours, theirs = launch(case, folder, times)
         best = min(ours), min(theirs)
@@ -198,7 +213,7 @@ def main(times: int) -> None:
                       "parc_median_s": middle[0], "peer_median_s": middle[1]})  # fmt: skip
         columns = [f"{low:.3f} (median {mid:.3f})" for low, mid in zip(best, middle, strict=True)]
         ratios = f"{best[0] / best[1]:>13.2f}{middle[0] / middle[1]:>12.2f}"
-        print(f"{case:<20}{columns[0]:>22}{peer:>15}{columns[1]:>22}{ratios}")
+        print(f"{case:<28}{columns[0]:>22}{peer:>15}{columns[1]:>22}{ratios}")
     (ROOT / "bench.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -33,6 +33,16 @@ def trace(
         return made(*values).graph
 
 
+def onednn_linear() -> Callable[..., torch.Tensor] | None:
+    """oneDNN's ``x @ weight.T + bias`` of matrices of any strides; None where torch has no oneDNN, or was told not to
+    use it (``torch.backends.mkldnn.flags(enabled=False)``)."""
+    usable = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+    found = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if usable else None
+    if found is None:
+        return None
+    return lambda x, weight, bias=None: found.default(x, weight, bias, "none", [], "")
+
+
 def missing_compiler(device: torch.device) -> str:
     """What Inductor needs for a device and does not find; nothing where it is all there."""
     with quiet():

@@ -25,9 +25,11 @@ from .execute import Backend, Machine
 from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
 from .feed import Feed, Parts
 from .initial import Initial
+from .kernels import KERNELS, Kernel
 from .opening import check_fits, check_source_of, constants_of, mesh_of, open_build, open_checkpoint, task_of
 from .optimizer import make_optimizer, rate, update
 from .processes import default_device, join, launched
+from .products import kernels_for
 from .sizes import AtSizes, BySizes, bound
 from .state import save_tensors
 from .step import RankState, Stepper, StepResult
@@ -74,6 +76,7 @@ class Session:
             Distributed(self.mesh, programs, self.rank, self.device) if self.world > 1 else InProcess(self.mesh)
         )
         self.regions = Regions(self.device) if compile else None
+        self.kernels = self._agreed(kernels_for(self.device))
         self._by_sizes = BySizes(build, self._at)
         self.feed = self._by_sizes().feed
         if check_source:
@@ -84,8 +87,12 @@ class Session:
 
     def _at(self, build: Build) -> AtSizes:
         machine = self.regions.machine if self.regions is not None else Machine
-        stepper = Stepper(build.programs, build.actions, self.backend, self.device, machine)
+        stepper = Stepper(build.programs, build.actions, self.backend, self.device, machine, kernels=self.kernels)
         return AtSizes(build, stepper, Feed(build, self.mesh, self.coordinates, self.device))
+
+    def _agreed(self, kernels: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
+        """Special kernels where every rank would take them: what ranks compute alike is alike to the bit."""
+        return kernels if all(row[0] for row in self.exchange([int(kernels is not KERNELS)])) else KERNELS
 
     def __enter__(self) -> Self:
         return self
@@ -169,7 +176,9 @@ class Session:
             floats = {name: value for name, value in part.items() if value.is_floating_point()}
             seen = seen or bad_tensor(floats, "input", self.rank)
         watcher = Watcher(self.rank)
-        stepper = Stepper(at.build.programs, at.build.actions, self.backend, self.device, reuse=False)
+        stepper = Stepper(
+            at.build.programs, at.build.actions, self.backend, self.device, kernels=self.kernels, reuse=False
+        )
         for action, machine in stepper.machines.items():
             machine.watch = watcher.watch(action)
         stepper.gradients([self.state], [parts], self.step_number)
