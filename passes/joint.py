@@ -99,7 +99,7 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
         uses = {operand: _use(env[operand], operand, node, record, graph) for operand in node.all_input_nodes}
         args, kwargs = substitute((node.args, dict(node.kwargs)), uses.__getitem__)
         target: Any = node.target
-        value = env[node] = target(*args, **kwargs)
+        value = env[node] = target(*_foldable(target, args), **kwargs)
         record.claim(graph, node.meta["origin"])
         if not isinstance(value, torch.Tensor):
             continue
@@ -108,6 +108,14 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
             record.known[made] = node_type(node).placement.data()
         if value.requires_grad:
             value.register_hook(_arrival(node, node, record, graph))
+
+
+def _foldable(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Operands of a product as torch folds them into one of matrices. Where nothing asks for the gradient of the smaller
+    one, it would else repeat it for entries that do not lie in order, as a tensor that no type says how to split."""
+    if target not in (aten.linear.default, aten.matmul.default) or args[0].dim() < 3 or args[1].dim() > 2:
+        return args
+    return args if args[1].requires_grad else (args[0].contiguous(), *args[1:])
 
 
 def _use(value: Any, operand: fx.Node, reader: fx.Node, record: _Record, graph: fx.Graph) -> Any:
