@@ -182,6 +182,15 @@ UNCOUNTED_DRAW = Code(
     instead=_MODEL.format(body="return x[:, torch.rand(x.shape[1]).argsort()]"),
     language="python",
 )
+NO_DEVICE = Code(
+    name="P0222",
+    title="no such device",
+    why="each process of a run computes on a GPU of its own, or all on the CPU. A GPU that was asked for is never"
+    " replaced by the CPU, which would be slower without a word.",
+    example="parc run build --device cuda   # on a host without a GPU that torch can use",
+    instead="parc run build --device cpu",
+    language="shell",
+)
 ROUNDED_UPDATES = Code(
     name="P0223",
     title="weights that are updated in a narrow type",

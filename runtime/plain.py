@@ -25,6 +25,7 @@ from .initial import expected_of, weights_of
 from .kernels import REFERENCE_KERNELS
 from .opening import check_source_of, open_build, task_of
 from .optimizer import make_optimizer, rate, update
+from .processes import check_device
 from .session import StepReport
 from .sizes import BySizes
 
@@ -124,6 +125,7 @@ class Plain:
     """
 
     def __init__(self, build: Build, device: torch.device = CPU) -> None:
+        check_device(device)
         check_source_of(build)
         manifest = build.manifest
         lines = task_of(manifest)

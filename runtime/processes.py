@@ -12,6 +12,9 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from ..grammar.codes_build import NO_DEVICE
+from .faults import RunError
+
 STORE = "PARC_STORE"
 """Environment variable: a file through which the processes of one host meet, where ``parc run`` started them."""
 DEVICE = "PARC_DEVICE"
@@ -38,21 +41,45 @@ def launched() -> int:
 
 
 def default_device() -> torch.device:
-    """This process's GPU where there is one, else the CPU."""
-    if torch.cuda.is_available() and os.environ.get(DEVICE, "cuda") != "cpu":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """What the person chose; else this process's GPU where there is one, else the CPU.
+
+    Raises:
+        RunError: a GPU was chosen, and there is none.
+    """
+    device = torch.device(os.environ.get(DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+
+def check_device(device: torch.device, processes: int = 1) -> None:
+    """Hold a device against this host, of which so many processes of a run want one each.
+
+    Raises:
+        RunError: they are GPUs, and torch finds none, or fewer.
+    """
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and found < max(processes, (device.index or 0) + 1):
+        fewer = f"torch finds {found} GPU{'s' * (found != 1)} here, and {processes} processes need one each"
+        missing = f"torch finds no `{device}` here"
+        help_ = '`--device cpu` runs on the CPU, and so does `parc.load(build, torch.device("cpu"))`'
+        raise RunError(NO_DEVICE, fewer if found and processes > found else missing, help_)
 
 
 def join(device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> torch.device:
     """Make the process group of a launched process, gloo on CPUs and NCCL on GPUs; the device that it computes on.
 
-    A collective that waits longer than ``timeout_s`` seconds for another rank fails.
+    A GPU without a number is the process's own among its host's. A collective that waits longer than ``timeout_s``
+    seconds for another rank fails.
+
+    Raises:
+        RunError: there is no such device.
     """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if device is None and torch.cuda.is_available() and os.environ.get(DEVICE, "cuda") != "cpu":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = device or default_device()
+    rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device = device or torch.device(default_device().type)
+    check_device(device, local + 1 if device.index is None else 1)
+    if device.type == "cuda":
+        torch.cuda.set_device(local if device.index is None else device.index)
+        device = torch.device("cuda", torch.cuda.current_device())
     wait = timedelta(seconds=timeout_s)
     stores: Any = dist  # torch does not declare what it exports here
     if STORE in os.environ:

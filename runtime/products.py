@@ -14,6 +14,7 @@ import torch
 
 from ..compiler.torch_private import onednn_linear
 from .kernels import KERNELS, Kernel, Site
+from .processes import check_device
 
 _LEAST = 1 << 21
 """Multiplications from which on oneDNN's longer way in does not matter."""
@@ -24,7 +25,12 @@ _CLEARLY = 1.5
 
 
 def kernels_for(device: torch.device) -> Mapping[str, Kernel]:
-    """The kernels of a device as it is measured now; ``KERNELS`` is in them."""
+    """The kernels of a device as it is measured now; ``KERNELS`` is in them.
+
+    Raises:
+        RunError: there is no such device here.
+    """
+    check_device(device)
     linear = onednn_linear() if device.type == "cpu" else None
     return KERNELS if linear is None or not _is_faster(linear) else {**KERNELS, **_KERNELS}
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -167,6 +168,8 @@ def runs(folder: Path) -> list[str]:
         command("run", "build", "--resume", "."),
         command("run", "build", "--sizes", "S=12"),
     ]
+    with patch.object(torch.cuda, "is_available", return_value=False):
+        said.append(command("run", "build", "--device", "cuda"))
     for name, plan in {
         "hot": PLAN.replace("adamw lr 1e-2 eps 1e-5 weight_decay 0.1 clip 1.0", "sgd lr 1e30"),
         "empty": PLAN.replace('"*.py"', '"nothing/*.txt"'),
@@ -195,7 +198,7 @@ def compiles(folder: Path) -> list[str]:
 
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
-    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0302 P0303": runs, "P0305 P0306": compiles,
+    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0222 P0302 P0303": runs, "P0305 P0306": compiles,
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"
 

@@ -111,7 +111,7 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
 
     Raises:
         RunError: the number of processes, torch, the checkpoint, the weights or the data do not fit, or there is no
-            compiler.
+            such device or no compiler.
     """
     import torch
 
@@ -119,7 +119,7 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     from parc.runtime.feed import make_data
     from parc.runtime.initial import weights_of
     from parc.runtime.opening import check_fits, mesh_of, open_checkpoint
-    from parc.runtime.processes import default_device
+    from parc.runtime.processes import check_device, default_device
     from parc.runtime.state import check_target
 
     mesh = mesh_of(build)
@@ -130,8 +130,10 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     if options.resume is not None:
         open_checkpoint(build, options.resume)
     weights_of(build)
+    device = torch.device(given.device) if given.device else torch.device(default_device().type)
+    check_device(device, nproc)
     if given.compile:
-        check_compiler(torch.device(given.device) if given.device else default_device())
+        check_compiler(device)
     line = build.manifest["data"]
     if line is None or line["callable"] is None:
         make_data(build)
@@ -200,7 +202,7 @@ def _train_rank(given: argparse.Namespace) -> int:
     options = _options(given, build)
     if options is None:
         return _no_steps()
-    device = join(torch.device(given.device) if given.device == "cpu" else None, float(given.timeout))
+    device = join(torch.device(given.device) if given.device else None, float(given.timeout))
     code = train(Session(build, device, compile=given.compile), options)
     leave()
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 
 import parc
 from parc.compiler.placement import parse_type
-from parc.grammar.codes_build import BAD_DATA, BAD_STATE, OTHER_TORCH, WORLD_SIZE
+from parc.grammar.codes_build import BAD_DATA, BAD_STATE, NO_DEVICE, OTHER_TORCH, WORLD_SIZE
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.faults import RunError
 from parc.runtime.opening import check_fits, mesh_of, open_build
+from parc.runtime.processes import DEVICE, check_device
 from parc.runtime.step import RankState, Stepper
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, batch, build
@@ -221,3 +223,27 @@ schedule  microbatches 2
         before = {name: value.clone() for name, value in module.module.state_dict().items()}
         module.module.load_state_dict(session.state_dict())
         torch.testing.assert_close(dict(module.module.state_dict()), before)
+
+
+def test_a_gpu_that_is_not_there_is_never_replaced_by_the_cpu(
+    builds: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(call: Callable[[], object], message: str) -> None:
+        with pytest.raises(RunError, match=message) as fault:
+            call()
+        assert fault.value.code is NO_DEVICE and "--device cpu" in fault.value.help
+
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(lambda: parc.load(builds["one"], gpu), "torch finds no `cuda` here")
+    refused(lambda: parc.reference(builds["one"], gpu), "torch finds no `cuda` here")
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    refused(lambda: parc.load(builds["dp"], gpu), "torch finds no `cuda` here")
+    with monkeypatch.context() as chosen:
+        chosen.setenv(DEVICE, "cuda")
+        refused(lambda: parc.load(builds["dp"]), "torch finds no `cuda` here")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    refused(lambda: parc.load(builds["dp"], gpu), "torch finds 1 GPU here, and 2 processes need one each")
+    refused(lambda: check_device(torch.device("cuda", 3)), "torch finds no `cuda:3` here")
