@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..grammar.nearest import path_meant
 from .actions import Action, parse_schedule
 from .callables import CallableError, file_hash, load_callable
 from .directives.sizes import SizeRange
@@ -44,7 +45,11 @@ def program_file(program: Program) -> str:
 
 
 class BuildError(Exception):
-    """A directory is not a build, or not the one that was checked."""
+    """A directory is not a build, or not the one that was checked; ``help`` says what to do where that is known."""
+
+    def __init__(self, message: str, help: str = "") -> None:
+        super().__init__(message)
+        self.help = help
 
 
 @dataclass(frozen=True)
@@ -180,13 +185,18 @@ def read_programs(texts: Mapping[str, str], path: Path = Path()) -> tuple[dict[s
     return programs, parse_program(texts[REFERENCE_FILE], str(path / REFERENCE_FILE))
 
 
+def _is_target(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or (path.suffix == ".parc" and path.is_file())
+
+
 def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
     """The manifest of a folder that a person named otherwise, perhaps."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        lacks = f"is not a build: it has no {MANIFEST}" if path.exists() else "does not exist"
-        raise BuildError(f"`{named}` {lacks}") from None
+        message = f"`{named}` is not a build: it has no {MANIFEST}" if path.exists() else f"there is no build `{named}`"
+        help_ = path_meant(named, _is_target, f"make it of a plan: `parc build PLAN.parc -o {named}`")
+        raise BuildError(message, help_) from None
     except (OSError, ValueError) as error:
         raise BuildError(f"`{path / MANIFEST}` cannot be read: {error}") from None
     if (

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..grammar.codes_include import INCLUDE_CYCLE, NO_FILE
 from ..grammar.codes_language import UNREADABLE, WRONG_KIND
 from ..grammar.diagnostics import Diagnostic, Label, PlanError
-from ..grammar.nearest import listed, nearest
+from ..grammar.nearest import listed, nearest, path_meant
 from ..grammar.parse import parse
 from ..grammar.source import Source, Span
 from ..grammar.substitute import substitute
@@ -51,7 +51,8 @@ def read_source(path: Path) -> Source:
     text, reason = _read(path)
     if text is None:
         message = f"`{path}` cannot be read: {reason}"
-        raise PlanError([Diagnostic(UNREADABLE, message, help="name a plan file, as `gpt.parc`")])
+        help_ = path_meant(path, lambda other: other.suffix == ".parc", "name a plan file, as `gpt.parc`")
+        raise PlanError([Diagnostic(UNREADABLE, message, help=help_)])
     return Source(path.name, text, path=path)
 
 

@@ -92,7 +92,7 @@ def open_build(path: Path | str) -> Build:
     try:
         return read_build(Path(path))
     except BuildError as error:
-        raise RunError(BAD_BUILD, str(error), "build the plan again") from None
+        raise RunError(BAD_BUILD, str(error), error.help or "build the plan again") from None
 
 
 def constants_of(build: Build) -> dict[str, TensorType]:

@@ -50,7 +50,7 @@ def show_error(error: BaseException) -> int | None:
         show([error.diagnostic()])
         return error.exit_code
     if isinstance(error, BuildError):
-        show([Diagnostic(BAD_BUILD, str(error))])
+        show([Diagnostic(BAD_BUILD, str(error), help=error.help)])
         return 1
     return None
 

@@ -142,4 +142,4 @@ def test_places_where_no_build_goes(made: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "parc", "run", "b/nothere"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1 and "`b/nothere` does not exist" in done.stderr, done.stderr
+    assert done.returncode == 1 and "there is no build `b/nothere`" in done.stderr, done.stderr

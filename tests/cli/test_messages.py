@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -233,7 +234,7 @@ def test_runs_that_cannot_start(capsys: Captured, made: Path, tmp_path: Path) ->
     code, err = run(made, "--nproc", 3)
     assert code == 1 and "error[P0301]: 3 processes for a mesh of dp=2, which has 2 ranks" in err
     code, err = run(tmp_path / "missing")
-    assert code == 1 and "error[P0211]" in err and "missing` does not exist" in err
+    assert code == 1 and "error[P0211]: there is no build" in err and f"`parc build PLAN.parc -o {tmp_path}" in err
     code, err = run(made, "-D", "tp=2")
     assert code == 2 and "-D is for plans" in err
     assert run(made, "--save-every", 2)[0] == 2
@@ -245,9 +246,25 @@ def test_runs_that_cannot_start(capsys: Captured, made: Path, tmp_path: Path) ->
     assert code == 1 and "exists and is not a checkpoint" in err
 
 
-def test_builds_that_are_not_as_they_were(capsys: Captured, made: Path, tmp_path: Path) -> None:
-    import shutil
+def test_paths_that_are_misspelt(
+    capsys: Captured, made: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(made, tmp_path / "tiny_dp")
+    for command in ("run", "show", "verify"):
+        code, _, err = parc(capsys, command, tmp_path / "tiny_pd")
+        assert code == 1 and "error[P0211]: there is no build" in err
+        assert f"help: did you mean `{tmp_path / 'tiny_dp'}`" in err and "again" not in err
+    monkeypatch.chdir(tmp_path)
+    code, _, err = parc(capsys, "run", "tinni.parc")
+    assert code == 1 and "error[P0013]" in err and "help: did you mean `tiny.parc`?" in err
+    code, _, err = parc(capsys, "run", "tinny")
+    assert code == 1 and "there is no build `tinny`" in err and "did you mean `tiny_dp` or `tiny.parc`?" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = parc(capsys, "run", "empty")
+    assert code == 1 and "is not a build" in err and "help: make it of a plan: `parc build PLAN.parc -o empty`" in err
 
+
+def test_builds_that_are_not_as_they_were(capsys: Captured, made: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(made, copy)
     program = copy / "programs" / "stage0.F.py"
