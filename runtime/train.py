@@ -80,7 +80,10 @@ def train(session: Session, options: Options) -> int:
             metrics = stack.enter_context(MetricsFile(options.metrics, run_facts(session), append))
         if first:
             display = stack.enter_context(ProgressDisplay(options.steps))
-        if display is not None and session.regions is not None:
+        if display is not None and session.step_number >= options.steps:
+            done = f"`{options.resume}` is at step {session.step_number}, and the last is {options.steps}"
+            display.say(f"{done}: nothing is left to train; `--steps K` trains on until step K")
+        elif display is not None and session.regions is not None:
             display.say(f"compiling {session.regions.distinct} distinct regions in the first step…")
         started = session.step_number
         saved = session.step_number if options.resume == options.save else -1

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import parc
+from parc.cli import main
 from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, build
 
 SAMPLES = """
@@ -96,6 +97,18 @@ def test_a_run_its_checkpoint_and_another_plan_that_goes_on(folder: Path, tmp_pa
         assert found["step"] == expected.step
         assert found["loss"] == pytest.approx(expected.loss, rel=1e-5)
     plain.close()
+
+
+def test_a_run_with_nothing_left_to_train_says_so(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    assert main(["run", str(folder / "one"), "--steps", "2", "--save", str(checkpoint)]) == 0
+    for last in (1, 2):
+        capsys.readouterr()
+        assert main(["run", str(folder / "one"), "--steps", str(last), "--resume", str(checkpoint)]) == 0
+        said = f"`{checkpoint}` is at step 2, and the last is {last}: nothing is left to train; `--steps K` trains on"
+        assert capsys.readouterr().err == f"{said} until step K\n"
 
 
 def test_a_padded_plan_goes_on_from_its_own_checkpoint_and_so_does_an_unpadded_one(tmp_path: Path) -> None:
