@@ -6,14 +6,24 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ..grammar.nearest import did_you_mean, listed, nearest
+
 
 class CallableError(Exception):
-    """A callable that cannot be had; a failure inside the user's module is chained."""
+    """A callable that cannot be had, or not be called so; a failure inside the user's module is chained.
+
+    ``help`` is a way out, where one is known; ``argument`` the name that the callable does not take.
+    """
+
+    def __init__(self, message: str, help: str = "", argument: str = "") -> None:
+        super().__init__(message)
+        self.help, self.argument = help, argument
 
 
 def load_callable(target: str, folder: Path) -> Callable[..., Any]:
@@ -25,33 +35,70 @@ def load_callable(target: str, folder: Path) -> Callable[..., Any]:
     place, _, name = target.rpartition(":")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    module = _load_file(folder / place) if place.endswith(".py") else _import(place)
+    module = _load_file(folder / place) if place.endswith(".py") else _import(place, folder)
     found = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise CallableError(f"`{place}` has no `{name}`")
+            names = (known for known in dir(found) if not known.startswith("_"))
+            raise CallableError(f"`{place}` has no `{name}`", did_you_mean(part, names))
         found = getattr(found, part)
     if not callable(found):
         raise CallableError(f"`{target}` is not callable")
     return found  # type: ignore[no-any-return]
 
 
-def _import(place: str) -> Any:
+def check_arguments(function: Callable[..., Any], target: str, named: Iterable[str], positional: int = 0) -> None:
+    """Hold a callable's signature, where it has one, against so many arguments and these names.
+
+    Raises:
+        CallableError: it takes others.
+    """
+    try:  # what a decorator wraps may take other arguments than the wrapper
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return
+    kinds = {parameter.kind for parameter in parameters}
+    in_order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if positional > len(in_order) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        count = f"{len(in_order)} argument{'s' * (len(in_order) != 1)}"
+        raise CallableError(f"`{target}` takes {count} by position, and is given {positional}")
+    free = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            and p.name not in in_order[:positional]]  # fmt: skip
+    named = list(named)
+    for name in named:
+        if name not in free and inspect.Parameter.VAR_KEYWORD not in kinds:
+            takes = f"it takes {listed(free)}" if free else "it takes none by name"
+            raise CallableError(f"`{target}` takes no `{name}`", did_you_mean(name, free, takes), name)
+    filled = {*in_order[:positional], *named}
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in filled
+               and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
+    if missing:
+        raise CallableError(f"`{target}` needs {listed(missing)}", "give each as `name=value`")
+
+
+def _import(place: str, folder: Path) -> Any:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
-            raise CallableError(f"there is no module `{place}`") from None
+            raise CallableError(f"there is no module `{place}`", _module_meant(error.name, folder)) from None
         raise CallableError(f"importing `{place}` failed") from error
     except Exception as error:
         raise CallableError(f"importing `{place}` failed") from error
 
 
+def _module_meant(name: str, folder: Path) -> str:
+    """The modules near one that is not there: of its package; else of the plan's folder, then of all that are there."""
+    package, dot, last = name.rpartition(".")
+    places = [getattr(sys.modules[package], "__path__", [])] if package in sys.modules else [[str(folder)], None]
+    near = (nearest(last, (module.name for module in pkgutil.iter_modules(place))) for place in places)
+    found = [f"{package}{dot}{other}" for other in next(filter(None, near), ())]
+    return f"did you mean {listed(found, 'or')}?" if found else ""
+
+
 def _load_file(path: Path) -> Any:
     """A file as a module of its own; loaded once a process, so that its classes are the same everywhere."""
-    path = path.resolve()
-    if not path.is_file():
-        raise CallableError(f"there is no file `{path.name}` beside the plan")
+    path = _existing(path.resolve())
     label = f"parc_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if label in sys.modules:
         return sys.modules[label]
@@ -76,10 +123,14 @@ def file_hash(target: str, folder: Path) -> str:
     place = target.rpartition(":")[0]
     if not place.endswith(".py"):
         return ""
-    path = folder / place
+    return hashlib.sha256(_existing(folder / place).read_bytes()).hexdigest()
+
+
+def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise CallableError(f"there is no file `{path.name}` beside the plan")
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+        meant = did_you_mean(path.name, (other.name for other in path.parent.glob("*.py")))
+        raise CallableError(f"there is no file `{path.name}` beside the plan", meant)
+    return path
 
 
 def target_hash(target: str, folder: Path) -> str:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .callables import load_callable
+from .callables import check_arguments, load_callable
 from .capture import CallModel, LossFunction
 
 
@@ -46,10 +46,11 @@ def model_builder(
     """A function that makes the model; ``overrides`` are the ``verify`` line's arguments.
 
     Raises:
-        CallableError: there is no such callable, or its module fails.
+        CallableError: there is no such callable, its module fails, or it takes other arguments.
     """
     make = load_callable(lines.model, folder)
     arguments = {**dict(lines.arguments), **(overrides or {})}
+    check_arguments(make, lines.model, arguments)
 
     def build() -> nn.Module:
         module = make(**arguments)
@@ -101,7 +102,7 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
     """The loss of the model's output and the inputs.
 
     Raises:
-        CallableError: the loss's callable cannot be had.
+        CallableError: the loss's callable cannot be had, or takes other arguments.
     """
     line = lines.loss
     if line.kind == "output":
@@ -115,6 +116,7 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
 
         return cross_entropy
     function = load_callable(line.target, folder)
+    check_arguments(function, line.target, (), len(line.operands))
     return lambda output, inputs: function(*(_operand(name, output, inputs) for name in line.operands))
 
 

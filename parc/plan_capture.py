@@ -11,9 +11,11 @@ import torch
 
 from parc.compiler.callables import CallableError
 from parc.compiler.capture import Captured, CaptureError, InputSpec, capture, user_frame
+from parc.compiler.directive import Directive
 from parc.compiler.plan import Plan
 from parc.compiler.recipes import Recorded, record
 from parc.compiler.task import InputsError, TaskLines, caller, loss_function, model_builder
+from parc.grammar.code import Code
 from parc.grammar.codes_build import (
     CAPTURE_FAILED,
     CONTROL_FLOW,
@@ -41,8 +43,7 @@ def capture_plan(
         build = model_builder(lines, folder, overrides)
         recorded = record(build, plan.seed)
     except CallableError as error:
-        notes = _trace(error.__cause__) if error.__cause__ else ()
-        raise PlanError([Diagnostic(MODEL_FAILED, str(error), Label(model_span), notes=notes)]) from None
+        raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.model, plan.verify)]) from None
     except Exception as error:
         message = f"making the model failed: {type(error).__name__}: {error}"
         raise PlanError([Diagnostic(MODEL_FAILED, message, Label(model_span), notes=_trace(error))]) from None
@@ -51,8 +52,7 @@ def capture_plan(
     except InputsError as error:
         raise PlanError([Diagnostic(WRONG_INPUTS, str(error), Label(model_span))]) from None
     except CallableError as error:
-        span = plan.loss.arguments.statement.span
-        raise PlanError([Diagnostic(MODEL_FAILED, str(error), Label(span), notes=_trace(error.__cause__))]) from None
+        raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.loss)]) from None
     try:
         captured = capture(recorded.module, recorded.mode, input_specs(plan), call, loss, ranged)
     except CaptureError as error:
@@ -64,6 +64,21 @@ def capture_plan(
         help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make it an input"
         raise PlanError([Diagnostic(UNCOUNTED_DRAW, message, Label(model_span), help=help_, notes=notes)])
     return recorded, captured
+
+
+def callable_diagnostic(code: Code, error: CallableError, *lines: Directive | None) -> Diagnostic:
+    """An error of a callable, at the first line, or at the argument of one of them that it does not take."""
+    found = [
+        binding.span
+        for line in lines
+        if line is not None and error.argument
+        for binding in (*line.arguments.bindings("args"), *line.arguments.bindings("name"))
+        if binding.name.text == error.argument
+    ]
+    first = lines[0]
+    assert first is not None
+    label = Label(found[0] if found else first.span)
+    return Diagnostic(code, str(error), label, help=error.help, notes=_trace(error.__cause__))
 
 
 def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:

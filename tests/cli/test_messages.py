@@ -40,6 +40,10 @@ def llama(use_cache):
     return LlamaForCausalLM(config)
 
 
+def mean(output):
+    return output.mean()
+
+
 def fails():
     raise RuntimeError("no weights here")
 """
@@ -186,10 +190,15 @@ def test_check(capsys: Captured, plan: Path) -> None:
         (("let tp=2", "let tp=2, tp=2"), (), ["error[P0006]"]),
         (("mesh ", "mehs "), (), ["error[P0002]", "did you mean `mesh`?", "tiny.parc:"]),
         (None, ("-D", "pt=2"), ["error[P0008]", "`tp`"]),
-        (("./gpt.py:GPT", "./gtp.py:GPT"), (), ["error[P0201]", "there is no file `gtp.py`"]),
-        (("./gpt.py:GPT", "./gpt.py:GTP"), (), ["error[P0201]", "has no `GTP`"]),
+        (("./gpt.py:GPT", "./gtp.py:GPT"), (), ["error[P0201]", "there is no file `gtp.py`", "did you mean `gpt.py`?"]),
+        (("./gpt.py:GPT", "./gpt.py:GTP"), (), ["error[P0201]", "has no `GTP`", "did you mean `GPT`?"]),
+        (("./gpt.py:GPT", "gtp:GPT"), (), ["error[P0201]", "there is no module `gtp`", "did you mean `gpt`?"]),
+        (("./gpt.py:GPT", "torch.nnn:GPT"), (), ["error[P0201]", "there is no module `torch.nnn`", "`torch.nn`"]),
         (("./gpt.py:GPT", "./broken.py:GPT"), (), ["error[P0201]", "model's own traceback", "nothing_of_this_name"]),
-        (("layers=2, width=16", "layers=2, wdith=16"), (), ["error[P0201]", "wdith"]),
+        (("layers=2, width=16", "layers=2, wdith=16"), (),
+         ["error[P0201]: `./gpt.py:GPT` takes no `wdith`", "tiny.parc:3:37", "did you mean `width`?"]),
+        (("cross_entropy(output, targets)", '"./models.py:mean"(output, targets)'), (),
+         ["error[P0201]: `./models.py:mean` takes 1 argument", "is given 2", "tiny.parc:7:1"]),
         (("blocks.*.mlp.up over", "blocks.*.mpl.up over"), (), ["error[P0104]", "blocks.*.mlp.up"]),
         (None, ("-D", "tp=3"), ["error[P0112]"]),
         (("vocab ", "row blocks.0.mlp.up over tp\nvocab "), (), ["error[P0105]"]),
@@ -215,6 +224,7 @@ def test_mistakes_in_plans(
     [
         ('"./models.py:Branches" ()', ["error[P0202]", "torch.where", "models.py:"]),
         ('"./models.py:llama" (use_cache=true)', ["error[P0203]", "use_cache=False"]),
+        ('"./models.py:llama" ()', ["error[P0201]: `./models.py:llama` needs `use_cache`", "give each as"]),
         ('"./models.py:fails" ()', ["error[P0201]", "no weights here", 'raise RuntimeError("no weights here")']),
     ],
 )
