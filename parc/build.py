@@ -10,6 +10,7 @@ from parc.compiler.artifact import check_out, json_text, write_build
 from parc.compiler.plan import read_plan
 from parc.driver import Compiled, compile_plan, files_of, manifest_of
 from parc.initial_weights import check_weights
+from parc.plan_data import check_data
 from parc.promises import hold_promises
 
 
@@ -27,12 +28,14 @@ def build(
     """Read a plan, compile it, check it, and write the build directory.
 
     Raises:
-        PlanError: the plan or its model is at fault, or the build would not keep a promise of the plan.
+        PlanError: the plan, its data or its model is at fault, or the build would not keep a promise of the plan.
         BuildError: ``out`` holds something that is not a build.
         Refused: a check failed.
     """
     check_out(out)
-    compiled = compile_plan(read_plan(path, defines), path.resolve().parent, progress=progress)
+    plan, folder = read_plan(path, defines), path.resolve().parent
+    check_data(plan, folder)
+    compiled = compile_plan(plan, folder, progress=progress)
     check_weights(compiled.plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled)
     checked = check_build(compiled, progress)

@@ -38,6 +38,7 @@ from parc.passes.heads import Copies, find_copies
 from parc.passes.own_rules import RuleMisfit
 from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
 from parc.plan_capture import capture_plan
+from parc.plan_data import data_facts, input_facts
 from parc.size_ranges import compile_range, fixed
 
 Progress = Callable[[str], None]
@@ -219,7 +220,7 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
         "folder": os.path.relpath(compiled.folder.resolve(), out.resolve()),
         "model": {"callable": compiled.lines.model, "arguments": dict(compiled.lines.arguments)},
         "model_source": _source_hash(compiled),
-        "inputs": [{"name": line.name, "dtype": line.dtype, "dims": list(line.dims)} for line in plan.inputs],
+        "inputs": input_facts(plan),
         "sizes": compiled.sizes,
         "loss": {"kind": plan.loss.kind, "target": plan.loss.target, "operands": list(plan.loss.operands),
                  "ignore": plan.loss.ignore},
@@ -230,8 +231,7 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
         "accumulate": ACCUMULATE[plan.accumulate],
         "precision": [{"type": str(line.dtype).removeprefix("torch."), "modules": list(line.modules), "line": line.line}
                       for line in regions(compiled.resolved.precision)],
-        "data": None if plan.data is None else {"globs": list(plan.data.globs), "callable": plan.data.callable,
-                                                "arguments": dict(plan.data.values)},
+        "data": data_facts(plan),
         "init": init_facts(plan, compiled.recorded, compiled.captured),
         "seed": plan.seed,
         "steps": plan.steps,

@@ -15,9 +15,18 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
+from ..grammar.nearest import did_you_mean
+
 
 class DataError(Exception):
-    """The data that a plan names cannot be read as it says; the message is for the plan's author."""
+    """The data that a plan names cannot be read as it says; the message is for the plan's author.
+
+    ``help`` is a way out, where one is known; ``pattern`` the glob that is at fault.
+    """
+
+    def __init__(self, message: str, help: str = "", pattern: str = "") -> None:
+        super().__init__(message)
+        self.help, self.pattern = help, pattern
 
 
 class Source(Protocol):
@@ -149,9 +158,20 @@ def _matching(patterns: Sequence[str], root: Path) -> list[str]:
         if "{stdlib}" in pattern:  # what else is installed there differs from machine to machine
             files = {name for name in files if not {"site-packages", "dist-packages"} & set(Path(name).parts)}
         if not files:
-            raise DataError(f'no file matches "{pattern}" in {root}')
+            raise DataError(f'no file matches "{pattern}" in {root}', _meant(pattern, root), pattern)
         found |= files
     return sorted(name for name in found if os.path.getsize(name)) or sorted(found)[:1]
+
+
+def _meant(pattern: str, root: Path) -> str:
+    """The names near the first of a pattern that is not there."""
+    for part in Path(pattern).parts:
+        if glob.has_magic(part) or not root.is_dir():
+            break
+        if not (root / part).exists():
+            return did_you_mean(part, (entry.name for entry in root.iterdir()))
+        root /= part
+    return ""
 
 
 def _shown(form: Mapping[str, tuple[torch.dtype, torch.Size]]) -> str:

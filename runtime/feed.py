@@ -8,12 +8,13 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from pathlib import Path
 from typing import Any, final
 
 import torch
 
 from ..compiler.artifact import Build
-from ..compiler.callables import CallableError, load_callable
+from ..compiler.callables import CallableError, check_arguments, load_callable
 from ..compiler.mesh import Mesh
 from ..compiler.placement import TensorType, dim_index, take
 from ..grammar.codes_build import BAD_DATA
@@ -226,22 +227,34 @@ def make_data(build: Build) -> Source:
     line, where = build.manifest["data"], line_of(build)
     if line is None:
         raise RunError(BAD_DATA, "the plan has no `data` line", 'add one, e.g. `data bytes "{stdlib}/*.py"`')
-    if line["callable"] is not None:
-        try:
-            function = load_callable(line["callable"], build.folder)
-        except CallableError as error:
-            notes = [note for note in (where, _raised_at(error.__cause__)) if note]
-            raise RunError(BAD_DATA, f"the data's callable: {error}", notes=notes) from error
-        arguments = line["arguments"]
-        return CallableData(lambda index: function(index, **arguments))
-    first = build.manifest["inputs"][0]["dims"]
-    length = build.manifest["sizes"].get(first[-1], first[-1]) if first else 0
     try:
-        text = ByteText(line["globs"], build.folder, int(length))
-    except DataError as error:
-        raise RunError(BAD_DATA, str(error), notes=[where] if where else []) from error
+        source = open_data(line, build.manifest["inputs"], build.manifest["sizes"], build.folder)
+    except (CallableError, DataError) as error:
+        notes = [note for note in (where, _raised_at(error.__cause__)) if note]
+        message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)
+        raise RunError(BAD_DATA, message, error.help, notes) from error
+    if line["callable"] is not None:
+        return source
     names = byte_inputs(build.manifest["inputs"], build.manifest["loss"]["operands"])
-    return lambda number: {names.get(name, name): value for name, value in text(number).items()}
+    return lambda number: {names.get(name, name): value for name, value in source(number).items()}
+
+
+def open_data(
+    line: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], folder: Path
+) -> Source:
+    """The samples of a ``data`` line, their tensors by the names that the data gives them; none is read.
+
+    Raises:
+        CallableError: the callable cannot be had, or takes other arguments.
+        DataError: a glob matches no file, or the files are too short.
+    """
+    target, arguments = line["callable"], line["arguments"]
+    if target is not None:
+        function = load_callable(target, folder)
+        check_arguments(function, target, arguments, 1)
+        return CallableData(lambda index: function(index, **arguments))
+    first = inputs[0]["dims"]
+    return ByteText(line["globs"], folder, int(sizes.get(first[-1], first[-1]) if first else 0))
 
 
 def byte_inputs(inputs: Sequence[Mapping[str, Any]], operands: Sequence[str]) -> dict[str, str]:

@@ -32,9 +32,12 @@ def run(given: argparse.Namespace) -> int:
         from parc.checks import prove
         from parc.driver import compile_plan
         from parc.initial_weights import check_weights
+        from parc.plan_data import check_data
         from parc.promises import hold_promises
 
-        compiled = compile_plan(plan, given.plan.resolve().parent, progress=progress)
+        folder = given.plan.resolve().parent
+        check_data(plan, folder)
+        compiled = compile_plan(plan, folder, progress=progress)
         progress("shapes, types, communication")
         faults = prove(compiled)
     show(warnings_of(compiled))

@@ -44,6 +44,10 @@ def mean(output):
     return output.mean()
 
 
+def sample(number, length=8):
+    raise RuntimeError("no sample is read")
+
+
 def fails():
     raise RuntimeError("no weights here")
 """
@@ -68,6 +72,7 @@ def plan(tmp_path: Path, made: Path) -> Path:
     """A good plan with a `let`, in a folder with models."""
     (tmp_path / "gpt.py").write_text((made.parent / "gpt.py").read_text())
     (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "texts").mkdir()
     (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
     place = tmp_path / "tiny.parc"
     place.write_text("let tp=2\n" + PLAN + TENSOR.replace("tp=2", "tp=$tp"))
@@ -199,6 +204,15 @@ def test_check(capsys: Captured, plan: Path) -> None:
          ["error[P0201]: `./gpt.py:GPT` takes no `wdith`", "tiny.parc:3:37", "did you mean `width`?"]),
         (("cross_entropy(output, targets)", '"./models.py:mean"(output, targets)'), (),
          ["error[P0201]: `./models.py:mean` takes 1 argument", "is given 2", "tiny.parc:7:1"]),
+        (('bytes "*.py"', '"./models.py:smaple" ()'), (),
+         ["error[P0303]: `./models.py` has no `smaple`", "tiny.parc:8:1", "did you mean `sample`?"]),
+        (('bytes "*.py"', '"./models.py:sample" (lenght=8)'), (),
+         ["error[P0303]: `./models.py:sample` takes no `lenght`", "tiny.parc:8:33", "did you mean `length`?"]),
+        (('bytes "*.py"', '"./models.py:fails" ()'), (),
+         ["error[P0303]: `./models.py:fails` takes 0 arguments by position, and is given 1"]),
+        (('bytes "*.py"', 'bytes "*.py", "txets/*.md"'), (),
+         ['error[P0303]: no file matches "txets/*.md" in', "tiny.parc:8:25", "did you mean `texts`?"]),
+        (("B=8, S=8", "B=8, S=1000000"), (), ["error[P0303]: 3 files hold", "tiny.parc:8:1"]),
         (("blocks.*.mlp.up over", "blocks.*.mpl.up over"), (), ["error[P0104]", "blocks.*.mlp.up"]),
         (None, ("-D", "tp=3"), ["error[P0112]"]),
         (("vocab ", "row blocks.0.mlp.up over tp\nvocab "), (), ["error[P0105]"]),
