@@ -65,11 +65,12 @@ class Captured:
 
 
 class CaptureError(Exception):
-    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output``, ``checkpoint`` or ``other``."""
+    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output``, ``field``, ``checkpoint`` or
+    ``other``, and ``help`` a way out that its kind alone does not tell."""
 
-    def __init__(self, kind: str, message: str, source: str = "", in_loss: bool = False) -> None:
+    def __init__(self, kind: str, message: str, source: str = "", in_loss: bool = False, help: str = "") -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.help = kind, help
         self.source = source
         self.in_loss = in_loss
 

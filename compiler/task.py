@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..grammar.nearest import listed, nearest
 from .callables import check_arguments, load_callable
-from .capture import CallModel, LossFunction
+from .capture import CallModel, CaptureError, LossFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
         ignore = -100 if line.ignore is None else line.ignore
 
         def cross_entropy(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            logits, targets = (_operand(name, output, inputs) for name in line.operands)
+            logits, targets = (_tensor(name, output, inputs) for name in line.operands)
             return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore)
 
         return cross_entropy
@@ -126,7 +127,43 @@ def _operand(name: str, output: Any, inputs: Mapping[str, torch.Tensor]) -> Any:
     return _path(output, name.partition(".")[2])
 
 
-def _path(value: Any, path: str) -> Any:
-    for part in path.split(".") if path else ():
-        value = getattr(value, part)
+def _tensor(name: str, output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    value = _operand(name, output, inputs)
+    if not isinstance(value, torch.Tensor):
+        raise _misnamed(f"`{name}` is {_described(value)}, not a tensor", name, value)
     return value
+
+
+def _path(value: Any, path: str) -> Any:
+    name = "output"
+    for part in path.split(".") if path else ():
+        found = value[part] if isinstance(value, Mapping) and part in value else getattr(value, part, None)
+        if found is None:
+            raise _misnamed(f"the model's `{name}` has no `{part}`: it is {_described(value)}", name, value, part)
+        value, name = found, f"{name}.{part}"
+    return value
+
+
+def _misnamed(message: str, name: str, value: Any, part: str = "") -> CaptureError:
+    fields = _fields(value)
+    meant = listed((f"{name}.{field}" for field in nearest(part, fields)), "or")
+    if isinstance(value, torch.Tensor):
+        help_ = f"write `{name}`"
+    elif fields:
+        help_ = f"did you mean {meant}?" if meant else f"it has {listed(f'{name}.{field}' for field in fields)}"
+    else:
+        help_ = "choose the tensor in a loss of your own"
+    return CaptureError("field", message, in_loss=True, help=help_)
+
+
+def _described(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _fields(value: Any) -> list[str]:
+    """The names by which a plan reaches something in what a model returns."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    names = [str(name) for name, field in held.items() if field is not None]
+    return [name for name in names if name.isidentifier() and not name.startswith("_")]

@@ -200,6 +200,14 @@ ROUNDED_UPDATES = Code(
     instead='model "./llama.py:llama" (dtype="bfloat16")\noptimizer adamw lr 3e-4\nprecision bf16',
     language="shell",
 )
+NO_FIELD = Code(
+    name="P0224",
+    title="the model's output has no such field",
+    why="`output` in a loss is what the model returns, and `output.name` an attribute or an entry of that.",
+    example="loss cross_entropy(output.logits, targets)   # the model returns a tensor",
+    instead="loss cross_entropy(output, targets)",
+    language="shell",
+)
 OTHER_PROGRAM = Code(
     name="P0225",
     title="another program at other sizes",

@@ -25,15 +25,13 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def path_meant(path: Path, fits: Callable[[Path], bool], otherwise: str) -> str:
-    """A help text naming what fits beside a path that is not there: near by its name, with or without what follows
-    the first dot."""
+    """A help text naming what fits beside a path that is not there, near by its name up to the first dot."""
     stems: dict[str, list[str]] = {}
     for entry in sorted(path.parent.iterdir()) if path.parent.is_dir() else ():
         if fits(entry):
             stems.setdefault(entry.name.partition(".")[0], []).append(entry.name)
-    whole = nearest(path.name, (name for names in stems.values() for name in names))
-    parts = (name for stem in nearest(path.name.partition(".")[0], stems) for name in stems[stem])
-    found = list(dict.fromkeys((*whole, *parts)))[:3]
+    near = [name for stem in nearest(path.name.partition(".")[0], stems) for name in stems[stem]]
+    found = list(dict.fromkeys((*nearest(path.name, near), *near)))[:3]
     return f"did you mean {listed((str(path.parent / name) for name in found), 'or')}?" if found else otherwise
 
 

@@ -21,6 +21,7 @@ from parc.grammar.codes_build import (
     CONTROL_FLOW,
     LOSS_NOT_NUMBER,
     MODEL_FAILED,
+    NO_FIELD,
     NOT_RECOMPUTED,
     RETURNED_CACHE,
     UNCOUNTED_DRAW,
@@ -87,6 +88,7 @@ def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
         "control": (CONTROL_FLOW, "compute both sides and choose with `torch.where`"),
         "cache": (RETURNED_CACHE, "give the model `use_cache=False`, or return its logits or its loss alone"),
         "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),
+        "field": (NO_FIELD, error.help),
     }.get(error.kind, (CAPTURE_FAILED, ""))
     line = plan.loss if error.kind == "output" or error.in_loss else plan.model
     notes = [f"at {error.source}"] if error.source else []

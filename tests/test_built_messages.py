@@ -138,6 +138,7 @@ COMMANDS = {
     "P0220": Case("plain", lines="mesh tp=4\ncolumn q, k, v over tp\n", of="Grouped"),
     "P0221": Case("shuffled", lines=ONE),
     "P0223": Case("plain", lines=ONE, of="Narrow"),
+    "P0224": Case(change=("(output, targets)", "(output.logits, targets)"), lines=ONE),
     "P0225": Case("pairs", ("S=8", "S=4..8 by 2"), "mesh tp=2\nshard tokens, targets [_, S/tp]\n"),
     "P0226": Case("root", ("S=8", "S=4..8 by 2"), ONE),
     "P0401": Case(lines=TENSOR + "budget memory 100KB\n"),

@@ -23,8 +23,8 @@ class Loss(Directive):
     whole batch, however it is split; a sum is added up over microbatches, and any other loss is averaged over them.
 
     `cross_entropy(output, targets, ignore=-100)`: cross entropy of the model's output (logits, classes last) with an
-    input of class numbers; targets equal to `ignore` do not count. `output.loss`: an attribute of what the model
-    returns. `"package.module:name"(output, targets)`: a callable of the output and of inputs, by name.
+    input of class numbers; targets equal to `ignore` do not count. `output.loss`: an attribute or entry of what the
+    model returns. `"package.module:name"(output, targets)`: a callable of the output and of inputs, by name.
     """
 
     USAGE = "loss CALL | PATH | CALLABLE ARGS"

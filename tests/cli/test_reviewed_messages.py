@@ -18,6 +18,9 @@ from parc.passes import canonicalize
 Captured = pytest.CaptureFixture[str]
 
 MODELS = """
+import types
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -44,11 +47,16 @@ if not hasattr(torch.ops.messages, "twice"):
     twice.register_autograd(lambda ctx, g: twice_back(g), setup_context=lambda ctx, inputs, output: None)
 
 
+class Named(NamedTuple):
+    logits: torch.Tensor
+    loss: None
+
+
 class Model(nn.Module):
     def __init__(self, op="", rule="", part="none"):
         super().__init__()
         self.fc = nn.Linear(8, 8)
-        self.part = part
+        self.part, self.op = part, op
         if rule:
             parc.register_rule(name_of(op), rule, linear="0")
 
@@ -74,6 +82,12 @@ class Model(nn.Module):
         if not isinstance(x, torch._subclasses.FakeTensor):
             raise ValueError("there are numbers in it")
         return self.fc(x)
+
+    def fields(self, x):
+        return {"space": types.SimpleNamespace, "dict": dict, "named": Named}[self.op](logits=self.fc(x), loss=None)
+
+    def pair(self, x):
+        return self.fc(x), x
 
     def own(self, x):
         return torch.ops.messages.twice(self.fc(x))
@@ -131,6 +145,29 @@ def test_recomputed_activations(capsys: Captured, tmp_path: Path, part: str) -> 
 def test_a_dtype_that_programs_do_not_hold(capsys: Captured, tmp_path: Path) -> None:
     code, err = said(capsys, tmp_path, 'part="spectrum"')
     assert code == 1 and err.startswith("error[P0205]: aten.fft_fft.default gives complex64")
+
+
+FIELDS = {
+    ("none", "", '"./models.py:mean"(output.logits)'): "has no `logits`: it is a tensor\n|write `output`\n",
+    ("fields", "space", "output.loss"): "the model's `output` has no `loss`: it is a SimpleNamespace\n|`output.logits`",
+    ("fields", "dict", '"./models.py:mean"(output.logist)'): "it is a dict\n|did you mean `output.logits`?\n",
+    ("fields", "named", '"./models.py:mean"(output.hidden)'): "it is a Named\n|it has `output.logits`\n",
+    ("fields", "named", "cross_entropy(output, x)"): "`output` is a Named, not a tensor\n|it has `output.logits`\n",
+    ("pair", "", "output.loss"): "has no `loss`: it is a tuple\n|choose the tensor in a loss of your own\n",
+}
+
+
+@pytest.mark.parametrize(("part", "op", "loss"), FIELDS)
+def test_a_field_that_the_output_has_not(capsys: Captured, tmp_path: Path, part: str, op: str, loss: str) -> None:
+    code, err = said(capsys, tmp_path, f'part="{part}", op="{op}"', loss=loss)
+    assert code == 1 and err.startswith("error[P0224]") and f"4 | loss {loss}" in err and "Error" not in err
+    assert all(text in err for text in FIELDS[part, op, loss].split("|")), err
+
+
+@pytest.mark.parametrize("op", ["space", "dict", "named"])
+def test_a_field_of_the_output_is_found_by_name(capsys: Captured, tmp_path: Path, op: str) -> None:
+    code, err = said(capsys, tmp_path, f'part="fields", op="{op}"', loss='"./models.py:mean"(output.logits)')
+    assert code == 0, err
 
 
 def test_a_loss_that_fails_is_underlined_itself(capsys: Captured, tmp_path: Path) -> None:
