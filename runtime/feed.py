@@ -17,6 +17,7 @@ from ..compiler.artifact import Build
 from ..compiler.callables import CallableError, check_arguments, load_callable
 from ..compiler.mesh import Mesh
 from ..compiler.placement import TensorType, dim_index, take
+from ..compiler.template import sizes_text
 from ..grammar.codes_build import BAD_DATA
 from .data import ByteText, CallableData, DataError, Source, read_batch
 from .faults import RunError
@@ -140,9 +141,8 @@ class Feed:
             at = torch.searchsorted(torch.tensor(rows), numbers)
             value = samples[name].index_select(0, at)
             value = value if self._batched[name] else value[0]
-            self._check(
-                name, value, (len(at) if self._batched[name] else type_.shape[0], *type_.shape[1:]), "of a rank's rows"
-            )
+            shape = (len(at) if self._batched[name] else type_.shape[0], *type_.shape[1:])
+            self._check(name, value, shape, "of a rank's rows", self._sizes_of(name, value.shape))
             parts[index][name] = self._cut_rest(value, type_, 1 if self._batched[name] else 0)
         return parts
 
@@ -156,7 +156,20 @@ class Feed:
                 value = value.index_select(dim, self._index(type_, dim))
         return value.contiguous()
 
-    def _check(self, name: str, value: Any, shape: tuple[int, ...], what: str) -> None:
+    def _sizes_of(self, name: str, shape: Sequence[int]) -> str:
+        """How to run the build at the sizes of samples, where it was made for those too."""
+        ranges = self._build.template.ranges if self._build.template is not None else {}
+        dims = next(line["dims"] for line in self._build.manifest["inputs"] if line["name"] == name)
+        pairs = zip(dims, shape, strict=True) if len(dims) == len(shape) else ()
+        found = {dim: size for dim, size in pairs if dim in ranges and dim != "B"}
+        if all(self._build.manifest["sizes"][dim] == size for dim, size in found.items()):
+            return ""
+        if not all(size in ranges[dim].values for dim, size in found.items()):
+            return f"the build was made for {sizes_text({dim: ranges[dim] for dim in found})}"
+        words = ",".join(f"{dim}={size}" for dim, size in found.items())
+        return f"`parc run --sizes {words}` runs the build at the samples' sizes"
+
+    def _check(self, name: str, value: Any, shape: tuple[int, ...], what: str, help: str = "") -> None:
         """Shape, dtype, and that class numbers are below what they index: a split table would not notice."""
         type_ = self.types[name]
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != type_.dtype:
@@ -164,7 +177,7 @@ class Feed:
             wanted = f"{type_.dtype} {list(shape)}".replace("torch.", "")
             raise RunError(
                 BAD_DATA, f"`{name}` is {have.replace('torch.', '')}, not {wanted}",
-                f"the shape {what} follows from the plan's `input` and `sizes` lines",
+                help or f"the shape {what} follows from the plan's `input` and `sizes` lines",
             )  # fmt: skip
         if name in self._bounds:
             bound, ignore = self._bounds[name]

@@ -279,6 +279,23 @@ def test_runs_take_the_largest_sizes_or_those_asked_for(gpt: Path, tmp_path: Pat
     assert '"tokens": 96' in (tmp_path / "m").read_text()
 
 
+def test_samples_of_another_size_say_how_to_run_at_theirs(gpt: Path) -> None:
+    lines = "def sample(number, size, dtype):\n    row = torch.zeros(size, dtype=getattr(torch, dtype))\n"
+    (gpt.parent / "sized.py").write_text(f"import torch\n\n\n{lines}    return dict(tokens=row, targets=row)\n")
+    made = read_build(gpt)
+
+    def said(size: int, dtype: str = "int64") -> str:
+        line = {"globs": [], "callable": "./sized.py:sample", "arguments": {"size": size, "dtype": dtype}}
+        feed = Feed(replace(made, manifest={**made.manifest, "data": line}), Mesh(()), {}, torch.device("cpu"))
+        with pytest.raises(RunError, match="`tokens` is ") as error:
+            feed.next(0, 1)
+        return error.value.help
+
+    assert said(12) == "`parc run --sizes S=12` runs the build at the samples' sizes"
+    assert said(13) == "the build was made for S=4..32 by 4"
+    assert "follows from the plan's `input` and `sizes` lines" in said(32, "int32")
+
+
 def test_the_plans_own_data_is_read_at_the_sizes_asked_for(gpt: Path) -> None:
     made = bound(read_build(gpt), {"B": 8, "S": 12})
     feed = Feed(made, Mesh(()), {}, torch.device("cpu"))
