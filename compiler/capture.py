@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+from torch.utils._pytree import tree_map_only
 
 from .placement import is_supported
 from .program import Origin
 from .torch_private import EverySlice, detach_without_gradients, quiet, without_checkpoints
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +153,36 @@ def capture(
     except Exception as error:
         raise _explain(error, step.stage.in_loss) from error
     captured = _read(exported, step, tuple(inputs))
-    check_dtypes(captured.graph)
+    _select_by_tensors(captured.graph)
+    check_values(captured.graph)
     return captured
+
+
+def _select_by_tensors(graph: fx.Graph) -> None:
+    """``x[:, i]`` by a tensor of one number is an index as any other: torch reads the number to select by it."""
+    for node in list(graph.nodes):
+        number = node.args[2] if node.target is aten.select.int else None
+        if not isinstance(number, fx.Node) or number.target is not aten.item.default:
+            continue
+        (index,) = number.all_input_nodes
+        if index.meta["val"].dtype in (torch.int64, torch.int32):
+            x, dim = node.args[:2]
+            with graph.inserting_before(node):
+                made = graph.call_function(aten.index.Tensor, (x, [None] * (dim % x.meta["val"].dim()) + [index]))
+            made.meta = node.meta
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+            if not number.users:
+                graph.erase_node(number)
+    for node in graph.nodes:  # what was selected, and views of it, began at a place that was not known
+        node.meta["val"] = tree_map_only(FakeTensor, _in_its_own_place, node.meta.get("val"))
+
+
+def _in_its_own_place(value: FakeTensor) -> torch.Tensor:
+    if not isinstance(value.storage_offset(), torch.SymInt):
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _no_checkpoint() -> CaptureError:
@@ -162,15 +193,20 @@ _PRODUCTS = re.compile(r"aten\.(linear|mm|bmm|addmm|baddbmm|matmul|mv|dot|biline
                        r"|scaled_dot_product_attention)\.")  # fmt: skip
 
 
-def check_dtypes(graph: fx.Graph) -> None:
+def check_values(graph: fx.Graph) -> None:
     """Hold operators against what tensors without data let pass.
 
     Raises:
-        CaptureError: a product of tensors of two dtypes; a dtype that programs do not know.
+        CaptureError: a number or a shape that depends on data; a product of tensors of two dtypes; a dtype that
+            programs do not know.
     """
     for node in graph.nodes:
         values = node.meta.get("val")
         for value in values if isinstance(values, (tuple, list)) else [values]:
+            sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+            if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+                what = "a tensor whose shape" if isinstance(value, torch.Tensor) else "a number that"
+                raise _at(node, f"{node.target} gives {what} depends on the values of tensors", "control")
             if isinstance(value, torch.Tensor) and not is_supported(value.dtype):
                 raise _at(node, f"{node.target} gives {_name(value.dtype)}, a dtype that programs do not hold")
         if _PRODUCTS.match(str(node.target)):
@@ -185,9 +221,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _at(node: fx.Node, message: str) -> CaptureError:
+def _at(node: fx.Node, message: str, kind: str = "other") -> CaptureError:
     origin = node.meta.get("origin", Origin())
-    return CaptureError("other", f"in `{origin.module}`: {message}" if origin.module else message, origin.source)
+    return CaptureError(kind, f"in `{origin.module}`: {message}" if origin.module else message, origin.source)
 
 
 def _explain(error: Exception, in_loss: bool) -> CaptureError:

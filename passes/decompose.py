@@ -181,16 +181,17 @@ def _embedding(c: Canonicalizer, node: fx.Node) -> None:
 
 
 def looked_up(c: Canonicalizer, node: fx.Node) -> None:
-    """Rows of what is trained by indices of neighbouring dims, as an embedding: then parts of the lookups make parts of
-    the gradient's sum. Indices may count from the end, which an embedding's do not."""
+    """Rows of what is trained by indices of some dims, as an embedding: then parts of the lookups make parts of the
+    gradient's sum. Indices may count from the end, which an embedding's do not."""
     x: Any = node.args[0]
     given: Any = node.args[1]
     places = [dim for dim, index in enumerate(given) if index is not None]
     indices = [given[dim] for dim in places]
-    together = places == list(range(places[0], places[-1] + 1)) if places else False
     counts = (torch.int64, torch.int32)
-    if not together or any(index.meta["val"].dtype not in counts for index in indices):
+    if not places or any(index.meta["val"].dtype not in counts for index in indices):
         return
+    together = places == list(range(places[0], places[-1] + 1))
+    first = places[0] if together else 0  # where the result has what was asked
     split = any(_depends_on(index, "input") for index in indices)
     if not (_is_parameter(x) and not places[0]) and not (split and depends_on_parameter(x)):
         return
@@ -207,8 +208,8 @@ def looked_up(c: Canonicalizer, node: fx.Node) -> None:
         index = c.emit(node, aten.where.self, below, c.emit(node, aten.add.Tensor, index, shape[dim]), index)
         scaled = row if row is None else c.emit(node, aten.mul.Tensor, row, shape[dim])
         row = index if scaled is None else c.emit(node, aten.add.Tensor, scaled, index)
-    first, rest = places[0], [dim for dim in range(len(shape)) if dim not in places]
-    if first:
+    rest = [dim for dim in range(len(shape)) if dim not in places]
+    if places[-1] >= len(places):
         x = c.emit(node, aten.permute.default, x, [*places, *rest])
     if first or len(shape) != 2 or len(indices) != 1:
         x = c.emit(
@@ -221,7 +222,7 @@ def looked_up(c: Canonicalizer, node: fx.Node) -> None:
     asked = len(shape_of(row))
     if shape_of(found) != (front := (*shape_of(row), *(shape[dim] for dim in rest))):
         found = c.emit(node, aten.reshape.default, found, list(front))
-    if first:  # what was asked stands where the first of the dims stood
+    if first:
         order = [*range(asked, asked + first), *range(asked), *range(asked + first, len(result))]
         found = c.emit(node, aten.permute.default, found, order)
     c.replace(node, found)

@@ -78,6 +78,12 @@ class Model(nn.Module):
     def branch(self, x):
         return self.fc(x) * 2 if x.sum() > 0 else self.fc(x)
 
+    def number(self, x):
+        return self.fc(x) * x.sum().item()
+
+    def some(self, x):
+        return self.fc(x)[x > 0]
+
     def only_empty(self, x):
         if not isinstance(x, torch._subclasses.FakeTensor):
             raise ValueError("there are numbers in it")
@@ -174,6 +180,20 @@ def test_a_loss_that_fails_is_underlined_itself(capsys: Captured, tmp_path: Path
     code, err = said(capsys, tmp_path, loss='"./models.py:wrong"(output, x)')
     assert code == 1 and err.startswith("error[P0205]")
     assert '4 | loss "./models.py:wrong"(output, x)' in err and '"<string>"' not in err
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("number", "aten.item.default gives a number that depends on the values of tensors"),
+        ("some", "aten.index.Tensor gives a tensor whose shape depends on the values of tensors"),
+    ],
+)
+def test_what_only_data_can_tell_is_named_where_the_model_asks_for_it(
+    capsys: Captured, tmp_path: Path, part: str, message: str
+) -> None:
+    code, err = said(capsys, tmp_path, f'part="{part}"')
+    assert code == 1 and err.startswith(f"error[P0202]: {message}\n") and "= note: at models.py:" in err
 
 
 def test_torch_says_nothing_of_its_own(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

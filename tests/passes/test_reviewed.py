@@ -110,6 +110,18 @@ BUILT = {
         X,
     ),
     "an input that nothing reads": ("def forward(self, x, y):\n    return self.fc(x).square().mean()", f"{X}\n{Y}"),
+    "a parameter's rows by indices apart and by a tensor of one number": (
+        """
+        def more(self):
+            self.table = nn.Parameter(torch.randn(4, 3, 5, 8))
+
+        def forward(self, x, t):
+            apart = self.table[t % 4, :, t - 5]
+            one = self.table[:, :, t.sum() % 5][t[:, 0] % 4]
+            return self.fc(x + apart.sum(2) + one.sum(1)[:, None]).square().mean()
+        """,
+        f"{X}\n{T}",
+    ),
     "losses that broadcast": (
         """
         def forward(self, x, y):
