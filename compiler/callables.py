@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..grammar.nearest import did_you_mean, listed, nearest
+from .local_files import local_files
 
 
 class CallableError(Exception):
@@ -115,15 +117,22 @@ def _load_file(path: Path) -> Any:
 
 
 def file_hash(target: str, folder: Path) -> str:
-    """A hash of the file that a callable's name names, which is not imported; empty for one of a module.
+    """A hash of the file in which a callable's name says that it is and of the files of the plan's folder that this
+    imports; none is imported. Empty for a callable of a module that is not of the folder.
 
     Raises:
         CallableError: there is no such file.
     """
     place = target.rpartition(":")[0]
-    if not place.endswith(".py"):
-        return ""
-    return hashlib.sha256(_existing(folder / place).read_bytes()).hexdigest()
+    if place.endswith(".py"):
+        _existing(folder / place)
+    files = local_files(place, folder)
+    texts = (f"{os.path.relpath(file, folder.resolve())} {_hash(file)}\n" for file in files)
+    return hashlib.sha256("".join(texts).encode()).hexdigest() if files else ""
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _existing(path: Path) -> Path:
@@ -134,19 +143,15 @@ def _existing(path: Path) -> Path:
 
 
 def target_hash(target: str, folder: Path) -> str:
-    """A hash of the file that is named and, where the callable is written in another, also of that; it is imported.
+    """``file_hash`` and, where the callable is written in yet another file, also a hash of that; it is imported.
 
     Raises:
         CallableError: the callable cannot be had.
     """
-    named, written = file_hash(target, folder), source_hash(load_callable(target, folder))
-    return "+".join(dict.fromkeys(part for part in (named, written) if part))
-
-
-def source_hash(function: Callable[..., Any]) -> str:
-    """A hash of the file in which a callable is written; empty where it has none."""
+    named, function = file_hash(target, folder), load_callable(target, folder)
     try:
-        path = inspect.getsourcefile(inspect.unwrap(function))
+        path = Path(inspect.getsourcefile(inspect.unwrap(function)) or "")
     except TypeError:
-        return ""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else ""
+        return named
+    known = not path.is_file() or path.resolve() in local_files(target.rpartition(":")[0], folder)
+    return named if known else "+".join(part for part in (named, _hash(path)) if part)

@@ -56,7 +56,7 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def check_source_of(build: Build) -> None:
-    """See that the file of the model is the one that was built; one that is not is not imported.
+    """See that the files of the model are those that were built; where one is not, none is imported.
 
     Raises:
         RunError: it changed, or it cannot be imported (its own traceback is in the notes).
@@ -69,7 +69,8 @@ def check_source_of(build: Build) -> None:
     except CallableError as error:
         raise RunError(MODEL_FAILED, str(error)) from error
     if found != expected:
-        raise RunError(BAD_BUILD, f"the file of `{target}` changed since the build", "build the plan again")
+        message = f"the file of `{target}`, or one beside the plan that it imports, changed since the build"
+        raise RunError(BAD_BUILD, message, "build the plan again")
 
 
 def task_of(manifest: Mapping[str, Any]) -> TaskLines:
