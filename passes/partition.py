@@ -215,10 +215,13 @@ class Partition:
         self.emit(node, parts, results, operands)
         for key, placement in results:
             self.state[key] = placement
-            # a sum whose own placement is a split goes there at once
-            own = {axis: split for axis, split in self.placed.splits[key].items() if placement[axis] == "P"}
-            if own:
-                reduced = placement.replace(own)
+            # a sum whose own placement is a split goes there at once, unless the operator splits the same entries
+            reduced = placement
+            for axis, split in self.placed.splits[key].items():
+                after = reduced.replace({axis: split})
+                if placement[axis] == "P" and after.nests(tuple(fake(key).shape), self.mesh):
+                    reduced = after
+            if reduced != placement:
                 self.convert(key, reduced)
                 self.state[key] = reduced
 

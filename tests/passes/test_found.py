@@ -101,6 +101,11 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         ["vocab embed over ax", "shard layers.1.down.weight [(4 _/ax=2 3), (4 _/tp=4 3)]",
          "shard layers.1.down.bias [(3 _/tp=4 2)]"],
     ),
+    "a sum does not go where its operator splits the same entries over another axis": (
+        ModelSpec(SIZES, "tokens", (Layer("linear", (False,), 0, 0),), "mse"),
+        {"dp": 2, "tp": 2},
+        ["row layers.0 over tp", "column layers.0 over dp"],
+    ),
     "a trained mask of attention has its gradient": (
         ModelSpec(SIZES, "tokens", (attention(mask="learned", shared=2),), "cross_entropy"),
         {"dp": 2, "tp": 2},
