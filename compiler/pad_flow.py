@@ -29,7 +29,8 @@ class PaddingFault(ValueError):
 @dataclass(frozen=True, slots=True)
 class Extra:
     """The padding of one dim, as ``Pad`` has it, and what it holds. ``real`` None: wherever padding is looked for, it
-    holds that, as in a dim of nothing but zeros; with ``outer`` 1 if it is looked for after all other entries."""
+    holds that, as in a dim of nothing but zeros; with ``outer`` 1 if it is looked for after all other entries. A single
+    number that is known holds it along dim -1."""
 
     dim: int
     outer: int
@@ -91,7 +92,8 @@ def place(sizes: Mapping[str, Size], dims: Dims, name: str, part: _Part) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """A factor's padding in one call: where it is, and what each operand that has the factor holds there."""
+    """A factor's padding in one call: where it is, and what each operand holds there, if it has the factor or is one
+    number everywhere."""
 
     part: _Part | None
     held: Mapping[int, Held]
@@ -112,7 +114,8 @@ def follow(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtyp
     count = len(call.results)
     if call.op in _CREATED:
         held = float(_CREATED[call.op](call))
-        return [tuple(Extra(dim, 0, None, size, held) for dim, size in enumerate(_ints(call.results[0])))]
+        along = list(enumerate(_ints(call.results[0]))) or [(-1, 1)]
+        return [tuple(Extra(dim, 0, None, size, held) for dim, size in along)]
     made: list[list[Extra]] = [[] for _ in range(count)]
     if call.op in _UNREAD_ROWS:  # rows that nothing looks up get no gradient
         made[0].append(Extra(0, 1, None, _ints(call.results[0])[0]))
@@ -176,8 +179,15 @@ def _copied(call: OpCall, x: Extras) -> list[Extra]:
     """Dims of copies of one entry: each of them may be padding, and holds data."""
     before, after = _ints(call.operands[0]), _ints(call.results[0])
     sizes = [1] * (len(after) - len(before)) + before
-    held = None if all(extra.held is None or math.isfinite(extra.held) for extra in x) else UNKNOWN
+    held = _everywhere(x)
+    if held is None and not all(extra.held is None or math.isfinite(extra.held) for extra in x):
+        held = UNKNOWN
     return [Extra(dim, 0, None, size, held) for dim, size in enumerate(after) if size != 1 and sizes[dim] == 1]
+
+
+def _everywhere(x: Extras) -> Held:
+    """The one number that all entries of a value hold; None where that is not known."""
+    return next((e.held for e in x if e.real is None and e.outer == 0 and e.held is not None), None)
 
 
 def _ints(shape: Sequence[Size]) -> list[int]:
@@ -189,6 +199,8 @@ def _carried(call: OpCall, rule: OpRule, operands: Sequence[Extras]) -> dict[str
     parts: dict[str, dict[int, tuple[_Part | None, Extra]]] = {}
     for index, (dims, extras) in enumerate(zip(rule.operands, operands, strict=True)):
         for extra in extras:
+            if extra.dim < 0:
+                continue
             if extra.real is None:
                 if len(dims[extra.dim]) == 1:
                     parts.setdefault(dims[extra.dim][0], {})[index] = None, extra
@@ -203,6 +215,8 @@ def _carried(call: OpCall, rule: OpRule, operands: Sequence[Extras]) -> dict[str
     for name, sides in parts.items():
         distinct = {part for part, _ in sides.values() if part is not None}
         held = {index: extra.held for index, (_, extra) in sides.items()}
+        lacking = [i for i, dims in enumerate(rule.operands) if not any(name in names for names in dims)]
+        held.update((i, known) for i in lacking if (known := _everywhere(operands[i])) is not None)
         free = max((extra.outer for part, extra in sides.values() if part is None), default=0)
         if not distinct:
             result[name] = _Carried(None, held, free)
@@ -245,7 +259,7 @@ def _result(call: OpCall, rule: OpRule, carried: _Carried, dtypes: Sequence[torc
     if _is_zero(rule, carried):
         return 0.0
     held = list(carried.held.values())
-    if _moves(call, held[0]) and held.count(held[0]) == len(held):
+    if _moves(call, held[0]) and held.count(held[0]) == len(call.operands):
         return held[0]
     if call.op == "parc.token_loss.default" and carried.held.get(1) == call.args[2] and carried.held[0] is None:
         return 0.0  # of targets that are ignored

@@ -106,6 +106,11 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         {"dp": 2, "tp": 2},
         ["row layers.0 over tp", "column layers.0 over dp"],
     ),
+    "rows without a gradient of a table whose columns are padded": (
+        ModelSpec(SIZES, "padded", (Layer("layer_norm", (False,)),), "mse"),
+        {"tp": 3},
+        ["shard embed.weight [_, _/tp pad]"],
+    ),
     "a trained mask of attention has its gradient": (
         ModelSpec(SIZES, "tokens", (attention(mask="learned", shared=2),), "cross_entropy"),
         {"dp": 2, "tp": 2},

@@ -226,6 +226,22 @@ def test_what_pointwise_operators_make_of_padding() -> None:
     assert one(call("aten.add.Tensor", shape, shape, result=shape), 1.0, None) is None
 
 
+def test_what_is_one_number_everywhere_is_known_where_other_operands_have_padding() -> None:
+    def full(value: float, *shape: int) -> tuple[Extra, ...]:
+        (made,) = follow(OpCall("aten.full.default", (list(shape), value), {}, (), (shape,)), (), ())
+        return made
+
+    rows = (Extra(1, 1, 4, 6),)
+    chosen = call("aten.where.self", (3, 1), (), (3, 6), result=(3, 6))
+    types = [torch.bool, torch.float32, torch.float32]
+    assert follow(chosen, [(), full(0.0), rows], types) == [rows]
+    assert follow(chosen, [(), full(1.0), rows], types) == [(Extra(1, 1, 4, 6, None),)]
+    add = call("aten.add.Tensor", (3, 6), (3, 1), result=(3, 6))
+    assert follow(add, [rows, full(2.0, 3, 1)], types[1:])[0][-1] == Extra(1, 1, 4, 6, 2.0)
+    joined = OpCall("aten.cat.default", ([Operand(0), Operand(1)], 0), {}, ((1, 6), (2, 6)), ((3, 6),))
+    assert follow(joined, [full(0.0, 1, 6), ()], types[1:]) == [(Extra(1, 0, None, 6, None),)]  # the other's is data
+
+
 @pytest.mark.parametrize(
     ("op", "held"),
     [
