@@ -130,13 +130,14 @@ def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
 
 def _matmul(c: Canonicalizer, node: fx.Node) -> None:
     """Batches that a product repeats are repeated before it, where a plan can split what they are repeated over; one
-    matrix comes second, as in ``linear``."""
+    matrix or vector comes second, as in ``linear``."""
     pair: list[Any] = list(node.args)
     shapes = [shape_of(side) for side in pair]
-    if len(shapes[0]) == 2 and len(shapes[1]) > 2:
-        turned = [c.emit(node, aten.transpose.int, side, -2, -1) for side in reversed(pair)]
-        product = c.emit(node, aten.matmul.default, *turned)
-        c.replace(node, c.emit(node, aten.transpose.int, product, -2, -1))
+    if len(shapes[0]) < 3 <= len(shapes[1]):
+        vector = len(shapes[0]) == 1
+        first = pair[0] if vector else c.emit(node, aten.transpose.int, pair[0], -2, -1)
+        product = c.emit(node, aten.matmul.default, c.emit(node, aten.transpose.int, pair[1], -2, -1), first)
+        c.replace(node, product if vector else c.emit(node, aten.transpose.int, product, -2, -1))
         return
     lead = shape_of(node)[:-2]
     if min(map(len, shapes)) < 3:

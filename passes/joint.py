@@ -111,8 +111,9 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
 
 
 def _foldable(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Operands of a product as torch folds them into one of matrices. Where nothing asks for the gradient of the smaller
-    one, it would else repeat it for entries that do not lie in order, as a tensor that no type says how to split."""
+    """Operands of a product as torch folds them into one of matrices. Where nothing asks for the gradient of the
+    smaller one, it would else repeat it for entries that do not lie in order, as a tensor that no type says how to
+    split."""
     if target not in (aten.linear.default, aten.matmul.default) or args[0].dim() < 3 or args[1].dim() > 2:
         return args
     return args if args[1].requires_grad else (args[0].contiguous(), *args[1:])

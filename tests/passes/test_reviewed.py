@@ -164,6 +164,28 @@ def test_is_built_without_a_gather(tmp_path: Path, name: str) -> None:
     assert codes(compiled) == []
 
 
+@pytest.mark.parametrize(
+    "product",
+    [
+        "F.linear(h.transpose(1, 2), self.frozen)",
+        "h.transpose(1, 2) @ self.frozen[0]",
+        "self.frozen @ h",
+        "self.frozen[0] @ h",
+        "self.frozen @ h.view(-1, 4, 2, 4).transpose(1, 2)",
+    ],
+)
+def test_products_with_what_is_not_trained_are_split_as_the_other_side(tmp_path: Path, product: str) -> None:
+    body = f"""
+        def more(self):
+            self.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+
+        def forward(self, x):
+            h = self.fc(x)
+            return ({product}).square().mean()
+    """
+    made(tmp_path, body, f"{X}\nmesh dp=2, tp=2\nshard x [B/dp, ...]\ncolumn fc over tp")
+
+
 def test_the_plain_module_is_given_an_input_that_nothing_reads(tmp_path: Path) -> None:
     body, inputs = BUILT["an input that nothing reads"]
     made(tmp_path, body, inputs)
