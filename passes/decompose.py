@@ -266,7 +266,7 @@ def _repeated(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx.Nod
 
 def depends_on_parameter(node: fx.Node) -> bool:
     """Whether a gradient that arrives at a value goes on to a parameter."""
-    return _depends_on(node, "parameter", lambda n: n.target is not aten.detach.default and _is_floating(n))
+    return _depends_on(node, "parameter", lambda n: n.target is not aten.detach.default and is_floating(n))
 
 
 def _depends_on(node: fx.Node, kind: str, through: Callable[[fx.Node], bool] = lambda _: True) -> bool:
@@ -282,7 +282,8 @@ def _depends_on(node: fx.Node, kind: str, through: Callable[[fx.Node], bool] = l
     return False
 
 
-def _is_floating(node: fx.Node) -> bool:
+def is_floating(node: fx.Node) -> bool:
+    """Whether a node's value can carry a gradient; of several results any may."""
     value = node.meta["val"]
     return isinstance(value, (tuple, list)) or bool(value.is_floating_point())
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .calls import outputs
+from .calls import computes, outputs
+from .decompose import is_floating
 
 aten = torch.ops.aten
 
@@ -48,6 +49,32 @@ def split_loss(graph: fx.Graph) -> SplitLoss:
         mean.replace_all_uses_with(numerator)
     graph.eliminate_dead_code()
     return SplitLoss(graph, count, False)
+
+
+def stop_gradients(graph: fx.Graph) -> None:
+    """Detach, in place, what is read for other ends than the loss, such as the update of a buffer: no gradient comes
+    back from there, of which every block before it would else compute zeros."""
+    pending, reached = outputs(graph)[:1], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in reached and node.target is not aten.detach.default and is_floating(node):
+            reached.add(node)
+            pending += node.all_input_nodes
+    flows = set[fx.Node]()
+    for node in [node for node in graph.nodes if node.op != "output"]:
+        from_parameters = [operand for operand in node.all_input_nodes if operand in flows]
+        if node.op == "placeholder":
+            if node.meta["role"].startswith("parameter") and is_floating(node):
+                flows.add(node)
+        elif not computes(node) or node in reached:
+            if from_parameters and is_floating(node):
+                flows.add(node)
+        elif node.target is not aten.detach.default:
+            for operand in from_parameters:
+                with graph.inserting_before(node):
+                    stopped = graph.call_function(aten.detach.default, (operand,))
+                stopped.meta = {"val": operand.meta["val"], "origin": node.meta["origin"]}
+                node.replace_input_with(operand, stopped)
 
 
 def _unscaled(loss: fx.Node) -> fx.Node:

@@ -22,7 +22,7 @@ from .constants import fold_constants
 from .draws import uncounted
 from .fuse import fuse_bias
 from .lift import lift_parameters
-from .loss import split_loss
+from .loss import split_loss, stop_gradients
 from .own_rules import check_registered, explained
 from .pad import pad
 from .partition import Partition, Reshard
@@ -93,6 +93,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     reference = reference_program(loss.graph, loss.count, captured.updates, request.seed)
     narrow(loss.graph, request.precision)
     pad(loss.graph, request.pads)
+    stop_gradients(loss.graph)
     for part in (loss.graph, loss.count):
         if part is not None:
             mark_blocks(part)

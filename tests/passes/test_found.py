@@ -111,6 +111,11 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         {"tp": 3},
         ["shard embed.weight [_, _/tp pad]"],
     ),
+    "what a buffer alone reads of several blocks gets no gradient": (
+        ModelSpec(SIZES, "tokens", (Layer("glu"), Layer("running", ("mean",)), Layer("glu", (), 2)), "mse"),
+        {"dp": 2, "tp": 2},
+        ["shard x, y [B/dp, ...]", "column layers.0.up over tp"],
+    ),
     "a trained mask of attention has its gradient": (
         ModelSpec(SIZES, "tokens", (attention(mask="learned", shared=2),), "cross_entropy"),
         {"dp": 2, "tp": 2},
