@@ -182,19 +182,15 @@ def _embedding(c: Canonicalizer, node: fx.Node) -> None:
 
 
 def looked_up(c: Canonicalizer, node: fx.Node) -> None:
-    """Rows of what is trained by indices of some dims, as an embedding: then parts of the lookups make parts of the
-    gradient's sum. Indices may count from the end, which an embedding's do not."""
+    """Entries of what is trained, as rows of an embedding: then parts of the lookups make parts of the gradient's sum.
+    Indices may count from the end, which an embedding's do not."""
     x: Any = node.args[0]
     given: Any = node.args[1]
     places = [dim for dim, index in enumerate(given) if index is not None]
     indices = [given[dim] for dim in places]
+    together = bool(places) and places == list(range(places[0], places[-1] + 1))
     counts = (torch.int64, torch.int32)
-    if not places or any(index.meta["val"].dtype not in counts for index in indices):
-        return
-    together = places == list(range(places[0], places[-1] + 1))
-    first = places[0] if together else 0  # where the result has what was asked
-    split = any(_depends_on(index, "input") for index in indices)
-    if not (_is_parameter(x) and not places[0]) and not (split and depends_on_parameter(x)):
+    if not indices or any(index.meta["val"].dtype not in counts for index in indices) or not depends_on_parameter(x):
         return
     shape, result = shape_of(x), shape_of(node)
     if places == [0, 1] and c.iotas.get(indices[0]) == (0, shape[0]) and shape_of(indices[1]) == shape[:1]:
@@ -209,10 +205,11 @@ def looked_up(c: Canonicalizer, node: fx.Node) -> None:
         index = c.emit(node, aten.where.self, below, c.emit(node, aten.add.Tensor, index, shape[dim]), index)
         scaled = row if row is None else c.emit(node, aten.mul.Tensor, row, shape[dim])
         row = index if scaled is None else c.emit(node, aten.add.Tensor, scaled, index)
-    rest = [dim for dim in range(len(shape)) if dim not in places]
-    if places[-1] >= len(places):
+    first = places[0] if together else 0  # where what was asked stands in the result
+    moved, rest = places != list(range(len(places))), [dim for dim in range(len(shape)) if dim not in places]
+    if moved:
         x = c.emit(node, aten.permute.default, x, [*places, *rest])
-    if first or len(shape) != 2 or len(indices) != 1:
+    if moved or len(shape) != 2 or len(indices) != 1:
         x = c.emit(
             node,
             aten.reshape.default,
@@ -266,16 +263,11 @@ def _repeated(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx.Nod
 
 def depends_on_parameter(node: fx.Node) -> bool:
     """Whether a gradient that arrives at a value goes on to a parameter."""
-    return _depends_on(node, "parameter", lambda n: n.target is not aten.detach.default and is_floating(n))
-
-
-def _depends_on(node: fx.Node, kind: str, through: Callable[[fx.Node], bool] = lambda _: True) -> bool:
-    """Whether a placeholder of a kind leads to a value, over nodes that a test lets through."""
     seen, pending = set[fx.Node](), [node]
     while pending:
         current = pending.pop()
-        if current not in seen and through(current):
-            if current.op == "placeholder" and current.meta["role"].startswith(kind):
+        if current not in seen and current.target is not aten.detach.default and is_floating(current):
+            if current.op == "placeholder" and current.meta["role"].startswith("parameter"):
                 return True
             seen.add(current)
             pending.extend(current.all_input_nodes)
@@ -302,13 +294,6 @@ def _einsum(c: Canonicalizer, node: fx.Node) -> None:
             tensors[at] = c.emit(node, aten.sum.dim_IntList, tensors[at], dims)
             terms[at] = "".join(x for x in term if x not in alone)
     node.args = (f"{','.join(terms)}->{output}", tensors)
-
-
-def _is_parameter(x: fx.Node) -> bool:
-    """Whether a value is trained, in whatever dtype it is read."""
-    while x.target is aten._to_copy.default:
-        x = x.args[0]  # type: ignore[assignment]
-    return x.op == "placeholder" and x.meta["role"].startswith("parameter")
 
 
 def _interleaved(c: Canonicalizer, node: fx.Node) -> None:

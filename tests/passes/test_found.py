@@ -116,6 +116,11 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         {"dp": 2, "tp": 2},
         ["shard x, y [B/dp, ...]", "column layers.0.up over tp"],
     ),
+    "entries at places that are constants are split as their reader is": (
+        ModelSpec(SIZES, "tokens", (Layer("plain", ("index",)),), "cross_entropy"),
+        {"dp": 2, "tp": 2},
+        ["shard x, y [B/dp, _]", "row head over tp"],
+    ),
     "a trained mask of attention has its gradient": (
         ModelSpec(SIZES, "tokens", (attention(mask="learned", shared=2),), "cross_entropy"),
         {"dp": 2, "tp": 2},

@@ -141,6 +141,14 @@ BUILT = {
         """,
         X,
     ),
+    "entries at constant places of dims that are apart": (
+        """
+        def forward(self, x):
+            places = torch.tensor([2, 0, 3, -3])
+            return self.fc(x).view(-1, 4, 4, 2)[:, places, :, places % 2].square().mean()
+        """,
+        X,
+    ),
     "rows of a parameter": (
         """
         def more(self):
