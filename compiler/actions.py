@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["COUNT", "SCALE", "F", "B", "REDUCE", "STEP"]
+Kind = Literal["COUNT", "SCALE", "F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "STEP"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WORK: tuple[Kind, Kind] = ("F", "B")
+ONCE: tuple[Kind, ...] = ("SCALE", "REDUCE", "STEP")
+"""What a role does once a step; every other action is of one microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """``stage``, what is done, and for ``COUNT``, ``F`` and ``B`` the microbatch; prints as ``0F2``, ``0REDUCE``."""
+    """``stage``, what is done, and the microbatch where it is of one; prints as ``0F2``, ``1RECV_F2``, ``0REDUCE``.
+
+    ``SEND_F`` hands what a stage's ``F`` made to the stage after it, whose side is ``RECV_F``; ``SEND_B`` hands
+    gradients to the stage before it, whose side is ``RECV_B``. What a role does once has the number of its first stage.
+    """
 
     stage: int
     kind: Kind
     microbatch: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch if self.kind in ('COUNT', 'F', 'B') else ''}"
+        return f"{self.stage}{self.kind}{'' if self.kind in ONCE else self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -30,9 +36,9 @@ class Action:
         Raises:
             ValueError: not an action.
         """
-        match = re.fullmatch(r"(\d+)([A-Z]+)(\d*)", text)
+        match = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text)
         kind = next((kind for kind in KINDS if match is not None and kind == match[2]), None)
-        if match is None or kind is None or bool(match[3]) != (kind in ("COUNT", "F", "B")):
+        if match is None or kind is None or bool(match[3]) == (kind in ONCE):
             raise ValueError(f"`{text}` is not an action such as `0F2`")
         return cls(int(match[1]), kind, int(match[3] or 0))
 
@@ -48,7 +54,7 @@ def accumulation(microbatches: int, *, counts: bool) -> tuple[Action, ...]:
     return (*count, Action(0, "SCALE"), *work, Action(0, "REDUCE"), Action(0, "STEP"))
 
 
-def schedule_text(timelines: dict[str, Sequence[Action]]) -> str:
+def schedule_text(timelines: Mapping[str, Sequence[Action]]) -> str:
     """``schedule.txt``: a line a role."""
     return "".join(f"{role}: {' '.join(map(str, actions))}\n" for role, actions in timelines.items())
 

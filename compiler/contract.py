@@ -1,4 +1,4 @@
-"""The communication contract: every collective of a step, numbered, and the action list that orders them."""
+"""The communication contract: every collective of a step, numbered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from .actions import WORK, Action
+from .actions import Action
 from .collectives import COLLECTIVES, payload_bytes
 from .program import Function, Origin, Program, Ref
 from .verify import Fault
@@ -75,34 +75,6 @@ def check_contract(roles: Mapping[str, Sequence[Message]]) -> list[Fault]:
                 (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
             )
             faults.append(Fault("communication", f"{first}, {second}", f"message {index} of the step differs"))
-    return faults
-
-
-def check_actions(actions: Sequence[Action], microbatches: int, *, counts: bool) -> list[Fault]:
-    """A step's list is complete and in an order in which everything is there when it is read."""
-    faults = []
-    position = {action: index for index, action in enumerate(actions)}
-
-    def need(condition: bool, message: str) -> None:
-        if not condition:
-            faults.append(Fault("communication", "schedule", message))
-
-    expected = [Action(0, kind, m) for kind in WORK for m in range(microbatches)]
-    expected += [Action(0, "COUNT", m) for m in range(microbatches)] if counts else []
-    expected += [Action(0, "SCALE"), Action(0, "REDUCE"), Action(0, "STEP")]
-    for action in expected:
-        need(list(actions).count(action) == 1, f"`{action}` is there {list(actions).count(action)} times, not once")
-    need(len(actions) == len(expected), "there are actions that no step has")
-    if faults:
-        return faults
-    for m in range(microbatches):
-        forward, backward = Action(0, "F", m), Action(0, "B", m)
-        need(position[forward] < position[backward], f"`{backward}` comes before `{forward}`")
-        need(position[Action(0, "SCALE")] < position[backward], f"`{backward}` comes before `0SCALE`")
-        need(position[backward] < position[Action(0, "REDUCE")], f"`0REDUCE` comes before `{backward}`")
-        if counts:
-            need(position[Action(0, "COUNT", m)] < position[Action(0, "SCALE")], f"`0SCALE` comes before `0COUNT{m}`")
-    need(position[Action(0, "REDUCE")] < position[Action(0, "STEP")], "`0STEP` comes before `0REDUCE`")
     return faults
 
 

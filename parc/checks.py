@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parc.compiler.artifact import REFERENCE_FILE, Build
-from parc.compiler.contract import check_actions, check_contract, communication_table, step_messages
+from parc.compiler.contract import check_contract, communication_table, step_messages
 from parc.compiler.cost import Memory, estimate_memory
 from parc.compiler.directives.precision import WHOLE
 from parc.compiler.directives.schedule import ACCUMULATE
@@ -29,6 +29,7 @@ from parc.compiler.template import sizes_text
 from parc.compiler.verify import Fault, check_program
 from parc.compiler.verify_padding import check_padding
 from parc.compiler.verify_precision import check_precision
+from parc.compiler.verify_schedule import check_timelines
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, compile_plan, optimizer_facts, stored_types
 from parc.eager import EagerAgreement, compare_with_eager
@@ -73,7 +74,7 @@ def static_faults(
             faults += check_reference(programs, reference, microbatches, pads)
             faults += check_precision(programs, reference, rounding or Rounding())
         faults += check_padding(programs, pads, stored)
-        faults += check_actions(actions, microbatches, counts="COUNT" in programs)
+        faults += check_timelines({"stage0": actions}, 1, microbatches, counts="COUNT" in programs)
         faults += check_contract({"stage0": step_messages(programs, actions)})
     return faults
 

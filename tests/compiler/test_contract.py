@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from parc.compiler.actions import Action, accumulation
-from parc.compiler.contract import check_actions, check_contract, communication_table, messages, step_messages
+from parc.compiler.actions import accumulation
+from parc.compiler.contract import check_contract, communication_table, messages, step_messages
 from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 
@@ -80,55 +76,3 @@ def test_roles_must_meet_in_the_same_messages_in_the_same_order() -> None:
     for change in ({"dtype": "float64"}, {"bytes": 1}, {"axes": ("dp",)}, {"op": "all_gather"}):
         (fault,) = check_contract({"a": ours, "b": [replace(ours[0], **change), *ours[1:]]})
         assert "message 0" in fault.message
-
-
-@given(st.integers(1, 3), st.data())
-def test_a_schedule_with_an_action_too_few_or_too_many_is_refused(microbatches: int, data: st.DataObject) -> None:
-    actions = list(accumulation(microbatches, counts=True))
-    index = data.draw(st.integers(0, len(actions) - 1))
-    assert check_actions([*actions[:index], *actions[index + 1 :]], microbatches, counts=True)
-    assert check_actions([*actions, actions[index]], microbatches, counts=True)
-    assert check_actions(actions, microbatches, counts=False)
-    assert check_actions(actions, microbatches + 1, counts=True)
-
-
-@given(st.integers(1, 3), st.randoms())
-def test_an_order_is_refused_just_if_something_is_read_before_it_is_made(microbatches: int, random: object) -> None:
-    actions = list(accumulation(microbatches, counts=True))
-    random.shuffle(actions)  # type: ignore[attr-defined]
-    assert bool(check_actions(actions, microbatches, counts=True)) == (not _runs(actions, microbatches))
-
-
-def _runs(actions: list[Action], microbatches: int) -> bool:
-    """Plays the list: everything that an action reads is there."""
-    there: set[str] = set()
-    every = range(microbatches)
-    for action in actions:
-        needs = {
-            "COUNT": [],
-            "SCALE": [f"0COUNT{m}" for m in every],
-            "F": [],
-            "B": [f"0F{action.microbatch}", "0SCALE"],
-            "REDUCE": [f"0B{m}" for m in every],
-            "STEP": ["0REDUCE"],
-        }[action.kind]
-        if not there.issuperset(needs):
-            return False
-        there.add(str(action))
-    return True
-
-
-@pytest.mark.parametrize(
-    ("order", "why"),
-    [
-        ("0SCALE 0B0 0F0 0REDUCE 0STEP", "`0B0` comes before `0F0`"),
-        ("0F0 0B0 0SCALE 0REDUCE 0STEP", "`0B0` comes before `0SCALE`"),
-        ("0SCALE 0F0 0REDUCE 0B0 0STEP", "`0REDUCE` comes before `0B0`"),
-        ("0SCALE 0F0 0B0 0STEP 0REDUCE", "`0STEP` comes before `0REDUCE`"),
-        ("0SCALE 0F0 0B0 0REDUCE 0STEP 0STEP", "`0STEP` is there 2 times"),
-        ("1SCALE 0F0 0B0 0REDUCE 0STEP", "`0SCALE` is there 0 times"),
-    ],
-)
-def test_the_message_names_the_two_actions(order: str, why: str) -> None:
-    faults = check_actions([Action.parse(word) for word in order.split()], 1, counts=False)
-    assert any(why in fault.message for fault in faults), faults

@@ -1,0 +1,85 @@
+"""Schedules: which rank does which piece of a pipeline's step when; one file each, a function or a table.
+
+A schedule maps (stages, microbatches, chunks) to a timeline of ``F`` and ``B`` for each of p = stages / chunks ranks,
+where stage k is on rank k % p. ``timelines`` makes whole steps of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ..actions import Action
+from .gpipe import gpipe
+from .interleaved import interleaved
+from .messages import add_messages
+from .one_f_one_b import one_f_one_b
+from .table import table
+
+Schedule = Callable[[int, int, int], tuple[tuple[Action, ...], ...]]
+
+SCHEDULES: Mapping[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    **{file.stem: table(file.read_text("utf-8")) for file in sorted(Path(__file__).parent.glob("*.txt"))},
+}
+ONE_CHUNK = ("gpipe", "1f1b")
+"""Schedules of one stage a rank."""
+
+
+def timelines(
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    *,
+    axis: str = "pp",
+    counts: bool = False,
+    text: str = "",
+) -> dict[str, tuple[Action, ...]]:
+    """The timeline of every role ``{axis}{rank}``: ``COUNT`` of every microbatch if ``counts``, ``SCALE``, the work of
+    the schedule and its messages, ``REDUCE``, ``STEP``. ``text`` is the table of the schedule called ``table``.
+
+    >>> from parc.compiler.actions import schedule_text
+    >>> print(schedule_text(timelines("1f1b", 2, 2)), end="")
+    pp0: 0SCALE 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE 0STEP
+    pp1: 1SCALE 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE 1STEP
+
+    Raises:
+        ValueError: ``problem`` says why.
+    """
+    made = {}
+    for rank, work in enumerate(add_messages(_work(name, stages, microbatches, chunks, text))):
+        count = [Action(rank, "COUNT", m) for m in range(microbatches)] if counts else []
+        made[f"{axis}{rank}"] = (*count, Action(rank, "SCALE"), *work, Action(rank, "REDUCE"), Action(rank, "STEP"))
+    return made
+
+
+def problem(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> str | None:
+    """Why there is no such schedule for these sizes, and the way out; None if there is one."""
+    try:
+        timelines(name, stages, microbatches, chunks, text=text)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _work(name: str, stages: int, microbatches: int, chunks: int, text: str) -> tuple[tuple[Action, ...], ...]:
+    schedule = table(text) if name == "table" else SCHEDULES.get(name)
+    if schedule is None:
+        known = ", ".join(f"`{known}`" for known in SCHEDULES)
+        raise ValueError(f"there is no schedule `{name}`: choose {known}, or `table` and a file")
+    if chunks > 1 and name in ONE_CHUNK:
+        raise ValueError(
+            f"`{name}` has one stage a rank, not {chunks} chunks: remove `chunks`, or choose `interleaved`"
+        )
+    if chunks == 1 and name == "interleaved":
+        raise ValueError("`interleaved` has 2 or more stages a rank: write `chunks 2`, or choose `1f1b`")
+    if stages % chunks:
+        raise ValueError(
+            f"{stages} stages do not divide into {chunks} chunks: on p ranks, write p times {chunks} stages"
+        )
+    if stages // chunks == 1 and stages > 1:
+        raise ValueError(f"{stages} stages in {chunks} chunks are on one rank: a pipeline takes 2 or more")
+    return schedule(stages, microbatches, chunks)

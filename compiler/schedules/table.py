@@ -1,0 +1,114 @@
+"""Schedules that are a text table: a row a rank, of work as in ``schedule.txt``; messages are added.
+
+``rank 0: 0F0 0F1 0B0 0B1`` lists the work of rank 0; ``rank r:`` is the row of every rank that has none of its own. So
+that a table is of all sizes, a number may be a range in parentheses, made of whole numbers and p ranks, v chunks,
+n = p v stages, m microbatches and r, the rank: ``(0..m-1)``, or ``(m-1,m-2..0)`` with the first, the second and the
+last. ``(0..1)F(0..2)`` is ``0F0 0F1 0F2 1F0 1F1 1F2``. ``#`` starts a comment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+
+from ..actions import WORK, Action
+
+Row = tuple[int, str]
+"""The number of its line, and its words."""
+
+
+def table(text: str) -> Callable[[int, int, int], tuple[tuple[Action, ...], ...]]:
+    """The schedule that a table's text says.
+
+    >>> from parc.compiler.schedules import timelines
+    >>> from parc.compiler.timeline import simulate
+    >>> from parc.compiler.timeline_drawing import draw
+    >>> print(draw(simulate(timelines("looped", 4, 4, chunks=2), backward=1)))
+    pp0 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3         2B3 2B2 2B1 2B0 0B3 0B2 0B1 0B0  idle 11 %
+    pp1     1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B3 3B2 3B1 3B0 1B3 1B2 1B1 1B0      idle 11 %
+
+    Raises:
+        ValueError: a line that is no row; by the schedule, for sizes whose work the table does not list once each on
+            the rank of its stage. The message has the table's line, and names the work.
+    """
+    rows: dict[str, Row] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.partition("#")[0].strip()
+        match = re.fullmatch(r"rank +(r|\d{1,6}) *:(.*)", line)
+        if line and match is None:
+            raise ValueError(f"line {number} of the table is not `rank 0: 0F0 0B0`: `{line}`")
+        if match is not None:
+            rank = match[1] if match[1] == "r" else str(int(match[1]))
+            if rank in rows:
+                raise ValueError(f"line {number} of the table is a second row of rank {rank}")
+            rows[rank] = number, match[2]
+    return lambda stages, microbatches, chunks: _timelines(rows, stages, microbatches, chunks)
+
+
+def _timelines(rows: Mapping[str, Row], stages: int, microbatches: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
+    ranks = stages // chunks
+    timelines: list[dict[Action, None]] = []
+    for row, (number, _) in rows.items():
+        if row != "r" and int(row) >= ranks:
+            raise ValueError(f"line {number} of the table is of rank {row}, and there are {ranks} ranks")
+    for rank in range(ranks):
+        number, words = rows.get(str(rank), rows.get("r", (0, "")))
+        if not number:
+            raise ValueError(
+                f"the table has no row of rank {rank}: {stages} stages in {chunks} chunks are on {ranks} ranks"
+            )
+        where = f"line {number} of the table"
+        timelines.append({})
+        for action in _work(words, where, {"p": ranks, "v": chunks, "n": stages, "m": microbatches, "r": rank}):
+            if action.stage not in range(stages) or action.microbatch not in range(microbatches):
+                raise ValueError(f"{where}: `{action}` is not of {stages} stages and {microbatches} microbatches")
+            if action.stage % ranks != rank:
+                raise ValueError(f"{where}: `{action}` is of rank {action.stage % ranks}, not of rank {rank}")
+            if action in timelines[-1]:
+                raise ValueError(f"{where}: `{action}` is there twice")
+            timelines[-1][action] = None
+    every = (Action(stage, kind, m) for stage in range(stages) for kind in WORK for m in range(microbatches))
+    missing = [action for action in every if action not in timelines[action.stage % ranks]]
+    if missing:
+        what = f"`{missing[0]}` and {len(missing) - 1} more are" if len(missing) > 1 else f"`{missing[0]}` is"
+        sizes = f"{stages} stages and {microbatches} microbatches"
+        raise ValueError(f"{what} not in the table: it needs `F` and `B` of {sizes}, each once")
+    return tuple(map(tuple, timelines))
+
+
+def _work(words: str, where: str, sizes: Mapping[str, int]) -> Iterator[Action]:
+    for word in words.split():
+        match = re.fullmatch(r"(\d+|\([^FB]+\))([FB])(\d+|\([^FB]+\))", word)
+        try:
+            if match is None:
+                raise ValueError(word)
+            stages, microbatches = _numbers(match[1], sizes), _numbers(match[3], sizes)
+        except ValueError:
+            raise ValueError(f"{where}: `{word}` is not work such as `0F2` or `(0..1)F(0..m-1)`") from None
+        kind = next(kind for kind in WORK if kind == match[2])
+        yield from (Action(stage, kind, m) for stage in stages for m in microbatches)
+
+
+def _numbers(text: str, sizes: Mapping[str, int]) -> range:
+    """``3``, ``(r)``, ``(first..last)`` or ``(first,second..last)``.
+
+    Raises:
+        ValueError: none of these.
+    """
+    start, dots, last = text.removeprefix("(").removesuffix(")").partition("..")
+    first, comma, second = start.partition(",") if dots else (start, "", "")
+    begin = _number(first, sizes)
+    step = _number(second, sizes) - begin if comma else 1
+    end = _number(last, sizes) if dots else begin
+    return range(begin, end + (1 if step > 0 else -1), step)
+
+
+def _number(text: str, sizes: Mapping[str, int]) -> int:
+    """A sum of products of whole numbers and sizes."""
+    one = r"(\d{1,9}|[pvnmr])"
+    if re.fullmatch(rf"{one}([-+*]{one})*", text) is None:
+        raise ValueError(f"`{text}` is not a number")
+    terms = re.findall(r"([-+]?)([^-+]+)", text)
+    products = (prod(sizes[item] if item in sizes else int(item) for item in term.split("*")) for _, term in terms)
+    return sum(-made if sign == "-" else made for (sign, _), made in zip(terms, products, strict=True))

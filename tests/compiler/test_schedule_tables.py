@@ -1,0 +1,108 @@
+"""Schedules as text tables: what they may say, that every order that can end is run, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parc.compiler.actions import WORK, Action
+from parc.compiler.schedules import problem, timelines
+from parc.compiler.timeline import simulate
+from parc.compiler.verify_schedule import check_timelines
+
+PLAIN = "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1\n"
+
+
+def test_a_plain_table_is_the_schedule_that_it_lists() -> None:
+    assert timelines("table", 2, 2, text=PLAIN) == timelines("gpipe", 2, 2)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 3), (5, 4)])
+def test_a_table_of_ranges_is_of_all_sizes(stages: int, microbatches: int) -> None:
+    text = "# GPipe\nrank r: (r)F(0..m-1)   (r)B(0..m-1) # all of them\n"
+    assert timelines("table", stages, microbatches, text=text) == timelines("gpipe", stages, microbatches)
+
+
+def test_a_row_of_a_rank_is_before_the_row_of_all() -> None:
+    text = "rank r: (r)F(0..m-1) (r)B(0..m-1)\nrank 1: 1F0 1B0 1F1 1B1"
+    made = timelines("table", 2, 2, text=text)
+    assert made["pp1"] == timelines("1f1b", 2, 2)["pp1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (PLAIN.replace(" 1B0", ""), "`1B0` is not in the table: it needs `F` and `B` of 2 stages and 2 micro"),
+        (PLAIN.replace(" 1B0 1B1", ""), "`1B0` and 1 more are not in the table"),
+        (PLAIN.replace("0F1", "0F1 0F1"), "line 1 of the table: `0F1` is there twice"),
+        (PLAIN.replace("1B1", "1B1 0F1"), "line 2 of the table: `0F1` is of rank 0, not of rank 1"),
+        (PLAIN.replace("1F1", "0F1").replace("0F1 ", "", 1), "line 2 of the table: `0F1` is of rank 0, not of rank 1"),
+        (PLAIN.replace("1F1", "1F2"), "line 2 of the table: `1F2` is not of 2 stages and 2 microbatches"),
+        (PLAIN.replace("1F1", "2F1"), "line 2 of the table: `2F1` is not of 2 stages and 2 microbatches"),
+        (PLAIN.replace("rank 1", "rank 2"), "line 2 of the table is of rank 2, and there are 2 ranks"),
+        (PLAIN.replace("rank 1", "rank 0"), "line 2 of the table is a second row of rank 0"),
+        (PLAIN.splitlines()[0], "the table has no row of rank 1: 2 stages in 1 chunks are on 2 ranks"),
+        (PLAIN.replace("rank 1", "pp1"), "line 2 of the table is not `rank 0: 0F0 0B0`: `pp1: 1F0 1F1 1B0 1B1`"),
+        (PLAIN.replace("1F0", "1G0"), "line 2 of the table: `1G0` is not work such as `0F2` or `(0..1)F(0..m-1)`"),
+        (PLAIN.replace("1F0", "1SEND_F0"), "`1SEND_F0` is not work"),
+        (PLAIN.replace("1F0", "(1,1..3)F0"), "`(1,1..3)F0` is not work"),
+        (PLAIN.replace("1F0", "(q)F0"), "`(q)F0` is not work"),
+        ("rank r: (r)F(0..999999999)", "line 1 of the table: `0F2` is not of 2 stages and 2 microbatches"),
+        ("", "the table has no row of rank 0"),
+        (PLAIN.replace("0F0 0F1 0B0", "0B0 0F0 0F1"), "the order of work never ends: rank 0 has `0B0` before `1B0`"),
+        (PLAIN.replace("0F1 0B0", "0B0 0F1"), "rank 0 has `0B0` before `1B0`, rank 1 has `1F1` before `0F1`"),
+    ],
+)  # fmt: skip
+def test_a_table_that_is_wrong_is_refused_by_its_line_and_action(text: str, why: str) -> None:
+    found = problem("table", 2, 2, text=text)
+    assert found is not None and why in found, found
+
+
+@given(st.integers(2, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_every_order_of_work_that_can_end_becomes_a_schedule_that_holds(
+    p: int, m: int, v: int, draw: random.Random
+) -> None:
+    """Messages are put where no rank waits for ever, whatever the order; and an order that cannot end is refused."""
+    done: list[Action] = []
+    todo = [Action(k, kind, i) for k in range(p * v) for kind in WORK for i in range(m)]
+    while todo:
+        ready = [action for action in todo if all(need in done for need in needs(action, p * v))]
+        done.append(draw.choice(ready))
+        todo.remove(done[-1])
+    rows = [[action for action in done if action.stage % p == rank] for rank in range(p)]
+    if draw.random() < 0.3:  # most often this is an order that cannot end
+        row = draw.choice(rows)
+        a, b = draw.randrange(len(row)), draw.randrange(len(row))
+        row[a], row[b] = row[b], row[a]
+    text = "".join(f"rank {rank}: {' '.join(map(str, row))}\n" for rank, row in enumerate(rows))
+    graph = {action: set(needs(action, p * v)) for row in rows for action in row}
+    for row in rows:
+        for first, then in pairwise(row):
+            graph[then].add(first)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        assert "never ends" in str(problem("table", p * v, m, v, text=text))
+        return
+    made = timelines("table", p * v, m, v, text=text)
+    assert [[a for a in actions if a.kind in WORK] for actions in made.values()] == rows
+    assert not check_timelines(made, p * v, m, counts=False)
+    assert simulate(made).makespan >= 3 * m * v
+
+
+def needs(action: Action, stages: int) -> list[Action]:
+    stage, m = action.stage, action.microbatch
+    if action.kind == "F":
+        return [Action(stage - 1, "F", m)] if stage else []
+    return [Action(stage, "F", m), *([Action(stage + 1, "B", m)] if stage < stages - 1 else [])]
+
+
+@given(st.text(alphabet="rank 012:FB(),.+-*pvnm\n", max_size=60))
+def test_any_text_is_a_table_or_refused(text: str) -> None:
+    found = problem("table", 2, 1, text=text)
+    assert found is None or "table" in found or "order" in found

@@ -1,0 +1,99 @@
+"""A step on a clock: messages that take time, stages that differ, and its pictures."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from parc.compiler.actions import WORK, Action
+from parc.compiler.schedules import timelines
+from parc.compiler.timeline import Timeline, simulate
+from parc.compiler.timeline_drawing import draw, paint, svg
+
+
+def test_messages_that_take_time_make_ranks_wait() -> None:
+    made = timelines("gpipe", 3, 1)
+    assert simulate(made, 1, 2).makespan == 9
+    assert simulate(made, 1, 2, latency=0.5).makespan == 9 + 4 * 0.5  # two ways of two messages
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    played = simulate(timelines("1f1b", 3, 10), [1, 3, 1], [2, 6, 2])
+    assert played.busy("pp1") == 90
+    assert played.makespan == 1 + 90 + 2  # before its first forward, and after its last backward
+    assert played.idle("pp0") == played.makespan - 30
+
+
+def test_an_order_that_never_ends_is_refused() -> None:
+    made = {role: [a for a in actions if a.kind != "SEND_F"] for role, actions in timelines("gpipe", 2, 1).items()}
+    with pytest.raises(ValueError, match=re.escape("never ends: pp0 at `0RECV_B0`, pp1 at `1RECV_F0`")):
+        simulate(made)
+
+
+def test_spans_of_a_role_follow_each_other() -> None:
+    for spans in simulate(timelines("interleaved", 8, 8, 2), 1.5, 3.25, latency=0.125).spans.values():
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+
+
+def test_a_wide_drawing_goes_on_below() -> None:
+    assert draw(simulate(timelines("1f1b", 3, 3)), width=40) == (
+        "pp0 F0 F1 F2             B0─\n"
+        "pp1    F0 F1       B0─── F2\n"
+        "pp2       F0 B0─── F1 B1───\n"
+        "\n"
+        "pp0 ──    B1───    B2───  idle 40 %\n"
+        "pp1 B1───    B2───        idle 40 %\n"
+        "pp2 F2 B2───              idle 40 %"
+    )
+
+
+def test_a_terminal_shows_microbatches_in_the_colour_of_their_work() -> None:
+    picture = paint(simulate(timelines("looped", 4, 2, 2), 1, 1))
+    assert picture.plain.splitlines()[0] == "pp0 0 1 0 1     1 0 1 0  idle 20 %"
+    colors = {str(span.style).removeprefix("black on ") for span in picture.spans}
+    assert len(colors) == 4, "forward and backward of each of two chunks"
+
+
+def test_unequal_times_are_drawn_in_slots() -> None:
+    played = simulate(timelines("gpipe", 2, 1), [10.2, 19.7], [20.1, 40.4])
+    assert draw(played, slot=10).splitlines() == [
+        "pp0 F0                   B0───  idle 66 %",
+        "pp1    F0─── B0─────────        idle 34 %",
+    ]
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (0.0013, 0.0031), (700.0, 1500.0)])
+def test_an_svg_has_a_box_for_each_forward_and_backward_to_scale(forward: float, backward: float) -> None:
+    played = simulate(timelines("interleaved", 8, 8, 2), forward, backward)
+    root = ElementTree.fromstring(svg(played, "interleaved <8>", "ms"))
+    boxes = {}
+    for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
+        for title in rect:
+            boxes[(title.text or "").partition(":")[0]] = rect
+    spans = [span for spans in played.spans.values() for span in spans if span.action.kind in WORK]
+    assert set(boxes) == {str(span.action) for span in spans}
+    width = float(root.attrib["width"])
+    lanes = {boxes[str(span.action)].attrib["y"] for span in spans}
+    assert len(lanes) == 4
+    first = min(float(box.attrib["x"]) for box in boxes.values())
+    scale = (float(boxes["0B7"].attrib["x"]) - first) / next(s.start for s in spans if str(s.action) == "0B7")
+    for span in spans:
+        box = boxes[str(span.action)]
+        assert float(box.attrib["x"]) - first == pytest.approx(span.start * scale, abs=0.2)
+        assert float(box.attrib["width"]) == pytest.approx((span.end - span.start) * scale - 1, abs=0.2)
+        assert float(box.attrib["x"]) + float(box.attrib["width"]) < width
+    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert words.count("idle 16 %") == 4 and {"pp0", "pp3", "interleaved <8>", "forward 1", "0 ms"} <= set(words)
+    assert words.count("7") == 16, "each box has its microbatch"
+
+
+def test_nothing_is_drawn_of_nothing() -> None:
+    empty = Timeline({"pp0": []})
+    assert draw(empty) == "" and ElementTree.fromstring(svg(empty)) is not None
+
+
+def test_an_action_without_a_message_is_played() -> None:
+    assert simulate({"stage0": [Action(0, "F"), Action(0, "B")]}).makespan == 3

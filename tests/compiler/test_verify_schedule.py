@@ -1,0 +1,205 @@
+"""The checker of timelines: broken schedules are refused, and orders just if they cannot be run."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parc.compiler.actions import WORK, Action, accumulation
+from parc.compiler.schedules import SCHEDULES, problem, timelines
+from parc.compiler.verify_schedule import check_timelines
+
+Timelines = Mapping[str, Sequence[Action]]
+
+
+@cache
+def good() -> Sequence[tuple[Timelines, int, int]]:
+    """Schedules on 2 to 5 ranks with their stages and microbatches; every second has counts."""
+    sizes = [(p, m, v) for p in range(2, 6) for m in range(1, 9) for v in range(1, 4)]
+    return [
+        (timelines(name, p * v, m, v, counts=m % 2 == 0), p * v, m)
+        for name in SCHEDULES
+        for p, m, v in sizes
+        if problem(name, p * v, m, v) is None
+    ]
+
+
+def may_run(made: Timelines) -> bool:
+    """Whether complete timelines can be run, by definition: what must come before what has no cycle."""
+    names = list(made)
+    before: dict[Action, set[Action]] = {action: set() for actions in made.values() for action in actions}
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for rank, actions in enumerate(made.values()):
+        for first, then in pairwise(actions):
+            before[then].add(first)
+        for a in actions:
+            k, m = a.stage, a.microbatch
+            if a.kind == "SEND_F":
+                before[a].add(Action(k, "F", m))
+                before[Action(k + 1, "RECV_F", m)].add(a)
+                sent.setdefault((rank, (k + 1) % len(names)), []).append(Action(k + 1, "RECV_F", m))
+            elif a.kind == "SEND_B":
+                before[a].add(Action(k, "B", m))
+                before[Action(k - 1, "RECV_B", m)].add(a)
+                sent.setdefault((rank, (k - 1) % len(names)), []).append(Action(k - 1, "RECV_B", m))
+            elif a.kind in ("RECV_F", "RECV_B"):
+                kind, step = WORK[a.kind == "RECV_B"], -1 if a.kind == "RECV_F" else 1
+                before[Action(k, kind, m)].add(a)
+                received.setdefault(((k + step) % len(names), rank), []).append(a)
+            elif a.kind == "B":
+                before[a] |= {Action(k, "F", m), Action(rank, "SCALE")}
+            elif a.kind == "COUNT":
+                before[Action(rank, "SCALE")].add(a)
+            if a.kind not in ("REDUCE", "STEP"):
+                before[Action(rank, "REDUCE")].add(a)
+        before[Action(rank, "STEP")].add(Action(rank, "REDUCE"))
+    for wire, messages in sent.items():
+        if messages != received[wire]:
+            return False
+        for early, late in pairwise(messages):
+            kind, step = ("SEND_F", -1) if late.kind == "RECV_F" else ("SEND_B", 1)
+            before[Action(late.stage + step, kind, late.microbatch)].add(early)
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError:
+        return False
+    return True
+
+
+def mutants(made: Timelines, stages: int, m: int, draw: random.Random) -> Iterator[tuple[str, Timelines]]:
+    """Timelines of which each is wrong by how it is made."""
+    role = draw.choice(list(made))
+    actions = list(made[role])
+    at = draw.randrange(len(actions))
+    action = actions[at]
+    other = draw.choice([name for name in made if name != role])
+    place = draw.randrange(len(made[other]) + 1)
+
+    def with_(changed: Sequence[Action], **more: Sequence[Action]) -> Timelines:
+        return {**made, role: changed, **more}
+
+    yield "drop", with_(actions[:at] + actions[at + 1 :])
+    again = draw.randrange(len(actions) + 1)
+    yield "twice", with_([*actions[:again], action, *actions[again:]])
+    moved = [*made[other][:place], action, *made[other][place:]]
+    yield "another role", {**made, role: actions[:at] + actions[at + 1 :], other: moved}
+    if action.kind not in ("SCALE", "REDUCE", "STEP"):
+        index = draw.choice([n for n in range(m + 2) if n != action.microbatch])
+        changed = Action(action.stage, action.kind, index)
+        yield "another microbatch", with_([*actions[:at], changed, *actions[at + 1 :]])
+    stage = draw.choice([n for n in range(stages + 2) if n != action.stage])
+    changed = Action(stage, action.kind, action.microbatch)
+    yield "another stage", with_([*actions[:at], changed, *actions[at + 1 :]])
+    pairs = [(a, b) for a, b in combinations(range(len(actions)), 2) if must_follow(actions[a], actions[b])]
+    first, then = draw.choice(pairs)
+    swapped = list(actions)
+    swapped[first], swapped[then] = actions[then], actions[first]
+    yield "swap", with_(swapped)
+
+
+def must_follow(first: Action, then: Action) -> bool:
+    """Whether an action is before another of its role in every schedule, or, of messages of one stage and kind, in
+    every one whose other side is as it is."""
+    same = (first.stage, first.microbatch) == (then.stage, then.microbatch)
+    messages = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
+    return (
+        then.kind == "STEP"
+        or (first.kind, then.kind) in (("COUNT", "SCALE"), ("SCALE", "B"))
+        or (same and (first.kind, then.kind) in (("RECV_F", "F"), ("F", "SEND_F"), ("RECV_B", "B"), ("B", "SEND_B")))
+        or (same and (first.kind, then.kind) == ("F", "B"))
+        or (first.kind == then.kind and first.kind in messages and first.stage == then.stage)
+    )
+
+
+def test_a_thousand_mutants_are_refused() -> None:
+    draw = random.Random(0)
+    refused: Counter[str] = Counter()
+    while refused.total() < 1000:
+        made, stages, m = draw.choice(good())
+        for kind, mutant in mutants(made, stages, m, draw):
+            assert check_timelines(mutant, stages, m, counts=m % 2 == 0), (kind, mutant)
+            refused[kind] += 1
+    assert min(refused.values()) > 100 and len(refused) == 6, refused
+
+
+def test_another_order_is_refused_just_if_it_cannot_run() -> None:
+    draw = random.Random(1)
+    outcomes: Counter[bool] = Counter()
+    for _ in range(500):
+        some, stages, m = draw.choice(good())
+        made = {role: list(actions) for role, actions in some.items()}
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            actions = draw.choice(list(made.values()))
+            at = draw.randrange(len(actions) - 1)
+            action = actions.pop(at)
+            actions.insert(min(max(at + draw.choice((-3, -2, -1, 1, 2, 3)), 0), len(actions)), action)
+        runs = may_run(made)
+        assert bool(check_timelines(made, stages, m, counts=m % 2 == 0)) == (not runs), made
+        outcomes[runs] += 1
+    assert min(outcomes[True], outcomes[False]) > 50, outcomes
+
+
+@given(st.integers(1, 3), st.randoms())
+def test_an_order_of_one_stage_is_refused_just_if_it_cannot_run(microbatches: int, draw: random.Random) -> None:
+    actions = list(accumulation(microbatches, counts=True))
+    draw.shuffle(actions)
+    assert bool(check_timelines({"stage0": actions}, 1, microbatches, counts=True)) != may_run({"stage0": actions})
+
+
+def test_counts_are_there_just_if_the_loss_is_over_a_count() -> None:
+    for counts in (True, False):
+        made = timelines("1f1b", 2, 2, counts=counts)
+        assert not check_timelines(made, 2, 2, counts=counts)
+        assert check_timelines(made, 2, 2, counts=not counts)
+
+
+@pytest.mark.parametrize(
+    ("orders", "why"),
+    [
+        (["0SCALE 0B0 0F0 0REDUCE 0STEP"], "stage0: `0B0` comes before `0F0`"),
+        (["0F0 0B0 0SCALE 0REDUCE 0STEP"], "stage0: `0B0` comes before `0SCALE`"),
+        (["0SCALE 0F0 0REDUCE 0B0 0STEP"], "stage0: `0REDUCE` comes before `0B0`"),
+        (["0SCALE 0F0 0B0 0STEP 0REDUCE"], "stage0: `0STEP` comes before `0REDUCE`"),
+        (["0SCALE 0F0 0B0 0REDUCE 0STEP 0STEP"], "stage0: `0STEP` is there 2 times, not once"),
+        (["1SCALE 0F0 0B0 0REDUCE 0STEP"], "stage0: `0SCALE` is there 0 times, not once"),
+        (["0SCALE 0F0 0B0 0REDUCE 0STEP 1F0"], "stage0: `1F0` is not one of its actions in this step"),
+        ([], "schedule: 1 stages are not on 0 roles, the same number on each"),
+        (
+            [
+                "0SCALE 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE 0STEP",
+                "1SCALE 1RECV_F0 1F0 1B0 1REDUCE 1SEND_B0 1STEP",
+            ],
+            "stage1: `1REDUCE` comes before `1SEND_B0`",
+        ),
+        (
+            [
+                "0SCALE 0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE 0STEP",
+                "1SCALE 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE 1STEP",
+            ],
+            "no role can go on: stage0 waits at `0RECV_B0` for `1SEND_B0` of stage1; "
+            "stage1 waits at `1RECV_F0` for `0SEND_F0` of stage0",
+        ),
+        (
+            [
+                "0SCALE 0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE 0STEP",
+                "1SCALE 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE 1STEP",
+            ],
+            "no role can go on: stage0 waits at `0SEND_F0` until stage1 receives `1RECV_F1`; "
+            "stage1 waits at `1RECV_F0` and `1RECV_F1` is before it",
+        ),
+    ],
+)
+def test_a_fault_names_the_role_and_the_actions(orders: Sequence[str], why: str) -> None:
+    made = {f"stage{k}": [Action.parse(word) for word in text.split()] for k, text in enumerate(orders)}
+    microbatches = 1 + max((action.microbatch for actions in made.values() for action in actions), default=0)
+    faults = [str(fault) for fault in check_timelines(made, max(len(made), 1), microbatches, counts=False)]
+    assert any(why in fault for fault in faults), faults
