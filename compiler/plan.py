@@ -37,6 +37,7 @@ from .directives.schedule import Schedule
 from .directives.seed import Seed as SeedLine
 from .directives.shard import Shard
 from .directives.sizes import SizeRange, Sizes
+from .directives.stage import Stage
 from .directives.steps import Steps
 from .directives.verify import Verify
 from .directives.vocab import Vocab
@@ -78,6 +79,8 @@ class Plan:
     promises: tuple[Promise, ...] = ()
     budget: Budget | None = None
     init: Init | None = None
+    schedule: Schedule | None = None
+    stages: tuple[Stage, ...] = ()
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
     warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
 
@@ -220,6 +223,8 @@ def _assemble(
         promises=tuple(found.promise for found in directives if isinstance(found, Forbid | Expect)),
         budget=one(Budget),
         init=one(Init),
+        schedule=schedule,
+        stages=scope.all(Stage),
         placements=tuple(found.constraint for found in placed),
         mesh_spans={binding.name.text: binding.span for binding in merged(meshes)},
         warnings=warnings,

@@ -25,6 +25,7 @@ from .names import Names, Weight, WeightUse, find_modules, find_parameters, find
 from .padding import Pads, pads_by_value
 from .plan import Plan
 from .seeds import Seed, Seeds
+from .stages import find_cuts
 from .sub_dims import Cut, cut, multiples
 
 __all__ = ["Names", "Resolved", "WeightUse", "resolve"]
@@ -68,6 +69,7 @@ def resolve(
     for line in plan.placements:
         resolver.apply(line)
     precision = tuple(resolver.precision(line) for line in plan.precision)
+    resolver.diagnostics += find_cuts(plan, names)[1]
     frozen, no_decay = resolver.parameters(plan.frozen), resolver.parameters(plan.optimizer.no_decay)
     errors = [diagnostic for diagnostic in resolver.diagnostics if diagnostic.is_error]
     if errors:

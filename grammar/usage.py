@@ -54,6 +54,10 @@ def _binding(item: Item) -> bool:
     return isinstance(item, Binding) and _name(item.name)
 
 
+def _output(item: Item) -> bool:
+    return isinstance(item, Call) and item.name == "out" and bool(item.arguments) and all(map(_where, item.arguments))
+
+
 def _arguments(item: Item) -> bool:
     return isinstance(item, Group) and len(item.terms) <= 1
 
@@ -65,6 +69,8 @@ KINDS: dict[str, Kind] = {
     "PATH": Kind("a dotted name", lambda item: isinstance(item, Word)),
     "WHERE": Kind("names or patterns of modules or parameters", _where, count=0),
     "VALUES": Kind("names or patterns of parameters or inputs", _where, count=0),
+    "OUTPUTS": Kind("outputs of modules, such as `out(blocks.3)`", _output, count=0),
+    "SCHEDULE": Kind("a schedule", lambda item: isinstance(item, Word)),
     "N": Kind("a whole number", _integer),
     "X": Kind("a number", _number),
     "RATE": Kind("a number, or `cosine` or `linear` and a number", _number, leads=frozenset({"cosine", "linear"})),
@@ -154,7 +160,7 @@ class Usage:
     def match(self, statement: Statement) -> tuple[Arguments | None, tuple[Diagnostic, ...]]:
         """The arguments of the statement, or why it does not have this usage: every reason of the closest form."""
         tried = [_Match(self, form, statement).run() for form in self.forms]
-        arguments, diagnostics = min(tried, key=lambda result: len(result[1]))
+        arguments, diagnostics = min(tried, key=lambda result: (len(result[1]), -len(result[0].phrases)))
         return (None if diagnostics else arguments), diagnostics
 
 

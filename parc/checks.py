@@ -228,10 +228,8 @@ def initial(name: str, recipes: Mapping[str, Recipe], compiled: Compiled) -> tor
 
 def memory_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Memory:
     """The memory of a rank; what is frozen has no state of the optimizer."""
-    line = compiled.plan.optimizer
-    moments = 2 if line.name == "adamw" else int(line.momentum > 0)
     trained = [name for name in stored if name not in compiled.frozen]
-    return estimate_memory(programs, stored, dict.fromkeys(trained, moments))
+    return estimate_memory(programs, stored, dict.fromkeys(trained, compiled.plan.optimizer.moments))
 
 
 def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> dict[str, Any]:

@@ -26,12 +26,15 @@ from parc.compiler.precision import regions
 from parc.compiler.ranges import check_points, moving
 from parc.compiler.recipes import Recorded
 from parc.compiler.resolve import Resolved, resolve
+from parc.compiler.stage_cuts import cuts_of
+from parc.compiler.stages import stage_count
 from parc.compiler.task import LossLine, TaskLines
 from parc.compiler.template import Template
 from parc.grammar.codes_build import (
     BAD_RULE,
     NOTHING_TRAINED,
 )
+from parc.grammar.codes_language import NOT_SUPPORTED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.initial_weights import init_facts
 from parc.passes.heads import Copies, find_copies
@@ -139,6 +142,11 @@ def _compile(
     progress("passes")
     with _timed(seconds, "passes"):
         names = names_of(captured)
+        if cuts_of(plan, names, captured):
+            assert plan.schedule is not None
+            plan.schedule.table_of(folder, stage_count(plan))
+            label, help_ = Label(plan.stages[0].span), "give the axis one rank: there are no stages over it then"
+            raise PlanError([Diagnostic(NOT_SUPPORTED, "stages are not built yet", label, help=help_)])
         if copies is None:  # what must divide depends on what several ranks keep
             asked = resolve(plan, names, longer, None)
             copies = find_copies(captured, plan, asked.seeds, asked.pads)

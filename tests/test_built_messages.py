@@ -90,6 +90,16 @@ class Grouped(Model):
         return self.head(y.transpose(1, 2).flatten(2))
 
 
+class Normed(Model):
+    def __init__(self, way):
+        super().__init__(way)
+        self.norm, self.mid, self.drop = nn.BatchNorm1d(8), nn.Linear(16, 16), nn.Dropout(0.0)
+
+    def forward(self, tokens):
+        x = self.mid(self.norm(self.table(tokens)))
+        return self.head(self.drop(self.norm(x)))
+
+
 def each(output, targets):
     return nn.functional.cross_entropy(output.transpose(1, 2), targets, reduction="none")
 
@@ -116,6 +126,7 @@ class Case:
 
 LOSS = "cross_entropy(output, targets)"
 SQUARES = (f"S=8\nloss      {LOSS}", 'S=8..40\nloss      "./models.py:squares"(output, targets)')
+GPIPE = ("microbatches", "gpipe microbatches")
 COMMANDS = {
     "P0013": Case(words=("check", "missing.parc")),
     "P0021": Case(lines='include "other.parc"\n'),
@@ -141,6 +152,11 @@ COMMANDS = {
     "P0224": Case(change=("(output, targets)", "(output.logits, targets)"), lines=ONE),
     "P0225": Case("pairs", ("S=8", "S=4..8 by 2"), "mesh tp=2\nshard tokens, targets [_, S/tp]\n"),
     "P0226": Case("root", ("S=8", "S=4..8 by 2"), ONE),
+    "P0240": Case(change=GPIPE, lines="mesh pp=2\nstage before embed over pp\n"),
+    "P0241": Case(change=GPIPE, lines="mesh pp=16\nstage balanced over pp\n"),
+    "P0242": Case("plain", GPIPE, "mesh pp=2\nstage before mid over pp\n", of="Normed"),
+    "P0243": Case(change=GPIPE, lines="mesh pp=3\nstage before blocks.1, blocks.0 over pp\n"),
+    "P0244": Case("plain", GPIPE, "mesh pp=2\nstage before drop over pp\n", of="Normed"),
     "P0401": Case(lines=TENSOR + "budget memory 100KB\n"),
     "P0402": Case(lines=TENSOR + "forbid all_reduce in blocks.*.mlp during forward\n"),
     "P0403": Case(lines=TENSOR + "expect 2 all_reduce in blocks.*\n"),

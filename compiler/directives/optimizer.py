@@ -77,6 +77,11 @@ class Optimizer(Directive):
             nesterov="nesterov" in arguments,
         )
 
+    @property
+    def moments(self) -> int:
+        """How many tensors of state a parameter has."""
+        return 2 if self.name == "adamw" else int(self.momentum > 0)
+
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if self.name not in OPTIMIZERS:
             help_ = did_you_mean(self.name, OPTIMIZERS, f"there are {listed(OPTIMIZERS)}")

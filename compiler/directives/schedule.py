@@ -4,42 +4,127 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
-from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, NO_EFFECT, UNEVEN_BATCH
-from ...grammar.diagnostics import Diagnostic, Label, Severity
+from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, NO_EFFECT, UNEVEN_BATCH, UNREADABLE
+from ...grammar.codes_stages import NO_SCHEDULE, SCHEDULE_MISFIT
+from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
+from ...grammar.nearest import did_you_mean, listed
+from ...grammar.syntax import String
 from ...grammar.usage import Arguments
 from ..directive import Directive, Scope, check_number
+from ..schedules import SCHEDULES, problem
 from ..sub_dims import multiples
 from .precision import TYPES
 from .sizes import Sizes
+from .stage import Stage
 
 BATCH = "B"
 ACCUMULATE = TYPES
 """Types in which gradients of microbatches are added up."""
+TABLE = "table"
+"""What a schedule that a file gives is called."""
 
 
 @dataclass(frozen=True)
 class Schedule(Directive):
     """The order of a step's work: `microbatches N` runs the batch `B` in N parts and adds their gradients.
 
+    With `stage` lines the schedule has a name. `gpipe`: every stage runs the forwards of all microbatches, then their
+    backwards. `1f1b`: as soon as it can, a stage runs a backward for every forward, and keeps the activations of fewer
+    microbatches. `interleaved`: as `1f1b` where every rank has V stages (`chunks V`), which leaves ranks idle for less
+    time and sends more messages. `table "FILE"`: the order that a file gives, relative to the plan's folder: a line a
+    rank of the axis, with `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`. `looped` is one that
+    parc ships: a rank's chunks one after the other.
+
     `accumulate bf16` adds the parts' gradients up in bfloat16, which takes half the memory of them and rounds every
     sum; `accumulate fp32` is the default. The sum over ranks, the norm and the update stay in float32.
     """
 
-    USAGE = "schedule microbatches N [accumulate TYPE]"
+    USAGE = (
+        "schedule [SCHEDULE] microbatches N [chunks N] [accumulate TYPE]"
+        " | table FILE microbatches N [chunks N] [accumulate TYPE]"
+    )
 
+    name: str
+    """One of ``SCHEDULES``, ``table``, or empty: one stage, its microbatches one after the other."""
     microbatches: int
+    chunks: int
     accumulate: str
+    table: str
 
     @classmethod
     def read(cls, arguments: Arguments) -> Self:
-        word = arguments.word("accumulate")
-        return cls(arguments, int(arguments.number("microbatches") or 1), word.text if word is not None else "fp32")
+        name, type_ = arguments.word("schedule"), arguments.word("accumulate")
+        table = next((item.text for item in arguments.items(TABLE) if isinstance(item, String)), "")
+        microbatches, chunks = (arguments.number(key) for key in ("microbatches", "chunks"))
+        return cls(
+            arguments, name.text if name is not None else TABLE if TABLE in arguments else "",
+            1 if microbatches is None else int(microbatches), 1 if chunks is None else int(chunks),
+            type_.text if type_ is not None else "fp32", table,
+        )  # fmt: skip
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from check_number(self.arguments, "microbatches", lambda value: value >= 1, "1 or more")
+        yield from check_number(self.arguments, "chunks", lambda value: value >= 1, "1 or more")
+        yield from self._check_name(scope)
         yield from self._check_accumulate()
+        yield from self._check_batch(scope)
+
+    def misfit(self, stages: int, table: str = "") -> Iterator[Diagnostic]:
+        """An error if the schedule does not accept so many stages, its microbatches or its chunks."""
+        reason = problem(self.name, stages, self.microbatches, self.chunks, text=table)
+        if reason is not None:
+            message, _, way = (reason, "", "") if table else reason.partition(": ")
+            help_ = way or "list each `F` and `B` of every stage and microbatch once, in the row of its rank"
+            yield Diagnostic(SCHEDULE_MISFIT, message, Label(self.span), help=help_)
+
+    def table_of(self, folder: Path, stages: int) -> str:
+        """The text of the schedule's table; empty without one.
+
+        Raises:
+            PlanError: it cannot be read, or is not of these stages, microbatches and chunks.
+        """
+        if self.name != TABLE:
+            return ""
+        try:
+            text = (folder / self.table).read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
+            message, label = f"`{self.table}` cannot be read: {reason.lower()}", Label(self.arguments.span(TABLE))
+            help_ = "name a file with a line for each rank, as `rank 0: 0F0 0F1 0B0 0B1`"
+            raise PlanError([Diagnostic(UNREADABLE, message, label, help=help_)]) from None
+        if errors := [*self.misfit(stages, text)]:
+            raise PlanError(errors)
+        return text
+
+    def _check_name(self, scope: Scope) -> Iterator[Diagnostic]:
+        stages = scope.all(Stage)
+        where = self.arguments.span(TABLE if self.name == TABLE else "schedule")
+        if self.name not in ("", *SCHEDULES, TABLE):
+            help_ = did_you_mean(self.name, SCHEDULES, f"there are {listed(SCHEDULES)}, and `table` with a file")
+            yield Diagnostic(BAD_VALUE, f"no schedule is called `{self.name}`", Label(where), help=help_)
+        elif stages and not self.name:
+            help_ = f"name one before `microbatches`: {listed(SCHEDULES, 'or')}, or `table` and a file"
+            related = (Label(stages[0].span, "the stages"),)
+            yield Diagnostic(NO_SCHEDULE, "the stages have no schedule's name", Label(self.span), related, help=help_)
+        elif self.name and not stages and "stage" not in scope.broken:
+            what = "a table" if self.name == TABLE else f"`{self.name}`"
+            help_ = "add a line such as `stage balanced over pp`, or write `schedule microbatches N` alone"
+            yield Diagnostic(NO_SCHEDULE, f"{what} orders stages, and there are none", Label(where), help=help_)
+        if self.name == TABLE and not self.table.strip():
+            help_ = 'write as `schedule table "order.txt" microbatches 8`'
+            yield Diagnostic(BAD_VALUE, "the table's file has no name", Label(where), help=help_)
+        if self.chunks > 1 and not self.name:
+            help_ = "remove `chunks`, or give stages and a schedule's name"
+            label = Label(self.arguments.span("chunks"))
+            yield Diagnostic(SCHEDULE_MISFIT, "chunks are stages of one rank, and there are none", label, help=help_)
+        if stages and self.name in SCHEDULES and min(self.microbatches, self.chunks) >= 1:
+            ranks = scope.mesh.size(stages[0].axis.text) if stages[0].axis.text in scope.mesh else 1
+            yield from self.misfit(ranks * self.chunks) if ranks > 1 else ()
+
+    def _check_batch(self, scope: Scope) -> Iterator[Diagnostic]:
         if self.microbatches <= 1 or "sizes" in scope.broken:
             return
         label = Label(self.arguments.span("microbatches"))
