@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -28,6 +28,10 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{'' if self.kind in ONCE else self.microbatch}"
+
+    def program_in(self, programs: Collection[str]) -> str:
+        """The key of its program among a role's: ``2F`` where there are stages."""
+        return self.kind if self.kind in programs else f"{self.stage}{self.kind}"
 
     @classmethod
     def parse(cls, text: str) -> Action:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,13 @@ from .placement import parse_type
 from .program import Program
 from .program_text import ProgramError, parse_program
 from .ranges import check_points
+from .roles import SINGLE, Role, group, join
 from .template import Template, sizes_text
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 _ACTIONS = {"SCALE", "F", "B", "REDUCE"}
+_HAVE_PROGRAMS = _ACTIONS | {"COUNT"}
 REFERENCE_FILE = "programs/model.py"
 _FILES = ("plan.parc", REFERENCE_FILE, "schedule.txt", "report.json")
 
@@ -54,13 +56,14 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Build:
-    """A build as read: programs by action, the reference, the action list, and the manifest's facts."""
+    """A build as read: its roles, the reference, and the manifest's facts; ``programs`` are those of the whole step by
+    action, as if one role ran it."""
 
     path: Path
     manifest: Mapping[str, Any]
     programs: Mapping[str, Program]
     reference: Program
-    actions: tuple[Action, ...]
+    roles: Mapping[str, Role]
     report: Mapping[str, Any]
     template: Template | None = None
     """The programs for all sizes, where the plan declares ranges; ``programs`` and ``manifest`` are those of one."""
@@ -75,13 +78,32 @@ class Build:
         sizes = {**self.manifest["sizes"], **sizes}
         try:
             programs, reference = read_programs(self.template.at(sizes), self.path)
+            roles = {name: replace(role, programs=programs[name]) for name, role in self.roles.items()}
+            whole = join(programs)
         except (ProgramError, ValueError) as error:
             raise BuildError(f"`{self.path}` at {sizes_text(sizes)}: {error}") from None
-        return replace(self, manifest={**self.manifest, "sizes": sizes}, programs=programs, reference=reference)
+        manifest = {**self.manifest, "sizes": sizes}
+        return replace(self, manifest=manifest, programs=whole, reference=reference, roles=roles)
 
     def cases(self) -> list[Build]:
         """What is checked: the build; where sizes have ranges, at the largest and a few others."""
         return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What the one role of a build without stages does."""
+        (role,) = self.roles.values()
+        return role.actions
+
+    def role_at(self, coordinates: Mapping[str, int]) -> Role:
+        """The role of the ranks at some coordinates."""
+        axis = next(iter(self.roles.values())).axis
+        return self.roles[f"{axis}{coordinates[axis]}"] if axis else self.roles[SINGLE]
+
+    def files(self) -> Iterator[Program]:
+        """Every program that the build has a file of."""
+        programs = (program for role in self.roles.values() for program in role.programs.values())
+        yield from {program_file(program): program for program in programs}.values()
 
     def text(self, program: Program) -> str:
         """A program as the build has it: a template where sizes have ranges."""
@@ -158,12 +180,16 @@ def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = 
             if any(size.problem or manifest["sizes"].get(name) != size.high for name, size in ranges.items()):
                 raise ValueError("its manifest has sizes that are not the largest of its ranges")
             template = Template.read(ranges, {n: text for n, text in texts.items() if n.startswith("programs/")})
-        programs, reference = read_programs(texts if template is None else template.at(manifest["sizes"]), path)
-        (actions,) = parse_schedule(texts["schedule.txt"]).values()
+        found, reference = read_programs(texts if template is None else template.at(manifest["sizes"]), path)
+        programs, timelines = join(found), parse_schedule(texts["schedule.txt"])
+        if list(timelines) != list(found):
+            raise ValueError(f"its schedule is of {', '.join(timelines)}, its programs are of {', '.join(found)}")
+        roles = {name: Role(name, found[name], timelines[name]) for name in found}
         report = json.loads(texts["report.json"])
     except (ProgramError, KeyError, ValueError, TypeError) as error:
         raise BuildError(f"`{path}`: {error}") from None
-    lacking = sorted(({action.kind for action in actions} - {"STEP"} | _ACTIONS) - programs.keys())
+    kinds = {action.kind for actions in timelines.values() for action in actions}
+    lacking = sorted((kinds & _HAVE_PROGRAMS | _ACTIONS) - programs.keys())
     if lacking:
         raise BuildError(f"`{path}` has no program of {', '.join(lacking)}")
     for name, text in manifest["parameters"].items():
@@ -171,18 +197,21 @@ def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = 
     _hold(path / "report.json", report, REPORT_FORM)
     if "numbers" in report:
         _hold(path / "report.json", {"numbers": report["numbers"]}, {"numbers": NUMBERS_FORM})
-    return Build(path, manifest, programs, reference, actions, report, template)
+    return Build(path, manifest, programs, reference, roles, report, template)
 
 
-def read_programs(texts: Mapping[str, str], path: Path = Path()) -> tuple[dict[str, Program], Program]:
-    """The programs of a build by action, and the reference."""
-    programs = {
-        program.action: program
+def read_programs(texts: Mapping[str, str], path: Path = Path()) -> tuple[dict[str, dict[str, Program]], Program]:
+    """The programs of a build by role and key, and the reference.
+
+    Raises:
+        ValueError: they are not the programs of the roles of one build.
+    """
+    programs = [
+        parse_program(texts[name], str(path / name))
         for name in sorted(texts)
         if name.startswith("programs/") and name != REFERENCE_FILE
-        for program in [parse_program(texts[name], str(path / name))]
-    }
-    return programs, parse_program(texts[REFERENCE_FILE], str(path / REFERENCE_FILE))
+    ]
+    return group(programs), parse_program(texts[REFERENCE_FILE], str(path / REFERENCE_FILE))
 
 
 def _is_target(path: Path) -> bool:

@@ -26,6 +26,14 @@ class Collective:
     result: Callable[[TensorType, Mesh, Sequence[Any]], TensorType]
     group: Callable[[Sequence[torch.Tensor], Sequence[Any]], list[torch.Tensor]]
     communicates: bool = True
+    members: Callable[[Sequence[Any]], tuple[int, ...] | None] = lambda args: None
+    """Which places of a group take part, where it is not all: the others do not run the line."""
+
+    def groups(self, mesh: Mesh, args: Sequence[Any]) -> list[list[int]]:
+        """The ranks that do it together."""
+        members = self.members(args)
+        groups = mesh.groups(self.axes(args))
+        return groups if members is None else [[group[place] for place in members] for group in groups]
 
 
 def axes_of(args: Sequence[Any]) -> tuple[str, ...]:
@@ -90,6 +98,15 @@ def _all_reduce(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorTyp
     for axis in axes_of(args):
         _require(type_, axis, "P", mesh, "all_reduce")
     return _moved(type_, dict.fromkeys(axes_of(args), "I"))
+
+
+def _among(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    """A sum over some coordinates of the pipeline's axis, of what roles that run different programs hold."""
+    (axis,), ranks = axes_of(args), args[1]
+    _require(type_, axis, "I", mesh, "all_reduce_among")
+    if list(ranks) != sorted(set(ranks)) or not ranks or not all(0 <= rank < mesh.size(axis) for rank in ranks):
+        raise TypeFault(f"all_reduce_among over {ranks}, which are not coordinates of `{axis}` in order")
+    return type_
 
 
 def _check_split(type_: TensorType, mesh: Mesh, args: Sequence[Any], what: str) -> tuple[str, ...]:
@@ -190,6 +207,9 @@ def _some_axes(args: Sequence[Any]) -> tuple[str, ...]:
 
 COLLECTIVES: dict[str, Collective] = {
     "parc.all_reduce": Collective(axes_of, _all_reduce, lambda pieces, args: [_sum(pieces)] * len(pieces)),
+    "parc.all_reduce_among": Collective(
+        axes_of, _among, lambda pieces, args: [_sum(pieces)] * len(pieces), members=lambda args: tuple(args[1])
+    ),
     "parc.all_gather": Collective(
         axes_of, _all_gather, lambda pieces, args: [join_dim(pieces, args[1], args[2])] * len(pieces)
     ),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from .actions import Action
 from .collectives import COLLECTIVES, payload_bytes
 from .program import Function, Origin, Program, Ref
-from .verify import Fault
+from .roles import Role
 
 _PHASES = {"COUNT": "forward", "SCALE": "forward", "F": "forward", "B": "backward", "REDUCE": "step", "STEP": "step"}
 
@@ -56,40 +56,33 @@ def _walk(program: Program, function: Function, action: str, caller: Origin | No
 
 def step_messages(programs: Mapping[str, Program], actions: Sequence[Action]) -> list[Message]:
     """The collectives of a whole step of a role, in the order of its action list."""
-    once = {name: messages(program, name) for name, program in programs.items()}
-    return [message for action in actions for message in once.get(action.kind, ())]
+    once = {name: messages(program, program.action) for name, program in programs.items()}
+    return [message for action in actions for message in once.get(action.program_in(programs), ())]
 
 
-def check_contract(roles: Mapping[str, Sequence[Message]]) -> list[Fault]:
-    """All roles that meet over some axes do so in the same order, with the same operators, types and sizes.
-
-    Ranks of one role run the same programs, so they agree by construction; ranks that differ along an axis of a
-    collective may be of different roles, and then must agree too.
-    """
-    faults = []
-    names = list(roles)
-    for first, second in pairwise(names):
-        ours, theirs = ([replace(m, origin=Origin()) for m in roles[name]] for name in (first, second))
-        if ours != theirs:
-            index = next(
-                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-            )
-            faults.append(Fault("communication", f"{first}, {second}", f"message {index} of the step differs"))
-    return faults
-
-
-def communication_table(programs: Mapping[str, Program], actions: Sequence[Action], role: str) -> list[dict[str, Any]]:
-    """The report's rows: each collective once, with how often a step runs it."""
-    times = {name: sum(action.kind == name for action in actions) for name in programs}
+def communication_table(role: Role) -> list[dict[str, Any]]:
+    """The report's rows of a role: each collective once, with how often a step runs it."""
+    times = {name: sum(a.program_in(role.programs) == name for a in role.actions) for name in role.programs}
     rows = []
     number = 0
-    for name in ("COUNT", "SCALE", "F", "B", "REDUCE"):
-        for message in messages(programs[name], name) if name in programs else ():
+    for name, program in role.programs.items():
+        for message in (*messages(program, program.action), *_sent(program, role.axis)):
             rows.append({
                 "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase,
-                "role": role,
+                "role": role.name,
                 "bytes": message.bytes, "count_per_step": times[name], "dtype": message.dtype,
                 "module": message.origin.module, "line": message.origin.plan,
             })  # fmt: skip
             number += 1
     return rows
+
+
+def _sent(program: Program, axis: str) -> Iterator[Message]:
+    """What a stage hands to its neighbour."""
+    values = program.main.values()
+    for key, name in program.main.returns:
+        if key.startswith("sent "):
+            type_ = values[name].type
+            size = math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
+            dtype = str(type_.dtype).removeprefix("torch.")
+            yield Message("send", (axis,), dtype, size, _PHASES[program.action], Origin())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .actions import Action
 from .placement import TensorType
 from .program import Function, Program
 
@@ -81,16 +82,31 @@ class _Liveness:
 
 
 def estimate_memory(
-    programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: Mapping[str, int]
-) -> Memory:
-    """Memory of a rank that runs its microbatches one after the other; ``moments`` says how many tensors of optimizer
-    state each parameter has."""
-    forward, backward = programs["F"], programs["B"]
-    sizes = {name: local_bytes(type_, forward) for name, type_ in stored.items()}
+    programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
+    moments: Mapping[str, int],
+) -> Memory:  # fmt: skip
+    """Memory of a rank of a role: its own parameters among ``stored``, and what is saved between its actions as they
+    run one after the other; ``moments`` says how many tensors of optimizer state each parameter has."""
+    work = [program for program in programs.values() if program.action in ("F", "B")]
+    own = {value.role.partition(" ")[2] for program in work for value in program.main.parameters
+           if value.role.startswith(("parameter ", "frozen "))}  # fmt: skip
+    sizes = {name: local_bytes(type_, work[0]) for name, type_ in stored.items() if name in own}
     optimizer = sum(moments.get(name, 0) * size for name, size in sizes.items())
-    values = backward.main.values()
-    gradients = sum(local_bytes(values[name].type, backward) for _, name in backward.main.returns)
-    kept = forward.main.values()
-    saved = sum(local_bytes(kept[name].type, forward) for key, name in forward.main.returns if key.startswith("saved "))
-    transient = max(_Liveness(forward).peak(forward.main), saved + _Liveness(backward).peak(backward.main))
-    return Memory(sum(sizes.values()), gradients, optimizer, transient)
+    gradients: dict[str, int] = {}
+    saved: dict[str, int] = {}
+    peaks: dict[str, int] = {}
+    for key, program in programs.items():
+        values = program.main.values()
+        if program.action == "B":
+            gradients.update((name, local_bytes(values[value].type, program)) for name, value in program.main.returns
+                             if not name.startswith("sent "))  # fmt: skip
+        saved[key] = sum(local_bytes(values[name].type, program) for name in
+                         {name for word, name in program.main.returns if word.startswith("saved ")})  # fmt: skip
+        peaks[key] = _Liveness(program).peak(program.main) if program in work else 0
+    held = most = 0
+    for action in actions:
+        if action.kind in ("F", "B"):
+            key = action.program_in(programs)
+            most = max(most, held + peaks[key])
+            held += saved[key] if action.kind == "F" else -saved[f"{key[:-1]}F"]
+    return Memory(sum(sizes.values()), sum(gradients.values()), optimizer, most)

@@ -7,6 +7,7 @@ scale. Whatever is linear keeps the degree, a product adds degrees, and what the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isnan
 
 from .collectives import COLLECTIVES
 from .factors import OpCall
@@ -18,25 +19,34 @@ Degree = float | None
 """None is not known."""
 _ZERO = float("inf")
 """The degree of zeros: whatever is asked of them."""
+_MIXED = float("nan")
+"""The degree of a sum of parts that have different ones."""
 
 
 def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
     """The scale is one over the count, and the loss and each gradient have it once."""
-    faults = []
-    for action, wanted in (("SCALE", 1.0), ("B", 1.0), ("REDUCE", 1.0)):
-        program = programs[action]
-        if action == "SCALE" and not program.main.parameters:
-            continue
-        given = [_role_degree(value.role) for value in program.main.parameters]
-        found = degrees(program, program.main, given)
-        for (key, _), degree in zip(program.main.returns, found, strict=True):
-            if degree not in (wanted, None, _ZERO):
-                faults.append(Fault("types", f"{action} {key}", f"has the loss's scale {degree:g} times, not once"))
-    return faults
+    scale = programs["SCALE"]
+    found = [fault for action in ("B", "REDUCE") for fault in scaled_once(programs[action], action)]
+    return [*scaled_once(scale, "SCALE"), *found] if scale.main.parameters else found
+
+
+def scaled_once(program: Program, where: str) -> list[Fault]:
+    """All that a program returns has the scale once; gradients that B receives of another stage have it already."""
+    given = [_role_degree(value.role) for value in program.main.parameters]
+    found = zip(program.main.returns, degrees(program, program.main, given), strict=True)
+    return [
+        Fault("types", f"{where} {key}", f"has the loss's scale {_times(degree)}, not once")
+        for (key, _), degree in found
+        if degree not in (1.0, None, _ZERO)
+    ]
+
+
+def _times(degree: float) -> str:
+    return "more often in some parts than in others" if isnan(degree) else f"{degree:g} times"
 
 
 def _role_degree(role: str) -> Degree:
-    return {"count": -1.0, "scale": 1.0, "gradient": 1.0}.get(role.partition(" ")[0], 0.0)
+    return {"count": -1.0, "scale": 1.0, "gradient": 1.0, "received": 1.0}.get(role.partition(" ")[0], 0.0)
 
 
 def degrees(program: Program, function: Function, given: Sequence[Degree]) -> list[Degree]:
@@ -96,6 +106,8 @@ def _by_rule(call: OpCall, known: Sequence[float]) -> Degree:
         degrees = {known[index] for index in joint} - {_ZERO}
         if scaled <= joint and len(degrees) <= 1:
             return next(iter(degrees), _ZERO)
+        if scaled <= joint and 0.0 not in degrees:
+            return _MIXED
     if all(frozenset({index}) in linear for index in scaled):
         return sum(known[index] for index in scaled)  # of zeros and anything else: zeros
     return None

@@ -156,12 +156,16 @@ def _empty(cuts: Sequence[Cut], view: _View) -> Iterator[Diagnostic]:
 
 
 def _states(captured: Captured) -> Iterator[tuple[str, list[fx.Node]]]:
-    """Each buffer that the forward updates, with the operators that read it and the one that makes its new value."""
+    """Each buffer that the forward updates, with the operators that read it, also by way of copies and views, and the
+    one that makes its new value."""
     buffers = captured.placeholders("buffer")
     outputs = captured.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
     for name, value in zip(captured.updates, outputs[1:], strict=True):
         nodes = [*(buffers[name].users if name in buffers else ()), value]
+        for node in nodes:  # grows
+            if isinstance(node, fx.Node) and node is not value and operations_of(node) == 0:
+                nodes += [user for user in node.users if user not in nodes]
         yield name, [node for node in nodes if isinstance(node, fx.Node) and node.op == "call_function"]
 
 

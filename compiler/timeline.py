@@ -38,6 +38,12 @@ class Timeline:
         """How long a role runs ``F`` and ``B``."""
         return sum(span.end - span.start for span in self.spans[role] if span.action.kind in WORK)
 
+    @property
+    def bubble(self) -> float:
+        """What part of the time ranks are idle, all together."""
+        whole = self.makespan * len(self.spans)
+        return sum(map(self.idle, self.spans)) / whole if whole else 0.0
+
     def idle(self, role: str) -> float:
         """How long it does not."""
         return self.makespan - self.busy(role)

@@ -44,6 +44,7 @@ def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorT
 def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
     """Every parameter of a program is made before it, once, with its type."""
     made: dict[str, TensorType] = {}
+    updated = {key for key, _ in programs["F"].main.returns}
     for action in _ORDER:
         if action not in programs:
             continue
@@ -53,7 +54,7 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
             yield Fault("types", action, f"takes `{role}` twice")
         for value in main.parameters:
             kind, _, name = value.role.partition(" ")
-            if kind not in _HANDED_OVER | _OUTSIDE:
+            if kind not in _HANDED_OVER | _OUTSIDE or (action == "F" and kind == "scale"):
                 yield Fault("types", f"{action} {value.name}", f"nothing is bound to `{value.role}`")
                 continue
             expected = stored.get(name) if kind in _STORED else made.get(value.role)
@@ -61,6 +62,8 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
                 yield Fault("types", f"{action} {value.name}", f"nothing makes `{value.role}` before it")
             elif expected is not None and expected != value.type:
                 yield Fault("types", f"{action} {value.name}", f"`{value.role}` has another type where it is made")
+            if action == "B" and kind == "buffer" and value.role in updated:
+                yield Fault("types", f"B {value.name}", f"`{value.role}` is another since F")
             if kind in _OUTSIDE:
                 made.setdefault(value.role, value.type)
         for key, name in main.returns:

@@ -35,3 +35,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module `parc` has no `{name}`")
     module, attribute = _PLACES[name]
     return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    """The public names, for those who look for them."""
+    return __all__

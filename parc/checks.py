@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from parc.compiler.artifact import REFERENCE_FILE, Build
-from parc.compiler.contract import check_contract, communication_table, step_messages
+from parc.compiler.actions import Action
+from parc.compiler.artifact import REFERENCE_FILE, Build, program_file
+from parc.compiler.contract import communication_table
 from parc.compiler.cost import Memory, estimate_memory
 from parc.compiler.directives.precision import WHOLE
 from parc.compiler.directives.schedule import ACCUMULATE
@@ -25,11 +26,14 @@ from parc.compiler.precision import Rounding, regions
 from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recipe
+from parc.compiler.roles import SINGLE, Role, join
 from parc.compiler.template import sizes_text
+from parc.compiler.timeline import simulate
 from parc.compiler.verify import Fault, check_program
 from parc.compiler.verify_padding import check_padding
 from parc.compiler.verify_precision import check_precision
 from parc.compiler.verify_schedule import check_timelines
+from parc.compiler.verify_stages import check_stages
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, compile_plan, optimizer_facts, stored_types
 from parc.eager import EagerAgreement, compare_with_eager
@@ -57,26 +61,39 @@ def static_faults(
     programs: Mapping[str, Program],
     stored: Mapping[str, TensorType],
     mesh: Mesh,
-    actions: Sequence[Any],
+    actions: Sequence[Action],
     microbatches: int,
     reference: Program | None = None,
     pads: Pads = MappingProxyType({}),
     rounding: Rounding | None = None,
+    roles: Mapping[str, Role] | None = None,
 ) -> list[Fault]:
     """Shapes, types, communication, padding of a build's programs, and where they may round: from these and the
-    captured graph alone."""
+    captured graph alone. Where several ``roles`` share the step out, ``programs`` are those that theirs join to."""
+    roles = roles or {SINGLE: Role(SINGLE, programs, tuple(actions))}
     faults = mesh_faults(programs, mesh)
     for program in programs.values():
         faults += check_program(program)
+    axis = next(iter(roles.values())).axis
+    if axis and not faults:
+        for program in {program_file(p): p for role in roles.values() for p in role.programs.values()}.values():
+            faults += check_program(program)
+        faults += check_stages({name: role.programs for name, role in roles.items()}, mesh, axis)
     if not faults:
         faults += check_bindings(programs, stored)
         if reference is not None:
             faults += check_reference(programs, reference, microbatches, pads)
             faults += check_precision(programs, reference, rounding or Rounding())
         faults += check_padding(programs, pads, stored)
-        faults += check_timelines({"stage0": actions}, 1, microbatches, counts="COUNT" in programs)
-        faults += check_contract({"stage0": step_messages(programs, actions)})
+        faults += check_schedule(roles, microbatches, counts="COUNT" in programs)
     return faults
+
+
+def check_schedule(roles: Mapping[str, Role], microbatches: int, *, counts: bool) -> list[Fault]:
+    """The action lists of all roles together."""
+    actions = {name: role.actions for name, role in roles.items()}
+    stages = 1 + max((stage for role in roles.values() for stage in role.stages), default=0)
+    return check_timelines(actions, stages, microbatches, counts=counts)
 
 
 def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Checked:
@@ -88,7 +105,7 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
     start = time.perf_counter()
     stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
     progress("shapes, types, communication")
-    checked = Checked(report_of(compiled, compiled.built.programs, stored), prove(compiled))
+    checked = Checked(report_of(compiled, stored), prove(compiled))
     pads = compiled.resolved.pads
     if not checked.faults:
         progress("numbers")
@@ -119,9 +136,11 @@ def prove(compiled: Compiled) -> list[Fault]:
     faults = []
     for at in compiled.cases():
         stored = {name: parse_type(text, at.mesh) for name, text in stored_types(at).items()}
+        roles = reread_roles(at)
+        programs = join({name: role.programs for name, role in roles.items()})
         faults += static_faults(
-            reread(at.built.programs), stored, at.mesh, at.actions, at.plan.microbatches, at.built.reference,
-            at.resolved.pads, rounding_of(at),
+            programs, stored, at.mesh, (), at.plan.microbatches, at.built.reference, at.resolved.pads,
+            rounding_of(at), roles,
         )  # fmt: skip
     return faults
 
@@ -154,6 +173,11 @@ def reread(programs: Mapping[str, Program]) -> dict[str, Program]:
     return {action: parse_program(program.text(), program.action) for action, program in programs.items()}
 
 
+def reread_roles(compiled: Compiled) -> dict[str, Role]:
+    """The roles, with their programs as their texts say them."""
+    return {name: replace(role, programs=reread(role.programs)) for name, role in compiled.roles().items()}
+
+
 def check_numbers(compiled: Compiled, checked: Checked) -> None:
     """Train all ranks and the captured graph in float64; a large build by its twin. Of sizes that have ranges, where
     everything else is checked too; for one step at those that are not the largest."""
@@ -169,7 +193,9 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
         on += f", at {'; '.join(sizes_text(at.sizes) for at in cases)}"
     found: dict[str, Any] = {"on": on, "tolerance": TOLERANCE}
     for at in cases:
-        case = case_of(at, reread(at.built.programs))
+        roles = reread_roles(at)
+        whole = join({name: role.programs for name, role in roles.items()})
+        case = case_of(at, whole, roles if at.pipeline is not None else None)
         with one_thread():
             eager = compare_with_eager(at, case)
             agreement = compare(case, 1 if checked.agreement else _STEPS)
@@ -207,17 +233,18 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def case_of(compiled: Compiled, programs: Mapping[str, Program]) -> Case:
-    """What the simulator needs of a compiled plan."""
+def case_of(compiled: Compiled, programs: Mapping[str, Program], roles: Mapping[str, Role] | None = None) -> Case:
+    """What the simulator needs of a compiled plan; of a pipeline's also what its ``roles`` run."""
     stored = stored_types(compiled)
     recipes: dict[str, Recipe] = {**compiled.recorded.attributes, **compiled.recorded.recipes}
     names = [value.role.split(" ", 1) for value in programs["F"].main.parameters]
     buffers = {name: initial(name, recipes, compiled) for kind, name in (n for n in names if len(n) == 2)
                if kind in ("buffer", "constant")}  # fmt: skip
     return Case(
-        programs, parse_program(compiled.built.reference.text(), "model"), compiled.actions, compiled.mesh,
+        programs, parse_program(compiled.built.reference.text(), "model"), () if roles else compiled.actions,
+        compiled.mesh,
         compiled.plan.microbatches, optimizer_facts(compiled), {name: recipes[name].whole() for name in stored},
-        buffers, stored, compiled.resolved.pads,
+        buffers, stored, compiled.resolved.pads, roles or {},
     )  # fmt: skip
 
 
@@ -226,29 +253,27 @@ def initial(name: str, recipes: Mapping[str, Recipe], compiled: Compiled) -> tor
     return recipes[name].whole() if name in recipes else compiled.captured.constants[name]
 
 
-def memory_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Memory:
-    """The memory of a rank; what is frozen has no state of the optimizer."""
+def memory_of(compiled: Compiled, role: Role, stored: Mapping[str, TensorType]) -> Memory:
+    """The memory of a rank of a role; what is frozen has no state of the optimizer."""
     trained = [name for name in stored if name not in compiled.frozen]
-    return estimate_memory(programs, stored, dict.fromkeys(trained, compiled.plan.optimizer.moments))
+    moments = dict.fromkeys(trained, compiled.plan.optimizer.moments)
+    return estimate_memory(role.programs, role.actions, stored, moments)
 
 
-def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> dict[str, Any]:
+def report_of(compiled: Compiled, stored: Mapping[str, TensorType]) -> dict[str, Any]:
     """``report.json``: what others rely on, nothing that differs between two builds of one plan."""
     plan = compiled.plan
-    memory = memory_of(compiled, programs, stored)
-    role, pads = programs["F"].role, compiled.resolved.pads
+    roles, pads = compiled.roles(), compiled.resolved.pads
     return {
         "mesh": dict(compiled.mesh.declared.axes),
         "world": compiled.mesh.world,
         "sizes": {name: str(size) for name, size in plan.sizes.items()},
-        "roles": [role],
+        "roles": list(roles),
         "parameters": sum(math.prod(real_shape(t.shape, pads.get(name, ()))) for name, t in stored.items()),
-        "memory": [{
-            "role": role, "peak_bytes": memory.peak_bytes, "parameters": memory.parameters,
-            "gradients": memory.gradients, "optimizer": memory.optimizer, "activations": memory.activations,
-        }],
-        "communication": communication_table(programs, compiled.actions, role),
-        "pipeline": {"schedule": "accumulation", "stages": 1, "microbatches": plan.microbatches, "bubble": 0.0},
+        "memory": [_memory_row(name, memory_of(compiled, role, stored)) for name, role in roles.items()],
+        "communication": [row for name, role in roles.items()
+                          for row in communication_table(role)],
+        "pipeline": _pipeline_row(compiled),
         "padding": [
             {"value": name, "dim": pad.dim, "from": pad.outer * pad.real, "to": pad.outer * pad.padded,
              "line": compiled.resolved.line_of(name, pad.dim)}
@@ -262,6 +287,24 @@ def report_of(compiled: Compiled, programs: Mapping[str, Program], stored: Mappi
         "operators_without_rule": list(compiled.built.without_rule),
         "numerics": _numerics(plan),
         "checks": {},
+    }  # fmt: skip
+
+
+def _memory_row(role: str, memory: Memory) -> dict[str, Any]:
+    return {
+        "role": role, "peak_bytes": memory.peak_bytes, "parameters": memory.parameters,
+        "gradients": memory.gradients, "optimizer": memory.optimizer, "activations": memory.activations,
+    }  # fmt: skip
+
+
+def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
+    """The schedule, and what part of a step ranks idle where all stages take the same time."""
+    pipeline, microbatches = compiled.pipeline, compiled.plan.microbatches
+    if pipeline is None or compiled.plan.schedule is None:
+        return {"schedule": "accumulation", "stages": 1, "microbatches": microbatches, "bubble": 0.0}
+    return {
+        "schedule": compiled.plan.schedule.name, "stages": pipeline.stages, "chunks": pipeline.chunks,
+        "microbatches": microbatches, "axis": pipeline.axis, "bubble": round(simulate(compiled.timelines).bubble, 4),
     }  # fmt: skip
 
 
@@ -286,5 +329,5 @@ def check_files(build: Build) -> list[Fault]:
     rounding = Rounding(lines, getattr(torch, build.manifest["accumulate"]))
     faults = [fault.fault() for fault in build.template.faults(mesh)] if build.template is not None else []
     for at in build.cases() if not faults else ():
-        faults += static_faults(at.programs, stored, mesh, at.actions, microbatches, at.reference, pads, rounding)
+        faults += static_faults(at.programs, stored, mesh, (), microbatches, at.reference, pads, rounding, at.roles)
     return faults

@@ -9,11 +9,12 @@ from typing import Any, final
 import torch
 
 from parc.compiler.mesh import Mesh
-from parc.compiler.placement import assemble
 from parc.compiler.program import Line
 from parc.runtime.faults import complete_module
+from parc.runtime.holders import together
 from parc.runtime.random_batch import random_batch
 from parc.runtime.simulate import TOLERANCE, Case, ReferenceRun, Simulation
+from parc.runtime.step import Stepper
 
 _SAME = {
     "aten.mm.default": "aten.linear.default",
@@ -53,8 +54,8 @@ class _Seen:
 class _Watch:
     """Notes signatures of whole values; the modules of repeated blocks are completed by the call that encloses them."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
+        self.mesh, self.ranks = mesh, ranks
         self.seen: list[_Seen] = []
         self._open = 0
 
@@ -68,7 +69,8 @@ class _Watch:
         for value in line.results:
             if value is not None and value.type.dtype.is_floating_point:
                 pieces = [environment[value.name].detach() for environment in environments]
-                whole = pieces[0] if len(pieces) == 1 else assemble(pieces, value.type.placement, self.mesh)
+                held = dict(zip(self.ranks, pieces, strict=True))
+                whole = pieces[0] if self.mesh.world == 1 else together(held, value.type.placement, self.mesh)
                 signatures.append(_signature(whole))
                 sizes.append(whole.numel())
         if signatures and line.origin.source:
@@ -84,19 +86,24 @@ def _signature(tensor: torch.Tensor) -> tuple[float, ...]:
 def first_difference(case: Case) -> Difference | None:
     """Run the first microbatch's forward on all ranks and on one device, and compare; None where no line differs."""
     batches = random_batch(case.reference, case.microbatches, torch.Generator().manual_seed(0))
-    one, all_ranks = _Watch(Mesh()), _Watch(case.mesh)
+    one = _Watch(Mesh(), [0])
     reference = ReferenceRun(case)
     reference.machine.watch = one
     reference.step(batches[:1], 0)
     simulation = Simulation(case)
-    simulation.stepper.machines["F"].watch = all_ranks
-    simulation.stepper.loss(simulation.states, simulation.local_batches(batches), 0)
+    by_stage: dict[int, _Watch] = {}
+    for stepper, backend in zip(simulation.steppers, simulation.backends, strict=True):
+        for name, machine in stepper.machines.items():
+            if machine.program.action == "F":
+                watch = by_stage[int(name[:-1] or 0)] = _Watch(case.mesh, backend.ranks)
+                machine.watch = watch
+    simulation.run(Stepper.loss, batches, 0)
     known: dict[Place, list[tuple[float, ...]]] = {}
     for seen in one.seen:
         for signature, size in zip(seen.signatures, seen.sizes, strict=True):
             place = (seen.module, seen.line.origin.source, seen.line.op, size)
             known.setdefault(place, []).append(signature)
-    for seen in all_ranks.seen:
+    for seen in (seen for stage in sorted(by_stage) for seen in by_stage[stage].seen):
         op = _SAME.get(seen.line.op, seen.line.op)
         candidates = known.get((seen.module, seen.line.origin.source, op, seen.sizes[0]), ())
         if candidates and not any(_alike(seen.signatures[0], other) for other in candidates):

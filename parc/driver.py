@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import parc
-from parc.compiler.actions import Action, accumulation, schedule_text
+from parc.compiler.actions import Action, schedule_text
 from parc.compiler.artifact import REFERENCE_FILE, program_file, read_programs
 from parc.compiler.callables import target_hash
 from parc.compiler.capture import Captured
@@ -26,20 +26,20 @@ from parc.compiler.precision import regions
 from parc.compiler.ranges import check_points, moving
 from parc.compiler.recipes import Recorded
 from parc.compiler.resolve import Resolved, resolve
-from parc.compiler.stage_cuts import cuts_of
-from parc.compiler.stages import stage_count
+from parc.compiler.roles import Role, join
 from parc.compiler.task import LossLine, TaskLines
 from parc.compiler.template import Template
 from parc.grammar.codes_build import (
     BAD_RULE,
     NOTHING_TRAINED,
 )
-from parc.grammar.codes_language import NOT_SUPPORTED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.initial_weights import init_facts
 from parc.passes.heads import Copies, find_copies
 from parc.passes.own_rules import RuleMisfit
 from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
+from parc.passes.stages import Pipeline
+from parc.pipelines import pipeline_of, timelines_of
 from parc.plan_capture import capture_plan
 from parc.plan_data import data_facts, input_facts
 from parc.size_ranges import compile_range, fixed
@@ -59,7 +59,9 @@ class Compiled:
     captured: Captured
     resolved: Resolved
     built: Built
-    actions: tuple[Action, ...]
+    timelines: dict[str, tuple[Action, ...]]
+    """What each role does in a step, in order."""
+    pipeline: Pipeline | None
     sizes: dict[str, int]
     overrides: dict[str, Any]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -68,11 +70,21 @@ class Compiled:
     template: Template | None = None
     """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
 
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What the one role of a plan without stages does."""
+        (actions,) = self.timelines.values()
+        return actions
+
+    def roles(self) -> dict[str, Role]:
+        """What ranks run."""
+        return {name: Role(name, self.built.roles[name], actions) for name, actions in self.timelines.items()}
+
     def at(self, sizes: Mapping[str, int]) -> Compiled:
         """The plan compiled for some of its sizes, from the template."""
         assert self.template is not None
-        programs, reference = read_programs(self.template.at(sizes))
-        built = replace(self.built, programs=programs, reference=reference)
+        roles, reference = read_programs(self.template.at(sizes))
+        built = replace(self.built, programs=join(roles), roles=dict(roles), reference=reference)
         return replace(self, plan=fixed(self.plan, sizes), built=built, sizes={**self.sizes, **sizes}, template=None)
 
     def cases(self) -> list[Compiled]:
@@ -142,11 +154,8 @@ def _compile(
     progress("passes")
     with _timed(seconds, "passes"):
         names = names_of(captured)
-        if cuts_of(plan, names, captured):
-            assert plan.schedule is not None
-            plan.schedule.table_of(folder, stage_count(plan))
-            label, help_ = Label(plan.stages[0].span), "give the axis one rank: there are no stages over it then"
-            raise PlanError([Diagnostic(NOT_SUPPORTED, "stages are not built yet", label, help=help_)])
+        pipeline = pipeline_of(plan, names, captured)
+        pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
         if copies is None:  # what must divide depends on what several ranks keep
             asked = resolve(plan, names, longer, None)
             copies = find_copies(captured, plan, asked.seeds, asked.pads)
@@ -163,7 +172,15 @@ def _compile(
         accumulate = getattr(torch, ACCUMULATE[plan.accumulate])
         pads = {f"{'frozen' if name in frozen else 'parameter'} {name}": rows for name, rows in resolved.pads.items()}
         request = Request(
-            tuple(claims), plan.microbatches, plan.seed, frozen, accumulate, pads, regions(resolved.precision), choices
+            tuple(claims),
+            plan.microbatches,
+            plan.seed,
+            frozen,
+            accumulate,
+            pads,
+            regions(resolved.precision),
+            pipeline,
+            choices,
         )
         try:
             built = build_programs(captured, mesh, request)
@@ -172,10 +189,10 @@ def _compile(
             span = plan.model.arguments.statement.span
             found = Diagnostic(BAD_RULE, str(error), Label(span), help=error.hint, notes=tuple(source))
             raise PlanError([found]) from error
-    actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
+    timelines = timelines_of(plan, "COUNT" in built.programs, pipeline, folder)
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
-        plan, folder, mesh, lines, recorded, captured, resolved, built, actions, sizes,
+        plan, folder, mesh, lines, recorded, captured, resolved, built, timelines, pipeline, sizes,
         dict(overrides or {}), seconds, frozen, copies,
     )  # fmt: skip
 
@@ -207,13 +224,15 @@ def programs_of(compiled: Compiled) -> dict[str, str]:
     """Texts of a build's programs by file name; templates where sizes have ranges."""
     if compiled.template is not None:
         return dict(compiled.template.texts)
-    programs = {program_file(program): program.text() for program in compiled.built.programs.values()}
+    programs = {
+        program_file(program): program.text() for made in compiled.built.roles.values() for program in made.values()
+    }
     return {REFERENCE_FILE: compiled.built.reference.text(), **programs}
 
 
 def files_of(compiled: Compiled) -> dict[str, str]:
     """Texts of a build's plan, programs and schedule by file name."""
-    schedule = schedule_text({"stage0": compiled.actions})
+    schedule = schedule_text(compiled.timelines)
     return {"plan.parc": compiled.plan.text(), **programs_of(compiled), "schedule.txt": schedule}
 
 

@@ -154,7 +154,7 @@ def _budget(compiled: Compiled) -> Iterator[Diagnostic]:
     if line is None:
         return
     stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
-    memory = memory_of(compiled, compiled.built.programs, stored)
+    memory = max((memory_of(compiled, role, stored) for role in compiled.roles().values()), key=lambda m: m.peak_bytes)
     over = memory.peak_bytes - line.memory
     if over <= 0:
         return

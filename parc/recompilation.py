@@ -23,7 +23,7 @@ _MEASURED = ("checks", "numbers")
 def differences(build: Build, compiled: Compiled) -> list[Fault]:
     """Where a build is not what its plan compiles to."""
     stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
-    report = _as_read(report_of(compiled, compiled.built.programs, stored))
+    report = _as_read(report_of(compiled, stored))
     return [
         *_file_faults(build, files_of(compiled)),
         *_key_faults("manifest.json", build.manifest, _as_read(manifest_of(compiled, build.path)), _MOVING),

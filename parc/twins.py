@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from parc.compiler.directive import Literal
 from parc.compiler.directives.sizes import SizeRange
+from parc.compiler.directives.stage import Stage
 from parc.compiler.mesh import Mesh
 from parc.compiler.plan import Plan
 from parc.compiler.program import Program
@@ -87,7 +88,7 @@ def _twin(compiled: Compiled, mesh: Mesh) -> Compiled:
             sizes[name] = SizeRange(step, 2 * step, step)
     factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
     copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
-    small = replace(plan, sizes=sizes, mesh=mesh.declared)
+    small = replace(plan, sizes=sizes, mesh=mesh.declared, stages=_stages(plan, mesh))
     twin = compile_plan(small, compiled.folder, overrides=given, copies=copies, longer=pads)
     if work_of(twin) > _LARGE_WORK:
         line = plan.verify or plan.model
@@ -98,6 +99,13 @@ def _twin(compiled: Compiled, mesh: Mesh) -> Compiled:
             help="a `verify` line names smaller arguments of the model, e.g. `verify layers=2, width=64`",
         )])  # fmt: skip
     return twin
+
+
+def _stages(plan: Plan, mesh: Mesh) -> tuple[Stage, ...]:
+    """The plan's stages, in a model that may have fewer layers than its lines name."""
+    if not plan.stages or (mesh.declared == plan.mesh and plan.verify is None):
+        return plan.stages
+    return (replace(plan.stages[0], before=(), after=(), balanced=True),)
 
 
 def _arguments(plan: Plan) -> dict[str, Literal]:

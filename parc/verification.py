@@ -74,7 +74,15 @@ def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *
     progress("numbers")
     compiled = compile_plan(read_plan(build.path / "plan.parc"), build.folder)
     found.faults += differences(build, compiled)
-    compiled = replace(compiled, built=replace(compiled.built, programs=dict(build.programs)), template=build.template)
+    compiled = replace(
+        compiled,
+        built=replace(
+            compiled.built,
+            programs=dict(build.programs),
+            roles={name: role.programs for name, role in build.roles.items()},
+        ),
+        template=build.template,
+    )
     hold_promises(compiled)
     checked = Checked({}, [])
     check_numbers(compiled, checked)
@@ -85,7 +93,10 @@ def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *
     elif locate and checked.faults:
         progress("first difference")
         subject = find_twin(compiled, compiled.built.programs)[0] if is_large(compiled) else compiled
-        differing = (first_difference(case_of(at, at.built.programs)) for at in subject.cases())
+        differing = (
+            first_difference(case_of(at, at.built.programs, at.roles() if at.pipeline else None))
+            for at in subject.cases()
+        )
         found.difference = str(
             next(filter(None, differing), "no line of the forward differs: look at the backward of what is named above")
         )

@@ -14,7 +14,23 @@ from ..compiler.program import Function, Line, Origin, Program, Ref, Value
 from .calls import outputs
 from .emit import BlockPair, Names, emit_pair, identifier, size_argument
 from .joint import trace_joint
+from .reduce import reductions, whole_type
 from .segments import Segment, cut, node_type
+from .stages import Piece, Pipeline, split_lines
+
+
+@dataclass(slots=True)
+class _Lines:
+    """A main function's lines in order, each in the stage that is current when it is added."""
+
+    stage: int = 0
+    lines: list[Line] = field(default_factory=list)
+    stages: list[int] = field(default_factory=list)
+
+    def append(self, line: Line) -> None:
+        """Add a line to the current stage."""
+        self.lines.append(line)
+        self.stages.append(self.stage)
 
 
 @dataclass(slots=True)
@@ -26,12 +42,8 @@ class _Main:
     names: Names = field(default_factory=Names)
     values: dict[fx.Node, Value] = field(default_factory=dict)
     parameters: dict[str, Value] = field(default_factory=dict)
-    forward: list[Line] = field(default_factory=list)
+    forward: _Lines = field(default_factory=_Lines)
     calls: list[tuple[Segment, BlockPair, dict[str, Value]]] = field(default_factory=list)
-
-    def whole(self, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> TensorType:
-        """The type of a value that every rank holds whole."""
-        return TensorType(dtype, shape, Placement.whole(self.mesh))
 
     def bind(self, node: fx.Node) -> Value:
         """The value of a placeholder or of an earlier call's result."""
@@ -42,7 +54,7 @@ class _Main:
         type_ = replace(node_type(node), placement=node_type(node).placement.data())
         if kind == "key":
             rng = self.parameters.setdefault(
-                "rng", Value(self.names.fresh("rng"), self.whole(torch.int64, (2,)), "rng")
+                "rng", Value(self.names.fresh("rng"), whole_type(self.mesh, torch.int64, (2,)), "rng")
             )
             value = Value(self.names.fresh(f"key_{identifier(name)}"), type_)
             args = (Ref(rng.name), name, self.seed)
@@ -64,6 +76,7 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[s
     functions = Names()
     prefixes = Names()
     for segment in segments:
+        main.forward.stage = segment.stage
         if segment.signature not in pairs:
             stem = identifier(segment.block.rsplit(".", 1)[0]) if segment.block else "part"
             shared = segment.block if counts[segment.signature] > 1 else None
@@ -86,15 +99,16 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[s
     return main, pairs
 
 
-def _backward(main: _Main, loss: fx.Node) -> tuple[list[Line], dict[str, Value], dict[str, Value]]:
-    """B's lines, what it reads, and each parameter's gradient, segments in reverse."""
-    scale = Value(main.names.fresh("scale"), main.whole(node_type(loss).dtype), "scale")
-    lines: list[Line] = []
+def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], list[tuple[int, str, Value]]]:
+    """B's lines, what it reads, and each parameter's gradient in every stage that has one, segments in reverse."""
+    scale = Value(main.names.fresh("scale"), whole_type(main.mesh, node_type(loss).dtype), "scale")
+    lines = _Lines()
     reads: dict[str, Value] = {scale.name: scale}
-    gradients: dict[fx.Node, Value] = {loss: scale}
+    gradients: dict[tuple[fx.Node, int], Value] = {(loss, 0): scale}
     for segment, pair, table in reversed(main.calls):
         if pair.backward is None:
             continue
+        lines.stage = segment.stage
         arguments = []
         for label in pair.saved:
             reads.setdefault(table[label].name, table[label])
@@ -109,21 +123,22 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[list[Line], dict[str, Value],
         lines.append(Line(tuple(made.values()), pair.backward.name, tuple(arguments), (), Origin(segment.block or "")))
         for index, label in pair.gradients:
             node = segment.inputs[index]
-            gradients[node] = _add(main, gradients[node], made[label], lines) if node in gradients else made[label]
-    found = {
-        node.meta["role"].removeprefix("parameter "): value
-        for node, value in gradients.items()
+            key = node, segment.stage if node.op == "placeholder" else 0
+            gradients[key] = _add(main, gradients[key], made[label], lines) if key in gradients else made[label]
+    found = [
+        (stage, node.meta["role"].removeprefix("parameter "), value)
+        for (node, stage), value in gradients.items()
         if node.op == "placeholder"
-    }
-    if not lines:  # a model without parameters
+    ]
+    if not lines.lines:  # a model without parameters
         del reads[scale.name]
     return lines, reads, found
 
 
-def _tangent(main: _Main, node: fx.Node, gradients: Mapping[fx.Node, Value], lines: list[Line]) -> Value:
+def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int], Value], lines: _Lines) -> Value:
     """The gradient that arrived at a value; zeros where none did."""
-    if node in gradients:
-        return gradients[node]
+    if (node, 0) in gradients:
+        return gradients[node, 0]
     type_ = replace(node_type(node), placement=node_type(node).placement.dual().data())
     value = Value(main.names.fresh("zeros"), type_)
     shape = [size_argument(type_, dim) for dim in range(len(type_.shape))]
@@ -131,13 +146,23 @@ def _tangent(main: _Main, node: fx.Node, gradients: Mapping[fx.Node, Value], lin
     return value
 
 
-def _add(main: _Main, first: Value, second: Value, lines: list[Line]) -> Value:
+def _add(main: _Main, first: Value, second: Value, lines: _Lines) -> Value:
     value = Value(main.names.fresh("sum"), first.type)
     lines.append(Line((value,), "aten.add.Tensor", (Ref(first.name), Ref(second.name))))
     return value
 
 
-def assemble(graph: fx.Graph, mesh: Mesh, role: str, seed: int, sums: torch.dtype | None = None) -> dict[str, Program]:
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The programs of a step: F and B of every stage, and REDUCE of every role."""
+
+    work: tuple[tuple[Program, Program], ...]
+    reduce: tuple[Program, ...]
+
+
+def assemble(
+    graph: fx.Graph, mesh: Mesh, seed: int, sums: torch.dtype | None = None, pipeline: Pipeline | None = None
+) -> Steps:
     """F, B and REDUCE of a typed graph whose first output is the loss's numerator.
 
     B's gradients have the types of the parameters as F reads them, dual, in the dtype ``sums`` in which microbatches
@@ -145,27 +170,55 @@ def assemble(graph: fx.Graph, mesh: Mesh, role: str, seed: int, sums: torch.dtyp
     """
     main, pairs = call_segments(graph, mesh, seed)
     loss, *updates = outputs(graph)
-    backward_lines, reads, gradients = _backward(main, loss)
-    gradients = {name: _narrowed(main, value, sums, backward_lines) for name, value in gradients.items()}
-    returns = [("loss", main.bind(loss).name)]
+    lines, reads, found = _backward(main, loss)
+    gradients = []
+    for stage, name, value in found:
+        lines.stage = stage
+        gradients.append((stage, name, _narrowed(main, value, sums, lines)))
     buffers = graph.output_node().meta.get("updates", ())
-    returns += [(f"buffer {name}", main.bind(node).name) for name, node in zip(buffers, updates, strict=True)]
-    bound = {value.name for value in main.parameters.values()}
-    returns += [(f"saved {name}", name) for name in reads if name not in bound and reads[name].role != "scale"]
-    forward_main = Function("forward", tuple(main.parameters.values()), tuple(main.forward), tuple(returns))
-    backward_parameters = tuple(v if v.role else replace(v, role=f"saved {v.name}") for v in reads.values())
-    backward_main = Function(
-        "backward", backward_parameters, tuple(backward_lines), tuple((n, v.name) for n, v in gradients.items())
-    )
+    results = [("loss", main.bind(loss).name)]
+    results += [(f"buffer {name}", main.bind(node).name) for name, node in zip(buffers, updates, strict=True)]
+    count = pipeline.stages if pipeline is not None else 1
+    made_in = {v.name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True)
+               for v in line.results if v is not None}  # fmt: skip
+    kept = {f"buffer {name}" for name in buffers}  # B has them as F read them, not as it left them
+    backward_parameters = [
+        replace(v, role=f"saved {v.name}") if not v.role or v.role in kept else v for v in reads.values()
+    ]
+    backwards = split_lines(
+        backward_parameters, lines.lines, [count - 1 - stage for stage in lines.stages],
+        [[(name, value.name) for at, name, value in gradients if at == stage] for stage in reversed(range(count))],
+    )[::-1]  # fmt: skip
+    saved = [[(value.role, value.name) for value in piece.parameters if value.role.startswith("saved ")]
+             for piece in backwards]  # fmt: skip
+    forwards = split_lines(
+        list(main.parameters.values()), main.forward.lines, main.forward.stages,
+        [[*(pair for pair in results if made_in.get(pair[1], 0) == stage), *saved[stage]] for stage in range(count)],
+    )  # fmt: skip
     unique = list({pair.forward.name: pair for pair in pairs.values()}.values())
-    return {
-        "F": Program(role, "F", mesh, (*(pair.forward for pair in unique), forward_main)),
-        "B": Program(role, "B", mesh, (*(pair.backward for pair in unique if pair.backward), backward_main)),
-        "REDUCE": _reduce(graph, main, gradients, main.bind(loss), role),
-    }
+    work = []
+    for stage, (forward, backward) in enumerate(zip(forwards, backwards, strict=True)):
+        role = f"stage{stage}"
+        shared = [[pair.forward for pair in unique], [pair.backward for pair in unique if pair.backward]]
+        programs = [
+            Program(role, action, mesh, (*_called(functions, piece), piece.function(name)))
+            for action, name, functions, piece in (
+                ("F", "forward", shared[0], forward), ("B", "backward", shared[1], backward)
+            )
+        ]  # fmt: skip
+        work.append((programs[0], programs[1]))
+    reads_of = [{value.role for value in piece.parameters} for piece in forwards]
+    last = made_in.get(results[0][1], 0)
+    reduce = reductions(graph, mesh, gradients, main.bind(loss), reads_of, last, pipeline)
+    return Steps(tuple(work), tuple(reduce))
 
 
-def _narrowed(main: _Main, value: Value, sums: torch.dtype | None, lines: list[Line]) -> Value:
+def _called(functions: Sequence[Function], piece: Piece) -> list[Function]:
+    used = {line.op for line in piece.lines}
+    return [function for function in functions if function.name in used]
+
+
+def _narrowed(main: _Main, value: Value, sums: torch.dtype | None, lines: _Lines) -> Value:
     """A gradient in a smaller dtype in which it is added up, if there is one."""
     if sums is None or sums.itemsize >= value.type.dtype.itemsize:
         return value
@@ -179,13 +232,13 @@ def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
     main, pairs = call_segments(graph, mesh, 0)
     (count,) = outputs(graph)
     returns = (("count", main.bind(count).name),)
-    function = Function("count", tuple(main.parameters.values()), tuple(main.forward), returns)
+    function = Function("count", tuple(main.parameters.values()), tuple(main.forward.lines), returns)
     return Program(role, "COUNT", mesh, (*(pair.forward for pair in pairs.values()), function))
 
 
 def assemble_scale(count: TensorType | None, dtype: torch.dtype, parts: int, mesh: Mesh, role: str) -> Program:
     """SCALE: one over the step's whole denominator; without a count, one over the number of ``parts`` averaged."""
-    whole = TensorType(dtype, (), Placement.whole(mesh))
+    whole = whole_type(mesh, dtype)
     names, lines = Names(), []
     parameters: tuple[Value, ...] = ()
     if count is None:
@@ -204,70 +257,3 @@ def assemble_scale(count: TensorType | None, dtype: torch.dtype, parts: int, mes
         made = Value(names.fresh("reciprocal"), whole)
         lines.append(Line((made,), "aten.reciprocal.default", (Ref(real.name),)))
     return Program(role, "SCALE", mesh, (Function("scale", parameters, tuple(lines), (("scale", made.name),)),))
-
-
-def _reduce(graph: fx.Graph, main: _Main, gradients: Mapping[str, Value], loss: Value, role: str) -> Program:
-    """Sum gradients and the loss over the axes on which they are partial, once a step; and the global norm."""
-    mesh, names = main.mesh, Names()
-    parameters, lines, returns = [], [], []
-    stored = {n.meta["role"].removeprefix("parameter "): n for n in graph.nodes if n.op == "placeholder"}
-    squares: dict[tuple[str, ...], list[Value]] = {}
-
-    def emit(op: str, args: tuple[object, ...], type_: TensorType, base: str, origin: Origin,
-             **options: object) -> Value:  # fmt: skip
-        value = Value(names.fresh(base), type_)
-        lines.append(Line((value,), op, args, tuple(options.items()), origin))
-        return value
-
-    def total(value: Value, origin: Origin) -> Value:
-        axes = value.type.placement.partial
-        if not axes:
-            return value
-        whole = replace(value.type, placement=value.type.placement.replace(dict.fromkeys(axes, "I")))
-        return emit("parc.all_reduce", (Ref(value.name), ",".join(axes)), whole, "all_reduce", origin)
-
-    # all sums first: on a real network they run side by side
-    reduced = []
-    for name, gradient in gradients.items():
-        value = Value(names.fresh(identifier(name)), gradient.type, f"gradient {name}")
-        parameters.append(value)
-        origin = Origin(name, "", stored[name].meta["line"])
-        dtype = node_type(stored[name]).dtype
-        if gradient.type.dtype != dtype:
-            wide = replace(gradient.type, dtype=dtype)
-            value = emit("aten._to_copy.default", (Ref(value.name),), wide, "widen", origin, dtype=dtype)
-        reduced.append((total(value, origin), origin))
-        returns.append((f"gradient {name}", reduced[-1][0].name))
-    for value, origin in reduced:
-        split = value.type.placement.split_axes()
-        partial = replace(main.whole(value.type.dtype), placement=Placement.of(mesh, dict.fromkeys(split, "P")))
-        square = emit("parc.square_sum.default", (Ref(value.name),), partial, "square_sum", origin)
-        squares.setdefault(split, []).append(square)
-    numerator = Value(names.fresh("loss"), loss.type, "loss")
-    scale = Value(names.fresh("scale"), main.whole(loss.type.dtype), "scale")
-    parameters += [numerator, scale]
-    origin = Origin()
-    summed = total(numerator, origin)
-    mean = emit("aten.mul.Tensor", (Ref(summed.name), Ref(scale.name)), summed.type, "mul", origin)
-    returns.append(("loss", mean.name))
-    if squares:
-        norm = _norm(list(squares.values()), emit, total)
-        returns.append(("grad_norm", norm.name))
-    function = Function("reduce", tuple(parameters), tuple(lines), tuple(returns))
-    return Program(role, "REDUCE", mesh, (function,))
-
-
-def _norm(groups: Sequence[Sequence[Value]], emit: object, total: object) -> Value:
-    """The root of the sum of all squares; each group of equally split gradients is summed over its axes once."""
-    assert callable(emit) and callable(total)
-    origin = Origin()
-    sums = []
-    for group in groups:
-        row = replace(group[0].type, shape=(len(group),))
-        stacked = emit("aten.stack.default", ([Ref(value.name) for value in group],), row, "stack", origin)
-        sums.append(total(emit("aten.sum.default", (Ref(stacked.name),), group[0].type, "sum", origin), origin))
-    row = replace(sums[0].type, shape=(len(sums),))
-    stacked = emit("aten.stack.default", ([Ref(value.name) for value in sums],), row, "stack", origin)
-    together = emit("aten.sum.default", (Ref(stacked.name),), sums[0].type, "sum", origin)
-    norm: Value = emit("aten.sqrt.default", (Ref(together.name),), sums[0].type, "sqrt", origin)
-    return norm

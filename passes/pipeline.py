@@ -14,7 +14,9 @@ from ..compiler.padding import Pads
 from ..compiler.placement import Split
 from ..compiler.precision import Regions
 from ..compiler.program import Program
-from .assemble import assemble, assemble_count, assemble_scale
+from ..compiler.roles import SINGLE as ROLE
+from ..compiler.roles import Programs, join
+from .assemble import Steps, assemble, assemble_count, assemble_scale
 from .calls import computes, outputs
 from .canonicalize import canonicalize
 from .choices import Choices
@@ -31,11 +33,10 @@ from .precision import narrow
 from .propagate import Claim, Placed, propagate
 from .reference import reference_program
 from .segments import block_of, node_type
+from .stages import Pipeline, in_stages
 from .weights import names_of
 
 __all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of", "prepare"]
-
-ROLE = "stage0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Request:
     pads: Pads = field(default_factory=dict)
     """Dims of parameters, by role, that are longer in programs than in the model."""
     precision: Regions = ()
+    pipeline: Pipeline | None = None
     choices: Choices | None = None
     """Of a plan with ranges of sizes: what was chosen at its largest sizes."""
 
@@ -61,6 +63,8 @@ class Built:
 
     reference: Program
     programs: dict[str, Program]
+    """Of the whole step: those of its one role, or those of all roles joined."""
+    roles: dict[str, Programs]
     reshards: tuple[Reshard, ...]
     without_rule: tuple[str, ...]
     averaged: bool = False
@@ -113,10 +117,30 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     parts = 1 if loss.summed else request.microbatches
     programs["SCALE"] = assemble_scale(count_type, dtype, parts, mesh, ROLE)
     sums = request.accumulate if request.microbatches > 1 else None
-    programs.update(assemble(typed, mesh, ROLE, request.seed, sums))
+    if request.pipeline is not None:
+        typed = in_stages(typed, request.pipeline)
+        typed.output_node().meta["updates"] = captured.updates
+    roles = _roles(programs, assemble(typed, mesh, request.seed, sums, request.pipeline), mesh, request.pipeline)
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
     averaged = request.microbatches > 1 and not loss.plain
-    return Built(reference, programs, tuple(reshards), missing, averaged)
+    return Built(reference, join(roles), roles, tuple(reshards), missing, averaged)
+
+
+def _roles(shared: Programs, made: Steps, mesh: Mesh, pipeline: Pipeline | None) -> dict[str, Programs]:
+    """The programs of every role: those that all share, its stages' work and its REDUCE."""
+    if pipeline is None:
+        ((forward, backward),) = made.work
+        return {ROLE: {**shared, "F": forward, "B": backward, "REDUCE": made.reduce[0]}}
+    ranks = mesh.size(pipeline.axis)
+    return {
+        reduce.role: {
+            **shared,
+            **{f"{stage}{program.action}": program for stage in range(rank, len(made.work), ranks)
+               for program in made.work[stage]},
+            "REDUCE": reduce,
+        }
+        for rank, reduce in enumerate(made.reduce)
+    }  # fmt: skip
 
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:

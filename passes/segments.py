@@ -34,6 +34,7 @@ class Segment:
     work."""
 
     block: str | None
+    stage: int
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
@@ -41,21 +42,21 @@ class Segment:
 
 
 def cut(graph: fx.Graph, mesh: Mesh) -> list[Segment]:
-    """The graph as segments in order; every operator is in exactly one."""
-    runs: list[tuple[str | None, list[fx.Node]]] = []
+    """The graph as segments in order, each in one stage; every operator is in exactly one."""
+    runs: list[tuple[tuple[str | None, int], list[fx.Node]]] = []
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        block = node.meta["block"]
-        if node.target is operator.getitem or (runs and runs[-1][0] == block):
+        place = node.meta["block"], node.meta.get("stage", 0)
+        if node.target is operator.getitem or (runs and runs[-1][0] == place):
             runs[-1][1].append(node)
         else:
-            runs.append((block, [node]))
+            runs.append((place, [node]))
     final = set(graph.output_node().all_input_nodes)
-    return [_segment(block, nodes, final, mesh) for block, nodes in runs]
+    return [_segment(*place, nodes, final, mesh) for place, nodes in runs]
 
 
-def _segment(block: str | None, nodes: Sequence[fx.Node], final: set[fx.Node], mesh: Mesh) -> Segment:
+def _segment(block: str | None, stage: int, nodes: Sequence[fx.Node], final: set[fx.Node], mesh: Mesh) -> Segment:
     inside = set(nodes)
     inputs: dict[fx.Node, None] = {}
     for node in nodes:
@@ -68,7 +69,7 @@ def _segment(block: str | None, nodes: Sequence[fx.Node], final: set[fx.Node], m
         if isinstance(node.meta["types"], list) and len(node.meta["types"]) == 1
         and (node in final or any(user not in inside for user in node.users))
     ]  # fmt: skip
-    return Segment(block, tuple(nodes), tuple(inputs), tuple(outputs), _signature(nodes, inputs, outputs, mesh))
+    return Segment(block, stage, tuple(nodes), tuple(inputs), tuple(outputs), _signature(nodes, inputs, outputs, mesh))
 
 
 def _signature(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node] | dict[fx.Node, None],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from ..compiler.actions import Action
 from ..compiler.collectives import COLLECTIVES
 from ..compiler.mesh import Mesh
+from ..compiler.placement import Shape
 from ..compiler.program import Cut, Function, Line, Program, Ref, map_references, operator
 from .kernels import KERNELS, Kernel, Site
 from .reuse import in_place, spare_operands
@@ -17,8 +19,56 @@ from .reuse import in_place, spare_operands
 Environment = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What stage ``stage`` hands to its neighbour over a mesh axis: results of its ``F`` to the one after it, or
+    gradients of its ``B`` to the one before it. Prints as the action that sends it."""
+
+    axis: str
+    stage: int
+    kind: Literal["F", "B"]
+    microbatch: int
+
+    @classmethod
+    def of(cls, action: Action, axis: str) -> Message:
+        """The message that an action sends or receives."""
+        kind: Literal["F", "B"] = "F" if action.kind.endswith("F") else "B"
+        back = 0 if action.kind.startswith("SEND") else 1 if kind == "F" else -1
+        return cls(axis, action.stage - back, kind, action.microbatch)
+
+    @property
+    def receiver(self) -> int:
+        """The stage that it goes to."""
+        return self.stage + (1 if self.kind == "F" else -1)
+
+    def __str__(self) -> str:
+        return f"{self.stage}SEND_{self.kind}{self.microbatch}"
+
+
+class Sending(Protocol):
+    """A message that is being sent, whose tensors it holds."""
+
+    def done(self) -> bool:
+        """Whether it is known to be taken: ``wait`` returns at once."""
+
+    def wait(self) -> None:
+        """Wait until it is taken, and its tensors may be written over.
+
+        Raises:
+            PeerLost: it never is.
+        """
+
+
+class PeerLost(RuntimeError):
+    """Another rank ended, or took too long, while this one waited for it; ``what`` says who waited for what."""
+
+    def __init__(self, what: str, why: object) -> None:
+        super().__init__(f"{what}: {why}")
+        self.what = what
+
+
 class Backend(Protocol):
-    """How collectives happen. ``pieces`` are the operands of this process's ranks, results come back alike."""
+    """How ranks communicate. ``pieces`` are the operands of this process's ranks, results come back alike."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -29,6 +79,15 @@ class Backend(Protocol):
     ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
         """Start a collective over all ranks of its groups: the results, and what to call before they are read.
         ``spare``: the pieces may be written over."""
+
+    def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
+        """Start to send the tensors of each rank; does not wait for who receives them."""
+
+    def receive(
+        self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]
+    ) -> Callable[[], list[list[torch.Tensor]]]:
+        """Start to receive tensors of these local shapes on each rank; what to call for them, which waits and may raise
+        ``PeerLost``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +238,16 @@ class Machine:
 
         return run
 
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """A dtype as this machine reads it."""
+        return _WIDER.get(dtype, dtype) if self.wide else dtype
+
     def _literal(self, item: Any) -> Any:
         """Sizes as this rank sees them, dtypes as this machine reads them."""
         if isinstance(item, Cut):
             return item.local(self.mesh)
-        if self.wide and isinstance(item, torch.dtype):
-            return _WIDER.get(item, item)
+        if isinstance(item, torch.dtype):
+            return self.dtype(item)
         if isinstance(item, (list, tuple)):
             return type(item)(self._literal(inner) for inner in item)
         return item

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..grammar.diagnostics import render
+from .execute import PeerLost
 from .faults import RunError
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -27,7 +28,8 @@ _LOST = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank failed; ``rank`` is None where no rank is to blame. ``follows``: it failed because another had."""
+    """Why a rank failed; ``rank`` is None where no rank is to blame. ``follows``: it failed because another had, and
+    ``waited`` says for which message of it."""
 
     rank: int | None
     time_s: float
@@ -35,6 +37,7 @@ class Failure:
     message: str
     follows: bool = False
     expected: bool = False
+    waited: str = ""
 
     def text(self) -> str:
         """What a person is told."""
@@ -48,12 +51,17 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     if isinstance(error, RunError):
         return Failure(rank, time.time(), error.exit_code, render(error.diagnostic()), expected=True)
     text = "".join(traceback.format_exception_only(error)).rstrip()
-    follows = isinstance(error, (dist.DistError, RuntimeError)) and any(word in text for word in _LOST)
-    if "imed out" in text and isinstance(error, (dist.DistError, RuntimeError)):
-        return Failure(rank, time.time(), 4, f"it waited too long for another rank\n{text}", follows=True)
+    waited = error.what if isinstance(error, PeerLost) else ""
+    if waited:
+        text = str(error)
+    lost = isinstance(error, (dist.DistError, RuntimeError))
+    if lost and ("imed out" in text or "Wait timeout" in text):
+        message = f"it waited too long for another rank\n{text}"
+        return Failure(rank, time.time(), 4, message, follows=True, waited=waited)
+    follows = bool(waited) or (lost and any(word in text for word in _LOST))
     if not follows:
         text = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(rank, time.time(), 4, text, follows=follows)
+    return Failure(rank, time.time(), 4, text, follows=follows, waited=waited)
 
 
 def leave_failure(failure: Failure) -> bool:
@@ -68,7 +76,7 @@ def leave_failure(failure: Failure) -> bool:
         "message": {"message": failure.message, "extraInfo": extra},
         "parc": {
             "time_s": failure.time_s, "exit_code": failure.exit_code, "message": failure.message,
-            "follows": failure.follows, "expected": failure.expected,
+            "follows": failure.follows, "expected": failure.expected, "waited": failure.waited,
         },
     }  # fmt: skip
     Path(path).write_text(json.dumps(content), encoding="utf-8")
@@ -79,8 +87,8 @@ def read_failure(rank: int, exit_code: int, path: Path) -> Failure:
     """The failure of a rank by what it left; one that was killed left nothing."""
     try:
         left = json.loads(path.read_text(encoding="utf-8"))["parc"]
-        return Failure(rank, left["time_s"], left["exit_code"], left["message"], left["follows"], left["expected"])
-    except (OSError, ValueError, KeyError):
+        return Failure(rank, **left)
+    except (OSError, ValueError, KeyError, TypeError):
         pass_on = exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP)
         if pass_on:
             return Failure(rank, time.time(), exit_code, "it was stopped")

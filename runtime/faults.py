@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from ..compiler.actions import WORK, Action
 from ..compiler.program import Line
 from ..grammar.code import Code
 from ..grammar.codes_build import BAD_NUMBER
@@ -43,9 +44,9 @@ class RunError(Exception):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bad:
-    """The first value of one rank that is not finite; ``order`` counts lines, alike on all ranks."""
+    """The first value of one rank that is not finite; ``order`` is alike on all ranks: see ``Watcher``."""
 
-    order: int
+    order: tuple[int, ...]
     rank: int
     what: str
     notes: tuple[str, ...] = ()
@@ -56,13 +57,15 @@ class Watcher:
     """Watches the programs of a step, line by line, for the first that makes something not finite of finite operands.
 
     Infinities that a line writes as such (masks) are meant; a NaN made of infinities is not. The line's module is
-    completed by the call that encloses it, since equal blocks share their lines.
+    completed by the call that encloses it, since equal blocks share their lines. Findings are in the order in which
+    values depend on each other: by microbatch, through the stages forward and back, then by line. ``current`` is the
+    action that runs.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._order = 0
-        self._line: tuple[int, str, Line, str] | None = None
+    def __init__(self, rank: int, current: Callable[[], Action | None]) -> None:
+        self.rank, self._current = rank, current
+        self._count = 0
+        self._line: tuple[tuple[int, ...], str, Line, str] | None = None
         self._called_by = ""
 
     def watch(self, action: str) -> Callable[[Line, Sequence[Environment]], None]:
@@ -74,7 +77,7 @@ class Watcher:
         return hook
 
     def _see(self, action: str, line: Line, environment: Mapping[str, Any]) -> None:
-        self._order += 1
+        self._count += 1
         if self._line is not None:
             if line.calls_function and not self._called_by:
                 self._called_by = line.origin.module
@@ -86,7 +89,15 @@ class Watcher:
         made_nan = _any(results, torch.isnan) and not _any(operands, torch.isnan)
         made_inf = _any(results, torch.isinf) and not _any(operands, _not_finite) and not _writes_infinity(line)
         if made_nan or made_inf:
-            self._line = (self._order, action, line, "NaN" if made_nan else "an infinity")
+            self._line = (self._order(), action, line, "NaN" if made_nan else "an infinity")
+
+    def _order(self) -> tuple[int, ...]:
+        action = self._current()
+        if action is None or action.kind not in WORK:
+            phase = 2 if action is not None and action.kind == "REDUCE" else 0
+            return phase, 0, 0, 0, self._count
+        back = action.kind == "B"
+        return 1, action.microbatch, int(back), -action.stage if back else action.stage, self._count
 
     def found(self) -> Bad | None:
         """What was seen, once the step was run."""
@@ -110,7 +121,7 @@ def bad_tensor(tensors: Mapping[str, torch.Tensor], what: str, rank: int) -> Bad
     """The first of some named tensors that is not finite before any line runs."""
     for name, tensor in tensors.items():
         if _any([tensor], _not_finite):
-            return Bad(0, rank, f"the first is in the {what} `{name}` on rank {rank}, before the step began")
+            return Bad((), rank, f"the first is in the {what} `{name}` on rank {rank}, before the step began")
     return None
 
 

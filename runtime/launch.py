@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -71,7 +71,7 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
             try:
                 elastic_launch(config, sys.executable)(*command)
             except ChildFailedError as error:
-                return _outcome(error.failures)
+                return _outcome(error.failures, Path(folder))
             except SignalException as stopped:
                 return Outcome(128 + int(stopped.sigval))
             except KeyboardInterrupt:
@@ -174,8 +174,11 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _outcome(failures: Mapping[int, ProcessFailure]) -> Outcome:
+def _outcome(failures: Mapping[int, ProcessFailure], folder: Path) -> Outcome:
     """The failure that explains the others: not one that only lost its peers, then the earliest."""
     found = [read_failure(rank, failure.exitcode, Path(failure.error_file)) for rank, failure in failures.items()]
     first = min(found, key=lambda failure: (failure.follows, failure.time_s))
+    # Others, which may have ended after the launcher had looked, say what they waited for.
+    waited = sorted({read_failure(0, 1, place).waited for place in folder.rglob("error.json")} - {"", first.waited})
+    first = replace(first, message="\n".join([first.message, *waited]))
     return Outcome(first.exit_code, None if first.exit_code > 128 else first)

@@ -67,9 +67,9 @@ def update(
             group["lr"] = lr
     for name, parameter in parameters.items():
         parameter.grad = _as_stored(gradients.get(name), parameter)
-    if clip is not None and grad_norm is not None:
-        factor = torch.clamp(clip / (grad_norm + 1e-6), max=1.0)
-        torch._foreach_mul_([p.grad for p in parameters.values() if p.grad is not None], factor)
+    given = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    if clip is not None and grad_norm is not None and given:
+        torch._foreach_mul_(given, torch.clamp(clip / (grad_norm + 1e-6), max=1.0))
     optimizer.step()
     for parameter in parameters.values():
         parameter.grad = None

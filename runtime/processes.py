@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -20,6 +21,8 @@ STORE = "PARC_STORE"
 DEVICE = "PARC_DEVICE"
 """Environment variable: ``cpu`` or ``cuda``, where the person chose."""
 TIMEOUT_S = 300.0
+
+_wait: timedelta | None = None
 
 
 class Holder(Protocol):
@@ -80,7 +83,8 @@ def join(device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> to
     if device.type == "cuda":
         torch.cuda.set_device(local if device.index is None else device.index)
         device = torch.device("cuda", torch.cuda.current_device())
-    wait = timedelta(seconds=timeout_s)
+    global _wait
+    _wait = wait = timedelta(seconds=timeout_s)
     stores: Any = dist  # torch does not declare what it exports here
     if STORE in os.environ:
         store = stores.FileStore(os.environ[STORE], world)
@@ -93,6 +97,11 @@ def join(device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> to
     atexit.register(_leave_at_exit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
     return device
+
+
+def new_group(ranks: Sequence[int]) -> Any:
+    """A process group of some ranks, that waits as long as the group of all; torch's default is longer."""
+    return dist.new_group(list(ranks), timeout=_wait)
 
 
 def leave() -> None:

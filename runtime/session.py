@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import socket
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +16,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from ..compiler.artifact import Build
-from ..compiler.padded_tensors import grow, shrink
+from ..compiler.padded_tensors import grow
 from ..compiler.padding import pads_from
-from ..compiler.placement import TensorType, assemble, parse_type, take
+from ..compiler.placement import TensorType, parse_type, take
 from ..grammar.codes_build import BAD_BUILD, BAD_STATE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
@@ -24,6 +26,8 @@ from .compiled import Regions
 from .execute import Backend, Machine
 from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
 from .feed import Feed, Parts
+from .gather import Gatherer, everywhere
+from .holders import BUFFERS, held, keepers_of, owners_of
 from .initial import Initial
 from .kernels import KERNELS, Kernel
 from .opening import check_fits, check_source_of, constants_of, mesh_of, open_build, open_checkpoint, task_of
@@ -33,6 +37,7 @@ from .products import kernels_for
 from .sizes import AtSizes, BySizes, bound
 from .state import save_tensors
 from .step import RankState, Stepper, StepResult
+from .trace import Recorder, clock_offset, write_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,8 @@ class Session:
 
     Under torchrun (or ``parc run``) each process is one rank of the mesh; without it the mesh must have one rank. A
     batch may have any sizes that the plan declares; those of the plan's own data are the build's, its largest if it was
-    not bound to others. With ``compile`` the work between collectives is compiled when a step first meets it.
+    not bound to others. With ``compile`` the work between collectives is compiled when a step first meets it. With
+    ``trace`` the time of every action is kept for ``write_trace``.
 
     Raises:
         RunError: the number of processes is not the mesh's, torch or the model's file is not the build's, the weights
@@ -58,23 +64,35 @@ class Session:
     """
 
     def __init__(
-        self, build: Build, device: torch.device | None = None, *, check_source: bool = True, compile: bool = False
+        self,
+        build: Build,
+        device: torch.device | str | None = None,
+        *,
+        check_source: bool = True,
+        compile: bool = False,
+        trace: bool = False,
     ) -> None:
         self.build = build
         self.mesh = mesh_of(build)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         check_fits(build, self.world)
-        self.device = device or default_device()
+        self.device = torch.device(device) if device is not None else default_device()
         self.coordinates = self.mesh.coordinates(self.rank)
         manifest = build.manifest
         self.types = {name: parse_type(text, self.mesh) for name, text in manifest["parameters"].items()}
         self.pads = pads_from(manifest["padding"])
+        self.role = build.role_at(self.coordinates)
+        self._roles = tuple(build.roles.values())
+        ranks = [build.role_at(self.mesh.coordinates(rank)) for rank in range(self.world)]
+        self._gatherer = Gatherer(self.mesh, self.rank, self.device, ranks)
+        self._owners = owners_of(self._roles, self.types)
+        self.recorder = Recorder(self.device) if trace else None
         self.step_number = 0
         self.last_step: int | None = manifest["steps"]  # no data is read ahead beyond it
-        programs = list(build.programs.values())
-        self.backend: Backend = (
-            Distributed(self.mesh, programs, self.rank, self.device) if self.world > 1 else InProcess(self.mesh)
-        )
+        programs = [program for role in self._roles for program in role.programs.values()]
+        self.backend: Backend = InProcess(self.mesh)
+        if self.world > 1:
+            self.backend = Distributed(self.mesh, programs, self.rank, self.device, self.role.axis)
         self.regions = Regions(self.device) if compile else None
         self.kernels = self._agreed(kernels_for(self.device))
         self._by_sizes = BySizes(build, self._at)
@@ -87,8 +105,12 @@ class Session:
 
     def _at(self, build: Build) -> AtSizes:
         machine = self.regions.machine if self.regions is not None else Machine
-        stepper = Stepper(build.programs, build.actions, self.backend, self.device, machine, kernels=self.kernels)
+        stepper = self._stepper(build, machine, recorder=self.recorder)
         return AtSizes(build, stepper, Feed(build, self.mesh, self.coordinates, self.device))
+
+    def _stepper(self, build: Build, machine: Callable[..., Machine] = Machine, **options: Any) -> Stepper:
+        role, options = build.role_at(self.coordinates), {**options, "kernels": self.kernels}
+        return Stepper(role.programs, role.actions, self.backend, self.device, machine, axis=role.axis, **options)
 
     def _agreed(self, kernels: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
         """Special kernels where every rank would take them: what ranks compute alike is alike to the bit."""
@@ -110,7 +132,12 @@ class Session:
         constants = constants_of(self.build)
         self._initial = Initial(self.build, task_of(self.build.manifest), self.mesh, self.coordinates, self.device)
         self._updates = {name: constants[name] for name in self.build.manifest["updates"]}
-        return self._initial.state(self.types, constants)
+        self._keepers = keepers_of(self._roles, self._updates)
+        buffered = held(self.role, BUFFERS) if self.role.axis else constants
+        return self._initial.state(
+            {name: type_ for name, type_ in self.types.items() if self.role in self._owners[name]},
+            {name: type_ for name, type_ in constants.items() if name in buffered},
+        )
 
     def _take(self, whole: torch.Tensor, type_: TensorType, name: str = "") -> torch.Tensor:
         whole = grow(whole, self.pads.get(name, ()))
@@ -142,7 +169,8 @@ class Session:
             raise bad_number(self.step_number + 1, loss, norm, self._find_bad(), self.regions is not None)
         line = self.build.manifest["optimizer"]
         lr = rate(line, self.step_number + 1) if lr is None else lr
-        update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, line["clip"], lr)
+        with self._by_sizes().stepper.recorded(str(self.role.actions[-1]), "work", self.step_number):
+            update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, line["clip"], lr)
         self.step_number += 1
         return StepReport(self.step_number, loss, norm, float(self.optimizer.param_groups[0]["lr"]))
 
@@ -167,6 +195,20 @@ class Session:
         dist.all_gather(rows, mine)
         return [[int(number) for number in other.tolist()] for other in rows]
 
+    def write_trace(self, path: Path | str) -> None:
+        """Write what every rank did and when, for Perfetto or chrome://tracing.
+
+        Collective: every rank calls it, rank 0 writes.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        assert self.recorder is not None, "the session keeps no trace"
+        offset = clock_offset(self.exchange, self.rank, zlib.crc32(socket.gethostname().encode()))
+        ranks = everywhere((f"rank {self.rank} ({self.role.name})", offset, self.recorder.spans), self.world)
+        if self.rank == 0:
+            write_trace(Path(path), ranks)
+
     def _find_bad(self) -> list[Bad | None]:
         """Run the step again under watch; what each rank saw first, on every rank."""
         at, parts, buffers = self._given
@@ -175,20 +217,14 @@ class Session:
         for part in parts:
             floats = {name: value for name, value in part.items() if value.is_floating_point()}
             seen = seen or bad_tensor(floats, "input", self.rank)
-        watcher = Watcher(self.rank)
-        stepper = Stepper(
-            at.build.programs, at.build.actions, self.backend, self.device, kernels=self.kernels, reuse=False
-        )
-        for action, machine in stepper.machines.items():
-            machine.watch = watcher.watch(action)
+        stepper = self._stepper(at.build, reuse=False)
+        watcher = Watcher(self.rank, lambda: stepper.current)
+        for machine in stepper.machines.values():
+            machine.watch = watcher.watch(machine.program.action)
         stepper.gradients([self.state], [parts], self.step_number)
         self.state.buffers = dict(buffers)
         seen = seen or watcher.found()
-        found: list[Bad | None] = [seen]
-        if self.world > 1:
-            found = [None] * self.world
-            dist.all_gather_object(found, seen)
-        return found
+        return everywhere(seen, self.world)
 
     # ---- state
 
@@ -197,22 +233,27 @@ class Session:
 
         Collective: every rank calls it, every rank gets it.
         """
-        whole = {name: self._gather(self.state.parameters[name], type_, name) for name, type_ in self.types.items()}
-        whole.update((name, self._gather(self.state.buffers[name], type_)) for name, type_ in self._updates.items())
+        whole = {**self._whole_parameters(), **self._whole_buffers()}
         for alias, name in self.build.manifest["aliases"].items():
             if name in whole:
                 whole[alias] = whole[name]
         # What no line of the programs reads or changes is as it was made.
         return {name: whole[name] if name in whole else self._initial.whole(name) for name in self._initial.kept}
 
-    def _gather(self, piece: torch.Tensor, type_: TensorType, name: str = "") -> torch.Tensor:
-        """The whole tensor; of a parameter ``name``, or of its optimizer's state, as the model has it."""
-        if not type_.placement.split_axes():
-            return piece.detach().cpu().clone()
-        pieces = [torch.empty_like(piece) for _ in range(self.world)]
-        dist.all_gather(pieces, piece.detach().contiguous())
-        whole = assemble([other.cpu() for other in pieces], type_.placement, self.mesh)
-        return shrink(whole, self.pads.get(name, ()))
+    def _whole_parameters(self) -> dict[str, torch.Tensor]:
+        return {
+            name: self._gatherer.whole(
+                self.state.parameters.get(name), type_, self._owners[name], self.pads.get(name, ())
+            )
+            for name, type_ in self.types.items()
+        }
+
+    def _whole_buffers(self) -> dict[str, torch.Tensor]:
+        """Of the role that changes a buffer."""
+        return {
+            name: self._gatherer.whole(self.state.buffers.get(name), type_, self._keepers[name])
+            for name, type_ in self._updates.items()
+        }
 
     def save(self, path: Path | str) -> None:
         """Write parameters, optimizer state and the step number, whole and by the model's names (safetensors, JSON).
@@ -222,18 +263,16 @@ class Session:
         Raises:
             RunError: ``path`` holds something else, or cannot be written.
         """
-        tensors = {
-            f"parameter.{name}": self._gather(self.state.parameters[name], t, name) for name, t in self.types.items()
-        }
+        tensors = {f"parameter.{name}": value for name, value in self._whole_parameters().items()}
+        slots = self._gatherer.slots(self.state.parameters, self.optimizer)
         for name, type_ in self.types.items():
-            for key, value in self.optimizer.state.get(self.state.parameters[name], {}).items():
-                if isinstance(value, torch.Tensor):
-                    alike = value.dim() > 0 and value.shape == self.state.parameters[name].shape
-                    tensors[f"optimizer.{key}.{name}"] = (
-                        self._gather(value, type_, name) if alike else value.cpu().clone()
-                    )
-        buffers = {name: self._gather(self.state.buffers[name], type_) for name, type_ in self._updates.items()}
-        tensors.update((f"buffer.{name}", value) for name, value in buffers.items())
+            parameter = self.state.parameters.get(name)
+            mine = {} if parameter is None else self.optimizer.state.get(parameter, {})
+            like = type_, self._owners[name], self.pads.get(name, ())
+            for key, number in slots.get(name, {}).items():
+                whole = self._gatherer.whole(mine.get(key), *like) if number is None else number
+                tensors[f"optimizer.{key}.{name}"] = whole
+        tensors.update((f"buffer.{name}", value) for name, value in self._whole_buffers().items())
         facts = {"step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"]}
         fault: list[RunError | None] = [None]
         if self.rank == 0:
@@ -255,12 +294,19 @@ class Session:
         try:
             with checkpoint.tensors() as file:
                 read = {
-                    key: self._take(file.get_tensor(key), type_, name if kind == "parameter" else "")
-                    for kind, types in (("parameter", self.types), ("buffer", self._updates))
-                    for name, type_ in types.items()
+                    key: self._take(file.get_tensor(key), types[name], name if kind == "parameter" else "")
+                    for kind, types, mine in (
+                        ("parameter", self.types, self.state.parameters), ("buffer", self._updates, self.state.buffers)
+                    )
+                    for name in types
+                    if name in mine
                     for key in (f"{kind}.{name}",)
+                }  # fmt: skip
+                states = {
+                    name: {slot: self._slot(file, slot, name) for slot in slots[name]}
+                    for name in slots
+                    if name in self.state.parameters
                 }
-                states = {name: {slot: self._slot(file, slot, name) for slot in slots[name]} for name in slots}
         except (OSError, SafetensorError) as error:
             raise RunError(BAD_STATE, f"`{path}` cannot be read: {error}") from None
         # Only now, with everything read, is anything changed.
@@ -269,7 +315,9 @@ class Session:
             parameter.copy_(read[f"parameter.{name}"])
             if name in states:
                 self.optimizer.state[parameter] = states[name]
-        self.state.buffers.update((name, read[f"buffer.{name}"]) for name in self._updates)
+        self.state.buffers.update(
+            (name, read[f"buffer.{name}"]) for name in self._updates if name in self.state.buffers
+        )
         self.step_number = checkpoint.step
 
     def _slot(self, file: Any, slot: str, name: str) -> torch.Tensor:
@@ -280,10 +328,11 @@ class Session:
 
 def load(
     path: Path | str,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     sizes: Mapping[str, int] | None = None,
     *,
     compile: bool = False,
+    trace: bool = False,
 ) -> Session:
     """A session of a build. In a process that torchrun started, the process group is made if there is none yet.
 
@@ -295,5 +344,5 @@ def load(
     build = bound(open_build(path), sizes or {})
     if launched() and not dist.is_initialized():
         check_fits(build, launched())
-        join(device)
-    return Session(build, device, compile=compile)
+        device = join(torch.device(device) if device is not None else None)
+    return Session(build, device, compile=compile, trace=trace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,16 @@ from ..compiler.actions import Action
 from ..compiler.mesh import Mesh
 from ..compiler.padded_tensors import grow, shrink
 from ..compiler.padding import Pad, Pads
-from ..compiler.placement import TensorType, assemble, parse_type, take
+from ..compiler.placement import TensorType, parse_type, take
 from ..compiler.program import Line, Program
-from .backends.in_process import InProcess
+from ..compiler.roles import SINGLE, Role
+from .backends.in_process import InProcess, Meeting
 from .execute import Machine
+from .holders import BUFFERS, held, owners_of, place, together
 from .kernels import REFERENCE_KERNELS
 from .optimizer import make_optimizer, rate, update
 from .random_batch import random_batch
-from .step import RankState, Stepper
+from .step import RankState, Stepper, StepResult
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-10
@@ -39,6 +42,8 @@ class Case:
     buffers: Mapping[str, torch.Tensor]
     stored: Mapping[str, str]
     pads: Pads = field(default_factory=dict)
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """Of a pipeline; without them all ranks run ``programs``."""
 
 
 @dataclass(slots=True)
@@ -131,30 +136,44 @@ class ReferenceRun:
 class Simulation:
     """All ranks of a build, each with its own pieces and optimizer, in lock step."""
 
-    def __init__(self, case: Case, watch: Callable[[Line, Sequence[dict[str, Any]]], None] | None = None) -> None:
+    def __init__(
+        self, case: Case, watch: Callable[[Line, Sequence[dict[str, Any]]], None] | None = None, **options: Any
+    ) -> None:
         self.case = case
         self.types = {name: parse_type(text, case.mesh) for name, text in case.stored.items()}
-        self.backend = InProcess(case.mesh)
-        self.stepper = Stepper(case.programs, case.actions, self.backend, CPU, wide=True, watch=watch)
-        self.states = [self._state(rank) for rank in range(case.mesh.world)]
+        self.meeting = Meeting()
+        self.roles = tuple(case.roles.values()) or (Role(SINGLE, case.programs, tuple(case.actions)),)
+        self.backends = [
+            InProcess(case.mesh, role.stages[0], role.axis, self.meeting) if role.axis else InProcess(case.mesh)
+            for role in self.roles
+        ]
+        self.steppers = [
+            Stepper(role.programs, role.actions, backend, CPU, axis=role.axis, wide=True, watch=watch, **options)
+            for role, backend in zip(self.roles, self.backends, strict=True)
+        ]
+        owners = owners_of(self.roles, self.types)
+        states = {rank: self._state(rank, role, owners) for role, backend in zip(self.roles, self.backends, strict=True)
+                  for rank in backend.ranks}  # fmt: skip
+        self.states = [states[rank] for rank in range(case.mesh.world)]
         self.optimizers = [make_optimizer(state.parameters, case.optimizer) for state in self.states]
 
-    def _state(self, rank: int) -> RankState:
-        at = self.case.mesh.coordinates(rank)
-        buffers = {v.role.split(" ", 1)[1]: v.type for v in self.case.programs["F"].main.parameters
-                   if v.role.split(" ")[0] in ("buffer", "constant")}  # fmt: skip
+    def _state(self, rank: int, role: Role, owners: Mapping[str, Sequence[Role]]) -> RankState:
+        at, mesh = self.case.mesh.coordinates(rank), self.case.mesh
+        buffered = held(role, BUFFERS)
+        buffers = {name: type_ for name, type_ in self._buffer_types().items() if name in buffered}
         return RankState(
             {
-                name: take(
-                    grow(wide(self.case.parameters[name]), self.case.pads.get(name, ())),
-                    t.placement,
-                    self.case.mesh,
-                    at,
-                )
+                name: take(grow(wide(self.case.parameters[name]), self.case.pads.get(name, ())), t.placement, mesh, at)
                 for name, t in self.types.items()
+                if role in owners[name]
             },
-            {name: take(wide(self.case.buffers[name]), t.placement, self.case.mesh, at) for name, t in buffers.items()},
+            {name: take(wide(self.case.buffers[name]), t.placement, mesh, at) for name, t in buffers.items()},
         )
+
+    def _buffer_types(self, kinds: Sequence[str] = BUFFERS) -> dict[str, TensorType]:
+        found = (value for role in self.roles for name, program in role.programs.items() if name.endswith("F")
+                 for value in program.main.parameters)  # fmt: skip
+        return {value.role.split(" ", 1)[1]: value.type for value in found if value.role.split(" ")[0] in kinds}
 
     def local_batches(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[list[dict[str, torch.Tensor]]]:
         """Each rank's part of each microbatch."""
@@ -174,12 +193,10 @@ class Simulation:
         self, batches: Sequence[Mapping[str, torch.Tensor]], step: int
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Every rank's loss, and the gradients put together; then the update on every rank."""
-        results = self.stepper.gradients(self.states, self.local_batches(batches), step)
-        whole = {
-            name: assemble([result.gradients[name] for result in results], self.types[name].placement, self.case.mesh)
-            for name in results[0].gradients
-        }
-        self.spread = _spread([result.gradients for result in results], self.types, self.case.mesh)
+        results = self.run(Stepper.gradients, batches, step)
+        gradients = [result.gradients for result in results]
+        whole = {name: self._whole(gradients, name) for name in dict.fromkeys(n for found in gradients for n in found)}
+        self.spread = _spread(gradients, self.types, self.case.mesh)
         for state, optimizer, result in zip(self.states, self.optimizers, results, strict=True):
             # ranks of one process share what a collective made, and clipping scales in place
             given = {name: gradient.clone() for name, gradient in result.gradients.items()}
@@ -187,17 +204,37 @@ class Simulation:
             update(optimizer, state.parameters, given, result.grad_norm, line["clip"], rate(line, step + 1))
         return [result.loss for result in results], whole
 
+    def run(
+        self, do: Callable[..., list[StepResult]], batches: Sequence[Mapping[str, torch.Tensor]], step: int
+    ) -> list[StepResult]:
+        """``Stepper.gradients`` or ``Stepper.loss`` on every rank; roles run side by side."""
+        local = self.local_batches(batches)
+
+        def of(stepper: Stepper, ranks: Sequence[int]) -> list[StepResult]:
+            return do(stepper, [self.states[rank] for rank in ranks], [local[rank] for rank in ranks], step)
+
+        jobs = [
+            partial(of, stepper, backend.ranks) for stepper, backend in zip(self.steppers, self.backends, strict=True)
+        ]
+        made = self.meeting.run(jobs) if len(jobs) > 1 else [jobs[0]()]
+        by_rank = {rank: result for backend, results in zip(self.backends, made, strict=True)
+                   for rank, result in zip(backend.ranks, results, strict=True)}  # fmt: skip
+        return [by_rank[rank] for rank in range(self.case.mesh.world)]
+
+    def _whole(self, ranks: Sequence[Mapping[str, torch.Tensor]], name: str) -> torch.Tensor:
+        pieces = {rank: have[name] for rank, have in enumerate(ranks) if name in have}
+        return together(pieces, self.types[name].placement, self.case.mesh)
+
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter put together."""
-        for name, type_ in self.types.items():
-            yield name, assemble([s.parameters[name] for s in self.states], type_.placement, self.case.mesh)
+        for name in self.types:
+            yield name, self._whole([state.parameters for state in self.states], name)
 
-    def buffers(self) -> Iterator[tuple[str, list[torch.Tensor], TensorType]]:
-        """Every buffer that the model keeps: its pieces, and its type."""
-        for value in self.case.programs["F"].main.parameters:
-            kind, _, name = value.role.partition(" ")
-            if kind == "buffer":
-                yield name, [state.buffers[name] for state in self.states], value.type
+    def buffers(self) -> Iterator[tuple[str, dict[int, torch.Tensor], TensorType]]:
+        """Every buffer that the model keeps: the pieces of the ranks that have it, and its type."""
+        for name, type_ in self._buffer_types(("buffer",)).items():
+            have = enumerate(state.buffers for state in self.states)
+            yield name, {rank: buffers[name] for rank, buffers in have if name in buffers}, type_
 
     def take_state(self, reference: ReferenceRun) -> None:
         """Go on from the reference's weights and buffers: what a step rounds is not carried into the next, where batch
@@ -205,11 +242,12 @@ class Simulation:
         with torch.no_grad():
             for rank, state in enumerate(self.states):
                 at = self.case.mesh.coordinates(rank)
-                for name, type_ in self.types.items():
+                for name, parameter in state.parameters.items():
                     whole = grow(reference.parameters[name], self.case.pads.get(name, ()))
-                    state.parameters[name].copy_(take(whole, type_.placement, self.case.mesh, at))
-                for name, _, type_ in self.buffers():
-                    state.buffers[name] = take(reference.buffers[name], type_.placement, self.case.mesh, at).clone()
+                    parameter.copy_(take(whole, self.types[name].placement, self.case.mesh, at))
+                for name, pieces, type_ in self.buffers():
+                    if rank in pieces:
+                        state.buffers[name] = take(reference.buffers[name], type_.placement, self.case.mesh, at).clone()
 
     def parameter_spread(self) -> dict[str, float]:
         """How far replicas of a parameter are from each other."""
@@ -222,14 +260,11 @@ def _spread(
     """How far replicas of a tensor are from each other: they must be one value."""
     found: dict[str, float] = {}
     for name, type_ in types.items():
-        if name not in ranks[0]:
-            continue
         first: dict[tuple[int, ...], torch.Tensor] = {}
         for rank, pieces in enumerate(ranks):
-            at = mesh.coordinates(rank)
-            place = tuple(at[axis] for axis in type_.placement.split_axes())
-            kept = first.setdefault(place, pieces[name])
-            found[name] = max(found.get(name, 0.0), _largest(pieces[name] - kept))
+            if name in pieces:
+                kept = first.setdefault(place(rank, type_.placement, mesh), pieces[name])
+                found[name] = max(found.get(name, 0.0), _largest(pieces[name] - kept))
     return found
 
 
@@ -300,7 +335,7 @@ def _compare_state(
     floor = 1e-3 * max((_largest(reference.buffers[name]) for name in moved), default=0.0)
     for name, pieces, type_ in simulation.buffers():
         expected = reference.buffers[name]
-        for rank, piece in enumerate(pieces):
+        for rank, piece in pieces.items():
             part = take(expected, type_.placement, case.mesh, case.mesh.coordinates(rank))
             apart = _largest(piece.double() - part.double()) / max(_largest(expected), floor, 1e-30)
             agreement.note("parameter", apart, f"step {step}, buffer {name}, rank {rank}")

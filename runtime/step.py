@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 from ..compiler.actions import Action
 from ..compiler.program import Program
-from .execute import Backend, Environment, Machine
+from .execute import Backend, Environment, Machine, Message, PeerLost, Sending
+from .trace import Recorder
 
 Batch = Mapping[str, torch.Tensor]
 """One microbatch of one rank: its part of each input."""
@@ -33,8 +35,16 @@ class StepResult:
     gradients: dict[str, torch.Tensor]
 
 
+Key = tuple[int, str, int]
+"""What is kept between actions belongs to a stage, its ``F`` or ``B``, and a microbatch."""
+AHEAD = 2
+"""Receives are started so many actions before the one that waits for them, so that messages travel meanwhile."""
+_FORWARD = ("COUNT", "SCALE", "F", "SEND_F", "RECV_F")
+
+
 class Stepper:
-    """Runs the actions of a step up to its gradients; the update is the optimizer's."""
+    """Runs the actions of a role's step up to its gradients; the update is the optimizer's. ``axis`` is the pipeline
+    axis where the role has stages. With ``account`` it keeps the peak of what waits for backward."""
 
     def __init__(
         self,
@@ -43,31 +53,114 @@ class Stepper:
         backend: Backend,
         device: torch.device,
         machine: Callable[..., Machine] = Machine,
+        *,
+        axis: str = "",
+        recorder: Recorder | None = None,
+        account: bool = False,
         **options: Any,
     ) -> None:
-        self.actions, self.device, self.backend = tuple(actions), device, backend
+        self.actions, self.device, self.backend, self.axis = tuple(actions), device, backend, axis
+        self.recorder = recorder
+        self.account = account
+        self.peak_saved_bytes: dict[int, int] = {}
+        """With ``account``: the most bytes that one rank held for each stage's later actions, saved and received."""
+        self.current: Action | None = None
+        """What runs now, or ran last."""
+        self._receives: dict[Message, Callable[[], list[list[torch.Tensor]]]] = {}
+        self._sends: list[Sending] = []
         options.setdefault("reuse", options.get("watch") is None)  # who watches may keep what it saw
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
 
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Loss and gradients of a step. ``batches[rank][microbatch]``; ``step`` counts from 0 and seeds dropout."""
-        work = [_Work() for _ in states]
-        for action in self.actions:
-            handler = getattr(self, f"_{action.kind.lower()}", None)
-            if handler is not None:
-                handler(action, states, batches, step, work)
+        work = self._walk([action for action in self.actions if action.kind != "STEP"], states, batches, step)
         return [StepResult(w.results["loss"], w.results.get("grad_norm"), _strip(w.results, "gradient ")) for w in work]
 
     def loss(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """The loss alone, of the same numbers; nothing is kept for a backward."""
-        work = [_Work() for _ in states]
-        for action in self.actions:
-            if action.kind in ("COUNT", "SCALE", "F"):
-                getattr(self, f"_{action.kind.lower()}")(action, states, batches, step, work)
-                for w in work:
-                    w.saved.clear()
+        work = self._walk([a for a in self.actions if a.kind in _FORWARD], states, batches, step, keep=False)
+        self._settle(step)
         self._reduce_loss(work)
         return [StepResult(w.results["loss"], None, {}) for w in work]
+
+    def _walk(
+        self, actions: Sequence[Action], states: Sequence[RankState], batches: Any, step: int, keep: bool = True
+    ) -> list[_Work]:
+        work = [_Work(keep) for _ in states]
+        self._receives, self._sends = {}, []
+        for index, action in enumerate(actions):
+            self.current = action
+            for coming in actions[index : index + 1 + AHEAD]:
+                if coming.kind in ("RECV_F", "RECV_B"):
+                    self._post(coming)
+            handler = getattr(self, f"_{action.kind.lower().partition('_')[0]}")
+            try:
+                with self.recorded(str(action), "wait" if action.kind.startswith("RECV") else "work", step):
+                    handler(action, states, batches, step, work)
+            except RuntimeError as error:
+                if not isinstance(error, PeerLost):
+                    error.add_note(f"in action {action} of step {step + 1}")
+                raise
+        return work
+
+    def recorded(self, name: str, category: str, step: int) -> AbstractContextManager[None]:
+        """Keep the time of what happens inside, where times are kept."""
+        return nullcontext() if self.recorder is None else self.recorder.span(name, category, step)
+
+    # ---- messages
+
+    def _machine(self, action: Action, kind: str) -> str:
+        """The name of the program of a stage's work."""
+        return f"{action.stage}{kind}" if self.axis else kind
+
+    def _post(self, action: Action) -> None:
+        message = Message.of(action, self.axis)
+        if message in self._receives:
+            return
+        machine = self.machines[self._machine(action, message.kind)]
+        types = [value.type for value in machine.program.main.parameters if value.role.startswith("received ")]
+        like = [(type_.local(machine.mesh), machine.dtype(type_.dtype)) for type_ in types]
+        self._receives[message] = self.backend.receive(message, like)
+
+    def _recv(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
+        message = Message.of(action, self.axis)
+        main = self.machines[self._machine(action, message.kind)].program.main
+        names = [value.role for value in main.parameters if value.role.startswith("received ")]
+        for w, tensors in zip(work, self._receives.pop(message)(), strict=True):
+            w.kept[action.stage, message.kind, action.microbatch] = dict(zip(names, tensors, strict=True))
+        self._note_saved(action.stage, states, batches, work)
+
+    def _send(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
+        message = Message.of(action, self.axis)
+        pieces = [w.sent.pop((action.stage, message.kind, action.microbatch), []) for w in work]  # nothing may flow
+        self._sends = [sending for sending in self._sends if not sending.done()]
+        self._sends.append(self.backend.send(message, pieces))
+
+    def _settle(self, step: int) -> None:
+        """Wait until all that was sent was taken: the tensors may be written over then."""
+        if self._sends:
+            with self.recorded("sends", "wait", step):
+                for sending in self._sends:
+                    sending.wait()
+        self._sends = []
+
+    def _note_saved(self, stage: int, states: Sequence[RankState], batches: Any, work: Sequence[_Work]) -> None:
+        """The bytes kept for a stage now, storages counted once; what the rank holds anyway does not count."""
+        if not self.account:
+            return
+        for w, state, parts in zip(work, states, batches, strict=True):
+            lasting = [
+                *state.parameters.values(),
+                *state.buffers.values(),
+                *(t for part in parts for t in part.values()),
+            ]
+            known = {tensor.untyped_storage().data_ptr() for tensor in lasting}
+            kept = [tensor.untyped_storage() for key, table in w.kept.items() if key[0] == stage
+                    for tensor in table.values()]  # fmt: skip
+            sizes = {storage.data_ptr(): storage.nbytes() for storage in kept if storage.data_ptr() not in known}
+            self.peak_saved_bytes[stage] = max(self.peak_saved_bytes.get(stage, 0), sum(sizes.values()))
+
+    # ---- work
 
     def _run(self, name: str, states: Sequence[RankState], work: Sequence[_Work], extra: Sequence[Environment]) -> Any:
         machine = self.machines[name]
@@ -75,6 +168,8 @@ class Stepper:
             {value.name: _bind(value.role, state, w, more) for value in machine.program.main.parameters}
             for state, w, more in zip(states, work, extra, strict=True)
         ]
+        for more in extra:
+            more.clear()  # values die within the program, after their last use
         return machine.run(given)
 
     def _inputs(self, action: Action, batches: Any, step: int) -> list[Environment]:
@@ -93,20 +188,34 @@ class Stepper:
             w.totals["scale"] = made["scale"]
 
     def _f(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
-        inputs = self._inputs(action, batches, step)
-        for state, w, made in zip(states, work, self._run("F", states, work, inputs), strict=True):
-            w.total("loss", made["loss"])
+        key = (action.stage, "F", action.microbatch)
+        extra = [
+            {**given, **w.kept.pop(key, {})} for given, w in zip(self._inputs(action, batches, step), work, strict=True)
+        ]
+        for state, w, made in zip(
+            states, work, self._run(self._machine(action, "F"), states, work, extra), strict=True
+        ):
+            if "loss" in made:
+                w.total("loss", made["loss"])
             state.buffers.update(_strip(made, "buffer "))
-            w.saved[action.microbatch] = {key: value for key, value in made.items() if key.startswith("saved ")}
+            w.hand_over(key, made)
+            if w.keep:
+                w.kept[action.stage, "saved", action.microbatch] = {
+                    k: v for k, v in made.items() if k.startswith("saved ")
+                }
+        self._note_saved(action.stage, states, batches, work)
 
     def _b(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
+        key = (action.stage, "B", action.microbatch)
         inputs = self._inputs(action, batches, step)
-        extra = [{**given, **w.saved.pop(action.microbatch)} for given, w in zip(inputs, work, strict=True)]
-        for w, made in zip(work, self._run("B", states, work, extra), strict=True):
-            for name, gradient in made.items():
+        extra = [{**given, **w.kept.pop((action.stage, "saved", action.microbatch)), **w.kept.pop(key, {})}
+                 for given, w in zip(inputs, work, strict=True)]  # fmt: skip
+        for w, made in zip(work, self._run(self._machine(action, "B"), states, work, extra), strict=True):
+            for name, gradient in w.hand_over(key, made).items():
                 w.total(f"gradient {name}", gradient)
 
     def _reduce(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
+        self._settle(step)
         for w, state, given in zip(work, states, batches, strict=True):
             w.own([*state.parameters.values(), *state.buffers.values(), *given[-1].values()])
         for w, made in zip(work, self._run("REDUCE", states, work, [{}] * len(work)), strict=True):
@@ -114,29 +223,48 @@ class Stepper:
 
     def _reduce_loss(self, work: Sequence[_Work]) -> None:
         """The loss's part of REDUCE, where there are no gradients."""
-        main = self.machines["REDUCE"].program.main
-        loss = next(value for value in main.parameters if value.role == "loss")
-        axes = loss.type.placement.partial
-        pieces = [w.totals["loss"] for w in work]
-        if axes:
-            pieces, arrival = self.backend.collective("parc.all_reduce", [",".join(axes)], pieces)
-            if arrival is not None:
-                arrival()
+        machine = self.machines["REDUCE"]
+        main = machine.program.main
+        result = main.values()[dict(main.returns)["loss"]].type
+        nothing = torch.zeros((), dtype=machine.dtype(result.dtype), device=self.device)
+        pieces = [w.totals.get("loss", nothing) for w in work]
+        partial = [value.type.placement.partial for value in main.parameters if value.role == "loss"]
+        own = [axis for axes in partial for axis in axes if axis != self.axis]
+        for axes in (",".join(own), self.axis):
+            if axes:
+                pieces, arrival = self.backend.collective("parc.all_reduce", [axes], pieces)
+                if arrival is not None:
+                    arrival()
         for w, piece in zip(work, pieces, strict=True):
             w.results = {"loss": piece * w.totals["scale"]}
 
 
 @dataclass(slots=True)
 class _Work:
-    """What one rank gathers during a step."""
+    """What one rank gathers during a step; ``keep`` what backward reads."""
 
+    keep: bool = True
     totals: dict[str, torch.Tensor] = field(default_factory=dict)
-    saved: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    kept: dict[Key, dict[str, torch.Tensor]] = field(default_factory=dict)
+    sent: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
     results: dict[str, torch.Tensor] = field(default_factory=dict)
+    summed: set[str] = field(default_factory=set)
 
     def total(self, key: str, value: torch.Tensor) -> None:
-        """Add a microbatch's part."""
-        self.totals[key] = self.totals[key] + value if key in self.totals else value
+        """Add a microbatch's part; the first sum has storage of its own, which later ones are added to."""
+        if key in self.summed:
+            self.totals[key].add_(value)
+        elif key in self.totals:
+            self.totals[key] = self.totals[key] + value
+            self.summed.add(key)
+        else:
+            self.totals[key] = value
+
+    def hand_over(self, key: Key, made: Environment) -> Environment:
+        """Put what goes to another stage aside; the rest."""
+        if sent := [value for name, value in made.items() if name.startswith("sent ")]:
+            self.sent[key] = sent
+        return {name: value for name, value in made.items() if not name.startswith("sent ")}
 
     def own(self, others: Iterable[torch.Tensor]) -> None:
         """Give every gradient storage of its own, so that REDUCE may write over it."""

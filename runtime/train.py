@@ -18,6 +18,7 @@ import torch
 from .metrics import MetricsFile, ProgressDisplay
 from .processes import launched
 from .session import Session
+from .trace import write_trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Options:
     save: Path | None = None
     save_every: int | None = None
     resume: Path | None = None
+    trace: Path | None = None
 
 
 @final
@@ -75,6 +77,8 @@ def train(session: Session, options: Options) -> int:
         stack.enter_context(session)
         stop = stack.enter_context(Stop())
         metrics = display = None
+        if first and options.trace is not None:
+            write_trace(options.trace, [])  # a place that cannot be written is known before training
         if first and options.metrics is not None:
             append = options.resume is not None
             metrics = stack.enter_context(MetricsFile(options.metrics, run_facts(session), append))
@@ -109,6 +113,8 @@ def train(session: Session, options: Options) -> int:
                 saved = report.step
         if options.save is not None and saved != session.step_number:
             session.save(options.save)
+        if options.trace is not None:
+            session.write_trace(options.trace)
     if asked and first:
         where = f"; saved to {options.save}" if options.save is not None else ""
         name = signal.Signals(asked).name

@@ -23,3 +23,44 @@ class Stack(nn.Module):
 def square(output: Tensor, wanted: Tensor) -> Tensor:
     """The mean squared error."""
     return ((output - wanted) ** 2).mean()
+
+
+class Same(nn.Module):
+    """Nothing, where values are float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape."""
+        return x.float()
+
+
+class Looked(nn.Module):
+    """Three layers; the first reads the weight of the last without a gradient."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(width, width) for _ in range(3))
+        self.same = Same()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, width] → [B, width]."""
+        made: Tensor = self.c(torch.tanh(self.b(self.same(self.a(x) * self.c.weight.detach().sum()))))
+        return made
+
+
+class Tied(nn.Module):
+    """Layers that add to what the first made; the first and the last have one matrix; then batch statistics."""
+
+    def __init__(self, layers: int, width: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.layers[-1].weight = self.layers[0].weight
+        self.drop, self.norm = nn.Dropout(0.25), nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, width] → [B, width]."""
+        first, *others = self.layers
+        skip = made = self.drop(torch.tanh(first(x)))
+        for layer in others:
+            made = torch.tanh(layer(made)) + skip
+        normed: Tensor = self.norm(made)
+        return normed

@@ -178,12 +178,12 @@ OPTIMIZERS = (
 
 
 @st.composite
-def meshes(draw: st.DrawFn) -> dict[str, int]:
-    """One to three axes, at most eight ranks."""
+def meshes(draw: st.DrawFn, ranks: int = 8) -> dict[str, int]:
+    """One to three axes, at most so many ranks."""
     names = draw(st.sampled_from([("dp", "tp"), ("tp",), ("dp", "tp", "ax")]))
     mesh: dict[str, int] = {}
     for name in names:
-        room = 8 // math.prod(mesh.values())
+        room = ranks // math.prod(mesh.values())
         mesh[name] = draw(st.sampled_from([size for size in (2, 1, 3, 4) if size <= room]))
     return mesh
 
@@ -295,15 +295,41 @@ def plan_text(spec: ModelSpec, mesh: dict[str, int], lines: list[str], optimizer
         loss = f"cross_entropy({operands})"
     rows += [f"sizes B={s.batch * spec.microbatches}", f"loss {loss}", f"optimizer {optimizer}"]
     rows += [f"mesh {', '.join(f'{axis}={size}' for axis, size in mesh.items())}", *lines]
-    if spec.microbatches > 1:
+    if spec.microbatches > 1 and not any(line.startswith("schedule") for line in lines):
         rows.append(f"schedule microbatches {spec.microbatches}")
     return "\n".join(rows) + "\n"
 
 
 @st.composite
+def stages(draw: st.DrawFn, spec: ModelSpec) -> tuple[int, list[str]]:
+    """Ranks of a pipeline, and the lines that cut the model into its stages, of which the middle ones may lie anywhere:
+    whole layers and heads, or in the middle of one."""
+    ranks, schedule = draw(st.sampled_from([2, 2, 3])), draw(st.sampled_from(["1f1b", "gpipe", "interleaved"]))
+    chunks = 2 if schedule == "interleaved" and spec.microbatches > 1 else 1
+    ranks = spec.microbatches if chunks > 1 else ranks
+    schedule = f"schedule {schedule if chunks > 1 else schedule.replace('interleaved', '1f1b')}"
+    schedule += f" microbatches {spec.microbatches}{' chunks 2' if chunks > 1 else ''}"
+    model = RandomModel(spec)
+    whole = [f"layers.{index}" for index in range(len(spec.layers))] + ["head"] * spec.has_head
+    inside = [name for name, _ in model.named_modules() if name.startswith("layers.")]
+    places = [f"before {name}" for name in whole] + [
+        f"after out({name})" for name in draw(st.sampled_from([[], inside]))
+    ]
+    number = ranks * chunks - 1
+    if len(places) < number or draw(st.sampled_from([False, False, True])):
+        return ranks, ["stage balanced over pp", schedule]
+    cuts = draw(st.lists(st.sampled_from(places), min_size=number, max_size=number, unique=True))
+    return ranks, [*(f"stage {cut} over pp" for cut in cuts), schedule]
+
+
+@st.composite
 def plans(draw: st.DrawFn, spec: ModelSpec) -> str:
-    """The text of a plan for the model."""
-    mesh = draw(meshes())
+    """The text of a plan for the model; of some, a pipeline."""
+    ranks, cuts = draw(stages(spec)) if draw(st.sampled_from([False, False, True])) else (1, [])
+    mesh = draw(meshes(8 // ranks))
     lines, optimizer = draw(placements(spec, mesh)), draw(st.sampled_from(OPTIMIZERS))
+    if cuts:
+        mesh = {"pp": ranks, **mesh} if draw(st.booleans()) else {**mesh, "pp": ranks}
+        lines += cuts
     precision = draw(st.sampled_from(["", "precision bf16\n", "precision bf16\nprecision fp32 on layers.1?\n"]))
     return plan_text(spec, mesh, lines, optimizer) + precision

@@ -40,7 +40,7 @@ def compiled(text: str) -> Compiled:
 
 def messages(made: Compiled) -> list[dict[str, Any]]:
     """What a step communicates, without the lines that asked for it."""
-    table = communication_table(made.built.programs, made.actions, "stage0")
+    table = communication_table(*made.roles().values())
     return [{key: value for key, value in row.items() if key != "line"} for row in table]
 
 

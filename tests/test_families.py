@@ -69,7 +69,7 @@ def test_a_run_is_the_plain_modules(tmp_path: Path, name: str) -> None:
         assert float(losses[0]) == pytest.approx(plain.step(whole).loss, rel=1e-5)
     found = dict(plain.module.named_buffers())
     for buffer, pieces, type_ in ranks.buffers():
-        for rank, piece in enumerate(pieces):
+        for rank, piece in pieces.items():
             part = take(found[buffer], type_.placement, compiled.mesh, compiled.mesh.coordinates(rank))
             assert torch.allclose(piece.double(), part.double(), rtol=1e-4, atol=1e-5), f"{buffer} of rank {rank}"
     plain.close()

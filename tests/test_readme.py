@@ -39,6 +39,8 @@ def test_every_command_of_the_readme_works_and_prints_what_it_shows(tmp_path: Pa
         )
         assert done.returncode == 0, f"parc {' '.join(words)}\n{done.stdout}\n{done.stderr}"
         said[" ".join(words)] = done.stdout + done.stderr
+    (picture,) = re.findall(r"```\n(1f1b.*?)```", README, re.DOTALL)
+    assert picture in said["show build/gpt3d --pipeline"]
     report, lines = re.findall(r"```\n((?:mesh|t_3) .*?)```", README, re.DOTALL)
     assert measured.sub("", report) == measured.sub("", said["build examples/gpt.parc -o build/gpt"])
     assert lines in said["show build/gpt --action F"].replace("\n    ", "\n")

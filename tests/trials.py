@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from parc.checks import rounding_of, static_faults
-from parc.compiler.actions import accumulation
 from parc.compiler.capture import Captured, InputSpec, capture
 from parc.compiler.mesh import Mesh
 from parc.compiler.names import Names
@@ -24,10 +23,12 @@ from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recorded, record
 from parc.compiler.resolve import resolve
+from parc.compiler.roles import join
 from parc.driver import Compiled, frozen_parameters, optimizer_facts, stored_types, task_lines
 from parc.grammar.source import Source
 from parc.passes.pipeline import Request, build_programs
 from parc.passes.weights import names_of
+from parc.pipelines import pipeline_of, timelines_of
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.execute import Machine
 from parc.runtime.kernels import REFERENCE_KERNELS
@@ -122,11 +123,13 @@ def build(made: Subject, text: str) -> Compiled:
         for seed in resolved.seeds
     )
     pads = {f"{'frozen' if name in frozen else 'parameter'} {name}": rows for name, rows in resolved.pads.items()}
-    request = Request(claims, plan.microbatches, plan.seed, frozen, pads=pads, precision=regions(resolved.precision))
+    pipeline = pipeline_of(plan, made.names, made.captured)
+    request = Request(claims, plan.microbatches, plan.seed, frozen, pads=pads, precision=regions(resolved.precision),
+                      pipeline=pipeline)  # fmt: skip
     built = build_programs(made.captured, plan.mesh, request)
-    actions = accumulation(plan.microbatches, counts="COUNT" in built.programs)
+    timelines = timelines_of(plan, "COUNT" in built.programs, pipeline, Path())
     return Compiled(
-        plan, Path("."), plan.mesh, lines, made.recorded, made.captured, resolved, built, actions, {}, {},
+        plan, Path("."), plan.mesh, lines, made.recorded, made.captured, resolved, built, timelines, pipeline, {}, {},
         frozen=frozen,
     )  # fmt: skip
 
@@ -134,11 +137,12 @@ def build(made: Subject, text: str) -> Compiled:
 def case_of(made: Subject, compiled: Compiled) -> Case:
     """What the simulator needs, with programs read back from their texts."""
     stored = stored_types(compiled)
-    programs = {name: reread(program) for name, program in compiled.built.programs.items()}
+    roles = {name: replace(role, programs={key: reread(program) for key, program in role.programs.items()})
+             for name, role in compiled.roles().items()}  # fmt: skip
     return Case(
-        programs,
+        join({name: role.programs for name, role in roles.items()}),
         reread(compiled.built.reference),
-        compiled.actions,
+        () if compiled.pipeline is not None else compiled.actions,
         compiled.mesh,
         compiled.plan.microbatches,
         optimizer_facts(compiled),
@@ -146,6 +150,7 @@ def case_of(made: Subject, compiled: Compiled) -> Case:
         made.buffers,
         stored,
         compiled.resolved.pads,
+        roles,
     )
 
 
@@ -165,7 +170,7 @@ def check(made: Subject, text: str, steps: int = 2) -> tuple[Compiled, Agreement
     types = {name: parse_type(stored, compiled.mesh) for name, stored in case.stored.items()}
     rounding, pads = rounding_of(compiled), compiled.resolved.pads
     faults = static_faults(
-        case.programs, types, compiled.mesh, compiled.actions, case.microbatches, case.reference, pads, rounding
+        case.programs, types, compiled.mesh, (), case.microbatches, case.reference, pads, rounding, case.roles
     )
     assert not faults, "\n".join(map(str, faults))
     agreement = compare(case, steps)

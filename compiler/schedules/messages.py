@@ -36,10 +36,7 @@ def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
         if not walk.running:
             break
         now = min(end for end, _ in walk.running.values())
-    waits = [
-        f"rank {rank} has `{todo[-1]}` before `{walk.lack(todo[-1])}`" for rank, todo in enumerate(walk.todo) if todo
-    ]
-    if waits:
+    if waits := walk.waits():
         raise ValueError(f"the order of work never ends: {', '.join(waits)}")
     return walk.made
 
@@ -74,6 +71,14 @@ class _Walk:
         there = self.there[action.stage % self.ranks]
         sources = [source for source in self.sources(action) if source not in there]
         return next((source for source in sources if self.wires.get(self.wire(source)) != source), None)
+
+    def waits(self) -> list[str]:
+        """Why ranks that are not done cannot go on: one that is wrong by itself, or else who waits for whom."""
+        found = [(rank, todo[-1], self.lack(todo[-1])) for rank, todo in enumerate(self.todo) if todo]
+        own = [f"rank {rank} has `{action}` before `{action.stage}F{action.microbatch}`" for rank, action, _ in found
+               if action.kind == "B" and Action(action.stage, "F", action.microbatch) in self.todo[rank]]  # fmt: skip
+        return own or [f"rank {rank} waits with `{action}` for `{lack}` of rank {lack.stage % self.ranks}"
+                       for rank, action, lack in found if lack is not None]  # fmt: skip
 
     def begin(self, action: Action) -> None:
         rank = action.stage % self.ranks

@@ -32,7 +32,13 @@ def run(given: argparse.Namespace) -> int:
         print_json({**report, "seconds": seconds})
     else:
         say(report_text(report))
-        say(f"{'seconds':13}{sum(seconds.values()):.1f} ({', '.join(f'{k} {v:.1f}' for k, v in seconds.items())})")
+        import torch
+
+        from parc.runtime.train import peak_bytes
+
+        parts = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
+        memory = size_text(peak_bytes(torch.device("cpu")))
+        say(f"{'seconds':13}{sum(seconds.values()):.1f} ({parts}), {memory} of memory")
         say(f"built {out}")
     return 0
 
@@ -70,7 +76,7 @@ def report_text(report: Mapping[str, Any]) -> str:
         rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))
     rows += [("padding" if at == 0 else "", text) for at, text in enumerate(_padding_texts(report["padding"]))]
     pipeline = report["pipeline"]
-    rows.append(("schedule", f"{pipeline['schedule']}, {pipeline['microbatches']} microbatches"))
+    rows.append(("schedule", schedule_text(pipeline)))
     rows += [("rounds", f"{entry['directive']} (line {entry['line']})") for entry in report["numerics"]]
     lines = [f"{name:13}{text}" for name, text in rows]
     if report["communication"]:
@@ -86,6 +92,13 @@ def report_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def schedule_text(pipeline: Mapping[str, Any]) -> str:
+    """The schedule in words."""
+    count, stages = pipeline["microbatches"], pipeline.get("stages", 1)
+    words = f"{pipeline['schedule']}, {count} microbatch{'es' * (count != 1)}"
+    return words if stages == 1 else f"{words}, {stages} stages, {pipeline['bubble']:.0%} idle"
+
+
 def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     """What is longer than in the model; values of numbered modules that are alike share a line."""
     alike: dict[str, int] = {}
@@ -98,11 +111,13 @@ def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 
 
 def communication_text(entries: Iterable[Mapping[str, Any]]) -> str:
-    """Collectives of one rank in one step, by axis, phase and operator."""
-    sums: dict[tuple[str, str, str], list[int]] = {}
+    """Collectives of one rank in one step, by axis, phase and operator; of several roles that which sends most."""
+    sums: dict[tuple[str, str, str], dict[str, list[int]]] = {}
     for entry in entries:
-        total = sums.setdefault((entry["axis"], entry["phase"], entry["op"]), [0, 0])
+        roles = sums.setdefault((entry["axis"], entry["phase"], entry["op"]), {})
+        total = roles.setdefault(entry.get("role", ""), [0, 0])
         total[0] += entry["count_per_step"]
         total[1] += entry["count_per_step"] * entry["bytes"]
-    rows = [(*key, count, size_text(size)) for key, (count, size) in sums.items()]
+    most = {key: max(roles.values(), key=lambda total: total[::-1]) for key, roles in sums.items()}
+    rows = [(*key, count, size_text(size)) for key, (count, size) in most.items()]
     return table(rows, ("axis", "phase", "collective", "a step", "bytes of a rank"), right=(3, 4))

@@ -33,6 +33,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="train at these sizes, of the ranges that the plan declares (default: the largest)",
     )  # fmt: skip
     training.add_argument("--metrics", metavar="FILE", type=Path, help="a JSON object a line: the run, then each step")
+    training.add_argument(
+        "--trace", metavar="FILE", type=Path, help="when every action ran on every rank, for Perfetto (ui.perfetto.dev)"
+    )
     training.add_argument("--save", metavar="DIR", type=Path, help="write a checkpoint at the end, and when stopped")
     training.add_argument("--save-every", metavar="K", type=positive, help="and after every K steps")
     training.add_argument(
@@ -98,7 +101,11 @@ def _options(given: argparse.Namespace, build: Build) -> Options | None:
     from parc.runtime.train import Options
 
     steps = given.steps or build.manifest["steps"]
-    return None if steps is None else Options(steps, given.metrics, given.save, given.save_every, given.resume)
+    return (
+        None
+        if steps is None
+        else Options(steps, given.metrics, given.save, given.save_every, given.resume, given.trace)
+    )
 
 
 def _no_steps() -> int:
@@ -148,14 +155,14 @@ def _alone(given: argparse.Namespace, build: Build, options: Options) -> int:
     from parc.runtime.train import train
 
     device = torch.device(given.device) if given.device else None
-    return train(Session(build, device, compile=given.compile), options)
+    return train(Session(build, device, compile=given.compile, trace=options.trace is not None), options)
 
 
 def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
     from parc.runtime.launch import Processes, launch
 
     words = ["-m", "parc", "run", str(target), "--timeout", str(given.timeout)]
-    for name in ("steps", "metrics", "save", "save_every", "resume", "device"):
+    for name in ("steps", "metrics", "trace", "save", "save_every", "resume", "device"):
         value = getattr(given, name)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
@@ -203,6 +210,6 @@ def _train_rank(given: argparse.Namespace) -> int:
     if options is None:
         return _no_steps()
     device = join(torch.device(given.device) if given.device else None, float(given.timeout))
-    code = train(Session(build, device, compile=given.compile), options)
+    code = train(Session(build, device, compile=given.compile, trace=options.trace is not None), options)
     leave()
     return code

@@ -23,6 +23,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expand", action="store_true", help="the plan with every placement as `shard` or `replicate` of names"
     )
+    parser.add_argument("--pipeline", action="store_true", help="the timeline of a step: who does what when")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="with --pipeline: draw it into a file")
     parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
     add_defines(parser)
 
@@ -69,6 +71,8 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     build = read_build(path)
     if given.role or given.action:
         return _show_programs(given, build)
+    if given.pipeline or given.svg:
+        return _show_timeline(given, build)
     report = {
         **build.report,
         "mesh": dict(build.programs["F"].mesh.declared.axes),
@@ -76,13 +80,15 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     parameters = _parameters(build)
     programs = _programs(build)
     if given.json:
-        actions = [str(action) for action in build.actions]
+        actions = {name: [str(action) for action in role.actions] for name, role in build.roles.items()}
         print_json({**report, "parameter_table": parameters, "programs": programs, "actions": actions})
         return 0
     from parc.cli.build import report_text
 
     print(report_text(report))
-    print(f"{'actions':13}{' '.join(map(str, build.actions))}\n")
+    for name, role in build.roles.items():
+        print(f"{'actions':13}{name}: {' '.join(map(str, role.actions))}")
+    print()
     print(table(_folded(parameters), ("parameters", "", "type", "placement", "a rank"), right=(1, 4)) + "\n")
     print(_communication(build) + "\n")
     lines = [(p["role"], p["action"], p["file"], p["lines"], p["collectives"]) for p in programs]
@@ -90,14 +96,37 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     return 0
 
 
+def _show_timeline(given: argparse.Namespace, build: Build) -> int:
+    """A step's work, played with equal stages whose backward takes twice as long as their forward."""
+    from rich.console import Console
+
+    from parc.cli.build import schedule_text
+    from parc.compiler.timeline import simulate
+    from parc.compiler.timeline_drawing import draw, paint, svg
+
+    timeline = simulate({name: role.actions for name, role in build.roles.items()})
+    title = schedule_text(build.report["pipeline"])
+    if given.svg:
+        given.svg.write_text(svg(timeline, title, "slots"), encoding="utf-8")
+        say(f"drew {given.svg}")
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    print(f"{title}; a slot is a forward, a backward two")
+    if console.is_terminal:
+        console.print(paint(timeline, width=console.width), end="")
+    else:
+        print(draw(timeline))
+    return 0
+
+
 def _show_programs(given: argparse.Namespace, build: Build) -> int:
     chosen = [
         program
-        for program in build.programs.values()
+        for program in build.files()
         if given.role in (None, program.role) and given.action in (None, program.action)
     ]
     if not chosen:
-        known = ", ".join(f"{program.role} {program.action}" for program in build.programs.values())
+        known = ", ".join(f"{program.role} {program.action}" for program in build.files())
         say(f"parc show: no such program; there are {known}")
         return 2
     print("\n\n".join(build.text(program).rstrip("\n") for program in chosen))
@@ -150,7 +179,7 @@ def _programs(build: Build) -> list[dict[str, Any]]:
     from parc.compiler.collectives import COLLECTIVES
 
     rows = []
-    for program in build.programs.values():
+    for program in build.files():
         lines = [line for function in program.functions for line in function.lines]
         communicating = sum(line.op in COLLECTIVES and COLLECTIVES[line.op].communicates for line in lines)
         file = f"programs/{program.role}.{program.action}.py"

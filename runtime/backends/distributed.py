@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
 from ...compiler.collectives import COLLECTIVES, join_dim, slice_dim
 from ...compiler.mesh import Mesh
+from ...compiler.placement import Shape
 from ...compiler.program import Program
-from ..processes import HOLDERS
+from ..execute import Message, PeerLost, Sending
+from ..processes import HOLDERS, new_group
 
 Run = Callable[["Distributed", torch.Tensor, Sequence[Any], tuple[str, ...]], torch.Tensor]
+
+
+_MOST_TENSORS = 4096
+"""In one message: its tags are so far from those of the next."""
+Place = tuple[tuple[str, ...], tuple[int, ...] | None]
+"""Axes of a group, and the coordinates that are in it where it is not all of them."""
 
 
 def _ranks_of(axes: Sequence[str], mesh: Mesh) -> int:
@@ -112,33 +124,122 @@ RUN: Mapping[str, Run] = {
 }
 
 
-class Distributed:
-    """The backend of a real run. Every process makes it alike, since making a group is collective."""
+@final
+class _Waiter:
+    """Waits for gloo's sends, in a thread since they do not tell when they are done; in their order. A process that
+    ends does not wait for it."""
 
-    def __init__(self, mesh: Mesh, programs: Iterable[Program], rank: int, device: torch.device) -> None:
+    def __init__(self) -> None:
+        self._waits: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="parc-sends", daemon=True).start()
+
+    def submit(self, wait: Callable[[], None]) -> Future[None]:
+        """What is done once ``wait`` has returned."""
+        future: Future[None] = Future()
+        self._waits.put((wait, future))
+        return future
+
+    def close(self) -> None:
+        """End after what was given."""
+        self._waits.put(None)
+
+    def _run(self) -> None:
+        while (given := self._waits.get()) is not None:
+            wait, future = given
+            try:
+                wait()
+                future.set_result(None)
+            except BaseException as error:  # whoever asks is told
+                future.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """Tensors being sent, and how to see that they were."""
+
+    tensors: Sequence[torch.Tensor]
+    done: Callable[[], bool]
+    wait: Callable[[], None]
+
+
+class Distributed:
+    """The backend of a real run. Every process makes it alike, since making a group is collective.
+
+    With the ``axis`` of a pipeline, whose ``programs`` are those of all stages, the ranks along it send each other
+    messages. Gloo tells them apart by their tags. NCCL takes them in their order, and sends of two ranks to each other
+    would wait for one another: each channel, what one stage sends to a neighbour, has a group of its own, and so a
+    communicator and a stream.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        programs: Iterable[Program],
+        rank: int,
+        device: torch.device,
+        axis: str = "",
+    ) -> None:
         self.mesh, self.rank, self.device = mesh, rank, device
+        programs = list(programs)
+        self.stages = sum(program.action == "F" for program in programs)
         self.coordinates = mesh.coordinates(rank)
         self.native_reduce_scatter = device.type != "cpu"
-        self._groups: dict[tuple[str, ...], Any] = {}
-        for axes in sorted(_used_axes(programs)):
-            for ranks in mesh.groups(axes):
-                made = dist.new_group(ranks)
-                if rank in ranks:
-                    self._groups[axes] = made
+        self._groups: dict[Place, Any] = {}
+        places = _used_places(programs) | ({((axis,), None)} if axis else set())
+        for axes, members in sorted({self._place(*place) for place in places}, key=str):
+            for group in mesh.groups(axes):
+                chosen = group if members is None else [group[place] for place in members]
+                made = new_group(chosen)
+                if rank in chosen:
+                    self._groups[axes, members] = made
+        self._channels: dict[tuple[int, str], Any] = {}
+        self._waiter: _Waiter | None = None
+        if axis:
+            self._open_channels(axis)
         HOLDERS.add(self)
+
+    def _open_channels(self, axis: str) -> None:
+        """Make the groups of messages; those of NCCL meet for the first time here, all ranks in one order."""
+        pairs = [(stage, kind) for kind in ("F", "B") for stage in range(self.stages)
+                 if 0 <= stage + (1 if kind == "F" else -1) < self.stages]  # fmt: skip
+        if self.device.type == "cpu":
+            made = self._line_group(axis)
+            self._channels = dict.fromkeys(pairs, made)
+            self._waiter = _Waiter()
+            return
+        for stage, kind in pairs:
+            self._channels[stage, kind] = self._line_group(axis)
+            message = Message(axis, stage, "F" if kind == "F" else "B", 0)
+            at, token = self.coordinates[axis], torch.zeros(1, device=self.device)
+            if at == stage % self.mesh.size(axis):
+                self.send(message, [[token]]).wait()
+            elif at == message.receiver % self.mesh.size(axis):
+                self.receive(message, [((1,), token.dtype)])()
+
+    def _line_group(self, axis: str) -> Any:
+        made = [(ranks, new_group(ranks)) for ranks in self.mesh.groups((axis,))]
+        return next(group for ranks, group in made if self.rank in ranks)
 
     def release(self) -> None:
         """Let go of the groups, so that they can end."""
         self._groups.clear()
+        self._channels.clear()
+        if self._waiter is not None:
+            self._waiter.close()
 
     @property
     def ranks(self) -> Sequence[int]:
         """This process's own."""
         return (self.rank,)
 
-    def group(self, axes: tuple[str, ...]) -> Any:
-        """The process group over some axes that this rank is in."""
-        return self._groups[axes]
+    def group(self, axes: tuple[str, ...], members: tuple[int, ...] | None = None) -> Any:
+        """The process group over some axes, or of some places on one of them, that this rank is in."""
+        return self._groups[self._place(axes, members)]
+
+    def _place(self, axes: tuple[str, ...], members: tuple[int, ...] | None) -> Place:
+        """One name for one group: all coordinates of an axis are the axis."""
+        everyone = members is not None and len(members) == self.mesh.size(axes[0])
+        return axes, None if everyone else members
 
     def index(self, axes: tuple[str, ...]) -> int:
         """This rank's place in its group over some axes, the first axis major."""
@@ -152,19 +253,73 @@ class Distributed:
     ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
         """Run a collective with the other processes; a sum is only started."""
         (piece,) = pieces
-        axes = COLLECTIVES[op].axes(args)
-        if op != "parc.all_reduce":
+        row = COLLECTIVES[op]
+        axes, members = row.axes(args), row.members(args)
+        if op not in ("parc.all_reduce", "parc.all_reduce_among"):
             return [RUN[op](self, piece, args, axes)], None
         result = piece if spare and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
-        return [result], dist.all_reduce(result, group=self.group(axes), async_op=True).wait
+        return [result], dist.all_reduce(result, group=self.group(axes, members), async_op=True).wait
+
+    def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
+        """Start to send."""
+        tensors = [tensor.contiguous() for tensor in pieces[0]]
+        peer = self._peer(message, message.receiver)
+        works = [self._start(dist.isend, tensor, peer, message, at) for at, tensor in enumerate(tensors)]
+        wait = _wait_for(
+            works, f"rank {self.rank} waited until stage {message.receiver} (rank {peer}) had taken {message}"
+        )
+        if self._waiter is None:
+            return _Sending(tensors, lambda: all(work.is_completed() for work in works), wait)
+        sent = self._waiter.submit(wait)
+        return _Sending(tensors, sent.done, sent.result)
+
+    def receive(
+        self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]
+    ) -> Callable[[], list[list[torch.Tensor]]]:
+        """Start to receive into fresh tensors."""
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like]
+        peer = self._peer(message, message.stage)
+        works = [self._start(dist.irecv, tensor, peer, message, at) for at, tensor in enumerate(tensors)]
+        wait = _wait_for(works, f"rank {self.rank} waited for {message} of stage {message.stage} (rank {peer})")
+
+        def take() -> list[list[torch.Tensor]]:
+            wait()
+            return [tensors]
+
+        return take
+
+    def _start(self, run: Callable[..., Any], tensor: torch.Tensor, peer: int, message: Message, at: int) -> Any:
+        channel = message.stage * 2 + (message.kind == "B")
+        tag = (message.microbatch * self.stages * 2 + channel) * _MOST_TENSORS + at
+        try:
+            return run(tensor, peer, group=self._channels[message.stage, message.kind], tag=tag % 2**31)
+        except RuntimeError as error:
+            raise PeerLost(f"rank {self.rank} could not reach rank {peer} for {message}", error) from error
+
+    def _peer(self, message: Message, stage: int) -> int:
+        """The rank of a stage that has this rank's place on all other axes."""
+        return self.mesh.rank({**self.coordinates, message.axis: stage % self.mesh.size(message.axis)})
 
 
-def _used_axes(programs: Iterable[Program]) -> set[tuple[str, ...]]:
-    found = set()
+def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:
+    """Wait for all; the error says ``what`` was waited for."""
+
+    def wait() -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLost(what, error) from error
+
+    return wait
+
+
+def _used_places(programs: Iterable[Program]) -> set[Place]:
+    found: set[Place] = set()
     for program in programs:
         for function in program.functions:
             for line in function.lines:
                 row = COLLECTIVES.get(line.op)
                 if row is not None and row.communicates and (axes := row.axes(line.args[1:])):
-                    found.add(axes)
+                    found.add((axes, row.members(line.args[1:])))
     return found

@@ -1,36 +1,197 @@
-"""All ranks in one process: a collective joins the pieces that stand side by side."""
+"""All ranks in one process: a collective joins the pieces that stand side by side. Roles of a pipeline, which run
+different programs, are threads that meet for messages and for collectives over the pipeline axis."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, final
 
 import torch
 
 from ...compiler.collectives import COLLECTIVES
 from ...compiler.mesh import Mesh
+from ...compiler.placement import Shape
+from ..execute import Message, PeerLost, Sending
+
+Made = TypeVar("Made")
+
+
+class Stuck(RuntimeError):
+    """Every role waits for another: no schedule ends like that."""
+
+
+@dataclass(slots=True)
+class _Joint:
+    """A collective that several roles do together: what came, by role and then by rank, and what all get."""
+
+    op: str
+    args: list[Any]
+    pieces: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    results: dict[int, torch.Tensor] | None = None
+
+
+@final
+class Meeting:
+    """Where the roles of one process wait for each other. A wait that nobody can end is an error at once."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._waits: dict[int, tuple[str, Callable[[], bool]]] = {}
+        self._error: BaseException | None = None
+        self.mail: dict[Message, list[list[torch.Tensor]]] = {}
+        self.joints: dict[tuple[tuple[int, ...], int], _Joint] = {}
+        self.joined: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def run(self, jobs: Sequence[Callable[[], Made]]) -> list[Made]:
+        """Run every role's job in a thread of its own; an error in one ends the others and is raised."""
+        self._running, self._waits, self._error = len(jobs), {}, None
+        self.mail, self.joints, self.joined = {}, {}, {}
+        results: dict[int, Made] = {}
+
+        def work(number: int) -> None:
+            try:
+                results[number] = jobs[number]()
+            except BaseException as error:
+                self._fail(error)
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
+
+        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(jobs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return [results[number] for number in range(len(jobs))]
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def change(self, make: Callable[[], None]) -> None:
+        """Change what others may wait for."""
+        with self._changed:
+            make()
+            self._changed.notify_all()
+
+    def wait(self, role: int, what: str, ready: Callable[[], bool]) -> None:
+        """Wait until something is there.
+
+        Raises:
+            Stuck: all roles that still run wait; it names for what.
+            PeerLost: another role failed.
+        """
+        with self._changed:
+            self._waits[role] = what, ready
+            while not ready():
+                if self._error is not None:
+                    raise PeerLost(f"role {role} waited for {what}", "another role failed")
+                if len(self._waits) == self._running and not any(there() for _, there in self._waits.values()):
+                    waits = "; ".join(f"role {at} waits for {name}" for at, (name, _) in sorted(self._waits.items()))
+                    self._error = Stuck(f"no role can go on: {waits}")
+                    self._changed.notify_all()
+                    raise self._error
+                self._changed.wait()
+            del self._waits[role]
+
+
+class _Sent:
+    """A message that was put where it is taken."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
 
 
 class InProcess:
-    """The backend of the simulator."""
+    """The backend of the simulator: of all ranks, or of those of one role, which meets the others of its ``axis``."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, role: int = 0, axis: str = "", meeting: Meeting | None = None) -> None:
+        self.mesh, self.role, self.axis, self._meeting = mesh, role, axis, meeting
+        self._ranks: Sequence[int] = range(mesh.world)
+        if meeting is not None:
+            self._ranks = [rank for rank in self._ranks if mesh.coordinates(rank)[axis] == role]
 
     @property
     def ranks(self) -> Sequence[int]:
-        """All of them."""
-        return range(self.mesh.world)
+        """All of them, or those of the role."""
+        return self._ranks
 
     def collective(
         self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
     ) -> tuple[list[torch.Tensor], None]:
         """Every group's pieces in axis order become the group's results."""
         row = COLLECTIVES[op]
-        results: list[torch.Tensor] = list(pieces)
-        for group in self.mesh.groups(row.axes(args)):
+        mine = dict(zip(self._ranks, pieces, strict=True))
+        if self._meeting is not None and self.axis in row.axes(args):
+            made = self._jointly(self._meeting, op, list(args), mine)
+        else:
+            made = self._results(op, args, mine)
+        return [made[rank] for rank in self._ranks], None
+
+    def _results(self, op: str, args: Sequence[Any], pieces: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Of the groups whose ranks are there; who is in no group keeps what it has."""
+        row, results = COLLECTIVES[op], dict(pieces)
+        for group in row.groups(self.mesh, args):
+            if group[0] not in pieces:
+                continue
             made = row.group([pieces[rank] for rank in group], args)
             for index, (rank, piece) in enumerate(zip(group, made, strict=True)):
                 # each rank may write over what it got
                 results[rank] = piece.clone() if any(piece is other for other in made[:index]) else piece
-        return results, None
+        return results
+
+    def _jointly(
+        self, meeting: Meeting, op: str, args: list[Any], mine: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Put this role's pieces beside those of the others; the last one makes all results."""
+        members = tuple(COLLECTIVES[op].members(args) or range(self.mesh.size(self.axis)))
+        number = meeting.joined[self.role, members] = meeting.joined.get((self.role, members), 0) + 1
+
+        def join() -> None:
+            joint = meeting.joints.setdefault((members, number), _Joint(op, args))
+            if (joint.op, joint.args) != (op, args):
+                raise ValueError(f"roles differ in what they do together: {joint.op}{joint.args} and {op}{args}")
+            joint.pieces[self.role] = mine
+            if len(joint.pieces) == len(members):
+                pieces = {rank: piece for found in joint.pieces.values() for rank, piece in found.items()}
+                joint.results = self._results(op, args, pieces)
+
+        meeting.change(join)
+        joint = meeting.joints[members, number]
+        meeting.wait(self.role, f"{op} over `{self.axis}`", lambda: joint.results is not None)
+        assert joint.results is not None
+        return joint.results
+
+    def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
+        """Put copies there: the sender may write over its own."""
+        meeting = self._meeting
+        assert meeting is not None
+        copies = [[tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors] for tensors in pieces]
+        meeting.change(lambda: meeting.mail.__setitem__(message, copies))
+        return _Sent()
+
+    def receive(
+        self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]
+    ) -> Callable[[], list[list[torch.Tensor]]]:
+        """What to call for what comes; it raises ``ValueError`` where that is not of these shapes."""
+        meeting = self._meeting
+        assert meeting is not None
+
+        def take() -> list[list[torch.Tensor]]:
+            meeting.wait(self.role, f"{message} of stage {message.stage}", lambda: message in meeting.mail)
+            pieces = meeting.mail.pop(message)
+            if any([(tuple(tensor.shape), tensor.dtype) for tensor in tensors] != list(like) for tensors in pieces):
+                raise ValueError(f"{message} does not have the shapes that stage {message.receiver} receives")
+            return pieces
+
+        return take

@@ -37,7 +37,7 @@ def calls(draw: st.DrawFn) -> tuple[Mesh, TensorType, str, tuple[Any, ...]]:
     """A collective with an operand and options, which may not fit each other."""
     mesh = draw(meshes)
     type_ = draw(placed(mesh))
-    op = draw(st.sampled_from(sorted(COLLECTIVES)))
+    op = draw(st.sampled_from(sorted(COLLECTIVES.keys() - {"parc.all_reduce_among"})))
     axes = draw(st.lists(st.sampled_from(mesh.names), min_size=1, unique=True))
     axes = axes[:1] if draw(st.booleans()) else sorted(axes, key=mesh.names.index)
     dims = st.integers(0, len(type_.shape) - 1)
@@ -213,6 +213,22 @@ REFUSED = [
 def test_an_operand_of_another_type_is_refused(op: str, operand: str, options: tuple[Any, ...], why: str) -> None:
     with pytest.raises(TypeFault, match=why):
         COLLECTIVES[op].result(parse_type(operand, MESH), MESH, options)
+
+
+def test_a_sum_among_some_coordinates_leaves_the_others_as_they_are() -> None:
+    mesh, options = Mesh.parse("dp=2, pp=3"), ("pp", [0, 2])
+    type_ = parse_type("f32[2]", mesh)
+    assert COLLECTIVES["parc.all_reduce_among"].result(type_, mesh, options) == type_
+    row = COLLECTIVES["parc.all_reduce_among"]
+    assert row.groups(mesh, options) == [[0, 2], [3, 5]]
+    pieces = [torch.full((2,), 10.0**rank) for rank in (0, 2)]
+    assert [piece.tolist() for piece in row.group(pieces, options)] == [[101.0, 101.0]] * 2
+
+
+@pytest.mark.parametrize("members", [[], [1, 0], [0, 0], [0, 2]])
+def test_what_are_no_coordinates_in_order_is_refused(members: list[int]) -> None:
+    with pytest.raises(TypeFault, match="not coordinates"):
+        COLLECTIVES["parc.all_reduce_among"].result(parse_type("f32[2]", MESH), MESH, ("tp", members))
 
 
 def test_the_bytes_of_a_message() -> None:

@@ -54,8 +54,11 @@ def test_a_row_of_a_rank_is_before_the_row_of_all() -> None:
         (PLAIN.replace("1F0", "(q)F0"), "`(q)F0` is not work"),
         ("rank r: (r)F(0..999999999)", "line 1 of the table: `0F2` is not of 2 stages and 2 microbatches"),
         ("", "the table has no row of rank 0"),
-        (PLAIN.replace("0F0 0F1 0B0", "0B0 0F0 0F1"), "the order of work never ends: rank 0 has `0B0` before `1B0`"),
-        (PLAIN.replace("0F1 0B0", "0B0 0F1"), "rank 0 has `0B0` before `1B0`, rank 1 has `1F1` before `0F1`"),
+        (PLAIN.replace("0F0 0F1 0B0", "0B0 0F0 0F1"), "the order of work never ends: rank 0 has `0B0` before `0F0`"),
+        (
+            PLAIN.replace("0F1 0B0", "0B0 0F1"),
+            "rank 0 waits with `0B0` for `1B0` of rank 1, rank 1 waits with `1F1` for `0F1` of rank 0",
+        ),
     ],
 )  # fmt: skip
 def test_a_table_that_is_wrong_is_refused_by_its_line_and_action(text: str, why: str) -> None:

@@ -31,7 +31,7 @@ def sent(made: Compiled) -> tuple[Counter[tuple[str, str, str]], Counter[tuple[s
     """How often a step runs each collective, by axis, phase and operator, and the bytes of a rank in all of them."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
-    for row in communication_table(made.built.programs, made.actions, "stage0"):
+    for row in communication_table(*made.roles().values()):
         key = row["axis"], row["phase"], row["op"].removeprefix("parc.")
         counts[key] += row["count_per_step"]
         sizes[key] += row["count_per_step"] * row["bytes"]

@@ -146,6 +146,12 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         {"dp": 2, "tp": 2},
         ["shard x, y [B/dp, _]", "column layers.0 over tp"],
     ),
+    "a stage with nothing to train sends no gradient back": (
+        ModelSpec(SIZES, "tokens", (MLP,), "cross_entropy", 2),
+        {"dp": 2, "pp": 2},
+        ["shard x, y [B/dp, _]", "freeze embed.weight", "stage before layers.0 over pp",
+         "schedule 1f1b microbatches 2"],
+    ),
 }  # fmt: skip
 
 
@@ -162,3 +168,10 @@ def test_ranks_that_share_a_process_clip_once() -> None:
     spec = ModelSpec(SIZES, "tokens", (MLP,), "cross_entropy")
     lines = ["shard x, y [B/dp, _]", "column layers.0.up over tp", "row layers.0.down over tp"]
     check(subject(spec), plan_text(spec, {"dp": 2, "tp": 2}, lines, "sgd lr 0.1 clip 0.01"))
+
+
+def test_ranks_that_train_nothing_have_nothing_to_clip() -> None:
+    spec = ModelSpec(SIZES, "tokens", (MLP, MLP), "mse", 2, frozen=True)
+    lines = ["shard x, y [B/dp, ...]", "freeze embed.weight", "stage before layers.1 over pp"]
+    lines.append("schedule 1f1b microbatches 2")
+    check(subject(spec), plan_text(spec, {"dp": 2, "pp": 2}, lines, "sgd lr 0.1 clip 0.01"))

@@ -23,6 +23,7 @@ def cases(mesh: Mesh) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Every collective over every axis and over several, every dim and outer of ``SHAPE``."""
     several = [*mesh.names, ",".join(mesh.names)] if len(mesh.names) > 1 else list(mesh.names)
     yield "parc.row_max", ("",)
+    yield "parc.all_reduce_among", (mesh.names[0], [0, 1])
     for axes in several:
         yield "parc.all_reduce", (axes,)
         yield "parc.row_max", (axes,)

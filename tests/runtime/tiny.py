@@ -51,7 +51,7 @@ def build(folder: Path, placements: str, plan: str = PLAN, name: str = "build") 
     out = folder / name
     compiled = compile_plan(read_plan(text), folder)
     stored = {key: parse_type(type_, compiled.mesh) for key, type_ in stored_types(compiled).items()}
-    report = report_of(compiled, compiled.built.programs, stored)
+    report = report_of(compiled, stored)
     files = {**files_of(compiled), "report.json": json_text(report)}
     write_build(out, files, manifest_of(compiled, out))
     return out

@@ -1,0 +1,175 @@
+"""REDUCE: what a role does once a step with its gradients and the loss, after all its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from ..compiler.mesh import Mesh
+from ..compiler.placement import Placement, TensorType
+from ..compiler.program import Function, Line, Origin, Program, Ref, Value
+from .calls import outputs
+from .emit import Names, identifier, size_argument
+from .segments import node_type
+from .stages import Pipeline
+
+
+def whole_type(mesh: Mesh, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> TensorType:
+    """The type of a value that every rank holds whole."""
+    return TensorType(dtype, shape, Placement.whole(mesh))
+
+
+def reductions(
+    graph: fx.Graph, mesh: Mesh, gradients: Sequence[tuple[int, str, Value]], loss: Value,
+    reads: Sequence[Collection[str]], last: int, pipeline: Pipeline | None,
+) -> Iterator[Program]:  # fmt: skip
+    """REDUCE of every role; ``gradients`` come with their stage and the parameter's name, ``reads`` is what each stage
+    reads, ``last`` is the stage that makes the loss."""
+    if pipeline is None:
+        yield _reduce(graph, mesh, {name: value for _, name, value in gradients}, loss, "stage0")
+        return
+    ranks = mesh.size(pipeline.axis)
+    types = {name: value.type for _, name, value in gradients}
+    owners = {name: sorted({stage % ranks for stage, roles in enumerate(reads) if f"parameter {name}" in roles})
+              for name in sorted(types)}  # fmt: skip
+    counts = {name: min(stage % ranks for stage, made, _ in gradients if made == name) for name in types}
+    for rank in range(ranks):
+        own = {name: value for stage, name, value in gradients if stage % ranks == rank}
+        # those of several roles first and in one order: their ranks meet in them
+        tied = {name: at for name, at in owners.items() if len(at) > 1 and rank in at}
+        across = Across(pipeline.axis, range(ranks), tied, {name for name in tied if counts[name] != rank})
+        numerator = loss if last % ranks == rank else None
+        first = {name: own.get(name, types[name]) for name in tied}
+        yield _reduce(graph, mesh, {**first, **own}, numerator, f"{pipeline.axis}{rank}", across)
+
+
+@dataclass(frozen=True, slots=True)
+class Across:
+    """How the REDUCE of one role meets the others: over all coordinates of the pipeline's axis, and for a parameter of
+    several roles over theirs."""
+
+    axis: str
+    ranks: Sequence[int]
+    tied: Mapping[str, Sequence[int]]
+    elsewhere: Collection[str]
+    """Of these parameters those that another role counts in the norm."""
+
+
+@dataclass(slots=True)
+class _Writer:
+    """The function of a REDUCE while it grows."""
+
+    mesh: Mesh
+    across: Across | None
+    names: Names = field(default_factory=Names)
+    parameters: list[Value] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+
+    def take(self, base: str, type_: TensorType, role: str) -> Value:
+        """A parameter."""
+        self.parameters.append(Value(self.names.fresh(base), type_, role))
+        return self.parameters[-1]
+
+    def emit(self, op: str, args: tuple[object, ...], type_: TensorType, base: str, origin: Origin,
+             **options: object) -> Value:  # fmt: skip
+        """The result of one more line."""
+        value = Value(self.names.fresh(base), type_)
+        self.lines.append(Line((value,), op, args, tuple(options.items()), origin))
+        return value
+
+    def zeros(self, type_: TensorType, origin: Origin) -> Value:
+        """What this role adds where it makes no part."""
+        shape = [size_argument(type_, dim) for dim in range(len(type_.shape))]
+        return self.emit("aten.full.default", (shape, 0.0), type_, "zeros", origin, dtype=type_.dtype)
+
+    def total(self, value: Value, origin: Origin) -> Value:
+        """The sum over the axes on which a value is partial."""
+        axes = value.type.placement.partial
+        if not axes:
+            return value
+        return self.emit(
+            "parc.all_reduce", (Ref(value.name), ",".join(axes)), _summed(value.type), "all_reduce", origin
+        )
+
+    def among(self, value: Value, ranks: Sequence[int], origin: Origin) -> Value:
+        """The sum over roles, where there are several."""
+        if self.across is None:
+            return value
+        args = Ref(value.name), self.across.axis, list(ranks)
+        return self.emit("parc.all_reduce_among", args, value.type, "all_reduce_among", origin)
+
+    def gradient(self, name: str, made: Value | TensorType, dtype: torch.dtype, origin: Origin) -> Value:
+        """A gradient's sum over this role's ranks; of one whose type alone is given, zeros."""
+        if isinstance(made, TensorType):  # its stages read the parameter where no gradient flows
+            return self.zeros(replace(_summed(made), dtype=dtype), origin)
+        value = self.take(identifier(name), made.type, f"gradient {name}")
+        if made.type.dtype != dtype:
+            wide = replace(made.type, dtype=dtype)
+            value = self.emit("aten._to_copy.default", (Ref(value.name),), wide, "widen", origin, dtype=dtype)
+        return self.total(value, origin)
+
+
+def _summed(type_: TensorType) -> TensorType:
+    return replace(type_, placement=type_.placement.replace(dict.fromkeys(type_.placement.partial, "I")))
+
+
+def _reduce(
+    graph: fx.Graph, mesh: Mesh, gradients: Mapping[str, Value | TensorType], loss: Value | None, role: str,
+    across: Across | None = None,
+) -> Program:  # fmt: skip
+    """Sum gradients and the loss over the axes on which they are partial, and over the roles that have a part of them,
+    once a step; and the global norm. Of a gradient that this role's stages do not make, the type is given."""
+    write, returns = _Writer(mesh, across), []
+    stored = {n.meta["role"].removeprefix("parameter "): n for n in graph.nodes if n.op == "placeholder"}
+    squares: dict[tuple[str, ...], list[Value]] = {}
+    # all sums first: on a real network they run side by side
+    reduced = []
+    for name, gradient in gradients.items():
+        origin = Origin(name, "", stored[name].meta["line"])
+        reduced.append((name, write.gradient(name, gradient, node_type(stored[name]).dtype, origin), origin))
+    for at, (name, value, origin) in enumerate(reduced):
+        if across is not None and name in across.tied:
+            reduced[at] = name, write.among(value, across.tied[name], origin), origin
+    returns += [(f"gradient {name}", value.name) for name, value, _ in reduced]
+    for name, value, origin in reduced:
+        if across is not None and name in across.elsewhere:
+            continue
+        split = value.type.placement.split_axes()
+        partial = replace(whole_type(mesh, value.type.dtype), placement=Placement.of(mesh, dict.fromkeys(split, "P")))
+        square = write.emit("parc.square_sum.default", (Ref(value.name),), partial, "square_sum", origin)
+        squares.setdefault(split, []).append(square)
+    origin, whole = Origin(), whole_type(mesh, node_type(outputs(graph)[0]).dtype)
+    if loss is None:
+        mean = write.zeros(whole, origin)
+    else:
+        numerator = write.take("loss", loss.type, "loss")
+        scale = write.take("scale", whole_type(mesh, loss.type.dtype), "scale")
+        summed = write.total(numerator, origin)
+        mean = write.emit("aten.mul.Tensor", (Ref(summed.name), Ref(scale.name)), summed.type, "mul", origin)
+    everyone = across.ranks if across is not None else ()
+    returns.append(("loss", write.among(mean, everyone, origin).name))
+    if squares or across is not None:
+        square = _together(list(squares.values()), write) if squares else write.zeros(whole, origin)
+        square = write.among(square, everyone, origin)
+        root = write.emit("aten.sqrt.default", (Ref(square.name),), square.type, "sqrt", origin)
+        returns.append(("grad_norm", root.name))
+    function = Function("reduce", tuple(write.parameters), tuple(write.lines), tuple(returns))
+    return Program(role, "REDUCE", mesh, (function,))
+
+
+def _together(groups: Sequence[Sequence[Value]], write: _Writer) -> Value:
+    """The sum of all squares; each group of equally split gradients is summed over its axes once."""
+    origin = Origin()
+    sums = []
+    for group in groups:
+        row = replace(group[0].type, shape=(len(group),))
+        stacked = write.emit("aten.stack.default", ([Ref(value.name) for value in group],), row, "stack", origin)
+        sums.append(
+            write.total(write.emit("aten.sum.default", (Ref(stacked.name),), group[0].type, "sum", origin), origin)
+        )
+    row = replace(sums[0].type, shape=(len(sums),))
+    stacked = write.emit("aten.stack.default", ([Ref(value.name) for value in sums],), row, "stack", origin)
+    return write.emit("aten.sum.default", (Ref(stacked.name),), sums[0].type, "sum", origin)

@@ -1,0 +1,158 @@
+"""Stages: every operator of a typed graph in one stage of the pipeline, and its programs cut into those of stages."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from ..compiler.ops import OPS
+from ..compiler.program import Function, Line, Value
+from .calls import computes
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How a step is cut: the mesh axis over which stages lie, stages on each of its ranks, and where the graph is cut:
+    before the first or after the last operator of a module, in the graph's order."""
+
+    axis: str
+    chunks: int
+    cuts: tuple[tuple[str, bool], ...]
+    """``(module, after)``."""
+    modules: tuple[str, ...] = ()
+    """In the order in which the model first comes to each."""
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.cuts) + 1
+
+
+def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
+    """The graph with ``meta["stage"]`` on every operator, stage by stage.
+
+    A stage is what lies between two cuts. An operator that reads a later stage's value moves there, and a conversion
+    that stands last before the graph's end (a sum over ranks of a buffer's new value) to the stage that makes its
+    operand. What no parameter reaches (positions, rotary tables, masks) is computed in every stage that reads it, never
+    sent.
+    """
+    free = _free(graph)
+    stages = _stages(graph, pipeline, free)
+    wanted: dict[fx.Node, set[int]] = {node: {stage} for node, stage in stages.items()}
+    for node in reversed(list(graph.nodes)):
+        if node in free:
+            wanted[node] = {stage for user in node.users for stage in wanted.get(user, ())} or {0}
+    made = fx.Graph()
+    copies: dict[tuple[fx.Node, int], fx.Node] = {}
+    order = {node: index for index, node in enumerate(graph.nodes)}
+
+    def copy(node: fx.Node, stage: int) -> None:
+        copies[node, stage] = made.node_copy(node, lambda operand: _seen_from(copies, operand, stage, wanted))
+        copies[node, stage].meta = {**node.meta, "stage": stage}
+
+    for node in graph.find_nodes(op="placeholder"):
+        copy(node, 0)
+    rows = [(stage, order[node], node) for node in graph.nodes if node.op == "call_function" for stage in wanted[node]]
+    for stage, _, node in sorted(rows, key=lambda row: row[:2]):
+        copy(node, stage)
+    copy(graph.output_node(), len(pipeline.cuts))
+    return made
+
+
+def _seen_from(copies: Mapping[tuple[fx.Node, int], fx.Node], operand: fx.Node, stage: int,
+               wanted: Mapping[fx.Node, set[int]]) -> fx.Node:  # fmt: skip
+    """What a stage reads of an operand: its own copy where there is one."""
+    if (operand, stage) in copies:
+        return copies[operand, stage]
+    return copies[operand, 0 if operand.op == "placeholder" else min(wanted[operand])]
+
+
+def _free(graph: fx.Graph) -> set[fx.Node]:
+    """Operators that no parameter, no random stream and no buffer that the step updates reaches."""
+    updated = {f"buffer {name}" for name in graph.output_node().meta.get("updates", ())}
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            role = node.meta["role"]
+            known = role.split(" ")[0] in ("input", "buffer", "constant") and role not in updated
+        else:
+            known = node.op == "call_function" and free.issuperset(node.all_input_nodes)
+        if known:
+            free.add(node)
+    return {node for node in free if node.op == "call_function"}
+
+
+def _stages(graph: fx.Graph, pipeline: Pipeline, free: set[fx.Node]) -> dict[fx.Node, int]:
+    """Stages of all operators but free ones."""
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    places = [_place(nodes, module, after, pipeline.modules) for module, after in pipeline.cuts]
+    found: dict[fx.Node, int] = {}
+    last: set[fx.Node] = {graph.output_node()}
+    for node in reversed(nodes):
+        if node.target is OPS.convert.default and last.issuperset(node.users):
+            last.add(node)
+    for index, node in enumerate(nodes):
+        if node in free:
+            continue
+        operands = [found[operand] for operand in node.all_input_nodes if operand in found]
+        follows = operands and (node.target is operator.getitem or node in last)
+        found[node] = max(operands) if follows else max([sum(place <= index for place in places), *operands])
+    return found
+
+
+def _place(nodes: Sequence[fx.Node], module: str, after: bool, modules: Sequence[str]) -> int:
+    """The index of the first operator behind a cut. Where passes left nothing of the module, that of the first in a
+    module to which the model comes after it."""
+    own = {name for name in modules if f"{name}.".startswith(f"{module}.")}
+    origins = [node.meta["origin"].module if computes(node) else None for node in nodes]
+    inside = [index for index, origin in enumerate(origins) if origin in own]
+    if inside:
+        return inside[-1] + 1 if after else inside[0]
+    later = modules[max(index for index, name in enumerate(modules) if name in own) + 1 :]
+    return next((index for index, origin in enumerate(origins) if origin in later), len(nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stage's part of a main function."""
+
+    parameters: tuple[Value, ...]
+    lines: tuple[Line, ...]
+    returns: tuple[tuple[str, str], ...]
+
+    def function(self, name: str) -> Function:
+        """The piece as a function."""
+        return Function(name, self.parameters, self.lines, self.returns)
+
+
+def split_lines(
+    parameters: Sequence[Value], lines: Sequence[Line], at: Sequence[int], returns: Sequence[Sequence[tuple[str, str]]]
+) -> list[Piece]:
+    """A main function's lines as one piece for every place in order; ``at`` has each line's place, ``returns`` what
+    each piece returns.
+
+    Parameters are there at every place. Any other value is handed from place to place until nobody further reads it:
+    ``sent NAME`` of one piece is ``received NAME`` of the next, in the order in which values were made.
+    """
+    places = range(len(returns))
+    known = {value.name: value for value in parameters}
+    home, values = {}, {}
+    for line, place in zip(lines, at, strict=True):
+        for value in line.results:
+            if value is not None:
+                home[value.name], values[value.name] = place, value
+    own = [[line for line, place in zip(lines, at, strict=True) if place == here] for here in places]
+    reads = [
+        {name for line in own[here] for name in line.uses()} | {name for _, name in returns[here]} for here in places
+    ]
+    last = {name: max((here for here in places if name in reads[here]), default=0) for name in home}
+    pieces = []
+    for here in places:
+        received = [replace(value, role=f"received {n}") for n, value in values.items() if home[n] < here <= last[n]]
+        sent = [(f"sent {name}", name) for name in values if home[name] <= here < last[name]]
+        given = [value for name, value in known.items() if name in reads[here] or len(places) == 1]
+        pieces.append(Piece((*given, *received), tuple(own[here]), (*returns[here], *sent)))
+    return pieces

@@ -1,0 +1,44 @@
+"""Who holds what: which ranks of a pipeline have which tensors of the model, and which piece."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from ..compiler.mesh import Mesh
+from ..compiler.placement import Placement, assemble
+from ..compiler.roles import Role
+
+PARAMETERS, BUFFERS = ("parameter", "frozen"), ("buffer", "constant")
+"""What roles of values that are bound to a model's tensors begin with."""
+
+
+def held(role: Role, kinds: Collection[str]) -> set[str]:
+    """Names of the tensors of some kinds that a role's programs read."""
+    words = (value.role.split(" ", 1) for program in role.programs.values() for value in program.main.parameters)
+    return {word[1] for word in words if word[0] in kinds}
+
+
+def owners_of(roles: Sequence[Role], parameters: Iterable[str]) -> dict[str, tuple[Role, ...]]:
+    """The roles that hold each parameter: those that read it, or the first where none does."""
+    reads = [(role, held(role, PARAMETERS)) for role in roles]
+    return {name: tuple(role for role, found in reads if name in found) or (roles[0],) for name in parameters}
+
+
+def keepers_of(roles: Sequence[Role], buffers: Iterable[str]) -> dict[str, tuple[Role, ...]]:
+    """The role that changes each buffer, which no other reads."""
+    writes = [(role, {key for program in role.programs.values() for key, _ in program.main.returns}) for role in roles]
+    return {name: tuple(role for role, keys in writes if f"buffer {name}" in keys) for name in buffers}
+
+
+def place(rank: int, placement: Placement, mesh: Mesh) -> tuple[int, ...]:
+    """Which piece of a tensor, or which part of a sum, a rank has: ranks of one place hold the same."""
+    at = mesh.coordinates(rank)
+    return tuple(at[axis] for axis in (*placement.split_axes(), *placement.partial))
+
+
+def together(pieces: Mapping[int, torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
+    """A whole tensor of the pieces of the ranks that have one; any rank of a place will do."""
+    found = {place(rank, placement, mesh): piece for rank, piece in pieces.items()}
+    return assemble([found[place(rank, placement, mesh)] for rank in range(mesh.world)], placement, mesh)

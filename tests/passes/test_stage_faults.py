@@ -1,0 +1,139 @@
+"""Bugs planted in pipelines: whatever stages hand one another, sum among themselves or do out of turn is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from parc.checks import check_build, check_schedule, rounding_of, static_faults
+from parc.compiler.actions import parse_schedule, schedule_text
+from parc.compiler.artifact import read_programs
+from parc.compiler.placement import TensorType, parse_type
+from parc.compiler.plan import read_plan
+from parc.compiler.program_text import parse_program
+from parc.compiler.roles import Role, group, join
+from parc.driver import Compiled, compile_plan, files_of, stored_types
+from parc.grammar.source import Source
+from tests.planted_builds import ROOT
+from tests.planted_stages import BUGS as STAGES
+from tests.planted_stages import Files, file_of
+from tests.planted_sums import SUMS
+
+BUGS = {**STAGES, **SUMS}
+_PLAN = """\
+model "./planted_models.py:Tied" (layers={layers})
+input x float32 [B, 4]
+input wanted float32 [B, 4]
+sizes B=8
+loss "./planted_models.py:square"(output, wanted)
+optimizer sgd lr 0.1 clip 1.0
+mesh dp=2, pp=2
+shard x, wanted [B/dp, _]
+stage before {cuts} over pp
+schedule {schedule}
+"""
+_PLANS = {
+    "two stages": _PLAN.format(layers=2, cuts="layers.1", schedule="1f1b microbatches 2"),
+    "four stages on two ranks": _PLAN.format(
+        layers=4, cuts="layers.1, layers.2, layers.3", schedule="interleaved microbatches 2 chunks 2"
+    ),
+    "a stage that reads a parameter without a gradient": _PLAN.format(
+        layers=1, cuts="b", schedule="gpipe microbatches 2"
+    ).replace('Tied" (layers=1)', 'Looked"'),
+}
+
+
+@dataclass(frozen=True)
+class Good:
+    """A build that every check accepts."""
+
+    compiled: Compiled
+    texts: Mapping[str, str]
+    programs: Files
+    stored: Mapping[str, TensorType]
+
+
+@cache
+def good(name: str) -> Good:
+    """One of the builds."""
+    compiled = compile_plan(read_plan(Source("stages.parc", _PLANS[name])), ROOT / "tests")
+    roles, _ = read_programs(files_of(compiled))
+    programs = {file_of(p): p for own in roles.values() for p in own.values()}
+    stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
+    return Good(compiled, files_of(compiled), programs, stored)
+
+
+def refusals(build: Good, programs: Files | None = None, schedule: str | None = None) -> list[str]:
+    """Why changed programs or actions are refused, as they are read back from their texts."""
+    compiled, reference = build.compiled, build.compiled.built.reference
+    programs = build.programs if programs is None else programs
+    same = set(map(id, build.programs.values()))
+    try:
+        found = group(p if id(p) in same else parse_program(p.text()) for p in programs.values())
+        actions = parse_schedule(build.texts["schedule.txt"] if schedule is None else schedule)
+        roles = {name: Role(name, own, actions.get(name, ())) for name, own in found.items()}
+        if schedule is not None:
+            return list(map(str, check_schedule(roles, compiled.plan.microbatches, counts=False)))
+        faults = static_faults(
+            join(found), build.stored, compiled.mesh, (), compiled.plan.microbatches, reference, {},
+            rounding_of(compiled), roles,
+        )  # fmt: skip
+    except ValueError as error:
+        return [str(error)]
+    return [str(fault) for fault in faults]
+
+
+@pytest.mark.parametrize("name", _PLANS)
+def test_good_builds_are_accepted(name: str) -> None:
+    """Nothing below is refused for another reason than its bug, and what is accepted trains as the unsharded model."""
+    assert refusals(good(name)) == []
+    assert not check_build(good(name).compiled).faults
+
+
+def test_a_module_of_which_passes_leave_nothing_is_a_place_to_cut() -> None:
+    """Even a stage of it alone, which hands on what it receives."""
+    cuts = "same over pp\nstage after out(same)"
+    text = _PLAN.format(layers=1, cuts=cuts, schedule="gpipe microbatches 2").replace('Tied" (layers=1)', 'Looked"')
+    compiled = compile_plan(read_plan(Source("stages.parc", text.replace("pp=2", "pp=3"))), ROOT / "tests")
+    assert not check_build(compiled).faults
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("name", _PLANS)
+def test_planted_bugs_of_stages_are_refused(name: str, bug: str) -> None:
+    """Every one, by the checks of texts alone: nothing runs."""
+    build, accepted, number = good(name), [], 0
+    for what, programs in BUGS[bug](build.programs):
+        number += 1
+        if not refusals(build, programs):
+            accepted.append(what)
+    assert number >= 1
+    assert not accepted
+
+
+@pytest.mark.parametrize("name", _PLANS)
+def test_actions_out_of_turn_are_refused(name: str) -> None:
+    """Left out, twice, on the other role, or before what the same stage has to do first."""
+    build = good(name)
+    timelines = parse_schedule(build.texts["schedule.txt"])
+    for role, actions in timelines.items():
+        bad = [(*actions[:at], *actions[at + 1 :]) for at in range(len(actions))]
+        bad += [(*actions, action) for action in actions]
+        for at, (one, two) in enumerate(pairwise(actions)):
+            if one.kind != "SCALE" and (one.stage, one.microbatch) == (two.stage, two.microbatch):
+                bad.append((*actions[:at], two, one, *actions[at + 2 :]))
+        for changed in bad:
+            assert refusals(build, schedule=schedule_text({**timelines, role: changed})), changed
+    exchanged = dict(zip(timelines, reversed(timelines.values()), strict=True))
+    assert refusals(build, schedule=schedule_text(exchanged))
+
+
+def test_a_tied_gradient_of_two_stages_may_be_added_up_in_bfloat16() -> None:
+    plan = _PLANS["two stages"].replace("microbatches 2", "microbatches 2 accumulate bf16")
+    compiled = compile_plan(read_plan(Source("stages.parc", plan)), ROOT / "tests")
+    assert "all_reduce_among" in compiled.roles()["pp1"].programs["REDUCE"].text()
+    assert not check_build(compiled).faults

@@ -1,0 +1,93 @@
+"""The pipelines that ship: cut, proved, simulated, and trained on real processes beside the plain module."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import parc
+from parc.checks import Checked, check_numbers, prove
+from parc.compiler.plan import read_plan
+from parc.compiler.timeline import simulate
+from parc.driver import Compiled, compile_plan
+
+from .runtime.ranks import run_ranks
+from .test_readme import ROOT
+
+EXAMPLES = ROOT / "examples"
+SMALL = {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 64, "length": 16}
+
+
+def compiled(name: str, **defines: object) -> Compiled:
+    """An example's plan, with a small model, compiled and proved."""
+    plan = read_plan(EXAMPLES / f"{name}.parc", {key: str(value) for key, value in defines.items()})
+    made = compile_plan(plan, EXAMPLES, overrides=SMALL if name.startswith("llama") else None)
+    assert not prove(made)
+    return made
+
+
+def error(made: Compiled) -> float:
+    """How far all ranks are from the unsharded model in three steps of float64."""
+    checked = Checked({})
+    check_numbers(made, checked)
+    assert not checked.faults, checked.faults
+    numbers: dict[str, float] = checked.report["numbers"]
+    return max(numbers[kind] for kind in ("loss", "gradient", "parameter"))
+
+
+def test_seven_layers_on_three_ranks_are_naive_model_parallelism() -> None:
+    made = compiled("seven")
+    held = [{value.role.split(".")[1] for value in role.programs[f"{stage}F"].main.parameters if "layers" in value.role}
+            for stage, role in enumerate(made.roles().values())]  # fmt: skip
+    assert held == [{"0", "1"}, {"2", "3", "4"}, {"5", "6"}]
+    timeline = simulate(made.timelines)
+    assert [timeline.busy(role) / timeline.makespan for role in made.timelines] == [1 / 3] * 3
+    assert error(made) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "chunks"),
+    [("gpipe", 2, 1), ("1f1b", 4, 1), ("interleaved", 2, 2), ("looped", 2, 2)],
+)
+def test_llama_trains_alike_under_every_schedule(schedule: str, pp: int, chunks: int) -> None:
+    made = compiled("llama-pipeline", schedule=schedule, pp=pp, chunks=chunks, layers=4)
+    assert made.pipeline is not None and made.pipeline.stages == pp * chunks
+    assert error(made) < 1e-12
+
+
+def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "order.txt").write_text("rank 0: 0F0 0F1 0B1 0B0\nrank 1: 1F0 1F1 1B1 1B0\n")
+    plan = tmp_path / "seven.parc"
+    text = plan.read_text().replace("schedule  gpipe microbatches 1", 'schedule  table "order.txt" microbatches 2')
+    plan.write_text(text.replace("pp=3", "pp=2").replace("layers.2, layers.5", "layers.4"))
+    made = compile_plan(read_plan(plan), tmp_path)
+    work = [str(action) for action in made.timelines["pp0"] if action.kind in ("F", "B")]
+    assert work == ["0F0", "0F1", "0B1", "0B0"]
+    assert not prove(made) and error(made) < 1e-12
+
+
+def train(path: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """On one rank: the losses, and the whole weights afterwards."""
+    with parc.load(path) as session:
+        losses = [session.step().loss for _ in range(steps)]
+        return losses, session.state_dict()
+
+
+def test_eight_processes_in_three_dimensions_train_as_the_plain_module(tmp_path: Path) -> None:
+    from parc.cli import main
+
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    out = tmp_path / "gpt3d"
+    assert main(["build", str(tmp_path / "examples" / "gpt3d.parc"), "-o", str(out)]) == 0
+    plain = parc.reference(out)
+    expected = [plain.step().loss for _ in range(4)]
+    weights = plain.module.state_dict()
+    for losses, found in run_ranks(train, 8, str(out), 4, wait_s=200):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+        assert found.keys() == weights.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
