@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +41,32 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": words[0], "targets": words[1]}
 
 
+@contextmanager
+def without_onednn(off: bool) -> Iterator[None]:
+    """torch told to do without oneDNN, if ``off``; telling it warns of another library's TF32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.backends.mkldnn.flags(enabled=not off):
+            yield
+
+
 def parc_step(build: Path, case: str) -> Step:
     """A step of a build on this rank; in a case with torch's own products, oneDNN is kept out of them."""
     import parc
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says there that another library's TF32 is not here
-        with torch.backends.mkldnn.flags(enabled=not case.endswith(OWN_PRODUCTS)):
-            session = parc.load(build, compile=case.endswith("--compile"))
+    with without_onednn(case.endswith(OWN_PRODUCTS)):
+        session = parc.load(build, compile=case.endswith("--compile"))
     data = batch()
     return lambda: session.step(data).loss
 
 
-def plain_model() -> nn.Module:
+def plain_model(layers: int = 4) -> nn.Module:
     """The model as its user wrote it."""
     sys.path.insert(0, str(ROOT / "examples"))
     from llama import llama
 
     torch.manual_seed(0)
-    return llama(layers=4, width=512, heads=8, kv_heads=4, ffn=1408, vocab=VOCAB, length=LENGTH)
+    return llama(layers=layers, width=512, heads=8, kv_heads=4, ffn=1408, vocab=VOCAB, length=LENGTH)
 
 
 def train_step(model: nn.Module, rows: slice, optimizer: Optimizers) -> Step:

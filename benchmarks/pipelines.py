@@ -1,0 +1,228 @@
+"""``make bench-pipelines``: a pipeline of two gloo ranks beside torch's own, in turn in one run, and what it keeps.
+
+The model is a Llama of 8 layers and 32 M parameters in two stages, the schedule 1F1B with 8 microbatches, the cut the
+same on both sides, the optimizer torch's fused AdamW. Beside the ratio to ``torch.distributed.pipelining`` stands the
+one to the makespan that the schedule has with the stage times that were measured: what the runtime adds to it. Prints
+tables and writes ``bench-pipelines.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.peers import OWN_PRODUCTS, Optimizers, Step, compare, plain_model, without_onednn
+from parc.runtime.launch import KEEP_MEMORY
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS, BATCH, LENGTH, VOCAB, MICROBATCHES = 8, 8, 128, 8192, 8
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """The same whole batch on every rank."""
+    words = torch.randint(0, VOCAB, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": words[0], "targets": words[1]}
+
+
+class Part(nn.Module):
+    """Some layers of a Llama, as people cut it by hand for torch's pipelines: a stage of hidden states."""
+
+    def __init__(self, model: Any, first: int, end: int) -> None:
+        super().__init__()
+        self.embed = model.model.embed_tokens if first == 0 else None
+        self.layers = nn.ModuleList(model.model.layers[first:end])
+        self.rotary = model.model.rotary_emb
+        self.norm = model.model.norm if end == LAYERS else None
+        self.head = model.lm_head if end == LAYERS else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Token numbers or hidden states to hidden states or logits."""
+        if self.embed is not None:
+            x = self.embed(x)
+        tables = self.rotary(x, torch.arange(x.shape[1])[None])
+        for layer in self.layers:
+            x = layer(x, attention_mask=None, position_embeddings=tables)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def torch_step(cut: int) -> Step:
+    """A step of torch's 1F1B, the model cut before layer ``cut``."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, data = dist.get_rank(), batch()
+    model = plain_model(LAYERS)
+    part = Part(model, *((0, cut), (cut, LAYERS))[rank])
+    optimizer = Optimizers(part)
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(data["input_ids"])
+        else:
+            schedule.step(target=data["targets"], losses=losses)
+        optimizer.step()
+        return float(sum(loss.detach() for loss in losses)) / MICROBATCHES
+
+    return step
+
+
+def worker(case: str, build: Path, times: int, out: Path) -> None:
+    """One rank of parc and of torch, in turn."""
+    from parc.compiler.artifact import read_build
+    from parc.runtime.session import Session
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = read_build(build)
+    cut = max(
+        int(n) for v in found.roles["pp0"].programs["0F"].main.parameters for n in re.findall(r"\.(\d+)\.", v.role)
+    )
+    with without_onednn(case.endswith(OWN_PRODUCTS)):
+        session = Session(found, torch.device("cpu"), trace=True)
+    data = batch()
+    updates: list[float] = []
+
+    def ours() -> float:
+        result = session.gradients(data)
+        start = time.perf_counter()
+        loss = session.update(result).loss
+        updates.append(time.perf_counter() - start)
+        return loss
+
+    theirs = torch_step(cut + 1)
+    same = ours(), theirs()
+    rows = compare(ours, theirs, times)
+    assert session.recorder is not None
+    spans: list[Any] = [None, None]
+    mine = {"spans": list(session.recorder.spans), "update": updates[-times:], "losses": same, "cut": cut + 1}
+    dist.all_gather_object(spans, mine)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps([*rows, spans]), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # peers leave threads behind that abort an interpreter on its way out
+
+
+def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
+    """What a step takes where nothing is added to the work: the schedule played with the measured times of each stage,
+    and the sums and the update after it. The medians of all steps."""
+    from parc.compiler.artifact import read_build
+    from parc.compiler.timeline import simulate
+
+    taken: dict[tuple[str, str], list[float]] = {}
+    once = 0.0
+    for rank in ranks:
+        for name, _, step, begin, end in rank["spans"]:
+            match = re.fullmatch(r"(\d+)([A-Z_]+)\d*", name)
+            if match is not None and step > 2:
+                taken.setdefault((match[1], match[2]), []).append((end - begin) / 1e9)
+        once = max(once, statistics.median(rank["update"]))
+    middle = {key: statistics.median(values) for key, values in taken.items()}
+    count = MICROBATCHES * max(middle["0", "COUNT"], middle["1", "COUNT"]) + max(
+        middle["0", "SCALE"], middle["1", "SCALE"]
+    )
+    reduce = min(middle["0", "REDUCE"], middle["1", "REDUCE"])  # the other one waits there until this one comes
+    timelines = {name: role.actions for name, role in read_build(build).roles.items()}
+    played = simulate(timelines, [middle[s, "F"] for s in "01"], [middle[s, "B"] for s in "01"])
+    return count + played.makespan + reduce + once
+
+
+def main(times: int) -> None:
+    """Both tables, and ``bench-pipelines.json``."""
+    folder = ROOT / "build" / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    build, out, found = folder / "llama-pipeline", folder / "pipeline-times.json", []
+    plan = ROOT / "examples" / "llama-pipeline.parc"
+    command = [sys.executable, "-m", "parc", "build", str(plan), "-o", str(build), "-D", f"batch={BATCH}"]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    print(f"{'case':<24}{'parc (s)':>20}{'torch 1F1B (s)':>22}{'ratio of minima':>17}{'of medians':>12}"
+          f"{'makespan (s)':>14}{'over it':>9}")  # fmt: skip
+    for case in ("1f1b", f"1f1b, {OWN_PRODUCTS}"):
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        script = ["-m", "benchmarks.pipelines", "--worker", case, str(build), str(times), str(out)]
+        environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run([*start, *script], check=True, cwd=ROOT, env=environment)
+        ours, theirs, ranks = json.loads(out.read_text(encoding="utf-8"))
+        best, middle = (min(ours), min(theirs)), (statistics.median(ours), statistics.median(theirs))
+        ideal = makespan(build, ranks)
+        columns = [f"{low:.3f} (median {mid:.3f})" for low, mid in zip(best, middle, strict=True)]
+        print(f"{case:<24}{columns[0]:>22}{columns[1]:>22}{best[0] / best[1]:>13.2f}{middle[0] / middle[1]:>12.2f}"
+              f"{ideal:>14.3f}{middle[0] / ideal:>9.2f}")  # fmt: skip
+        found.append({"case": case, "parc_s": best[0], "peer": "torch 1F1B", "peer_s": best[1],
+                      "ratio": best[0] / best[1], "parc_median_s": middle[0], "peer_median_s": middle[1],
+                      "makespan_s": ideal})  # fmt: skip
+    (ROOT / "bench-pipelines.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    idle()
+    kept()
+
+
+def idle(ranks: int = 4, microbatches: int = 8, forward: float = 1, backward: float = 2) -> None:
+    """Idle slots and live microbatches of every schedule with equal stages, beside what is published of them."""
+    from parc.compiler.schedules import timelines
+    from parc.compiler.timeline import peak_live, simulate
+
+    print(f"\n{ranks} ranks, {microbatches} microbatches, a rank's forward {forward:g} slot, its backward {backward:g}")
+    print(f"{'schedule':<16}{'idle':>8}{'published':>11}{'live':>8}{'published':>11}")
+    least = (ranks - 1) * (forward + backward)
+    for name, chunks, most in (
+        ("gpipe", 1, microbatches), ("1f1b", 1, ranks), ("interleaved", 2, ranks * (1 + (ranks - 1) / (2 * ranks))),
+        ("interleaved", 4, ranks * (1 + (ranks - 1) / (4 * ranks))),
+    ):  # fmt: skip
+        roles = timelines(name, ranks * chunks, microbatches, chunks)
+        played = simulate(roles, forward / chunks, backward / chunks)
+        waits = max(played.idle(role) for role in roles)
+        live = max(peak_live(actions) for actions in roles.values()) / chunks
+        words = f"{name} x {chunks}" if chunks > 1 else name
+        print(f"{words:<16}{waits:>8.3f}{least / chunks:>11.3f}{live:>8.3f}{min(most, microbatches):>11.3f}")
+
+
+def kept(microbatches: int = 16) -> None:
+    """The most bytes that stages keep for backward under GPipe and 1F1B, measured in the executor."""
+    from parc.checks import case_of
+    from parc.compiler.plan import read_plan
+    from parc.driver import compile_plan
+    from parc.runtime.random_batch import random_batch
+    from parc.runtime.simulate import Simulation
+
+    peaks: dict[str, dict[int, int]] = {}
+    for schedule in ("gpipe", "1f1b"):
+        defines = {"schedule": schedule, "pp": "4", "microbatches": str(microbatches), "layers": "4"}
+        plan = read_plan(ROOT / "examples" / "llama-pipeline.parc", defines)
+        small = {"width": 64, "ffn": 128, "vocab": 256, "length": 128}
+        made = compile_plan(plan, ROOT / "examples", overrides=small)
+        case = case_of(made, made.built.programs, made.roles())
+        simulation = Simulation(case, account=True)
+        simulation.step(random_batch(case.reference, microbatches, torch.Generator().manual_seed(0)), 0)
+        peaks[schedule] = {
+            stage: peak for stepper in simulation.steppers for stage, peak in stepper.peak_saved_bytes.items()
+        }
+    print(f"\nkept for backward, bytes a rank, {microbatches} microbatches")
+    print(f"{'stage':<8}{'gpipe':>14}{'1f1b':>14}{'ratio':>8}{'promised':>10}")
+    for stage, most in peaks["gpipe"].items():
+        promised = min(microbatches, 4 - stage) / microbatches
+        ratio = peaks["1f1b"][stage] / most
+        print(f"{stage:<8}{most:>14,}{peaks['1f1b'][stage]:>14,}{ratio:>8.3f}{promised:>10.3f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
