@@ -39,7 +39,8 @@ STAGE_COUNT = Code(
 EMPTY_STAGE = Code(
     name="P0240",
     title="a stage with no work",
-    why="between two cuts, before the first and after the last, the model must compute something with its weights.",
+    why="between two cuts, before the first and after the last, the model must compute something with its "
+    "weights, or with what these made: the loss alone is such work.",
     example="stage before embed over pp",
     instead="stage after out(embed) over pp",
     language="shell",

@@ -81,5 +81,6 @@ def _work(name: str, stages: int, microbatches: int, chunks: int, text: str) -> 
             f"{stages} stages do not divide into {chunks} chunks: on p ranks, write p times {chunks} stages"
         )
     if stages // chunks == 1 and stages > 1:
-        raise ValueError(f"{stages} stages in {chunks} chunks are on one rank: a pipeline takes 2 or more")
+        lie = f"{stages} stages in {chunks} chunk{'s' * (chunks != 1)}"
+        raise ValueError(f"{lie} are on one rank: a pipeline takes 2 or more")
     return schedule(stages, microbatches, chunks)
