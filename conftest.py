@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one th
 
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("check", deadline=None, derandomize=True, suppress_health_check=SLOW_IS_FINE)
-settings.register_profile("fuzz", deadline=None, max_examples=1000, print_blob=True, suppress_health_check=SLOW_IS_FINE)
+settings.register_profile("fuzz", deadline=None, max_examples=1600, print_blob=True, suppress_health_check=SLOW_IS_FINE)
 settings.load_profile("check")
 
 
