@@ -145,8 +145,10 @@ def _joined_reduce(programs: Sequence[Program]) -> Program:
                 if ways.setdefault(key, way := _way(program.main, name)) != way:
                     raise JoinFault(f"{program.role}.REDUCE makes `{key}` otherwise than an earlier role")
                 returns.setdefault(key, names[name])
-    returns["loss"] = _added(summed.get("loss", []), values, lines, "loss")
     squares = [line for line in lines if line.results[0] and line.results[0].name in summed.get("grad_norm", ())]
+    if len(summed.get("loss", ())) != len(programs) or len(squares) != len(programs):
+        raise JoinFault("a role's REDUCE makes no loss or no norm of gradients")
+    returns["loss"] = _added(summed["loss"], values, lines, "loss")
     lines = [line for line in lines if line not in squares]
     inner = [name for line in squares for name in line.uses()]
     total = _added(inner, values, lines, "square")

@@ -42,14 +42,15 @@ class Gatherer:
         for rank, role in enumerate(self._roles):
             if role in owners:
                 sources.setdefault(place(rank, type_.placement, self._mesh), rank)
-        lacking = any(role not in owners for role in self._roles)
+        sent = len(sources) > 1 or any(role not in owners for role in self._roles)
         pieces = {}
         for at, source in sources.items():
-            if piece is not None and at == place(self._rank, type_.placement, self._mesh):
+            own = piece is not None and at == place(self._rank, type_.placement, self._mesh)
+            if piece is not None and own and (self._rank == source or not sent):
                 given = piece.detach().contiguous()
-            else:
+            else:  # what is received is never written over what is trained
                 given = torch.empty(type_.local(self._mesh), dtype=type_.dtype, device=self._device)
-            if len(sources) > 1 or lacking:
+            if sent:
                 dist.broadcast(given, source)
             pieces[source] = given.cpu()
         if not type_.placement.split_axes():
