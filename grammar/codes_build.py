@@ -168,7 +168,8 @@ KEPT_TWICE = Code(
     name="P0220",
     title="heads of keys and values are kept by several ranks",
     why="there are fewer of them than ranks of the axis over which they are split. Each is computed where it is used,"
-    " without communication; gradients of the copies are summed once a step.",
+    " without communication; gradients of the copies are summed once a step. Where they are fused with queries in one"
+    " weight, each rank keeps a part of a head instead, and gathers the others' results.",
     example='include "parc:llama" (tp=4)   # num_key_value_heads=2',
     instead='include "parc:llama" (tp=2)',
     language="shell",

@@ -24,7 +24,7 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
     """Gathers and exchanges, equal ones of repeated blocks together."""
     groups: dict[tuple[str, str, str, int], list[Reshard]] = {}
     for reshard in compiled.built.reshards:
-        if isinstance(reshard.source, Split):
+        if isinstance(reshard.source, Split) and not reshard.heads:
             key = (reshard.cause.source, str(reshard.source), str(reshard.result), reshard.cause.plan)
             groups.setdefault(key, []).append(reshard)
     for (place, source, result, line), found in groups.items():

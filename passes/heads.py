@@ -57,8 +57,9 @@ class Copies:
 class _Heads:
     """A split parameter that attention reads as ``count`` heads since ``source``; ``meets`` are its attentions.
 
-    One head is a dim that is never taken apart: attention contracts it. ``most`` is more where it is fused. Where the
-    model itself sees them in groups, ``count`` is that of the groups, each of so many: ``grouped``.
+    One head is a dim that is never taken apart: attention contracts it. Where it is ``fused`` with queries, ``most``
+    are these. Where the model itself sees them in groups, ``count`` is that of the groups, each of so many:
+    ``grouped``.
     """
 
     seed: Seed
@@ -68,6 +69,11 @@ class _Heads:
     meets: frozenset[fx.Node]
     grouped: int = 1
 
+    @property
+    def fused(self) -> bool:
+        """Whether more heads lie in the same weight."""
+        return self.count < self.most
+
 
 def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed], pads: Pads) -> Copies:
     """Heads of keys and values that are fewer than the ranks over which a plan splits them are kept by several ranks.
@@ -75,8 +81,8 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed], pads: Pad
     The weights of one attention are those whose dims, followed through the graph, meet in an operator that contracts
     two computed values. The most heads among them are the queries'; ranks must divide those. Fewer heads either
     divide by the ranks too, or divide them: then the axis is factored, and the heads are split over its major part.
-    Where queries are fused with them in one weight they must divide by the ranks: its parts are split alike. Padded
-    heads divide.
+    Where queries are fused with them in one weight, whose parts are split alike, the minor part splits each head, which
+    is gathered where it is taken apart. Padded heads divide.
 
     Raises:
         PlanError: heads do not fit the ranks.
@@ -105,7 +111,8 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed], pads: Pad
         elif few:
             if len(chain) > 1:
                 sizes[axis] = tuple(more // less for less, more in pairwise([1, *chain]))
-            kept.update({(h.seed.value, axis): chain.index(h.count) + 1 if h.count > 1 else 0 for h in few})
+            alone = [heads for heads in few if not heads.fused]
+            kept.update({(h.seed.value, axis): chain.index(h.count) + 1 if h.count > 1 else 0 for h in alone})
             notes += _notes(few, axis, ranks, sizes.get(axis, ()))
     if errors:
         raise PlanError(errors)
@@ -229,9 +236,7 @@ def _attentions(found: Iterable[_Heads]) -> Iterator[list[_Heads]]:
 
 def _legal(group: Sequence[_Heads], ranks: int) -> bool:
     most = max(heads.most for heads in group)
-    return most % ranks == 0 and all(
-        h.count % ranks == 0 or (ranks % h.count == 0 and h.count == h.most) for h in group
-    )
+    return most % ranks == 0 and all(h.count % ranks == 0 or (ranks % h.count == 0 and h.grouped == 1) for h in group)
 
 
 def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterator[Diagnostic]:
@@ -240,8 +245,7 @@ def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterat
     alike: dict[tuple[Span, tuple[int, ...], bool], list[_Heads]] = {}
     for group in groups:
         kinds = tuple(sorted({n for heads in group for n in (heads.count, heads.most)}, reverse=True))
-        fused = {heads.count for heads in group if heads.count < heads.most}
-        wrong = [n for n in kinds if n % ranks and (n == kinds[0] or n in fused or ranks % n)]
+        wrong = [n for n in kinds if n % ranks and (n == kinds[0] or ranks % n)]
         seen = (heads for heads in group if (wrong or kinds)[0] in (heads.count, heads.most))
         first = max(seen, key=lambda heads: heads.grouped)
         apart = any(heads.grouped == 1 for heads in group)  # keys are not in the weight of the queries' groups
@@ -254,8 +258,6 @@ def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterat
         message = f"{axis}={ranks} does not divide {all_heads}"
         if not most % ranks:
             message = f"{axis}={ranks} neither divides {few} nor is a multiple of them"
-            if first.count < first.most:
-                message = f"{axis}={ranks} does not divide {few}, which are fused with queries"
         every_kind = " and ".join([all_heads, *(f"{_heads(count)} of keys and values" for count in fewer)])
         seen_as = "groups of heads" if first.grouped > 1 else "heads"
         notes = [f"the model sees it as {seen_as} at {first.source}"] if first.source else []
@@ -274,13 +276,17 @@ def _heads(count: int) -> str:
 
 
 def _notes(few: Sequence[_Heads], axis: str, ranks: int, sizes: Sequence[int]) -> Iterator[Diagnostic]:
-    """One note for each number of heads that is kept more than once."""
-    for count in sorted({heads.count for heads in few}):
-        first, *others = [heads for heads in few if heads.count == count]
-        each = f"each is kept by {ranks // count} ranks" if count > 1 else "every rank keeps it"
-        message = f"{_heads(count)} of keys and values for {ranks} ranks of `{axis}`: {each}"
+    """One note for each number of heads that is kept more than once, or by parts."""
+    for count, fused in sorted({(heads.count, heads.fused) for heads in few}):
+        first, *others = [heads for heads in few if (heads.count, heads.fused) == (count, fused)]
+        shared = f"each is kept by {ranks // count} ranks" if count > 1 else "every rank keeps it"
+        then = "gradients of the copies are summed once a step"
+        if fused:
+            shared = f"{ranks // count} ranks keep a part of {'each' if count > 1 else 'it'}"
+            then = "fused with queries, it is split as they are, and its results are gathered where they become heads"
+        message = f"{_heads(count)} of keys and values for {ranks} ranks of `{axis}`: {shared}"
         parts = listed(f"{axis}_{i}={size}" for i, size in enumerate(sizes))
-        notes = [f"`{axis}` is seen as {parts}" if sizes else "", "gradients of the copies are summed once a step"]
+        notes = [f"`{axis}` is seen as {parts}" if sizes else "", then]
         notes += [f"the same holds for {len(others)} more parameter{'s' * (len(others) > 1)}"] if others else []
         yield Diagnostic(
             KEPT_TWICE, message, Label(first.seed.span, f"`{first.seed.value}`"), notes=tuple(filter(None, notes)),

@@ -16,8 +16,9 @@ def plan_hoist(graph: fx.Graph, mesh: Mesh, placed: Placed, grad: Mapping[Key, b
     """Operators to compute in ``R``, with the axes.
 
     ``R`` is absorbing, so an operator is hoisted only if every reader is hoisted or is split and needs ``R`` there,
-    and every operand that carries gradient is a parameter, is hoisted, or has another reader that needs it in ``R``.
-    Position embeddings and replicated key/value weights are, norms are not.
+    and every operand that carries gradient is a parameter, is hoisted, is split (what a gather to ``R`` gets back is
+    scattered), or has another reader that needs it in ``R``. Position embeddings and replicated key/value weights are,
+    norms are not.
     """
     consumers: dict[Key, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -49,7 +50,7 @@ def _fixpoint(
             return False
         for operand in operands_of(node):
             key = key_of(operand)
-            if not grad[key] or key[0] in chosen or (key[0].op == "placeholder" and axis not in placed.splits[key]):
+            if not grad[key] or key[0] in chosen or key[0].op == "placeholder" or axis in placed.splits[key]:
                 continue
             if not any(consumer is not node and reads(consumer, key) for consumer in consumers[key]):
                 return False

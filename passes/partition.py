@@ -30,7 +30,7 @@ from .propagate import Part, Placed
 @dataclass(frozen=True, slots=True)
 class Reshard:
     """A conversion that no line asked for in so many words: what it moves, and whose need caused it; ``reader`` is the
-    operator that wanted it."""
+    operator that wanted it. ``heads``: it puts few heads together, which a note of its own tells."""
 
     value: str
     source: AxisType
@@ -39,6 +39,7 @@ class Reshard:
     cause: Origin
     bytes: int
     reader: str
+    heads: bool
 
 
 class Partition:
@@ -146,7 +147,10 @@ class Partition:
             size = math.prod(local) * fake(key).dtype.itemsize
             for name in self.mesh.joined(axes):
                 axis = self.mesh.parts(name)[0]
-                self.reshards.append(Reshard(key[0].name, have[axis], want[axis], name, cause, size, self.reader))
+                heads = (key, axis) in self.placed.few
+                self.reshards.append(
+                    Reshard(key[0].name, have[axis], want[axis], name, cause, size, self.reader, heads)
+                )
         return node
 
     def rebuild(self, key: Key, want: Placement) -> fx.Node | None:

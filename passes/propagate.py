@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from torch import fx
 
@@ -36,6 +37,8 @@ class Placed:
     parts: dict[fx.Node, dict[str, Part]] = field(default_factory=dict)
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
     lines: dict[fx.Node, int] = field(default_factory=dict)
+    few: set[tuple[Key, str]] = field(default_factory=set)
+    """Values that are heads, fewer than others in the same weight, by axes that split them."""
     without_rule: list[fx.Node] = field(default_factory=list)
 
 
@@ -112,7 +115,7 @@ class _Propagation:
         """Whether the factor nests with the other axes on it, and the result may be split so."""
         rule = self.placed.rules[node]
         others = [(outer, a) for a, (name, outer) in self.placed.parts[node].items() if name == part[0]]
-        if not self.disjoint([*others, (part[1], axis)], rule.sizes[part[0]]):
+        if not self.disjoint([*others, (part[1], axis)], rule.sizes[part[0]]) or self.inside_heads(node, axis, part[0]):
             return False
         for key, dims, is_operand in self.terms[node]:
             if is_operand:
@@ -124,6 +127,32 @@ class _Propagation:
             if have is not None and at is not None and have != Split(*at):
                 return False
         return True
+
+    def inside_heads(self, node: fx.Node, axis: str, factor: str) -> bool:
+        """Whether parts of few heads end here, and are put together once, not by everyone who reads one: where heads,
+        split over the major sub-axes, are taken out of their dim, and this minor one would split each; and where they
+        are repeated or met by more."""
+        parts = self.placed.parts[node]
+        majors = {parts[a][0] for a in takewhile(axis.__ne__, self.mesh.parts(self.mesh.owner(axis))) if a in parts}
+        made = max(value.numel() for value in tensors_of(node))
+        return any(
+            made > tensors_of(key[0])[key[1]].numel() or not majors.isdisjoint(names[:-1])
+            for key, dims, _ in self.terms[node] if (key, axis) in self.placed.few
+            for names in dims if names[-1:] == (factor,)
+        )  # fmt: skip
+
+    def follow_few(self, node: fx.Node, axis: str) -> None:
+        """Where queries are fused with fewer keys, what is smaller is followed from where it is taken out, to where
+        heads are taken out of it that the axis splits whole."""
+        rule, (factor, outer) = self.placed.rules[node], self.placed.parts[node][axis]
+        members = rule.sums.get(factor, ())
+        most = max((rule.sizes[name] for name in members), default=0)
+        smaller = {(name,) for name in members if rule.sizes[name] != most}
+        read = [dims for key, dims, is_operand in self.terms[node] if is_operand and (key, axis) in self.placed.few]
+        follows = bool(read) and not any(factor in names[:-1] for dims in read for names in dims)
+        for key, dims, is_operand in self.terms[node]:
+            if not is_operand and (follows or (not isinstance(outer, int) and not smaller.isdisjoint(dims))):
+                self.placed.few.add((key, axis))
 
     def visit(self, node: fx.Node, line: int) -> list[fx.Node]:
         """Settle the node's factors, and split what they imply; the operators to look at again."""
@@ -140,6 +169,7 @@ class _Propagation:
                 at = from_factor(rule, dims, *parts[axis])
                 if at is not None:
                     again += self.place(key, axis, Split(*at), line)
+            self.follow_few(node, axis)
         return again
 
     def settle(self, start: Iterable[fx.Node], line: int) -> None:

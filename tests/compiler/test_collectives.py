@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parc.compiler.collectives import COLLECTIVES, TypeFault, join_dim, lower, payload_bytes, slice_dim
@@ -100,6 +100,11 @@ def test_all_pieces_together_are_before_and_after_what_the_types_say(
             assert torch.equal(piece, pieces_of(expected, made, mesh)[rank])
 
 
+FACTORED = Mesh.parse("dp=2, tp=2*3")
+FUSED = parse_type("f64[(2 6/tp_1 + 2 3/tp_1 + 2 3/tp_1)]", FACTORED)
+
+
+@example((FACTORED, FUSED, "dp", "I", Split(0, (2, 1, 1))))  # outside of what splits the parts already
 @given(conversions())
 def test_a_conversion_lowers_to_the_collective_that_makes_its_result(
     case: tuple[Mesh, TensorType, str, AxisType, AxisType],

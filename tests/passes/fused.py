@@ -12,9 +12,9 @@ WIDTH, VOCAB = 32, 48
 class Grouped(nn.Module):
     """Queries, keys and values one after the other, in one weight or in three; keys are never repeated."""
 
-    def __init__(self, heads: int, groups: int, fused: bool) -> None:
+    def __init__(self, heads: int, groups: int, fused: bool, size: int) -> None:
         super().__init__()
-        self.size = WIDTH // heads
+        self.size = size or WIDTH // heads
         self.rows = [heads * self.size, groups * self.size, groups * self.size]
         if fused:
             self.qkv = nn.Linear(WIDTH, sum(self.rows))
@@ -79,9 +79,9 @@ class Model(nn.Module):
         return made
 
 
-def grouped(heads: int = 8, groups: int = 4, fused: bool = True) -> nn.Module:
+def grouped(heads: int = 8, groups: int = 4, fused: bool = True, size: int = 0) -> nn.Module:
     """A model with grouped attention."""
-    return Model(Grouped(heads, groups, fused))
+    return Model(Grouped(heads, groups, fused, size))
 
 
 def interleaved(heads: int = 8, groups: int = 4) -> nn.Module:

@@ -76,6 +76,18 @@ def test_attention_is_one_sum_forward_and_one_back(model: str, arguments: str, l
     assert moved(made) == {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
 
 
+@pytest.mark.parametrize(("groups", "tp"), [(2, 4), (1, 4), (2, 8)])
+def test_few_keys_that_are_fused_with_queries_are_gathered_once_where_they_become_heads(groups: int, tp: int) -> None:
+    made = build("grouped", f"heads=8, groups={groups}, size=8", CONCATENATED, tp)
+    rows = f'"f32[(64/tp + {8 * groups}/tp + {8 * groups}/tp), 32]"'
+    assert rows in made.built.programs["F"].text()
+    sums = {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
+    assert moved(made) == {**sums, ("forward", "all_gather"): 2, ("backward", "reduce_scatter"): 2}
+    assert [warning.code.name for warning in warnings_of(made)] == ["P0220"]
+    twin, differences = find_twin(made, made.built.programs)
+    assert not differences and not check_build(twin).faults
+
+
 def test_the_encoder_layer_of_torch_moves_sums_alone() -> None:
     made = build("encoder", "heads=4", ENCODER, 2)
     assert not warnings_of(made) and {op for _, op in moved(made)} == {"all_reduce", "row_max"}
@@ -99,9 +111,9 @@ def test_a_plan_in_primitives_and_a_twin_keep_the_copies() -> None:
 @pytest.mark.parametrize(
     ("model", "arguments", "lines", "tp", "said"),
     [
-        ("grouped", "heads=8, groups=2", CONCATENATED, 4, "divide 2 heads of keys and values, which are fused"),
-        ("grouped", "heads=8, groups=1", CONCATENATED, 4, "divide 1 head of keys and values, which are fused"),
-        ("grouped", "heads=6, groups=2, fused=false", APART, 3, "tp=3 neither divides 2 heads of keys and values nor"),
+        ("grouped", "heads=6, groups=2, size=6", CONCATENATED, 3, "tp=3 neither divides 2 heads of keys and values"),
+        ("interleaved", "heads=8, groups=2", INTERLEAVED, 4, "tp=4 does not divide 2 groups of 6 heads"),
+        ("grouped", "heads=6, groups=2, fused=false", APART, 3, "tp=3 neither divides 2 heads of keys and values"),
         ("grouped", "heads=6, groups=2, fused=false", APART, 4, "tp=4 does not divide 6 heads"),
         ("grouped", "heads=2, groups=2", CONCATENATED, 4, "tp=4 does not divide 2 heads"),
         ("einsum", "heads=4, groups=2", APART, 4, "divide 2 groups of 2 heads\n"),
