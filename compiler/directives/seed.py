@@ -13,7 +13,10 @@ from ..directive import Directive, Scope, check_number
 
 @dataclass(frozen=True)
 class Seed(Directive):
-    """The number that initial weights and dropout masks are functions of: the same on every plan. The default is 0."""
+    """The number that initial weights and dropout masks are functions of: the same however a plan splits the model.
+
+    Masks are drawn for each microbatch, so plans of other microbatches draw others. The default is 0.
+    """
 
     USAGE = "seed N"
 

@@ -76,10 +76,16 @@ def localize(
 
 
 def register(op: str, text: str, *, linear: str = "") -> None:
-    """Gives a custom operator its rule: `register("mylib.scale.default", "... d, d -> ... d", linear="0")`.
+    """Gives a custom operator its rule: ``parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")``.
 
-    The text and `linear` are read as by `compiler.factors.rule`. Registering the same line twice is harmless; raises
-    RuleError if the text is malformed or the operator already has another rule.
+    The text has the tensor operands' dims by name, then the results': what is named alike is split alike, and a sum is
+    made over what results lack. A comma separates tensors; ``d!`` is needed whole, ``...`` is any number of dims,
+    ``(b s)`` one dim of several, ``1`` a dim of its own. ``linear`` lists the operands, by their place, in which the
+    operator is linear, so that their sums over ranks may be put off: ``0|1`` is either, ``01`` both together. The same
+    line twice is harmless.
+
+    Raises:
+        RuleError: the text is malformed, or the operator already has another rule.
     """
     if _REGISTERED.get(op) == (text, linear):
         return

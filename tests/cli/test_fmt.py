@@ -48,5 +48,5 @@ def test_nothing_is_rewritten_where_a_file_is_malformed(tmp_path: Path, capsys: 
 
 def test_shipped_plans_are_canonical() -> None:
     root = Path(__file__).resolve().parent.parent.parent
-    plans = [*root.glob("parc/plans/*.parc")]
+    plans = [*root.glob("parc/plans/*.parc"), *root.glob("examples/*.parc"), *root.glob("benchmarks/*.parc")]
     assert plans and main(["fmt", "--check", *map(str, plans)]) == 0
