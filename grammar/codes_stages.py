@@ -25,7 +25,8 @@ SCHEDULE_MISFIT = Code(
     name="P0117",
     title="a schedule does not fit",
     why="each schedule is made for certain numbers of stages, microbatches and chunks: `gpipe` and `1f1b` have one"
-    " stage a rank, `interleaved` has several, and its microbatches are a multiple of the ranks.",
+    " stage a rank, `interleaved` has several, `looped` any number. `1f1b` wants at least as many microbatches as"
+    " ranks, `interleaved` a multiple of the ranks; `gpipe` and `looped` take any number.",
     example="mesh pp=2\nstage balanced over pp\nschedule 1f1b microbatches 4 chunks 2",
     instead="mesh pp=2\nstage balanced over pp\nschedule interleaved microbatches 4 chunks 2",
 )

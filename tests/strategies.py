@@ -307,8 +307,9 @@ def stages(draw: st.DrawFn, spec: ModelSpec) -> tuple[int, list[str]]:
     ranks, schedule = draw(st.sampled_from([2, 2, 3])), draw(st.sampled_from(["1f1b", "gpipe", "interleaved"]))
     chunks = 2 if schedule == "interleaved" and spec.microbatches > 1 else 1
     ranks = spec.microbatches if chunks > 1 else ranks
-    schedule = f"schedule {schedule if chunks > 1 else schedule.replace('interleaved', '1f1b')}"
-    schedule += f" microbatches {spec.microbatches}{' chunks 2' if chunks > 1 else ''}"
+    if chunks == 1 and schedule != "gpipe":
+        schedule = "1f1b" if spec.microbatches >= ranks else "gpipe"
+    schedule = f"schedule {schedule} microbatches {spec.microbatches}{' chunks 2' if chunks > 1 else ''}"
     model = RandomModel(spec)
     whole = [f"layers.{index}" for index in range(len(spec.layers))] + ["head"] * spec.has_head
     inside = [name for name, _ in model.named_modules() if name.startswith("layers.")]

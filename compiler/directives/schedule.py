@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from math import isqrt
 from pathlib import Path
 from typing import Self
 
@@ -33,8 +36,9 @@ class Schedule(Directive):
 
     With `stage` lines the schedule has a name. `gpipe`: every stage runs the forwards of all microbatches, then their
     backwards. `1f1b`: as soon as it can, a stage runs a backward for every forward, and keeps the activations of fewer
-    microbatches. `interleaved`: as `1f1b` where every rank has V stages (`chunks V`), which leaves ranks idle for less
-    time and sends more messages. `table "FILE"`: the order that a file gives, relative to the plan's folder: a line a
+    microbatches; it wants at least as many microbatches as ranks. `interleaved`: as `1f1b` where every rank has V
+    stages (`chunks V`), which leaves ranks idle for less time and sends more messages; it wants a multiple of the
+    ranks. `gpipe` and `looped` take any number of microbatches. `table "FILE"`: the order that a file gives, relative to the plan's folder: a line a
     rank of the axis, with `F` and `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`; rows stand in any
     order, and `#` begins a comment. `looped` (breadth first: a rank's chunks one after the other) is such a table that
     parc ships, `schedule looped microbatches 8 chunks 2`.
@@ -121,9 +125,13 @@ class Schedule(Directive):
             help_ = "remove `chunks`, or give stages and a schedule's name"
             label = Label(self.arguments.span("chunks"))
             yield Diagnostic(SCHEDULE_MISFIT, "chunks are stages of one rank, and there are none", label, help=help_)
-        if stages and self.name in SCHEDULES and min(self.microbatches, self.chunks) >= 1:
-            ranks = scope.mesh.size(stages[0].axis.text) if stages[0].axis.text in scope.mesh else 1
-            yield from self.misfit(ranks * self.chunks) if ranks > 1 else ()
+        ranks = self._ranks(scope)
+        yield from self.misfit(ranks * self.chunks) if ranks > 1 and self.microbatches >= 1 else ()
+
+    def _ranks(self, scope: Scope) -> int:
+        """Of the axis of stages whose order a schedule of parc's own gives; else 1."""
+        axis = next((stage.axis.text for stage in scope.all(Stage)), "")
+        return scope.mesh.size(axis) if self.name in SCHEDULES and self.chunks >= 1 and axis in scope.mesh else 1
 
     def _check_batch(self, scope: Scope) -> Iterator[Diagnostic]:
         if self.microbatches <= 1 or "sizes" in scope.broken:
@@ -142,7 +150,18 @@ class Schedule(Directive):
                 near = " or ".join(map(str, multiples(parts, self.microbatches)))
                 which = "" if size.fixed else "a step of the range that is "
                 help_ = f"choose {which}a multiple of {self.microbatches}, such as {near}"
+                counts = " or ".join(f"`microbatches {count}`" for count in self._dividing(parts, self._ranks(scope)))
+                help_ = f"write {counts}, or {help_}" if counts else help_
                 yield Diagnostic(UNEVEN_BATCH, message, label, related, help=help_)
+
+    def _dividing(self, parts: int, ranks: int) -> Iterator[int]:
+        """The numbers of microbatches next to this, below and above, that divide and that the schedule accepts."""
+        low = [n for n in range(1, isqrt(max(parts, 0)) + 1) if parts % n == 0]
+        every = sorted({*low, *(parts // n for n in low)})
+        above = bisect(every, self.microbatches)
+        for side in (reversed(every[:above]), every[above:]):
+            fits = (n for n in side if ranks == 1 or not problem(self.name, ranks * self.chunks, n, self.chunks))
+            yield from islice(fits, 1)
 
     def _check_accumulate(self) -> Iterator[Diagnostic]:
         label = Label(self.arguments.span("accumulate"))

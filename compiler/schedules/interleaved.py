@@ -28,7 +28,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> tuple[tuple[Acti
         near = " or ".join(f"`microbatches {m}`" for m in (below, below + ranks) if m)
         raise ValueError(
             f"`interleaved` does rounds of {ranks} microbatches on {ranks} ranks, and {microbatches} are no whole"
-            f" number of rounds: write {near}, or choose `1f1b`"
+            f" number of rounds: write {near}, or choose `looped`, which takes any number"
         )
     rounds = range(0, microbatches, ranks)
     laps = [(chunk, m) for first in rounds for chunk in range(chunks) for m in range(first, first + ranks)]

@@ -19,7 +19,16 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> tuple[tuple[
     pp1    F0 F1 F2             B0─── F3 B1───    B2───    B3───        idle 43 %
     pp2       F0 F1       B0─── F2 B1─── F3 B2───    B3───              idle 43 %
     pp3          F0 B0─── F1 B1─── F2 B2─── F3 B3───                    idle 43 %
+
+    Raises:
+        ValueError: fewer microbatches than ranks: the first would run out of forwards before its first backward, as in
+            GPipe.
     """
+    if microbatches < stages:
+        raise ValueError(
+            f"`1f1b` on {stages} ranks wants at least {stages} microbatches, not {microbatches}: write"
+            f" `microbatches {stages}` or more, or choose `gpipe`, which takes any number"
+        )
     timelines = []
     for rank in range(stages):
         forwards, backwards = ([Action(rank, kind, m) for m in range(microbatches)] for kind in ("F", "B"))

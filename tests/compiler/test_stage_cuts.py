@@ -76,7 +76,7 @@ def model_of(text: str) -> Captured:
 
 def cut(text: str, stage: str, ranks: int) -> tuple[list[str], Captured, Stages]:
     """The cuts of a ``stage`` line, and the stages of the captured graph; values only ever flow to later ones."""
-    plan, graph = captured(text, f"mesh pp={ranks}\nstage {stage} over pp\nschedule 1f1b microbatches 2\n")
+    plan, graph = captured(text, f"mesh pp={ranks}\nstage {stage} over pp\nschedule gpipe microbatches 2\n")
     cuts = cuts_of(plan, names_of(graph), graph)
     stages = stage_of_nodes(graph, cuts)
     assert set(stages) == {node for node in graph.graph.nodes if node.op == "call_function"}
@@ -106,7 +106,7 @@ def test_an_embedding_and_the_loss_can_be_stages_of_their_own() -> None:
 
 
 def test_one_rank_has_one_stage() -> None:
-    plan, graph = captured(GPT, "mesh pp=1\nstage before blocks.1 over pp\nschedule 1f1b microbatches 2\n")
+    plan, graph = captured(GPT, "mesh pp=1\nstage before blocks.1 over pp\nschedule gpipe microbatches 2\n")
     assert cuts_of(plan, names_of(graph), graph) == ()
 
 
