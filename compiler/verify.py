@@ -83,9 +83,11 @@ def check_program(program: Program) -> list[Fault]:
 
 
 def _unread(function: Function) -> Iterator[str]:
-    """Values that nobody reads: parameters, every result of a call, and lines of which no result is read."""
+    """Values that nobody reads: parameters but for buffers that get new values, every result of a call, and lines of
+    which no result is read."""
     read = {name for line in function.lines for name in line.uses()} | {name for _, name in function.returns}
-    yield from (value.name for value in function.parameters if value.name not in read)
+    updated = {key for key, _ in function.returns if key.startswith("buffer ")}
+    yield from (value.name for value in function.parameters if value.name not in read and value.role not in updated)
     for line in function.lines:
         unread = [value.name for value in line.results if value is not None and value.name not in read]
         if line.calls_function or len(unread) == sum(value is not None for value in line.results):

@@ -178,6 +178,9 @@ def assemble(
     buffers = graph.output_node().meta.get("updates", ())
     results = [("loss", main.bind(loss).name)]
     results += [(f"buffer {name}", main.bind(node).name) for name, node in zip(buffers, updates, strict=True)]
+    for node in graph.find_nodes(op="placeholder"):
+        if node.meta["role"] in dict(results):  # it has a type and a first value, also if nobody reads it
+            main.bind(node)
     count = pipeline.stages if pipeline is not None else 1
     made_in = {v.name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True)
                for v in line.results if v is not None}  # fmt: skip

@@ -32,7 +32,7 @@ def _function(name: str, graph: fx.Graph, keys: tuple[str, ...], seed: int) -> F
             ]
         if node.op == "call_function":
             nodes.append(node)
-        elif node.op == "placeholder" and node.users:
+        elif node.op == "placeholder" and (node.users or node.meta["role"] in keys):
             role = node.meta["role"]
             kind, path = role.split(" ", 1)
             if kind != "key":

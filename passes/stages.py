@@ -134,11 +134,11 @@ def split_lines(
     """A main function's lines as one piece for every place in order; ``at`` has each line's place, ``returns`` what
     each piece returns.
 
-    Parameters are there at every place. Any other value is handed from place to place until nobody further reads it:
-    ``sent NAME`` of one piece is ``received NAME`` of the next, in the order in which values were made.
+    Parameters are there at every place that reads them or returns what they become. Any other value is handed from
+    place to place until nobody further reads it: ``sent NAME`` of one piece is ``received NAME`` of the next, in the
+    order in which values were made.
     """
     places = range(len(returns))
-    known = {value.name: value for value in parameters}
     home, values = {}, {}
     for line, place in zip(lines, at, strict=True):
         for value in line.results:
@@ -153,6 +153,7 @@ def split_lines(
     for here in places:
         received = [replace(value, role=f"received {n}") for n, value in values.items() if home[n] < here <= last[n]]
         sent = [(f"sent {name}", name) for name in values if home[name] <= here < last[name]]
-        given = [value for name, value in known.items() if name in reads[here] or len(places) == 1]
+        updated = {key for key, _ in returns[here] if key.startswith("buffer ")}
+        given = [v for v in parameters if v.name in reads[here] or v.role in updated or len(places) == 1]
         pieces.append(Piece((*given, *received), tuple(own[here]), (*returns[here], *sent)))
     return pieces

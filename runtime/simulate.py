@@ -121,7 +121,7 @@ class ReferenceRun:
             (made_["loss"] * scale).backward()
             total += made_["loss"].detach() * scale
             self.buffers.update(
-                {k.removeprefix("buffer "): v.detach() for k, v in made_.items() if k.startswith("buffer ")}
+                {k.removeprefix("buffer "): wide(v) for k, v in made_.items() if k.startswith("buffer ")}
             )
         gradients = {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
         norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros((), dtype=torch.float64)))

@@ -197,7 +197,8 @@ class Stepper:
         ):
             if "loss" in made:
                 w.total("loss", made["loss"])
-            state.buffers.update(_strip(made, "buffer "))
+            # never a view of a parameter, which the update changes, or of a batch, which is its owner's
+            state.buffers.update((name, value.clone()) for name, value in _strip(made, "buffer ").items())
             w.hand_over(key, made)
             if w.keep:
                 w.kept[action.stage, "saved", action.microbatch] = {

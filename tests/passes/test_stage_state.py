@@ -6,8 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import parc
 from parc.checks import check_build
+from parc.cli import main
 from parc.compiler.placement import parse_type
 from parc.compiler.plan import read_plan
 from parc.compiler.program import Program
@@ -17,6 +20,7 @@ from parc.compiler.verify_step import check_bindings
 from parc.driver import Compiled, compile_plan, stored_types
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
+from tests.runtime.ranks import run_ranks
 
 _MODEL = """
 import torch
@@ -50,10 +54,10 @@ schedule 1f1b microbatches 2
 """
 
 
-def compiled(folder: Path, lines: str) -> Compiled:
+def compiled(folder: Path, lines: str, plan: str = _PLAN) -> Compiled:
     """A model of these lines, cut before ``b``."""
     (folder / "net.py").write_text(_MODEL.format(lines=lines.replace("; ", "\n        ")))
-    return compile_plan(read_plan(Source("net.parc", _PLAN)), folder)
+    return compile_plan(read_plan(Source("net.parc", plan)), folder)
 
 
 @pytest.mark.parametrize(
@@ -92,3 +96,61 @@ def test_a_program_that_reads_a_buffer_after_its_update_is_refused(tmp_path: Pat
     stored = {name: parse_type(text, made.mesh) for name, text in stored_types(made).items()}
     faults = [*check_stages(changed, made.mesh, "pp"), *check_bindings(join(changed), stored)]
     assert any(what in str(fault) for fault in faults)
+
+
+_ALONE = _PLAN.replace(", pp=2", "").replace("stage before b over pp\n", "").replace("1f1b ", "")
+_WRITES = {
+    "of the first stage's values": "h = self.a(x); self.state.copy_(h.detach().sum(0)); return self.b(h)",
+    "of the last stage's": "y = self.b(self.a(x)); self.state.copy_(y.detach().sum(0)); return y",
+    "of inputs alone": "self.state.copy_(x.sum(0)); return self.b(self.a(x))",
+    "of inputs, read elsewhere": "s = x.sum(0); self.state.copy_(s); return self.b(self.a(x)) * s",
+    "a parameter": "h = self.a(x); self.state.copy_(self.b.bias.detach()); return self.b(h)",
+    "a constant": "self.state.fill_(3.0); return self.b(self.a(x))",
+    "drawn": "self.state.copy_(torch.rand(4)); return self.b(self.a(x))",
+}
+
+
+@pytest.mark.parametrize("plan", [_PLAN, _ALONE], ids=["stages", "one stage"])
+@pytest.mark.parametrize("lines", _WRITES.values(), ids=_WRITES)
+def test_a_buffer_that_nobody_reads_is_kept(tmp_path: Path, lines: str, plan: str) -> None:
+    made = compiled(tmp_path, lines, plan)
+    assert not check_build(made).faults
+    writers = [key for role in made.roles().values() for key, program in role.programs.items()
+               if "buffer state" in dict(program.main.returns)]  # fmt: skip
+    assert len(writers) == 1
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    return dict(zip(("x", "wanted"), torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(step)), strict=True))
+
+
+def train(path: str, folder: str) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+    """The whole state after each of three steps, the third made again from a checkpoint, and the buffers of a rank."""
+    with parc.load(path) as session:
+        states = []
+        for step in range(3):
+            if step == 2:
+                session.save(f"{folder}/checkpoint")
+            session.step(batch(step))
+            states.append(session.state_dict())
+        session.restore(f"{folder}/checkpoint")
+        states.append(session.state_dict())
+        session.step(batch(2))
+        return [*states, session.state_dict()], sorted(session.state.buffers)
+
+
+def test_a_buffer_that_nobody_reads_is_saved_and_restored(tmp_path: Path) -> None:
+    """Under stages as in the plain module, also where the new value is a parameter, which the update then changes."""
+    plan = _PLAN.replace("dp=2, ", "").replace("shard x, wanted [B/dp, _]\n", "")
+    (tmp_path / "net.py").write_text(_MODEL.format(lines=_WRITES["a parameter"].replace("; ", "\n        ")))
+    (tmp_path / "net.parc").write_text(plan)
+    assert main(["build", str(tmp_path / "net.parc"), "-o", str(tmp_path / "build")]) == 0
+    plain, expected = parc.reference(tmp_path / "build"), []
+    for step in range(3):
+        plain.step(batch(step))
+        expected.append({name: value.clone() for name, value in plain.module.state_dict().items()})
+    ranks = run_ranks(train, 2, str(tmp_path / "build"), str(tmp_path))
+    for states, _ in ranks:
+        for state, wanted in zip(states, [*expected, expected[1], expected[2]], strict=True):
+            torch.testing.assert_close(state, wanted, rtol=1e-5, atol=1e-6)
+    assert sorted(name for _, names in ranks for name in names) == ["state"]
