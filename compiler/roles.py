@@ -79,36 +79,41 @@ def join(roles: Mapping[str, Programs]) -> dict[str, Program]:
 
 
 def _chain(programs: Sequence[Program]) -> Program:
-    """Main functions one after the other. Several stages may save one value; gradients of one name are summed."""
+    """Main functions one after the other. Several stages may save one value, or make the key of one random stream, by
+    the same line; gradients of one name are summed."""
     functions: dict[str, Function] = {}
     parameters: dict[str, Value] = {}
     lines: list[Line] = []
+    makers: dict[str, Value | Line] = {}
     returns: dict[str, str] = {}
     for program in programs:
         for function in program.functions[:-1]:
             if functions.setdefault(function.name, function) != function:
                 raise JoinFault(f"`{function.name}` of {program.role} is another function in an earlier stage")
-        known = {value.name for line in lines for value in line.results if value is not None}
         for value in program.main.parameters:
             if value.role.startswith("received "):
-                if value.name not in known:
+                if not isinstance(makers.get(value.name), Line):
                     raise JoinFault(f"{program.role}.{program.action} receives `{value.name}`, which no stage makes")
-            elif parameters.setdefault(value.role, value) != value:
+            elif makers.setdefault(value.name, value) != value or parameters.setdefault(value.role, value) != value:
                 raise JoinFault(f"`{value.role}` of {program.role} is another value in an earlier stage")
-        lines += program.main.lines
-    taken = {value.name for value in parameters.values()} | {v.name for line in lines for v in line.results if v}
-    types = {v.name: v for line in lines for v in line.results if v}
+        for line in program.main.lines:
+            names = [value.name for value in line.results if value is not None]
+            if not any(name in makers for name in names):
+                lines.append(line)
+                makers.update(dict.fromkeys(names, line))
+            elif line.op != "parc.stream_key.default" or makers.get(names[0]) != line:
+                raise JoinFault(f"{program.role}.{program.action} makes `{names[0]}`, which an earlier stage makes")
+    types = {v.name: v.type for v in (*parameters.values(), *(v for line in lines for v in line.results if v))}
     for program in programs:
         for key, name in program.main.returns:
             if key.startswith("sent ") or (key.startswith("saved ") and returns.get(key) == name):
                 continue
             if key in returns and (program.action == "F" or returns[key] == name):
                 raise JoinFault(f"{program.role}.{program.action} returns `{key}`, which another stage returns too")
-            if key in returns and name in types:
-                fresh = next(f"tied_{number}" for number in count() if f"tied_{number}" not in taken)
-                taken.add(fresh)
-                made = replace(types[name], name=fresh)
-                types[fresh] = made
+            if key in returns:
+                fresh = next(f"tied_{number}" for number in count() if f"tied_{number}" not in types)
+                types[fresh] = types[name]
+                made = Value(fresh, types[name])
                 lines.append(Line((made,), "aten.add.Tensor", (Ref(returns[key]), Ref(name))))
                 name = fresh
             returns[key] = name

@@ -83,6 +83,10 @@ def _place_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Itera
 
 def _message_faults(sender: Program, receiver: Program) -> Iterator[Fault]:
     values = sender.main.values()
+    keys = {v and v.name for line in sender.main.lines if line.op == "parc.stream_key.default" for v in line.results}
+    for key, name in sender.main.returns:
+        if key.startswith("sent ") and name in keys:
+            yield Fault("communication", f"{sender.role} {key}", "is a random stream's key, which lies on the CPU")
     sent = [(key.removeprefix("sent "), name, values[name].type) for key, name in sender.main.returns
             if key.startswith("sent ")]  # fmt: skip
     received = [(value.role.removeprefix("received "), value.name, value.type) for value in receiver.main.parameters

@@ -43,25 +43,29 @@ class _Main:
     values: dict[fx.Node, Value] = field(default_factory=dict)
     parameters: dict[str, Value] = field(default_factory=dict)
     forward: _Lines = field(default_factory=_Lines)
+    keys: set[tuple[str, int]] = field(default_factory=set)
+    """Keys of random streams, and the stages in which they are made."""
     calls: list[tuple[Segment, BlockPair, dict[str, Value]]] = field(default_factory=list)
 
     def bind(self, node: fx.Node) -> Value:
-        """The value of a placeholder or of an earlier call's result."""
-        if node in self.values:
-            return self.values[node]
-        role = node.meta["role"]
-        kind, name = role.split(" ", 1)
-        type_ = replace(node_type(node), placement=node_type(node).placement.data())
-        if kind == "key":
-            rng = self.parameters.setdefault(
-                "rng", Value(self.names.fresh("rng"), whole_type(self.mesh, torch.int64, (2,)), "rng")
-            )
-            value = Value(self.names.fresh(f"key_{identifier(name)}"), type_)
-            args = (Ref(rng.name), name, self.seed)
+        """The value of a placeholder or of an earlier call's result. A key is made in every stage that reads it: it
+        lies on the CPU, where no message comes from."""
+        kind, _, name = node.meta.get("role", "").partition(" ")
+        if node not in self.values:
+            type_ = replace(node_type(node), placement=node_type(node).placement.data())
+            if kind == "key":
+                self.values[node] = Value(self.names.fresh(f"key_{identifier(name)}"), type_)
+            else:
+                role = node.meta["role"]
+                self.values[node] = self.parameters[role] = Value(self.names.fresh(identifier(name)), type_, role)
+        value = self.values[node]
+        if kind == "key" and (value.name, self.forward.stage) not in self.keys:
+            self.keys.add((value.name, self.forward.stage))
+            if "rng" not in self.parameters:
+                type_ = whole_type(self.mesh, torch.int64, (2,))
+                self.parameters["rng"] = Value(self.names.fresh("rng"), type_, "rng")
+            args = (Ref(self.parameters["rng"].name), name, self.seed)
             self.forward.append(Line((value,), "parc.stream_key.default", args, (), Origin(name.rsplit(".", 1)[0])))
-        else:
-            value = self.parameters[role] = Value(self.names.fresh(identifier(name)), type_, role)
-        self.values[node] = value
         return value
 
 

@@ -136,7 +136,7 @@ def split_lines(
 
     Parameters are there at every place that reads them or returns what they become. Any other value is handed from
     place to place until nobody further reads it: ``sent NAME`` of one piece is ``received NAME`` of the next, in the
-    order in which values were made.
+    order in which values were made. What several places make alike is made wherever it is read.
     """
     places = range(len(returns))
     home, values = {}, {}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from parc.compiler.placement import TensorType, parse_type
 from parc.compiler.plan import read_plan
 from parc.compiler.program_text import parse_program
 from parc.compiler.roles import Role, group, join
+from parc.compiler.verify_stages import check_stages
 from parc.driver import Compiled, compile_plan, files_of, stored_types
 from parc.grammar.source import Source
 from tests.planted_builds import ROOT
@@ -137,3 +139,40 @@ def test_a_tied_gradient_of_two_stages_may_be_added_up_in_bfloat16() -> None:
     compiled = compile_plan(read_plan(Source("stages.parc", plan)), ROOT / "tests")
     assert "all_reduce_among" in compiled.roles()["pp1"].programs["REDUCE"].text()
     assert not check_build(compiled).faults
+
+
+_DRAWN = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        drawn = torch.rand(4)
+        return self.b(torch.tanh(self.a(x)) * drawn) * drawn.cumsum(0)
+
+
+def square(output, wanted):
+    return ((output - wanted) ** 2).mean()
+"""
+
+
+def test_a_key_is_made_in_every_stage_that_draws_of_it(tmp_path: Path) -> None:
+    """Half of the numbers in one stage, all of them in the other, which no message brings."""
+    (tmp_path / "planted_models.py").write_text(_DRAWN)
+    plan = _PLAN.format(layers=1, cuts="b", schedule="gpipe microbatches 2").replace('Tied" (layers=1)', 'Net" ()')
+    plan = plan.replace("dp=2, pp=2", "pp=2, tp=2").replace("shard x, wanted [B/dp, _]", "column a over tp")
+    compiled = compile_plan(read_plan(Source("stages.parc", plan)), tmp_path)
+    work = [role.programs[f"{stage}F"] for stage, role in enumerate(compiled.roles().values())]
+    assert ["parc.stream_key" in program.text() for program in work] == [True, True]
+    assert not check_build(compiled).faults
+    made = {name: dict(role.programs) for name, role in compiled.roles().items()}
+    key = next(v for line in work[0].main.lines for v in line.results if v and "stream_key" in line.op)
+    first = replace(work[0].main, returns=(*work[0].main.returns, (f"sent {key.name}", key.name)))
+    made["pp0"]["0F"] = replace(work[0], functions=(*work[0].functions[:-1], first))
+    faults = [str(fault) for fault in check_stages(made, compiled.mesh, "pp")]
+    assert any("is a random stream's key" in fault for fault in faults), faults
