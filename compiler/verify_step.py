@@ -19,8 +19,9 @@ _STORED = ("parameter", "frozen")
 
 
 def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
-    """Every program is of the build's mesh, and of the action and the role that it stands for."""
-    faults = []
+    """All programs are there, and each is of the build's mesh, and of the action and the role that it stands for."""
+    missing = [action for action in _ORDER[1:] if action not in programs]
+    faults = [Fault("types", "step", f"has no program {', '.join(missing)}")] if missing else []
     for action, program in programs.items():
         if program.mesh != mesh:
             faults.append(Fault("types", action, f"is of mesh {program.mesh}, not {mesh}"))
@@ -34,9 +35,6 @@ def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorT
     """What one program hands to another has the type the other takes, and somebody takes it; gradients end as their
     parameters are stored; nothing that leaves a step is still to be summed; the loss is scaled once, and so is every
     gradient."""
-    missing = [action for action in _ORDER[1:] if action not in programs]
-    if missing:
-        return [Fault("types", "step", f"has no program {', '.join(missing)}")]
     faults = [*_binding_faults(programs, stored), *_result_faults(programs, stored), *_saved_faults(programs)]
     return faults or check_scaling(programs)
 

@@ -74,8 +74,8 @@ def static_faults(
     faults = mesh_faults(programs, mesh)
     for program in programs.values():
         faults += check_program(program)
-    axis = next(iter(roles.values())).axis
-    if axis and not faults:
+    axis = "" if faults else next(iter(roles.values())).axis
+    if axis:
         for program in {program_file(p): p for role in roles.values() for p in role.programs.values()}.values():
             faults += check_program(program)
         faults += check_stages({name: role.programs for name, role in roles.items()}, mesh, axis)

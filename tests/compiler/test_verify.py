@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from parc.checks import static_faults
+from parc.compiler.actions import accumulation
 from parc.compiler.mesh import Mesh
 from parc.compiler.placement import TensorType, parse_type
 from parc.compiler.program import Program
@@ -252,8 +254,14 @@ def test_programs_of_another_mesh_or_action_or_role_are_refused() -> None:
     assert any("says that it is B" in fault.message for fault in mesh_faults(swapped, MESH))
     other = parse_program(programs["F"].text().replace("role stage0", "role stage1"))
     assert any("of the roles" in fault.message for fault in mesh_faults({**programs, "F": other}, MESH))
-    without = {action: program for action, program in programs.items() if action != "B"}
-    assert check_bindings(without, STORED)
+
+
+@pytest.mark.parametrize("lacking", ["SCALE", "F", "B", "REDUCE"])
+def test_a_step_without_one_of_its_programs_is_refused(lacking: str) -> None:
+    programs = {action: program for action, program in step().items() if action != lacking}
+    reference = parse_program(MODEL)
+    found = static_faults(programs, STORED, MESH, accumulation(1, counts=False), 1, reference)
+    assert any(f"has no program {lacking}" in str(fault) for fault in found), found
 
 
 def test_a_stored_parameter_of_another_type_is_refused() -> None:
