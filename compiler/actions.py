@@ -12,6 +12,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 WORK: tuple[Kind, Kind] = ("F", "B")
 ONCE: tuple[Kind, ...] = ("SCALE", "REDUCE", "STEP")
 """What a role does once a step; every other action is of one microbatch."""
+AHEAD = 2
+"""Receives are started so many actions before the one that waits for them, so that messages travel meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .actions import Action
+from .actions import AHEAD, Action
 from .placement import TensorType
 from .program import Function, Program
 
@@ -85,8 +85,9 @@ def estimate_memory(
     programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
     moments: Mapping[str, int],
 ) -> Memory:  # fmt: skip
-    """Memory of a rank of a role: its own parameters among ``stored``, and what is saved between its actions as they
-    run one after the other; ``moments`` says how many tensors of optimizer state each parameter has."""
+    """Memory of a rank of a role: its own parameters among ``stored``, and what is kept between its actions as they
+    run one after the other: what is saved for backward, received, and sent until the next such message; ``moments``
+    says how many tensors of optimizer state each parameter has."""
     work = [program for program in programs.values() if program.action in ("F", "B")]
     own = {value.role.partition(" ")[2] for program in work for value in program.main.parameters
            if value.role.startswith(("parameter ", "frozen "))}  # fmt: skip
@@ -94,19 +95,48 @@ def estimate_memory(
     optimizer = sum(moments.get(name, 0) * size for name, size in sizes.items())
     gradients: dict[str, int] = {}
     saved: dict[str, int] = {}
+    sent: dict[str, int] = {}
+    received: dict[str, int] = {}
     peaks: dict[str, int] = {}
     for key, program in programs.items():
         values = program.main.values()
         if program.action == "B":
             gradients.update((name, local_bytes(values[value].type, program)) for name, value in program.main.returns
                              if not name.startswith("sent "))  # fmt: skip
-        saved[key] = sum(local_bytes(values[name].type, program) for name in
-                         {name for word, name in program.main.returns if word.startswith("saved ")})  # fmt: skip
+        keeps, sends = ({name for word, name in program.main.returns if word.startswith(kind)}
+                        for kind in ("saved ", "sent "))  # fmt: skip
+        saved[key] = sum(local_bytes(values[name].type, program) for name in keeps)
+        sent[key] = sum(local_bytes(values[name].type, program) for name in sends - keeps)
+        received[key] = sum(local_bytes(value.type, program) for value in program.main.parameters
+                            if value.role.startswith("received "))  # fmt: skip
         peaks[key] = _Liveness(program).peak(program.main) if program in work else 0
-    held = most = 0
-    for action in actions:
-        if action.kind in ("F", "B"):
-            key = action.program_in(programs)
-            most = max(most, held + peaks[key])
-            held += saved[key] if action.kind == "F" else -saved[f"{key[:-1]}F"]
+    held, most = _Held(), 0
+    for index, action in enumerate(actions):
+        for coming in actions[index : index + 1 + AHEAD]:
+            if coming.kind in ("RECV_F", "RECV_B"):
+                held.put(received[f"{coming.stage}{coming.kind[-1]}"], coming.kind, coming.stage, coming.microbatch)
+        key, stage, m = action.program_in(programs), action.stage, action.microbatch
+        most = max(most, held.total + peaks.get(key, 0))
+        if action.kind in ("SEND_F", "SEND_B"):
+            held.put(held.put(0, "made", action.kind, stage, m), action.kind, stage)
+        elif action.kind in ("F", "B"):
+            held.put(0, f"RECV_{action.kind}", stage, m)
+            held.put(saved[key] if action.kind == "F" else 0, "saved", stage, m)
+            held.put(sent[key], "made", f"SEND_{action.kind}", stage, m)
     return Memory(sum(sizes.values()), sum(gradients.values()), optimizer, most)
+
+
+class _Held:
+    """Bytes that are kept, by what they are."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[tuple[object, ...], int] = {}
+        self.total = 0
+
+    def put(self, size: int, *what: object) -> int:
+        """Keep so many bytes of something from now on; those that were kept of it until now."""
+        before = self.bytes.pop(what, 0)
+        if size:
+            self.bytes[what] = size
+        self.total += size - before
+        return before

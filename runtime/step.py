@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..compiler.actions import Action
+from ..compiler.actions import AHEAD, Action
 from ..compiler.program import Program
 from .execute import Backend, Environment, Machine, Message, PeerLost, Sending
 from .trace import Recorder
@@ -37,8 +37,6 @@ class StepResult:
 
 Key = tuple[int, str, int]
 """What is kept between actions belongs to a stage, its ``F`` or ``B``, and a microbatch."""
-AHEAD = 2
-"""Receives are started so many actions before the one that waits for them, so that messages travel meanwhile."""
 _FORWARD = ("COUNT", "SCALE", "F", "SEND_F", "RECV_F")
 
 
