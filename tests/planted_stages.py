@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -32,81 +34,75 @@ def changed_main(programs: Files, name: str, **changes: object) -> Files:
     return {**programs, name: replace(program, functions=(*program.functions[:-1], main))}
 
 
-def sent(programs: Files) -> Bugs:
-    """What is sent is left out, goes under another name, or is another value of the same type."""
+def _each(programs: Files, field: str, word: str) -> Iterator[tuple[str, Any, Callable[..., Files]]]:
+    """Every return or parameter of a kind: its file, itself, and what makes programs in which others stand for it."""
+
+    def put(name: str, before: Sequence[Any], behind: Sequence[Any], *others: Any) -> Files:
+        return changed_main(programs, name, **{field: (*before, *others, *behind)})
+
     for name, program in programs.items():
-        main, values = program.main, program.main.values()
-        for at, (key, value) in enumerate(main.returns):
-            if not key.startswith("sent "):
-                continue
-            before, behind = main.returns[:at], main.returns[at + 1 :]
-            yield f"{name} leaves out {key}", changed_main(programs, name, returns=(*before, *behind))
-            yield (
-                f"{name} renames {key}",
-                changed_main(programs, name, returns=(*before, ("sent other", value), *behind)),
-            )
-            yield f"{name} sends {key} twice", changed_main(programs, name, returns=(*main.returns, (key, value)))
-            alike = [other for other, found in values.items() if other != value and found.type == values[value].type]
-            for other in alike[:3]:
-                yield (
-                    f"{name}: {key} is {other}",
-                    changed_main(programs, name, returns=(*before, (key, other), *behind)),
-                )
-        places = [at for at, (key, _) in enumerate(main.returns) if key.startswith("sent ")]
-        for one, two in pairwise(places):
-            rows = list(main.returns)
-            rows[one], rows[two] = rows[two], rows[one]
-            yield f"{name} swaps {rows[one][0]}", changed_main(programs, name, returns=tuple(rows))
+        rows = getattr(program.main, field)
+        for at, row in enumerate(rows):
+            if _key(row).startswith(word):
+                yield name, row, partial(put, name, rows[:at], rows[at + 1 :])
+
+
+def _key(row: Any) -> str:
+    """That of a return, or a parameter's role."""
+    return str(row.role if isinstance(row, Value) else row[0])
+
+
+def _moved(programs: Files, field: str, word: str) -> Bugs:
+    """A return or parameter of a kind is left out, or changes places with the next of its kind."""
+    for name, row, put in _each(programs, field, word):
+        yield f"{name} leaves out {_key(row)}", put()
+    for name, program in programs.items():
+        rows = getattr(program.main, field)
+        for one, two in pairwise([at for at, row in enumerate(rows) if _key(row).startswith(word)]):
+            changed = list(rows)
+            changed[one], changed[two] = rows[two], rows[one]
+            yield f"{name} swaps {_key(rows[one])}", changed_main(programs, name, **{field: tuple(changed)})
+
+
+def sent(programs: Files) -> Bugs:
+    """What is sent is left out, goes in another order, under another name, or is another value of the same type."""
+    yield from _moved(programs, "returns", "sent ")
+    for name, (key, value), put in _each(programs, "returns", "sent "):
+        yield f"{name} renames {key}", put(("sent other", value))
+        yield f"{name} sends {key} twice", put((key, value), (key, value))
+        values = programs[name].main.values()
+        alike = [other for other, found in values.items() if other != value and found.type == values[value].type]
+        for other in alike[:3]:
+            yield f"{name}: {key} is {other}", put((key, other))
 
 
 def received(programs: Files) -> Bugs:
-    """What is received has another type, name or place."""
-    for name, program in programs.items():
-        main = program.main
-        for at, value in enumerate(main.parameters):
-            if not value.role.startswith("received "):
-                continue
-            type_ = value.type
-            mesh = program.mesh
-            others = {
-                "f64": replace(value, type=replace(type_, dtype=torch.float64)),
-                "longer": replace(value, type=replace(type_, shape=(2 * type_.shape[0], *type_.shape[1:]))),
-                "whole": replace(value, type=replace(type_, placement=Placement.whole(mesh))),
-                "partial": replace(value, type=replace(type_, placement=Placement.of(mesh, {"dp": "P"}))),
-                "renamed": replace(value, role="received other"),
-                "an input": replace(value, role="input x"),
-                "saved": replace(value, role=f"saved {value.name}"),
-            }
-            for what, other in others.items():
-                given = (*main.parameters[:at], other, *main.parameters[at + 1 :])
-                yield f"{name} {value.role} {what}", changed_main(programs, name, parameters=given)
-            rest = (*main.parameters[:at], *main.parameters[at + 1 :])
-            yield f"{name} lacks {value.role}", changed_main(programs, name, parameters=rest)
-        places = [at for at, value in enumerate(main.parameters) if value.role.startswith("received ")]
-        for one, two in pairwise(places):
-            rows = list(main.parameters)
-            rows[one], rows[two] = rows[two], rows[one]
-            yield f"{name} swaps {rows[one].role}", changed_main(programs, name, parameters=tuple(rows))
+    """What is received is left out, or has another type, name or place."""
+    yield from _moved(programs, "parameters", "received ")
+    for name, value, put in _each(programs, "parameters", "received "):
+        type_, mesh = value.type, programs[name].mesh
+        others = {
+            "f64": replace(value, type=replace(type_, dtype=torch.float64)),
+            "longer": replace(value, type=replace(type_, shape=(2 * type_.shape[0], *type_.shape[1:]))),
+            "whole": replace(value, type=replace(type_, placement=Placement.whole(mesh))),
+            "partial": replace(value, type=replace(type_, placement=Placement.of(mesh, {"dp": "P"}))),
+            "renamed": replace(value, role="received other"),
+            "an input": replace(value, role="input x"),
+            "saved": replace(value, role=f"saved {value.name}"),
+        }
+        for what, other in others.items():
+            yield f"{name} {value.role} {what}", put(other)
 
 
 def saved(programs: Files) -> Bugs:
     """What B reads of F is not there, or is that of another stage."""
-    for name, program in programs.items():
-        main = program.main
-        for at, (key, _) in enumerate(main.returns):
-            if key.startswith("saved "):
-                yield (
-                    f"{name} leaves out {key}",
-                    changed_main(programs, name, returns=(*main.returns[:at], *main.returns[at + 1 :])),
-                )
-        for at, value in enumerate(main.parameters):
-            if not value.role.startswith("saved "):
-                continue
-            for other in programs.values():
-                foreign = [key for key, _ in other.main.returns if key.startswith("saved ") and other.action == "F"]
-                if other.role != program.role and foreign:
-                    given = (*main.parameters[:at], replace(value, role=foreign[0]), *main.parameters[at + 1 :])
-                    yield f"{name} reads {foreign[0]} of {other.role}", changed_main(programs, name, parameters=given)
+    for name, (key, _), put in _each(programs, "returns", "saved "):
+        yield f"{name} leaves out {key}", put()
+    for name, value, put in _each(programs, "parameters", "saved "):
+        for other in programs.values():
+            foreign = [key for key, _ in other.main.returns if key.startswith("saved ") and other.action == "F"]
+            if other.role != programs[name].role and foreign:
+                yield f"{name} reads {foreign[0]} of {other.role}", put(replace(value, role=foreign[0]))
 
 
 def places(programs: Files) -> Bugs:
