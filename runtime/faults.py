@@ -12,7 +12,7 @@ import torch
 from ..compiler.actions import WORK, Action
 from ..compiler.program import Line
 from ..grammar.code import Code
-from ..grammar.codes_build import BAD_NUMBER
+from ..grammar.codes_build import BAD_NUMBER, WORLD_SIZE
 from ..grammar.diagnostics import Diagnostic
 from .execute import Environment
 
@@ -20,7 +20,8 @@ from .execute import Environment
 class RunError(Exception):
     """A run cannot start or go on; ``code`` is one of the table of error codes.
 
-    ``exit_code`` is 1 where the plan, the model or files are at fault, 4 where the run itself failed.
+    ``exit_code`` is 1 where the plan, the model or files are at fault, 2 where too few or too many processes were
+    started, 4 where the run itself failed.
     """
 
     def __init__(self, code: Code, message: str, help: str = "", notes: Sequence[str] = ()) -> None:
@@ -35,7 +36,7 @@ class RunError(Exception):
     @property
     def exit_code(self) -> int:
         """What a command that ends with this error returns."""
-        return 4 if self.code is BAD_NUMBER else 1
+        return {BAD_NUMBER: 4, WORLD_SIZE: 2}.get(self.code, 1)
 
     def diagnostic(self) -> Diagnostic:
         """The error in the one shape in which messages are printed."""

@@ -143,9 +143,9 @@ def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path) -> None:
     assert len(steps_of(metrics)) == 2
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     code, err = finish(start(folder / "dp", more=alone))
-    assert code == 1 and err.count("error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks") == 1
+    assert code == 2 and err.count("error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks") == 1
     code, err = finish(start(folder / "dp", more={**alone, "RANK": "1", "LOCAL_RANK": "1"}))
-    assert (code, err) == (1, "")  # said once a host
+    assert (code, err) == (2, "")  # said once a host
 
 
 @pytest.mark.parametrize(
