@@ -83,6 +83,8 @@ KINDS: dict[str, Kind] = {
     "CALLABLE": Kind('a callable such as `"file.py:fn"`', lambda item: isinstance(item, String)),
     "ARGS": Kind("arguments in parentheses", _arguments),
     "FILE": Kind("a name in double quotes", lambda item: isinstance(item, String)),
+    # a word is a mistake that the directive explains
+    "TABLE": Kind("a file's name in double quotes", lambda item: isinstance(item, String | Word)),
     "GLOBS": Kind("strings", lambda item: isinstance(item, String), count=0),
     "NAME=VALUE,...": Kind("`name=value` pairs", _binding, count=0),
     "NAME=SIZE,...": Kind("`NAME=SIZE` pairs", lambda item: True, count=0, rest=True),

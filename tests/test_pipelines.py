@@ -77,12 +77,18 @@ def train(path: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
         return losses, session.state_dict()
 
 
-def test_eight_processes_in_three_dimensions_train_as_the_plain_module(tmp_path: Path) -> None:
+def test_eight_processes_in_three_dimensions_train_as_the_plain_module(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from parc.cli import main
 
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     out = tmp_path / "gpt3d"
     assert main(["build", str(tmp_path / "examples" / "gpt3d.parc"), "-o", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["show", str(out), "--pipeline", "--svg", str(tmp_path / "drawn.svg")]) == 0
+    drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 20% idle, on 2 ranks of `pp`\n"
+    assert capsys.readouterr().err.endswith(drawn) and (tmp_path / "drawn.svg").is_file()
     plain = parc.reference(out)
     expected = [plain.step().loss for _ in range(4)]
     weights = plain.module.state_dict()

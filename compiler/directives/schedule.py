@@ -13,7 +13,7 @@ from typing import Self
 from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, NO_EFFECT, UNEVEN_BATCH, UNREADABLE
 from ...grammar.codes_stages import NO_SCHEDULE, SCHEDULE_MISFIT
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
-from ...grammar.nearest import did_you_mean, listed
+from ...grammar.nearest import did_you_mean, listed, nearest
 from ...grammar.syntax import String
 from ...grammar.usage import Arguments
 from ..directive import Directive, Scope, check_number
@@ -51,7 +51,7 @@ class Schedule(Directive):
 
     USAGE = (
         "schedule [SCHEDULE] microbatches N [chunks N] [accumulate TYPE]"
-        " | table FILE microbatches N [chunks N] [accumulate TYPE]"
+        " | table TABLE microbatches N [chunks N] [accumulate TYPE]"
     )
 
     name: str
@@ -100,7 +100,7 @@ class Schedule(Directive):
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
             message, label = f"`{self.table}` cannot be read: {reason.lower()}", Label(self.arguments.span(TABLE))
-            help_ = "name a file with a line for each rank, as `rank 0: 0F0 0F1 0B0 0B1`"
+            help_ = _meant(self.table, "name a file with a line for each rank, as `rank 0: 0F0 0F1 0B0 0B1`")
             raise PlanError([Diagnostic(UNREADABLE, message, label, help=help_)]) from None
         if errors := [*self.misfit(stages, text)]:
             raise PlanError(errors)
@@ -121,8 +121,10 @@ class Schedule(Directive):
             help_ = "add a line such as `stage balanced over pp`, or write `schedule microbatches N` alone"
             yield Diagnostic(NO_SCHEDULE, f"{what} orders stages, and there are none", Label(where), help=help_)
         if self.name == TABLE and not self.table.strip():
-            help_ = 'write as `schedule table "order.txt" microbatches 8`'
-            yield Diagnostic(BAD_VALUE, "the table's file has no name", Label(where), help=help_)
+            word = self.arguments.word(TABLE)
+            message = f"`{word.text}` is not a name in double quotes" if word else "the table's file has no name"
+            help_ = _meant(word.text if word else "", 'write as `schedule table "order.txt" microbatches 8`')
+            yield Diagnostic(BAD_VALUE, message, Label(where), help=help_)
         if self.chunks > 1 and not self.name:
             help_ = "remove `chunks`, or give stages and a schedule's name"
             label = Label(self.arguments.span("chunks"))
@@ -174,3 +176,10 @@ class Schedule(Directive):
             message = "one microbatch has nothing to add up"
             help_ = "remove `accumulate`, or give more microbatches"
             yield Diagnostic(NO_EFFECT, message, label, help=help_, severity=Severity.WARNING)
+
+
+def _meant(table: str, otherwise: str) -> str:
+    """A help text naming the schedule of parc's own that a table's name may mean, or all of them."""
+    near = nearest(Path(table).stem, SCHEDULES, 1)
+    known = f"{otherwise}; without `table` there are {listed(SCHEDULES)}"
+    return f"did you mean `schedule {near[0]}`? no file is needed" if near else known

@@ -108,7 +108,9 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     title = schedule_text(build.report["pipeline"])
     if given.svg:
         given.svg.write_text(svg(timeline, title, "slots"), encoding="utf-8")
-        say(f"drew {given.svg}")
+        axis = build.report["pipeline"].get("axis", "")
+        ranks = f", on {build.programs['F'].mesh.size(axis)} ranks of `{axis}`" if axis else ""
+        say(f"drew {given.svg}: {title}{ranks}")
         return 0
     console = Console(highlight=False, soft_wrap=True)
     print(f"{title}; a slot is a forward, a backward two")
