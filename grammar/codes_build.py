@@ -227,6 +227,15 @@ NOT_POLYNOMIAL = Code(
     instead=_MODEL.format(body="return x / x.shape[1]"),
     language="python",
 )
+LEFT_STEP = Code(
+    name="P0230",
+    title="a session that an error left in the middle of a step",
+    why="ranks meet in the same collectives and messages in the same order. One that leaves a step by an error has"
+    " missed some: what it did next would meet what others still wait for.",
+    example="try:\n    session.step()\nexcept RuntimeError:\n    loss = session.evaluate(batch)",
+    instead="session.step()   # let the error end the process; then `parc run build --resume checkpoint`",
+    language="python",
+)
 WORLD_SIZE = Code(
     name="P0301",
     title="the number of processes is not the mesh's",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import socket
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from ..compiler.artifact import Build
 from ..compiler.padded_tensors import grow
 from ..compiler.padding import pads_from
 from ..compiler.placement import TensorType, parse_type, take
-from ..grammar.codes_build import BAD_BUILD, BAD_STATE
+from ..grammar.codes_build import BAD_BUILD, BAD_STATE, LEFT_STEP
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
 from .compiled import Regions
@@ -88,6 +89,8 @@ class Session:
         self._owners = owners_of(self._roles, self.types)
         self.recorder = Recorder(self.device) if trace else None
         self.step_number = 0
+        self._left = ""
+        """What an error ended before it was done, where other ranks took part in it."""
         self.last_step: int | None = manifest["steps"]  # no data is read ahead beyond it
         programs = [program for role in self._roles for program in role.programs.values()]
         self.backend: Backend = InProcess(self.mesh)
@@ -143,18 +146,43 @@ class Session:
         whole = grow(whole, self.pads.get(name, ()))
         return take(whole, type_.placement, self.mesh, self.coordinates).to(self.device)
 
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Around what all ranks do in step: an error puts buffers back, and where there are other ranks, which may
+        stand anywhere in it, this session does nothing more with them.
+
+        Raises:
+            RunError: an earlier error has left something so.
+        """
+        self._check_in_step()
+        buffers = dict(self.state.buffers)
+        try:
+            yield
+        except BaseException:
+            self.state.buffers = buffers
+            self._left = what if self.world > 1 else ""
+            raise
+
+    def _check_in_step(self) -> None:
+        if self._left:
+            message = f"{self._left} ended with an error on rank {self.rank}, and other ranks may still be in it"
+            help_ = "end all processes; start again from the last checkpoint, by `session.restore` or `--resume`"
+            raise RunError(LEFT_STEP, message, help_)
+
     # ---- training
 
     def gradients(self, batch: Mapping[str, torch.Tensor] | None = None) -> StepResult:
         """Loss, gradients (this rank's pieces) and their norm, for a whole batch or the next of the plan's data.
 
         Raises:
-            RunError: the batch is not one of the plan's, or the data cannot be read.
+            RunError: the batch is not one of the plan's, the data cannot be read, or an earlier error left a step.
         """
         at = self._by_sizes(batch)
-        parts = at.feed.next(self.step_number, self.last_step) if batch is None else at.feed.cut(batch)
-        self._given = at, parts, dict(self.state.buffers)
-        (result,) = at.stepper.gradients([self.state], [parts], self.step_number)
+        parts = at.feed.cut(batch) if batch is not None else []
+        with self._together(f"step {self.step_number + 1}"):
+            parts = parts or at.feed.next(self.step_number, self.last_step)
+            self._given = at, parts, dict(self.state.buffers)
+            (result,) = at.stepper.gradients([self.state], [parts], self.step_number)
         return result
 
     def update(self, result: StepResult, lr: float | None = None) -> StepReport:
@@ -166,7 +194,9 @@ class Session:
         loss = float(result.loss)
         norm = float(result.grad_norm) if result.grad_norm is not None else 0.0
         if not math.isfinite(loss) or not math.isfinite(norm):
-            raise bad_number(self.step_number + 1, loss, norm, self._find_bad(), self.regions is not None)
+            with self._together(f"step {self.step_number + 1}"):
+                found = self._find_bad()
+            raise bad_number(self.step_number + 1, loss, norm, found, self.regions is not None)
         line = self.build.manifest["optimizer"]
         lr = rate(line, self.step_number + 1) if lr is None else lr
         with self._by_sizes().stepper.recorded(str(self.role.actions[-1]), "work", self.step_number):
@@ -182,12 +212,15 @@ class Session:
         """The global loss of a whole batch; nothing is changed. Dropout stays as in training."""
         buffers = dict(self.state.buffers)
         at = self._by_sizes(batch)
-        (result,) = at.stepper.loss([self.state], [at.feed.cut(batch)], self.step_number)
+        parts = at.feed.cut(batch)
+        with self._together("an evaluation"):
+            (result,) = at.stepper.loss([self.state], [parts], self.step_number)
         self.state.buffers = buffers
         return float(result.loss)
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row of numbers, in rank order, on every rank."""
+        self._check_in_step()
         if self.world == 1:
             return [list(row)]
         mine = torch.tensor(row, dtype=torch.int64, device=self.device)
@@ -233,6 +266,7 @@ class Session:
 
         Collective: every rank calls it, every rank gets it.
         """
+        self._check_in_step()
         whole = {**self._whole_parameters(), **self._whole_buffers()}
         for alias, name in self.build.manifest["aliases"].items():
             if name in whole:
@@ -263,6 +297,7 @@ class Session:
         Raises:
             RunError: ``path`` holds something else, or cannot be written.
         """
+        self._check_in_step()
         tensors = {f"parameter.{name}": value for name, value in self._whole_parameters().items()}
         slots = self._gatherer.slots(self.state.parameters, self.optimizer)
         for name, type_ in self.types.items():
@@ -290,6 +325,7 @@ class Session:
         Raises:
             RunError: it is of another model or optimizer; every fault is named, nothing was changed.
         """
+        self._check_in_step()
         checkpoint, slots = open_checkpoint(self.build, Path(path))
         try:
             with checkpoint.tensors() as file:

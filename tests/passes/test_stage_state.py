@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +155,60 @@ def test_a_buffer_that_nobody_reads_is_saved_and_restored(tmp_path: Path) -> Non
         for state, wanted in zip(states, [*expected, expected[1], expected[2]], strict=True):
             torch.testing.assert_close(state, wanted, rtol=1e-5, atol=1e-6)
     assert sorted(name for _, names in ranks for name in names) == ["state"]
+
+
+def fail_once(session: parc.Session, at: int) -> None:
+    """Let the F of a session's first stage fail in a microbatch."""
+    stepper = session._by_sizes().stepper
+    machine = stepper.machines.get("F") or stepper.machines[f"{session.role.stages[0]}F"]
+
+    def watch(*_: Any) -> None:
+        if stepper.current is not None and stepper.current.microbatch == at:
+            machine.watch = None
+            raise RuntimeError("planted")
+
+    machine.watch = watch
+
+
+def test_a_step_that_failed_on_the_only_rank_leaves_nothing(tmp_path: Path) -> None:
+    lines = "h = self.a(x); self.state.add_(1); return self.b(h)"
+    (tmp_path / "net.py").write_text(_MODEL.format(lines=lines.replace("; ", "\n        ")))
+    (tmp_path / "net.parc").write_text(_ALONE.replace("dp=2", "dp=1"))
+    assert main(["build", str(tmp_path / "net.parc"), "-o", str(tmp_path / "build")]) == 0
+    with parc.load(tmp_path / "build") as session:
+        fail_once(session, 1)
+        with pytest.raises(RuntimeError, match="planted"):
+            session.step(batch(0))
+        assert session.state_dict()["state"].tolist() == [1.0] * 4
+        assert session.step(batch(0)).step == 1
+        assert session.state_dict()["state"].tolist() == [3.0] * 4
+
+
+def go_on(path: str, folder: str) -> list[str]:
+    """What a session says after a step that failed on every rank."""
+    with parc.load(path) as session:
+        session.save(f"{folder}/checkpoint")
+        fail_once(session, 1 - session.rank)  # in the first stage in the second microbatch, in the other in the first
+        with pytest.raises(RuntimeError, match="planted"):
+            session.step(batch(0))
+        said = []
+        for call in (
+            lambda: session.step(batch(0)),
+            lambda: session.evaluate(batch(0)),
+            lambda: session.state_dict(),
+            lambda: session.save(f"{folder}/other"),
+            lambda: session.restore(f"{folder}/checkpoint"),
+        ):
+            with pytest.raises(parc.RunError) as error:
+                call()
+            said.append(error.value.message)
+        return said
+
+
+def test_a_session_with_other_ranks_ends_with_a_step_that_failed(tmp_path: Path) -> None:
+    lines = "h = self.a(x); self.state.add_(1); return self.b(h)"
+    (tmp_path / "net.py").write_text(_MODEL.format(lines=lines.replace("; ", "\n        ")))
+    (tmp_path / "net.parc").write_text(_PLAN.replace("dp=2, ", "").replace("shard x, wanted [B/dp, _]\n", ""))
+    assert main(["build", str(tmp_path / "net.parc"), "-o", str(tmp_path / "build")]) == 0
+    for rank, said in enumerate(run_ranks(go_on, 2, str(tmp_path / "build"), str(tmp_path))):
+        assert said == [f"step 1 ended with an error on rank {rank}, and other ranks may still be in it"] * 5
