@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from parc.compiler.op_rules import register as register_rule
     from parc.runtime.faults import RunError
     from parc.runtime.plain import reference
-    from parc.runtime.session import Session, StepReport, load
+    from parc.runtime.session import Session, load
+    from parc.runtime.step import StepReport
 
 __all__ = ["RunError", "Session", "StepReport", "__version__", "load", "reference", "register_rule"]
 
@@ -22,7 +23,7 @@ __version__ = "0.1.0"
 _PLACES = {
     "RunError": ("parc.runtime.faults", "RunError"),
     "Session": ("parc.runtime.session", "Session"),
-    "StepReport": ("parc.runtime.session", "StepReport"),
+    "StepReport": ("parc.runtime.step", "StepReport"),
     "load": ("parc.runtime.session", "load"),
     "reference": ("parc.runtime.plain", "reference"),
     "register_rule": ("parc.compiler.op_rules", "register"),

@@ -26,8 +26,8 @@ from .kernels import REFERENCE_KERNELS
 from .opening import check_source_of, open_build, task_of
 from .optimizer import make_optimizer, rate, update
 from .processes import check_device
-from .session import StepReport
 from .sizes import BySizes
+from .step import StepReport
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

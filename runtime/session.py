@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +18,7 @@ from ..compiler.artifact import Build
 from ..compiler.padded_tensors import grow
 from ..compiler.padding import pads_from
 from ..compiler.placement import TensorType, parse_type, take
-from ..grammar.codes_build import BAD_BUILD, BAD_STATE, LEFT_STEP
+from ..grammar.codes_build import BAD_BUILD, BAD_STATE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
 from .compiled import Regions
@@ -37,18 +35,9 @@ from .processes import default_device, join, launched
 from .products import kernels_for
 from .sizes import AtSizes, BySizes, bound
 from .state import save_tensors
-from .step import RankState, Stepper, StepResult
+from .step import RankState, Stepper, StepReport, StepResult
+from .together import Together
 from .trace import Recorder, clock_offset, write_trace
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """A finished step: its number (from 1), the global loss, the gradients' norm before clipping, the learning rate."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
 
 
 class Session:
@@ -89,8 +78,7 @@ class Session:
         self._owners = owners_of(self._roles, self.types)
         self.recorder = Recorder(self.device) if trace else None
         self.step_number = 0
-        self._left = ""
-        """What an error ended before it was done, where other ranks took part in it."""
+        self._together = Together(self.rank, self.world)
         self.last_step: int | None = manifest["steps"]  # no data is read ahead beyond it
         programs = [program for role in self._roles for program in role.programs.values()]
         self.backend: Backend = InProcess(self.mesh)
@@ -146,29 +134,6 @@ class Session:
         whole = grow(whole, self.pads.get(name, ()))
         return take(whole, type_.placement, self.mesh, self.coordinates).to(self.device)
 
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Around what all ranks do in step: an error puts buffers back, and where there are other ranks, which may
-        stand anywhere in it, this session does nothing more with them.
-
-        Raises:
-            RunError: an earlier error has left something so.
-        """
-        self._check_in_step()
-        buffers = dict(self.state.buffers)
-        try:
-            yield
-        except BaseException:
-            self.state.buffers = buffers
-            self._left = what if self.world > 1 else ""
-            raise
-
-    def _check_in_step(self) -> None:
-        if self._left:
-            message = f"{self._left} ended with an error on rank {self.rank}, and other ranks may still be in it"
-            help_ = "end all processes; start again from the last checkpoint, by `session.restore` or `--resume`"
-            raise RunError(LEFT_STEP, message, help_)
-
     # ---- training
 
     def gradients(self, batch: Mapping[str, torch.Tensor] | None = None) -> StepResult:
@@ -179,7 +144,7 @@ class Session:
         """
         at = self._by_sizes(batch)
         parts = at.feed.cut(batch) if batch is not None else []
-        with self._together(f"step {self.step_number + 1}"):
+        with self._together.doing(f"step {self.step_number + 1}", self.state):
             parts = parts or at.feed.next(self.step_number, self.last_step)
             self._given = at, parts, dict(self.state.buffers)
             (result,) = at.stepper.gradients([self.state], [parts], self.step_number)
@@ -194,7 +159,7 @@ class Session:
         loss = float(result.loss)
         norm = float(result.grad_norm) if result.grad_norm is not None else 0.0
         if not math.isfinite(loss) or not math.isfinite(norm):
-            with self._together(f"step {self.step_number + 1}"):
+            with self._together.doing(f"step {self.step_number + 1}", self.state):
                 found = self._find_bad()
             raise bad_number(self.step_number + 1, loss, norm, found, self.regions is not None)
         line = self.build.manifest["optimizer"]
@@ -213,14 +178,14 @@ class Session:
         buffers = dict(self.state.buffers)
         at = self._by_sizes(batch)
         parts = at.feed.cut(batch)
-        with self._together("an evaluation"):
+        with self._together.doing("an evaluation", self.state):
             (result,) = at.stepper.loss([self.state], [parts], self.step_number)
         self.state.buffers = buffers
         return float(result.loss)
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row of numbers, in rank order, on every rank."""
-        self._check_in_step()
+        self._together.check()
         if self.world == 1:
             return [list(row)]
         mine = torch.tensor(row, dtype=torch.int64, device=self.device)
@@ -266,7 +231,7 @@ class Session:
 
         Collective: every rank calls it, every rank gets it.
         """
-        self._check_in_step()
+        self._together.check()
         whole = {**self._whole_parameters(), **self._whole_buffers()}
         for alias, name in self.build.manifest["aliases"].items():
             if name in whole:
@@ -297,7 +262,7 @@ class Session:
         Raises:
             RunError: ``path`` holds something else, or cannot be written.
         """
-        self._check_in_step()
+        self._together.check()
         tensors = {f"parameter.{name}": value for name, value in self._whole_parameters().items()}
         slots = self._gatherer.slots(self.state.parameters, self.optimizer)
         for name, type_ in self.types.items():
@@ -325,7 +290,7 @@ class Session:
         Raises:
             RunError: it is of another model or optimizer; every fault is named, nothing was changed.
         """
-        self._check_in_step()
+        self._together.check()
         checkpoint, slots = open_checkpoint(self.build, Path(path))
         try:
             with checkpoint.tensors() as file:

@@ -35,6 +35,16 @@ class StepResult:
     gradients: dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A finished step: its number (from 1), the global loss, the gradients' norm before clipping, the learning rate."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+
+
 Key = tuple[int, str, int]
 """What is kept between actions belongs to a stage, its ``F`` or ``B``, and a microbatch."""
 _FORWARD = ("COUNT", "SCALE", "F", "SEND_F", "RECV_F")

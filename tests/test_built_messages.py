@@ -196,7 +196,7 @@ def runs(folder: Path) -> list[str]:
             for _ in range(3):
                 session.step()
         said.append(render(stopped.value.diagnostic()))
-    session.world = 2  # as if there were another rank, which no test of messages needs
+    session._together.world = 2  # as if there were another rank, which no test of messages needs
     for _ in range(2):
         with pytest.raises(RunError) as stopped:
             session.step()
