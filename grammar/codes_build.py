@@ -233,7 +233,7 @@ LEFT_STEP = Code(
     why="ranks meet in the same collectives and messages in the same order. One that leaves a step by an error has"
     " missed some: what it did next would meet what others still wait for.",
     example="try:\n    session.step()\nexcept RuntimeError:\n    loss = session.evaluate(batch)",
-    instead="session.step()   # let the error end the process; then `parc run build --resume checkpoint`",
+    instead="session.step()  # let the error end the process; then `parc run build --resume checkpoint`",
     language="python",
 )
 WORLD_SIZE = Code(
