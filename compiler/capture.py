@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,16 +109,38 @@ class _Step(nn.Module):
 
     def _forward(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
         inputs = dict(zip(self._names, values, strict=True))
-        output = self._call(self.model, inputs)
-        if getattr(output, "past_key_values", None) is not None:
-            raise CaptureError("cache", "the model returns a key/value cache")
-        self.stage.in_loss = True
-        loss = self._loss(output, inputs)
-        self.stage.in_loss = False
+        with _assigned_in_place(self.model):  # after all that reads them
+            output = self._call(self.model, inputs)
+            if getattr(output, "past_key_values", None) is not None:
+                raise CaptureError("cache", "the model returns a key/value cache")
+            self.stage.in_loss = True
+            loss = self._loss(output, inputs)
+            self.stage.in_loss = False
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise CaptureError("output", f"the loss is {what}, not a single number")
         return loss
+
+
+@contextmanager
+def _assigned_in_place(model: nn.Module) -> Iterator[None]:
+    """Buffers that the model's code assigns (``self.mean = ...``) are written in place: a trace sees only that.
+
+    Raises:
+        CaptureError: what is assigned is no tensor of the buffer's shape and dtype.
+    """
+    found = [(path, module, name, value) for path, module in model.named_modules()
+             for name, value in module.named_buffers(recurse=False)]  # fmt: skip
+    yield
+    for path, module, name, value in found:
+        made: Any = getattr(module, name, None)
+        if made is not value:
+            now, then = (_name_type(tensor) for tensor in (made, value))
+            if now != then:
+                raise CaptureError(
+                    "other", f"the buffer `{f'{path}.{name}' if path else name}` becomes {now}, not {then}"
+                )
+            setattr(module, name, value.copy_(made.detach()))
 
 
 def capture(
@@ -219,6 +241,10 @@ def check_values(graph: fx.Graph) -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _name_type(value: object) -> str:
+    return f"{_name(value.dtype)} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _at(node: fx.Node, message: str, kind: str = "other") -> CaptureError:

@@ -222,14 +222,17 @@ class Running(nn.Module):
 
     def __init__(self, s: Sizes, kind: str) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(s.width) if kind == "batch_norm" else None
+        self.norm, self.assigned = nn.BatchNorm1d(s.width) if kind == "batch_norm" else None, kind == "assigned"
         self.register_buffer("mean", torch.zeros(s.width))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.norm is not None:
             normed: Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2)
             return normed
-        self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        if self.assigned:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        else:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
         return x - self.mean
 
 

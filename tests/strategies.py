@@ -121,7 +121,7 @@ _LAYER: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
     "positions": st.tuples(st.booleans()),
     "dropout": st.tuples(st.just(0.25)),
     "conv": st.tuples(st.booleans(), st.booleans()),
-    "running": st.tuples(st.sampled_from(["batch_norm", "mean"])),
+    "running": st.tuples(st.sampled_from(["batch_norm", "mean", "assigned"])),
     "group_norm": st.tuples(),
     "torch_rms_norm": st.tuples(st.booleans()),
     "experts": st.tuples(st.sampled_from([2, 4, 3]), st.booleans()),

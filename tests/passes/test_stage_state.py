@@ -107,6 +107,7 @@ _WRITES = {
     "of inputs, read elsewhere": "s = x.sum(0); self.state.copy_(s); return self.b(self.a(x)) * s",
     "a parameter": "h = self.a(x); self.state.copy_(self.b.bias.detach()); return self.b(h)",
     "a constant": "self.state.fill_(3.0); return self.b(self.a(x))",
+    "assigned": "h = self.a(x); self.state = h.detach().sum(0); return self.b(h)",
     "drawn": "self.state.copy_(torch.rand(4)); return self.b(self.a(x))",
 }
 
@@ -155,6 +156,32 @@ def test_a_buffer_that_nobody_reads_is_saved_and_restored(tmp_path: Path) -> Non
         for state, wanted in zip(states, [*expected, expected[1], expected[2]], strict=True):
             torch.testing.assert_close(state, wanted, rtol=1e-5, atol=1e-6)
     assert sorted(name for _, names in ranks for name in names) == ["state"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "h = self.a(x); self.state = 0.9 * self.state + 0.1 * h.detach().sum(0); return self.b(h) + self.state",
+        "old = self.state; self.state = x.sum(0); return self.b(self.a(x)) + old",
+        "self.state = x.sum(0); return self.state + self.b(self.a(x)) * 0",
+    ],
+    ids=["of its old entries", "whose old entries are read later", "that is returned"],
+)
+def test_a_buffer_that_the_model_assigns_is_what_the_plain_module_keeps(tmp_path: Path, lines: str) -> None:
+    (tmp_path / "net.py").write_text(_MODEL.format(lines=lines.replace("; ", "\n        ")))
+    (tmp_path / "net.parc").write_text(_ALONE.replace("dp=2", "dp=1"))
+    assert main(["build", str(tmp_path / "net.parc"), "-o", str(tmp_path / "build")]) == 0
+    plain = parc.reference(tmp_path / "build")
+    with parc.load(tmp_path / "build") as session:
+        for step in range(3):
+            assert session.step(batch(step)).loss == pytest.approx(plain.step(batch(step)).loss, rel=1e-5)
+            torch.testing.assert_close(session.state_dict()["state"], plain.module.state_dict()["state"])
+
+
+def test_a_buffer_that_becomes_another_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as error:
+        compiled(tmp_path, "self.state = x; return self.b(self.a(x))")
+    assert "the buffer `state` becomes float32 [4, 4], not float32 [4]" in str(error.value)
 
 
 def fail_once(session: parc.Session, at: int) -> None:
