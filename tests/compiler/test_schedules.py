@@ -95,6 +95,7 @@ def test_torch_lists_the_same_work(name: str, theirs: str, monkeypatch: pytest.M
     ("name", "stages", "microbatches", "chunks", "why"),
     [
         ("zb-h1", 4, 8, 1, "there is no schedule `zb-h1`: choose `gpipe`, `1f1b`, `interleaved`, `looped`, or `table`"),
+        ("gpipe", 4, 10**9, 1, "4 stages with 1000000000 microbatches are over 1,000,000 forwards: write fewer"),
         ("1f1b", 4, 8, 2, "`1f1b` has one stage a rank, not 2 chunks: remove `chunks`, or choose `interleaved`"),
         ("1f1b", 4, 3, 1, "on 4 ranks wants at least 4 microbatches, not 3: write `microbatches 4` or more, or choose"),
         ("interleaved", 4, 8, 1, "`interleaved` has 2 or more stages a rank: write `chunks 2`, or choose `1f1b`"),
