@@ -64,7 +64,11 @@ class PeerLost(RuntimeError):
 
     def __init__(self, what: str, why: object) -> None:
         super().__init__(f"{what}: {why}")
-        self.what = what
+        self.what, self.why = what, why
+
+    def during(self, work: str) -> PeerLost:
+        """The same, where it happened."""
+        return PeerLost(f"{self.what} in {work}", self.why)
 
 
 class Backend(Protocol):

@@ -28,14 +28,15 @@ _LOST = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank failed; ``rank`` is None where no rank is to blame. ``follows``: it failed because another had, and
-    ``waited`` says for which message of it."""
+    """Why a rank failed; ``rank`` is None where no rank is to blame. ``follows``: it failed because another had, or was
+    ``late``, and ``waited`` says for what of it."""
 
     rank: int | None
     time_s: float
     exit_code: int
     message: str
     follows: bool = False
+    late: bool = False
     expected: bool = False
     waited: str = ""
 
@@ -55,9 +56,9 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     if waited:
         text = str(error)
     lost = isinstance(error, (dist.DistError, RuntimeError))
-    if lost and ("imed out" in text or "Wait timeout" in text):
+    if lost and any(word in text.lower() for word in ("timed out", "timeout")):
         message = f"it waited too long for another rank\n{text}"
-        return Failure(rank, time.time(), 4, message, follows=True, waited=waited)
+        return Failure(rank, time.time(), 4, message, follows=True, late=True, waited=waited)
     follows = bool(waited) or (lost and any(word in text for word in _LOST))
     if not follows:
         text = "".join(traceback.format_exception(error)).rstrip()
@@ -76,7 +77,7 @@ def leave_failure(failure: Failure) -> bool:
         "message": {"message": failure.message, "extraInfo": extra},
         "parc": {
             "time_s": failure.time_s, "exit_code": failure.exit_code, "message": failure.message,
-            "follows": failure.follows, "expected": failure.expected, "waited": failure.waited,
+            "follows": failure.follows, "late": failure.late, "expected": failure.expected, "waited": failure.waited,
         },
     }  # fmt: skip
     Path(path).write_text(json.dumps(content), encoding="utf-8")

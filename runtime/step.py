@@ -105,9 +105,10 @@ class Stepper:
             try:
                 with self.recorded(str(action), "wait" if action.kind.startswith("RECV") else "work", step):
                     handler(action, states, batches, step, work)
+            except PeerLost as error:
+                raise error.during(f"action {action} of step {step + 1}") from error
             except RuntimeError as error:
-                if not isinstance(error, PeerLost):
-                    error.add_note(f"in action {action} of step {step + 1}")
+                error.add_note(f"in action {action} of step {step + 1}")
                 raise
         return work
 

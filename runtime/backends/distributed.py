@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, final
@@ -255,10 +256,14 @@ class Distributed:
         (piece,) = pieces
         row = COLLECTIVES[op]
         axes, members = row.axes(args), row.members(args)
+        what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
         if op not in ("parc.all_reduce", "parc.all_reduce_among"):
-            return [RUN[op](self, piece, args, axes)], None
+            with _naming(what):
+                return [RUN[op](self, piece, args, axes)], None
         result = piece if spare and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
-        return [result], dist.all_reduce(result, group=self.group(axes, members), async_op=True).wait
+        with _naming(what):
+            work = dist.all_reduce(result, group=self.group(axes, members), async_op=True)
+        return [result], _wait_for([work], what)
 
     def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
         """Start to send."""
@@ -305,13 +310,21 @@ def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:
     """Wait for all; the error says ``what`` was waited for."""
 
     def wait() -> None:
-        try:
+        with _naming(what):
             for work in works:
                 work.wait()
-        except RuntimeError as error:
-            raise PeerLost(what, error) from error
 
     return wait
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PeerLost(what, error) from error
 
 
 def _used_places(programs: Iterable[Program]) -> set[Place]:

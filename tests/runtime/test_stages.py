@@ -267,6 +267,45 @@ def test_the_launcher_tells_who_waited_for_a_rank_that_was_killed(
     ]
 
 
+def test_a_rank_that_hung_and_was_killed_in_the_end_is_not_said_to_lack_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    lost = PeerLost("rank 0 waited for 1SEND_B2 of stage 1 (rank 1)", "Application timeout caused pair closure")
+    leave_failure(failure_of(0, lost.during("action 0RECV_B2 of step 3")))
+    late = ProcessFailure(local_rank=0, pid=1, exitcode=4, error_file=str(tmp_path / "error.json"))
+    hung = ProcessFailure(local_rank=1, pid=2, exitcode=-9, error_file="<N/A>")
+    failure = _outcome({0: late, 1: hung}, tmp_path).failure
+    assert failure is not None
+    assert failure.text().splitlines() == [
+        "rank 0 failed: it waited too long for another rank",
+        "rank 0 waited for 1SEND_B2 of stage 1 (rank 1) in action 0RECV_B2 of step 3: "
+        "Application timeout caused pair closure",
+    ]
+
+
+def hang(path: str, file: str) -> None:
+    """Rank 0 leaves before the sums of a step; what the other says of it, in a file."""
+    session = session_of(path, "pp=2")
+    rank = session.rank
+    session.step(batch(0))
+    if rank == 0:
+        session._by_sizes().stepper._reduce = lambda *_: os._exit(0)  # type: ignore[method-assign]
+    try:
+        session.step(batch(1))
+    except RuntimeError as error:
+        Path(file).write_text(failure_of(rank, error).waited)
+
+
+def test_a_rank_whose_peers_died_says_which_sum_it_waited_in(tmp_path: Path) -> None:
+    path = built(tmp_path, "pp=2")
+    with pytest.raises(AssertionError, match="a rank died"):
+        run_ranks(hang, 2, str(path), str(tmp_path / "said"))
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("rank 1 waited for the other ranks of `parc.all_reduce") and "over `pp`" in said
+    assert said.endswith("in action 1REDUCE of step 2")
+
+
 def die_and_tell(path: str, at: str, file: str) -> None:
     """``die``, with what was said in a file: the other rank's death ends the test's pipes."""
     said = die(path, at)
