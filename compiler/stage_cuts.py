@@ -17,6 +17,7 @@ from .balance import balance, operations_of, piece_of
 from .capture import Captured
 from .names import Names
 from .plan import Plan
+from .schedules import EARLY
 from .stages import Cut, find_cuts, stage_count
 
 _NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
@@ -199,7 +200,7 @@ def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[Cut, ...]:
     pieces = [piece_of(view.nodes[start:stop], states) for start, stop in pairwise(bounds)]
 
     def in_flight(stage: int) -> int:
-        early = schedule is not None and schedule.name in ("1f1b", "interleaved")
+        early = schedule is not None and schedule.name in EARLY
         return min(plan.microbatches, count - stage) if early else plan.microbatches
 
     return tuple(cuts[begin - 1] for begin in balance(pieces, count, in_flight))

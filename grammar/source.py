@@ -26,6 +26,11 @@ class Source:
         """The number (from 1) of the line that holds ``offset``."""
         return self.text.count("\n", 0, max(offset, 0)) + 1
 
+    def span_of(self, number: int) -> Span:
+        """The text of line ``number`` (from 1)."""
+        start = sum(len(line) + 1 for line in self._lines[: number - 1])
+        return Span(self, start, start + len(self.line_text(number)))
+
     @cached_property
     def _lines(self) -> tuple[str, ...]:
         return tuple(self.text.split("\n"))

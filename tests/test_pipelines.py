@@ -13,6 +13,7 @@ from parc.checks import Checked, check_numbers, prove
 from parc.compiler.plan import read_plan
 from parc.compiler.timeline import simulate
 from parc.driver import Compiled, compile_plan
+from parc.grammar.diagnostics import PlanError
 
 from .runtime.ranks import run_ranks
 from .test_readme import ROOT
@@ -68,6 +69,35 @@ def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
     work = [str(action) for action in made.timelines["pp0"] if action.kind in ("F", "B")]
     assert work == ["0F0", "0F1", "0B1", "0B0"]
     assert not prove(made) and error(made) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("table", "shown"),
+    [
+        (
+            "# order\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1f1 1B0 1B1\n",
+            """\
+  --> order.txt:3:1
+ 3 | rank 1: 1F0 1f1 1B0 1B1
+   | ^^^^^^^^^^^^^^^^^^^^^^^
+  ::: seven.parc:12:17
+12 | schedule  table "order.txt" microbatches 2
+   |                 ----------- read here""",
+        ),
+        ("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1F0 1B0 1B1\n", "help: put what other ranks wait for before"),
+        ("rank ٠: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1\n", " --> order.txt:1:1"),
+    ],
+)
+def test_a_wrong_table_is_shown_where_it_is_wrong(tmp_path: Path, table: str, shown: str) -> None:
+    (tmp_path / "order.txt").write_text(table, encoding="utf-8")
+    text = (EXAMPLES / "seven.parc").read_text()
+    text = text.replace("schedule  gpipe microbatches 1", 'schedule  table "order.txt" microbatches 2')
+    (tmp_path / "seven.parc").write_text(text.replace("pp=3", "pp=2"))
+    schedule = read_plan(tmp_path / "seven.parc").schedule
+    assert schedule is not None
+    with pytest.raises(PlanError) as found:
+        schedule.table_of(tmp_path, 2)
+    assert shown in str(found.value)
 
 
 def train(path: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:

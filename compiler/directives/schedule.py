@@ -14,10 +14,13 @@ from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, NO_EFFECT, U
 from ...grammar.codes_stages import NO_SCHEDULE, SCHEDULE_MISFIT
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.nearest import did_you_mean, listed, nearest
+from ...grammar.source import Source
 from ...grammar.syntax import String
 from ...grammar.usage import Arguments
 from ..directive import Directive, Scope, check_number
-from ..schedules import SCHEDULES, problem
+from ..schedules import MOST_WORK, SCHEDULES, problem, timelines
+from ..schedules.messages import Endless
+from ..schedules.table import RowError
 from ..sub_dims import multiples
 from .precision import TYPES
 from .sizes import Sizes
@@ -79,13 +82,12 @@ class Schedule(Directive):
         yield from self._check_accumulate()
         yield from self._check_batch(scope)
 
-    def misfit(self, stages: int, table: str = "") -> Iterator[Diagnostic]:
+    def _misfit(self, stages: int) -> Iterator[Diagnostic]:
         """An error if the schedule does not accept so many stages, its microbatches or its chunks."""
-        reason = problem(self.name, stages, self.microbatches, self.chunks, text=table)
+        reason = problem(self.name, stages, self.microbatches, self.chunks)
         if reason is not None:
-            message, _, way = (reason, "", "") if table else reason.partition(": ")
-            help_ = way or "list each `F` and `B` of every stage and microbatch once, in the row of its rank"
-            yield Diagnostic(SCHEDULE_MISFIT, message, Label(self.span), help=help_)
+            message, _, way = reason.partition(": ")
+            yield Diagnostic(SCHEDULE_MISFIT, message, Label(self.span), help=way)
 
     def table_of(self, folder: Path, stages: int) -> str:
         """The text of the schedule's table; empty without one.
@@ -102,8 +104,17 @@ class Schedule(Directive):
             message, label = f"`{self.table}` cannot be read: {reason.lower()}", Label(self.arguments.span(TABLE))
             help_ = _meant(self.table, "name a file with a line for each rank, as `rank 0: 0F0 0F1 0B0 0B1`")
             raise PlanError([Diagnostic(UNREADABLE, message, label, help=help_)]) from None
-        if errors := [*self.misfit(stages, text)]:
-            raise PlanError(errors)
+        try:
+            timelines(TABLE, stages, self.microbatches, self.chunks, text=text)
+        except ValueError as error:
+            label = Label(self.arguments.span(TABLE))
+            related: tuple[Label, ...] = ()
+            if isinstance(error, RowError):
+                label, related = Label(Source(self.table, text).span_of(error.line)), (Label(label.span, "read here"),)
+            help_ = "list each `F` and `B` of every stage and microbatch once, in the row of its rank"
+            if isinstance(error, Endless):
+                help_ = "put what other ranks wait for before what waits for them"
+            raise PlanError([Diagnostic(SCHEDULE_MISFIT, str(error), label, related, help=help_)]) from None
         return text
 
     def _check_name(self, scope: Scope) -> Iterator[Diagnostic]:
@@ -130,7 +141,10 @@ class Schedule(Directive):
             label = Label(self.arguments.span("chunks"))
             yield Diagnostic(SCHEDULE_MISFIT, "chunks are stages of one rank, and there are none", label, help=help_)
         ranks = self._ranks(scope)
-        yield from self.misfit(ranks * self.chunks) if ranks > 1 and self.microbatches >= 1 else ()
+        yield from self._misfit(ranks * self.chunks) if ranks > 1 and self.microbatches >= 1 else ()
+        if self.microbatches > MOST_WORK and not stages:
+            message = f"{self.microbatches} microbatches are over {MOST_WORK:,} forwards"
+            yield Diagnostic(SCHEDULE_MISFIT, message, Label(self.span), help="write fewer")
 
     def _ranks(self, scope: Scope) -> int:
         """Of the axis of stages whose order a schedule of parc's own gives; else 1."""
@@ -160,7 +174,7 @@ class Schedule(Directive):
 
     def _dividing(self, parts: int, ranks: int) -> Iterator[int]:
         """The numbers of microbatches next to this, below and above, that divide and that the schedule accepts."""
-        low = [n for n in range(1, isqrt(max(parts, 0)) + 1) if parts % n == 0]
+        low = [n for n in range(1, min(isqrt(max(parts, 0)), MOST_WORK) + 1) if parts % n == 0]
         every = sorted({*low, *(parts // n for n in low)})
         above = bisect(every, self.microbatches)
         for side in (reversed(every[:above]), every[above:]):

@@ -26,8 +26,10 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 ONE_CHUNK = ("gpipe", "1f1b")
 """Schedules of one stage a rank."""
-_MOST = 1_000_000
-"""Forwards of a step's schedule: so many take seconds to list and prove."""
+MOST_WORK = 1_000_000
+"""Forwards of a step: so many take seconds to list and prove."""
+EARLY = ("1f1b", "interleaved")
+"""Schedules that begin backwards before every forward is done, and so hold fewer microbatches than there are."""
 
 
 def timelines(
@@ -72,8 +74,10 @@ def _work(name: str, stages: int, microbatches: int, chunks: int, text: str) -> 
     if schedule is None:
         known = ", ".join(f"`{known}`" for known in SCHEDULES)
         raise ValueError(f"there is no schedule `{name}`: choose {known}, or `table` and a file")
-    if stages * microbatches > _MOST:
-        raise ValueError(f"{stages} stages with {microbatches} microbatches are over {_MOST:,} forwards: write fewer")
+    if stages * microbatches > MOST_WORK:
+        raise ValueError(
+            f"{stages} stages with {microbatches} microbatches are over {MOST_WORK:,} forwards: write fewer"
+        )
     if chunks > 1 and name in ONE_CHUNK:
         raise ValueError(
             f"`{name}` has one stage a rank, not {chunks} chunks: remove `chunks`, or choose `interleaved`"

@@ -13,6 +13,10 @@ _RECV: Mapping[Kind, Kind] = {"F": "RECV_F", "B": "RECV_B"}
 _TIME: Mapping[Kind, int] = {"F": 1, "B": 2}
 
 
+class Endless(ValueError):
+    """Ranks that wait for each other."""
+
+
 def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
     """The timelines of ``F`` and ``B`` with what goes between ranks: a result is sent as soon as it is made, and
     received just before it is read, or before the next one comes from the same rank.
@@ -21,7 +25,7 @@ def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
     order of a step whose stages take equal times, each action after all that it needs: no rank waits for ever.
 
     Raises:
-        ValueError: the order of work never ends; the message says who waits for what.
+        Endless: the order of work never ends; the message says who waits for what.
     """
     walk, now = _Walk(work), 0
     while True:
@@ -37,7 +41,7 @@ def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
             break
         now = min(end for end, _ in walk.running.values())
     if waits := walk.waits():
-        raise ValueError(f"the order of work never ends: {', '.join(waits)}")
+        raise Endless(f"the order of work never ends: {', '.join(waits)}")
     return walk.made
 
 

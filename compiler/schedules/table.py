@@ -18,6 +18,14 @@ Row = tuple[int, str]
 """The number of its line, and its words."""
 
 
+class RowError(ValueError):
+    """What is wrong with one line of a table; its number is ``line``, from 1."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(f"line {line} of the table{message}")
+        self.line = line
+
+
 def table(text: str) -> Callable[[int, int, int], tuple[tuple[Action, ...], ...]]:
     """The schedule that a table's text says.
 
@@ -29,19 +37,19 @@ def table(text: str) -> Callable[[int, int, int], tuple[tuple[Action, ...], ...]
     pp1     1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B3 3B2 3B1 3B0 1B3 1B2 1B1 1B0      idle 11 %
 
     Raises:
-        ValueError: a line that is no row; by the schedule, for sizes whose work the table does not list once each on
-            the rank of its stage. The message has the table's line, and names the work.
+        RowError: a line that is no row, or has work that is not of its rank and the sizes, once.
+        ValueError: by the schedule, for sizes whose work the table does not list.
     """
     rows: dict[str, Row] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         line = line.partition("#")[0].strip()
-        match = re.fullmatch(r"rank +(r|\d{1,6}) *:(.*)", line)
+        match = re.fullmatch(r"rank +(r|[0-9]{1,6}) *:(.*)", line)
         if line and match is None:
-            raise ValueError(f"line {number} of the table is not `rank 0: 0F0 0B0`: `{line}`")
+            raise RowError(number, f" is not `rank 0: 0F0 0B0`: `{line}`")
         if match is not None:
             rank = match[1] if match[1] == "r" else str(int(match[1]))
             if rank in rows:
-                raise ValueError(f"line {number} of the table is a second row of rank {rank}")
+                raise RowError(number, f" is a second row of rank {rank}")
             rows[rank] = number, match[2]
     return lambda stages, microbatches, chunks: _timelines(rows, stages, microbatches, chunks)
 
@@ -51,22 +59,21 @@ def _timelines(rows: Mapping[str, Row], stages: int, microbatches: int, chunks: 
     timelines: list[dict[Action, None]] = []
     for row, (number, _) in rows.items():
         if row != "r" and int(row) >= ranks:
-            raise ValueError(f"line {number} of the table is of rank {row}, and there are {ranks} ranks")
+            raise RowError(number, f" is of rank {row}, and there are {ranks} ranks")
     for rank in range(ranks):
         number, words = rows.get(str(rank), rows.get("r", (0, "")))
         if not number:
             raise ValueError(
                 f"the table has no row of rank {rank}: {stages} stages in {chunks} chunks are on {ranks} ranks"
             )
-        where = f"line {number} of the table"
         timelines.append({})
-        for action in _work(words, where, {"p": ranks, "v": chunks, "n": stages, "m": microbatches, "r": rank}):
+        for action in _work(words, number, {"p": ranks, "v": chunks, "n": stages, "m": microbatches, "r": rank}):
             if action.stage not in range(stages) or action.microbatch not in range(microbatches):
-                raise ValueError(f"{where}: `{action}` is not of {stages} stages and {microbatches} microbatches")
+                raise RowError(number, f": `{action}` is not of {stages} stages and {microbatches} microbatches")
             if action.stage % ranks != rank:
-                raise ValueError(f"{where}: `{action}` is of rank {action.stage % ranks}, not of rank {rank}")
+                raise RowError(number, f": `{action}` is of rank {action.stage % ranks}, not of rank {rank}")
             if action in timelines[-1]:
-                raise ValueError(f"{where}: `{action}` is there twice")
+                raise RowError(number, f": `{action}` is there twice")
             timelines[-1][action] = None
     every = (Action(stage, kind, m) for stage in range(stages) for kind in WORK for m in range(microbatches))
     missing = [action for action in every if action not in timelines[action.stage % ranks]]
@@ -77,15 +84,15 @@ def _timelines(rows: Mapping[str, Row], stages: int, microbatches: int, chunks: 
     return tuple(map(tuple, timelines))
 
 
-def _work(words: str, where: str, sizes: Mapping[str, int]) -> Iterator[Action]:
+def _work(words: str, line: int, sizes: Mapping[str, int]) -> Iterator[Action]:
     for word in words.split():
-        match = re.fullmatch(r"(\d+|\([^FB]+\))([FB])(\d+|\([^FB]+\))", word)
+        match = re.fullmatch(r"([0-9]+|\([^FB]+\))([FB])([0-9]+|\([^FB]+\))", word)
         try:
             if match is None:
                 raise ValueError(word)
             stages, microbatches = _numbers(match[1], sizes), _numbers(match[3], sizes)
         except ValueError:
-            raise ValueError(f"{where}: `{word}` is not work such as `0F2` or `(0..1)F(0..m-1)`") from None
+            raise RowError(line, f": `{word}` is not work such as `0F2` or `(0..1)F(0..m-1)`") from None
         kind = next(kind for kind in WORK if kind == match[2])
         yield from (Action(stage, kind, m) for stage in stages for m in microbatches)
 
@@ -106,7 +113,7 @@ def _numbers(text: str, sizes: Mapping[str, int]) -> range:
 
 def _number(text: str, sizes: Mapping[str, int]) -> int:
     """A sum of products of whole numbers and sizes."""
-    one = r"(\d{1,9}|[pvnmr])"
+    one = r"([0-9]{1,9}|[pvnmr])"
     if re.fullmatch(rf"{one}([-+*]{one})*", text) is None:
         raise ValueError(f"`{text}` is not a number")
     terms = re.findall(r"([-+]?)([^-+]+)", text)
