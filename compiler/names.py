@@ -101,7 +101,12 @@ def find_modules(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
     known = sorted(names.modules, key=_natural)
     found = pattern.of(known)
     if not found and not pattern.optional:
-        return _nothing(word, "module", pattern, known, "")
+        inside = next((name for name in names.tied if name.startswith(f"{word.text}.")), "")
+        first = names.tied.get(inside, "").removesuffix(inside.removeprefix(word.text))
+        same = first in names.modules
+        return _nothing(
+            word, "module", pattern, known, f"it is `{first}` under another name: write that" if same else ""
+        )
     return tuple(name for name in found if not any(name.startswith(f"{outer}.") for outer in found))
 
 

@@ -15,12 +15,13 @@ from .directive import Scope
 
 ANY = "any"
 OPS: dict[str, tuple[str, ...]] = {
-    "all_reduce": ("all_reduce", "row_max"),
+    "all_reduce": ("all_reduce", "row_max", "all_reduce_among"),
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),
     "all_to_all": ("all_to_all",),
 }
-"""What a line may name, and the collectives of programs that it means; a row's maximum is an all-reduce too."""
+"""What a line may name, and the collectives of programs that it means; a row's maximum is an all-reduce
+too, and so is a sum among some stages."""
 PHASES = ("forward", "backward", "step")
 
 

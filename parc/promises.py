@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from parc.compiler.cost import VIEWS, local_bytes
 from parc.compiler.names import find_modules
 from parc.compiler.placement import TensorType, parse_type
 from parc.compiler.promises import Promise
+from parc.compiler.schedules import EARLY, problem
 from parc.driver import Compiled, stored_types
 from parc.grammar.codes_promises import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
@@ -47,6 +49,10 @@ def hold_promises(compiled: Compiled) -> None:
 def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
     programs = compiled.built.programs
     found = [message for action in _ACTIONS if action in programs for message in messages(programs[action], action)]
+    among: Counter[Message] = Counter()  # sums among roles, which joined programs do not have; each role says the same
+    for role in compiled.built.roles.values():
+        among |= Counter(m for m in messages(role["REDUCE"], "REDUCE") if m.op == "all_reduce_among")
+    found += among.elements()
     names = names_of(compiled.captured)
 
     def owners(message: Message) -> tuple[str, ...]:
@@ -202,10 +208,12 @@ def _way_out(compiled: Compiled, stored: Mapping[str, TensorType], activations: 
         unit = batch.low if batch.fixed else batch.step
         more = next((n for n in range(plan.microbatches + 1, unit + 1) if unit % n == 0 and _cuts(compiled, n)), None)
         if more is not None:
-            return f"write `schedule microbatches {more}`: activations are the largest part, and fewer are held at once"
+            line = "" if plan.schedule is not None else "schedule "
+            return f"write `{line}microbatches {more}`: activations are the largest part, and fewer are held at once"
     names = names_of(compiled.captured)
     data = {axis for type_ in _inputs(compiled) for axis in type_.placement.split_axes()}
-    free = [axis for axis in compiled.mesh.names if compiled.mesh.size(axis) > 1 and axis not in data]
+    taken = data | ({compiled.pipeline.axis} if compiled.pipeline is not None else set())
+    free = [axis for axis in compiled.mesh.names if compiled.mesh.size(axis) > 1 and axis not in taken]
     sizes = {name: local_bytes(type_, compiled.built.programs["F"]) for name, type_ in stored.items()}
     for name in sorted(stored, key=lambda n: -sizes[n]):
         if sizes[name] * _WORTH < sum(sizes.values()):
@@ -218,7 +226,14 @@ def _way_out(compiled: Compiled, stored: Mapping[str, TensorType], activations: 
 
 
 def _cuts(compiled: Compiled, microbatches: int) -> bool:
-    """Whether a microbatch of so many still divides over the data ranks."""
+    """Whether a microbatch of so many still divides over the data ranks, and the schedule then holds fewer."""
+    schedule, pipeline = compiled.plan.schedule, compiled.pipeline
+    if (
+        schedule is not None
+        and pipeline is not None
+        and (schedule.name not in EARLY or problem(schedule.name, pipeline.stages, microbatches, pipeline.chunks))
+    ):
+        return False
     batch = compiled.plan.sizes["B"]
     part = (batch.low if batch.fixed else batch.step) // microbatches
     ways = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 from parc.build import build
 from parc.checks import memory_of
@@ -95,11 +96,54 @@ def test_a_budget_is_exact_and_names_what_is_large() -> None:
     text = render(found)
     assert "error[P0401]: a rank needs" in text and "1 B more than the budget" in text
     assert "note: parameters " in text and "note: `embed.weight` f32[256/tp, 16], 8.2 kB" in text
-    assert "`schedule microbatches 4`" in found.help
+    assert "`microbatches 4`" in found.help
     full = PLAN.replace("microbatches 2", "microbatches 8")
     whole = compile_plan(read_plan(Source("tiny.parc", full + "mesh tp=2\nbudget memory 1KB\n")), EXAMPLES)
     with pytest.raises(PlanError, match="write `vocab embed over tp`"):
         hold_promises(whole)
+
+
+class Tied(nn.Module):
+    """A table that is the head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[b, s]`` to ``[b, s, 16]``."""
+        made: Tensor = self.head(self.middle(self.embed(tokens)))
+        return made
+
+
+def test_sums_among_stages_are_collectives_too() -> None:
+    model = 'model "tests.test_promises:Tied"'
+    tied = "\n".join([model, *PLAN.replace("schedule  micro", "schedule gpipe micro").splitlines()[2:]])
+    lines = "\nmesh pp=2\nstage before middle over pp\n"
+
+    def told(promise: str) -> str:
+        try:
+            hold_promises(compile_plan(read_plan(Source("tied.parc", tied + lines + promise)), EXAMPLES))
+        except PlanError as error:
+            return str(error)
+        return ""
+
+    assert told("expect 1 all_reduce in embed during step\nexpect 1 any in embed over pp during step\n") == ""
+    assert "`all_reduce_among` over `pp` in `embed.weight` is forbidden" in told(
+        "forbid any in embed over pp during step\n"
+    )
+
+
+@pytest.mark.parametrize(("schedule", "advised"), [("1f1b", True), ("gpipe", False)])
+def test_a_budget_of_a_pipeline_is_kept_by_what_its_schedule_and_axes_allow(schedule: str, advised: bool) -> None:
+    plan = PLAN.replace("schedule  micro", f"schedule {schedule} micro")
+    lines = "mesh pp=2\nstage balanced over pp\nbudget memory 1KB\n"
+    with pytest.raises(PlanError) as error:
+        hold_promises(compile_plan(read_plan(Source("tiny.parc", plan + lines)), EXAMPLES))
+    (found,) = error.value.diagnostics
+    assert ("`microbatches 4`" in found.help) is advised
+    assert "over pp" not in found.help
 
 
 def test_every_command_that_builds_holds_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,6 +105,28 @@ def test_an_embedding_and_the_loss_can_be_stages_of_their_own() -> None:
     assert all(node.meta["loss"] for node, stage in stages.items() if stage == 2)
 
 
+class Again(nn.Module):
+    """Layers of which one stands in the list twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        one = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([one, nn.Linear(8, 8), one, nn.Linear(8, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[b, 8]`` to ``[b, 4]``."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_module_under_its_second_name_is_named_by_its_first() -> None:
+    again = NORMS.replace('Norms" (shared={})', 'Again"')
+    with pytest.raises(PlanError, match=r"no module is called `layers.2`(.|\n)*it is `layers.0` under another name"):
+        cut(again, "before layers.2", 2)
+    assert cut(again, "before layers.1", 2)[0] == ["before layers.1"]
+
+
 def test_one_rank_has_one_stage() -> None:
     plan, graph = captured(GPT, "mesh pp=1\nstage before blocks.1 over pp\nschedule gpipe microbatches 2\n")
     assert cuts_of(plan, names_of(graph), graph) == ()
