@@ -236,6 +236,15 @@ LEFT_STEP = Code(
     instead="session.step()  # let the error end the process; then `parc run build --resume checkpoint`",
     language="python",
 )
+NOT_FINITE = Code(
+    name="P0233",
+    title="a model whose numbers are not finite",
+    why="every build is tested on random inputs, numbers of a normal distribution and any classes; a model or a loss"
+    " that makes NaN or infinity of them agrees with nothing.",
+    example=_MODEL.format(body="return x.log()"),
+    instead=_MODEL.format(body="return x.clamp(min=1e-6).log()"),
+    language="python",
+)
 WORLD_SIZE = Code(
     name="P0301",
     title="the number of processes is not the mesh's",

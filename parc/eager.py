@@ -10,7 +10,8 @@ from parc.compiler.mesh import Mesh
 from parc.compiler.recipes import initialize
 from parc.compiler.task import caller, loss_function, model_builder
 from parc.driver import Compiled
-from parc.grammar.diagnostics import PlanError
+from parc.grammar.codes_build import NOT_FINITE
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.plan_capture import failure, input_specs
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.execute import Machine
@@ -74,6 +75,11 @@ def _compare(compiled: Compiled, case: Case, wide: bool) -> EagerAgreement:
         (gradients.get(name, torch.zeros_like(value)) - value).double().norm() for name, value in expected.items()
     ]).norm()  # fmt: skip
     whole = torch.stack([value.double().norm() for value in expected.values()]).norm()
+    if not (eager.isfinite() and whole.isfinite()):
+        what = "gradients are" if eager.isfinite() else "loss is"
+        message = f"the model's {what} not finite on random inputs"
+        help_ = "let it compute something finite of any numbers: clamp what a logarithm, a root or a division takes"
+        raise PlanError([Diagnostic(NOT_FINITE, message, Label(compiled.plan.model.span), help=help_)])
     apart = (loss - eager.detach()).abs() / eager.detach().abs().clamp_min(1e-12)
     types = {value.type.dtype for function in case.reference.functions for value in function.values().values()}
     tolerance = max(_TOLERANCES.get(dtype, TOLERANCE) for dtype in types)
