@@ -1,11 +1,11 @@
 """Which part of an operator's factors the split of a tensor's dim is, and where that lies in its other tensors."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .factors import Dims, OpRule
+from .factors import Dims, OpRule, quotient
 from .parts import nest, outer_of, sizes_of, within
-from .shapes import Size, product, quotient
 
 
 def to_factor(rule: OpRule, dims: Dims, dim: int, outer: Any, ranks: int) -> tuple[str, Any] | None:
@@ -37,12 +37,12 @@ def to_factors(
 
 
 def _own_factor(rule: OpRule, dims: Dims, dim: int, outer: Any, ranks: int) -> tuple[str, Any] | None:
-    before: Size = 1
+    before = 1
     for name in dims[dim]:
         size = rule.sizes[name]
         if isinstance(outer, tuple):
-            each = len(outer) // before if isinstance(before, int) and len(outer) % before == 0 else 0
-            if not each or outer[:each] * before != outer:
+            each = quotient(len(outer), before)
+            if each is None or outer[:each] * before != outer:
                 return None
             if _divides(size, outer[:each], 1):
                 return (name, outer[:each]) if _divides(size, outer[:each], ranks) else None
@@ -54,15 +54,13 @@ def _own_factor(rule: OpRule, dims: Dims, dim: int, outer: Any, ranks: int) -> t
             if part is not None and part != 1:
                 whole = any(name == total for total in rule.sums)  # its members say whether it divides
                 return (name, within) if whole or quotient(part, ranks) is not None else None
-        before = product((before, size))
+        before *= size
     return None
 
 
-def _divides(size: Size, outer: tuple[int, ...], ranks: int) -> bool:
+def _divides(size: int, outer: tuple[int, ...], ranks: int) -> bool:
     """Whether a factor consists of parts in these proportions, each a multiple of the ranks."""
-    if not isinstance(size, int) or size % sum(outer):
-        return False
-    return all(part * (size // sum(outer)) % ranks == 0 for part in outer)
+    return size % sum(outer) == 0 and all(part * (size // sum(outer)) % ranks == 0 for part in outer)
 
 
 def _sum_outer(rule: OpRule, members: Sequence[str], outers: Mapping[str, Any]) -> Any:
@@ -71,7 +69,7 @@ def _sum_outer(rule: OpRule, members: Sequence[str], outers: Mapping[str, Any]) 
     sizes: list[int] = []
     try:
         for name in members:
-            sizes += sizes_of(outers.get(name, first), int(rule.sizes[name]))
+            sizes += sizes_of(outers.get(name, first), rule.sizes[name])
     except ValueError:
         return 0
     return outer_of(sizes)
@@ -80,28 +78,24 @@ def _sum_outer(rule: OpRule, members: Sequence[str], outers: Mapping[str, Any]) 
 def _fits(rule: OpRule, total: str, outer: Any, ranks: int) -> bool:
     """Whether the parts of a sum lie in its factors, and divide there."""
     members = rule.sums[total]
-    sizes = [rule.sizes[name] for name in members]
-    if outer == 0 or not all(isinstance(size, int) for size in sizes):
+    sizes = tuple(rule.sizes[name] for name in members)
+    if outer == 0:
         return False
     try:
-        inner = within(outer, tuple(map(int, sizes)))
+        inner = within(outer, sizes)
     except ValueError:
         return False
-    return all(nest(int(size), [(parts, ranks)]) for size, parts in zip(sizes, inner, strict=True))
+    return all(nest(size, [(parts, ranks)]) for size, parts in zip(sizes, inner, strict=True))
 
 
 def from_factor(rule: OpRule, dims: Dims, factor: str, outer_in_factor: Any) -> tuple[int, Any] | None:
     """The position `(dim, outer)` in a tensor of these dims where that part of the factor sits; None if absent."""
     members = rule.sums.get(factor, ())
     for dim, names in enumerate(dims):
-        before: Size = 1
-        for name in names:
+        for at, name in enumerate(names):
             if name in members:
-                sizes = tuple(int(rule.sizes[member]) for member in members)
+                sizes = tuple(rule.sizes[member] for member in members)
                 outer_in_factor = within(outer_in_factor, sizes)[members.index(name)]
             if name == factor or name in members:
-                if isinstance(outer_in_factor, tuple):
-                    return dim, outer_in_factor * int(before)
-                return dim, product((before, outer_in_factor))
-            before = product((before, rule.sizes[name]))
+                return dim, outer_in_factor * math.prod(rule.sizes[other] for other in names[:at])
     return None

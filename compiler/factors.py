@@ -1,15 +1,20 @@
 """Factors: what an operator does to the dims of its tensors, said in one line such as "m k, k n -> m n"."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from .shapes import Shape, Size, product, quotient, same
-
+Shape = tuple[int, ...]
 Dims = tuple[tuple[str, ...], ...]
 """Per dim the names of its factors, major first; () for a dim of size 1, or one that belongs to no factor."""
+
+
+def quotient(a: int, b: int) -> int | None:
+    """`a / b` where that is a whole number, else None."""
+    return None if b == 0 or a % b else a // b
 
 
 class RuleError(ValueError):
@@ -50,7 +55,7 @@ class OpRule:
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
-    sizes: Mapping[str, Size]
+    sizes: Mapping[str, int]
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -147,11 +152,11 @@ def _spell(term: _Term, shape: Shape, call: OpCall, source: str) -> Dims:
 
 
 def _find_sizes(
-    tensors: Sequence[tuple[Dims, Shape]], known_sizes: Mapping[str, Size], call: OpCall, source: str
-) -> dict[str, Size]:
+    tensors: Sequence[tuple[Dims, Shape]], known_sizes: Mapping[str, int], call: OpCall, source: str
+) -> dict[str, int]:
     sizes = dict(known_sizes)
-    groups: list[tuple[tuple[str, ...], Size]] = []
-    broadcast: list[tuple[tuple[str, ...], Size]] = []
+    groups: list[tuple[tuple[str, ...], int]] = []
+    broadcast: list[tuple[tuple[str, ...], int]] = []
     for dims, shape in tensors:
         for names, size in zip(dims, shape, strict=True):
             if len(names) > 1:
@@ -160,7 +165,7 @@ def _find_sizes(
                 known = sizes.setdefault(names[0], size)
                 if known == 1:  # that dim broadcasts
                     sizes[names[0]] = size
-                elif size != 1 and not same(known, size):
+                elif size != 1 and known != size:
                     raise RuleError(f"{call.op}: factor {names[0]!r} of {source!r} has sizes {known} and {size}")
     while groups:
         unsolved = []
@@ -169,7 +174,7 @@ def _find_sizes(
             if len(unknown) > 1:
                 unsolved.append((names, size))
                 continue
-            rest = quotient(size, product(sizes[name] for name in names if name in sizes))
+            rest = quotient(size, math.prod(sizes[name] for name in names if name in sizes))
             if rest is None or not (unknown or rest == 1):
                 raise RuleError(f"{call.op}: a dim of size {size} does not hold {names} of {source!r}")
             sizes.update(dict.fromkeys(unknown, rest))
@@ -196,7 +201,7 @@ def apply_dims(
     *,
     whole: frozenset[str] = frozenset(),
     linear: Sequence[frozenset[int]] = (),
-    sizes: Mapping[str, Size] | None = None,
+    sizes: Mapping[str, int] | None = None,
     source: str = "",
     sums: Mapping[str, tuple[str, ...]] | None = None,
 ) -> OpRule:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from .factors import Dims, OpCall, Operand, OpRule
+from .factors import Dims, OpCall, Operand, OpRule, quotient
 from .neutral import COUNTED, LOOKUPS, REDUCTIONS, is_neutral
 from .op_rules import pointwise, views
 from .pad_point import UNKNOWN, Held, point
-from .shapes import Size, product, quotient
 from .typing import rule_or_opaque
 
 
@@ -53,9 +52,9 @@ Extras = tuple[Extra, ...]
 class _Part:
     """Padding within a factor: the factor seen as ``(outer, have)``, of which the other form has ``other``."""
 
-    outer: Size
-    have: Size
-    other: Size
+    outer: int
+    have: int
+    other: int
 
 
 def locate(rule: OpRule, dims: Dims, extra: Extra, *, real: bool = False) -> tuple[str, _Part] | None:
@@ -65,7 +64,7 @@ def locate(rule: OpRule, dims: Dims, extra: Extra, *, real: bool = False) -> tup
     """
     assert extra.real is not None
     have, other = (extra.real, extra.padded) if real else (extra.padded, extra.real)
-    before: Size = 1
+    before = 1
     for name in dims[extra.dim]:
         within = quotient(extra.outer, before)
         size = rule.sizes[name]
@@ -76,17 +75,17 @@ def locate(rule: OpRule, dims: Dims, extra: Extra, *, real: bool = False) -> tup
             rest = quotient(have, part)
             changed = quotient(other, rest) if rest is not None else None
             return None if changed is None else (name, _Part(within, part, changed))
-        before = product((before, size))
+        before *= size
     return None
 
 
-def place(sizes: Mapping[str, Size], dims: Dims, name: str, part: _Part) -> tuple[int, Any, Any, Any] | None:
+def place(sizes: Mapping[str, int], dims: Dims, name: str, part: _Part) -> tuple[int, int, int, int] | None:
     """Where that padding sits in a tensor of these dims: dim, outer, and the sizes of both forms; None if absent."""
     for dim, names in enumerate(dims):
         if name in names:
             at = names.index(name)
-            before, after = (product(sizes[other] for other in side) for side in (names[:at], names[at + 1 :]))
-            return dim, product((before, part.outer)), product((part.have, after)), product((part.other, after))
+            before, after = (math.prod(sizes[other] for other in side) for side in (names[:at], names[at + 1 :]))
+            return dim, before * part.outer, part.have * after, part.other * after
     return None
 
 
@@ -114,15 +113,15 @@ def follow(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtyp
     count = len(call.results)
     if call.op in _CREATED:
         held = float(_CREATED[call.op](call))
-        along = list(enumerate(_ints(call.results[0]))) or [(-1, 1)]
+        along = list(enumerate(call.results[0])) or [(-1, 1)]
         return [tuple(Extra(dim, 0, None, size, held) for dim, size in along)]
     made: list[list[Extra]] = [[] for _ in range(count)]
     if call.op in _UNREAD_ROWS:  # rows that nothing looks up get no gradient
-        made[0].append(Extra(0, 1, None, _ints(call.results[0])[0]))
+        made[0].append(Extra(0, 1, None, call.results[0][0]))
     if call.op == "aten.expand.default":
         made[0] += _copied(call, operands[0])
     if call.op in _NUMBERED:
-        made[0].append(Extra(0, 1, None, _ints(call.results[0])[0], None))
+        made[0].append(Extra(0, 1, None, call.results[0][0], None))
     if not any(operands):
         return [tuple(extras) for extras in made]
     inside = any(extra.real is not None and (extra.dim, extra.outer) != (0, 1) for x in operands for extra in x)
@@ -130,7 +129,7 @@ def follow(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtyp
         raise PaddingFault(f"{call.op} draws by the number of an element, which padding changes")
     rule = rule_or_opaque(call)
     if call.op in LOOKUPS:
-        rows = _ints(call.operands[0])[0]
+        rows = call.operands[0][0]
         if any(extra.held is not None and not 0 <= extra.held < rows for extra in operands[1]):
             raise PaddingFault(f"{call.op} looks up a row that there is not")
     for name, carried in _carried(call, rule, operands).items():
@@ -177,8 +176,8 @@ _DRAWS = {"parc.attention.default": 7, "parc.attention_backward.default": 10}
 
 def _copied(call: OpCall, x: Extras) -> list[Extra]:
     """Dims of copies of one entry: each of them may be padding, and holds data."""
-    before, after = _ints(call.operands[0]), _ints(call.results[0])
-    sizes = [1] * (len(after) - len(before)) + before
+    before, after = call.operands[0], call.results[0]
+    sizes = (1,) * (len(after) - len(before)) + before
     held = _everywhere(x)
     if held is None and not all(extra.held is None or math.isfinite(extra.held) for extra in x):
         held = UNKNOWN
@@ -188,10 +187,6 @@ def _copied(call: OpCall, x: Extras) -> list[Extra]:
 def _everywhere(x: Extras) -> Held:
     """The one number that all entries of a value hold; None where that is not known."""
     return next((e.held for e in x if e.real is None and e.outer == 0 and e.held is not None), None)
-
-
-def _ints(shape: Sequence[Size]) -> list[int]:
-    return [int(size) for size in shape]
 
 
 def _carried(call: OpCall, rule: OpRule, operands: Sequence[Extras]) -> dict[str, _Carried]:

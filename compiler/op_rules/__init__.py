@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..factors import OpCall, OpRule, RuleError, rule
-from ..shapes import Shape
+from ..factors import OpCall, OpRule, RuleError, Shape, rule
 from . import (
     attention,
     contractions,

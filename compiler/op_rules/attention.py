@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..factors import Dims, OpCall, OpRule, apply_dims, opaque
-from ..shapes import Shape, Size, quotient
+from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, opaque, quotient
 from .row import Row, is_operand, table
 
 
@@ -21,7 +20,7 @@ class AttentionFactors:
     mask: Dims | None
     out: Dims
     lse: Dims
-    sizes: dict[str, Size]
+    sizes: dict[str, int]
 
 
 def attention_factors(q: Shape, k: Shape, v: Shape, mask: Shape | None) -> AttentionFactors | None:
@@ -33,7 +32,7 @@ def attention_factors(q: Shape, k: Shape, v: Shape, mask: Shape | None) -> Atten
     batch: Dims = tuple((f"b{dim}",) for dim in range(lead - 1))
     query_heads: Dims = ()
     key_heads: Dims = ()
-    sizes: dict[str, Size] = {}
+    sizes: dict[str, int] = {}
     if lead > 0:
         repeats = quotient(q[-3], k[-3])
         if repeats is None:

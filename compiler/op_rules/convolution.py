@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..factors import Dims, OpCall, OpRule, apply_dims
-from ..shapes import Shape, quotient
+from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, quotient
 from .row import Arguments, Row, along, is_operand, replace_arguments, result_shape, table
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ..factors import Dims, OpCall, OpRule, apply_dims, opaque, rule
-from ..shapes import Shape, same
+from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, opaque, rule
 from .row import Row, argument_linear, is_operand, normal_dim, table
 
 # ---- index.Tensor and index_put
@@ -34,7 +33,7 @@ def _fits(call: OpCall, given: Sequence[Shape], start: int, rank: int) -> bool:
     """Whether the result has the indices' broadcast shape from dim `start` on, which boolean masks do not give."""
     result = call.results[0][start : start + rank]
     return len(result) == rank and all(
-        any(len(shape) >= rank - i and same(shape[i - rank], size) for shape in given) or size == 1
+        any(len(shape) >= rank - i and shape[i - rank] == size for shape in given) or size == 1
         for i, size in enumerate(result)
     )
 
@@ -57,8 +56,7 @@ def _may_mask(call: OpCall) -> bool:
     shape = call.operands[0]
     for dim, index in enumerate(call.args[1]):
         covered = call.operands[index.index] if is_operand(index) else ()
-        beside = shape[dim : dim + len(covered)]
-        if len(covered) > 1 and len(beside) == len(covered) and all(map(same, covered, beside)):
+        if len(covered) > 1 and shape[dim : dim + len(covered)] == covered:
             return True
     return False
 
@@ -89,7 +87,7 @@ def _aligned(call: OpCall, dim: int, asks: Sequence[bool]) -> list[Dims]:
         for place in range(len(shape)):
             if place == dim:
                 names.append(("i",) if asks[index] else ("x",))
-            elif all(same(other[place], shape[place]) for other in tensors):
+            elif all(other[place] == shape[place] for other in tensors):
                 names.append((f"d{place}",))
             else:  # shorter: it speaks of the first part of the longer
                 names.append((f"w{index}_{place}",))

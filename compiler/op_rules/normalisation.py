@@ -1,10 +1,10 @@
 """Rows of normalisations: what is averaged over is whole, the rest is free."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..factors import Dims, OpCall, OpRule, apply_dims
-from ..shapes import Shape, product, quotient
+from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, quotient
 from .row import Arguments, Row, is_operand, plain_dims, replace_arguments, scale, table
 
 _GRAD = (frozenset({0}),)
@@ -82,7 +82,7 @@ def _local_group_sizes(first: int) -> Callable[[OpCall, tuple[Shape, ...], tuple
     def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
         x = operands[0]
         groups = scale(call.args[first + 3], x[1], call.operands[0][1])
-        values = (x[0], x[1], product(x[2:]), groups)
+        values = (x[0], x[1], math.prod(x[2:]), groups)
         names = ("N", "C", "HxW", "group")
         return replace_arguments(call, *((first + i, names[i], value) for i, value in enumerate(values)))
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..factors import Dims, OpCall, Operand, OpRule, apply_dims, linear_sets
-from ..shapes import Shape, Size, quotient
+from ..factors import Dims, OpCall, Operand, OpRule, Shape, apply_dims, linear_sets, quotient
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Localize = Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], Arguments]
@@ -44,7 +43,7 @@ def result_shape(position: int, name: str) -> Localize:
     return localize
 
 
-def scale(value: Size, local: Size, whole: Size) -> Size:
+def scale(value: int, local: int, whole: int) -> int:
     """`value` of a dim of size `whole`, on a rank that holds `local` of it; the rule made sure that it is exact."""
     if local == whole:
         return value

@@ -1,10 +1,10 @@
 """Rows of operators that cut a dim into pieces, join pieces into a dim, or pad one: slice, split, select, cat, pad."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..factors import Dims, OpCall, OpRule, apply_dims, linear_sets, opaque
-from ..shapes import Shape, Size, common_divisor, quotient, same, tidy
+from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, linear_sets, opaque, quotient
 from .row import (
     Arguments,
     Row,
@@ -22,7 +22,7 @@ Sums = dict[str, tuple[str, ...]]
 
 
 def _ruled(
-    call: OpCall, tensors: Sequence[Dims], whole: set[str], sizes: dict[str, Size], sums: Sums | None = None
+    call: OpCall, tensors: Sequence[Dims], whole: set[str], sizes: dict[str, int], sums: Sums | None = None
 ) -> OpRule:
     """The rule of operands then results; these operators are linear in all their operands together."""
     count = len(call.operands)
@@ -35,7 +35,7 @@ def _along(shape: Shape, dim: int, names: tuple[str, ...]) -> Dims:
     return tuple(names if i == dim else (f"d{i}",) for i in range(len(shape)))
 
 
-def _cut(call: OpCall, dim: int, offset: Size = 0) -> OpRule:
+def _cut(call: OpCall, dim: int, offset: int = 0) -> OpRule:
     """The rule of tensors alike but for their sizes along `dim`.
 
     With p the greatest common piece of all these sizes and the offset, each such dim is (D / p, p): which pieces a
@@ -44,7 +44,7 @@ def _cut(call: OpCall, dim: int, offset: Size = 0) -> OpRule:
     tensors = (*call.operands, *call.results)
     if any(len(shape) != len(tensors[0]) for shape in tensors):  # cat skips empty tensors of one dim
         return opaque(call)
-    piece = common_divisor([*(shape[dim] for shape in tensors), offset])
+    piece = math.gcd(*(shape[dim] for shape in tensors), offset)
     sizes = {"p": piece}
     for index, shape in enumerate(tensors):
         count = quotient(shape[dim], piece)
@@ -62,7 +62,7 @@ def _parts(call: OpCall, dim: int, long: int) -> OpRule:
     of equal parts their number times theirs."""
     tensors = (*call.operands, *call.results)
     alike = all(len(shape) == len(tensors[0]) for shape in tensors)
-    if not alike or any(not isinstance(shape[dim], int) or shape[dim] < 2 for shape in tensors):
+    if not alike or any(shape[dim] < 2 for shape in tensors):
         return _cut(call, dim)
     short = [index for index in range(len(tensors)) if index != long]
     if len({tensors[index][dim] for index in short}) == 1:
@@ -79,15 +79,12 @@ def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> Row
     """`first`: the position of the argument `dim`, before start, end and step; `long` and `short` count the tensors,
     operands then results; `sizes`: the argument before `dim` spells the result's shape."""
 
-    def read(call: OpCall) -> tuple[int, Size, int, Size, Size]:
+    def read(call: OpCall) -> tuple[int, int, int, int, int]:
         tensors = (*call.operands, *call.results)
         dim = normal_dim(call.argument(first, "dim", 0), len(tensors[long]))
         size, taken = tensors[long][dim], tensors[short][dim]
-        start: Size = call.argument(first + 1, "start") or 0
-        if isinstance(start, int) and start < 0:
-            start = tidy(size + start)
-        if isinstance(start, int) and isinstance(size, int):
-            start = min(max(start, 0), size)
+        start: int = call.argument(first + 1, "start") or 0
+        start = min(max(start + size if start < 0 else start, 0), size)
         return dim, start, int(call.argument(first + 3, "step", 1)), size, taken
 
     def ruling(call: OpCall) -> OpRule:
@@ -97,7 +94,7 @@ def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> Row
         tensors = (*call.operands, *call.results)
         count = quotient(size, step)
         # one of every `step` elements: (n, step) -> (n)
-        regular = count is not None and isinstance(start, int) and start < step and same(count, taken)
+        regular = count is not None and start < step and count == taken
         names = [
             _along(shape, dim, ("short",) if index == short else ("short", "step") if regular else ("long",))
             for index, shape in enumerate(tensors)
@@ -111,8 +108,8 @@ def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> Row
         dim, start, step, size, _ = read(call)
         held, taken = tensors[long][dim], tensors[short][dim]
         begin = scale(start, held, size) if step == 1 else start
-        end = begin if taken == 0 else tidy(begin + (taken - 1) * step + 1)
-        if step != 1 and same(taken * step, held):
+        end = begin if taken == 0 else begin + (taken - 1) * step + 1
+        if step != 1 and taken * step == held:
             end = held  # one of every `step` to the end, wherever that is on a rank
         changes: list[tuple[int, str, Any]] = [
             (first, "dim", dim),
@@ -143,11 +140,11 @@ def _split_row(localize: Callable[[tuple[Shape, ...], int], Any] | None, name: s
     return Row(lambda call: _parts(call, dim_of(call), long=0), local)
 
 
-def _first_size(results: tuple[Shape, ...], dim: int) -> Size:
+def _first_size(results: tuple[Shape, ...], dim: int) -> int:
     return results[0][dim]
 
 
-def _all_sizes(results: tuple[Shape, ...], dim: int) -> list[Size]:
+def _all_sizes(results: tuple[Shape, ...], dim: int) -> list[int]:
     return [shape[dim] for shape in results]
 
 

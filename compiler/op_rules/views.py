@@ -1,9 +1,9 @@
 """Rows of operators that only rename dims: the same elements in the same order, or dims put elsewhere."""
 
+import math
 from collections.abc import Sequence
 
-from ..factors import Dims, OpCall, OpRule, apply_dims
-from ..shapes import Shape, Size, product, quotient, same
+from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, quotient
 from .row import (
     Arguments,
     Row,
@@ -19,20 +19,20 @@ from .row import (
 _ONE = (frozenset({0}),)
 
 
-def refine(before: Shape, after: Shape) -> tuple[Dims, Dims, dict[str, Size], frozenset[str]]:
+def refine(before: Shape, after: Shape) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
     """The common refinement of two shapes of the same elements: dims of both, sizes, and factors that are whole.
 
     Both shapes are read from the major side; where neither dim divides the other, everything up to the next
     position at which both have passed the same number of elements is whole.
     """
     names: list[list[list[str]]] = [[[] for _ in before], [[] for _ in after]]
-    sizes: dict[str, Size] = {}
+    sizes: dict[str, int] = {}
     whole: set[str] = set()
     rests = [
         [(dim, size) for dim, size in enumerate(shape) if size != 1] for shape in (before, after)
     ]  # what is not yet named, dim by dim
 
-    def take(side: int, size: Size, name: str) -> None:
+    def take(side: int, size: int, name: str) -> None:
         dim, rest = rests[side][0]
         names[side][dim].append(name)
         sizes[name] = size
@@ -61,11 +61,11 @@ def refine(before: Shape, after: Shape) -> tuple[Dims, Dims, dict[str, Size], fr
     return dims_before, dims_after, sizes, frozenset(whole)
 
 
-def _next_meeting(a: Sequence[tuple[int, Size]], b: Sequence[tuple[int, Size]]) -> tuple[int, int]:
+def _next_meeting(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """How many dims of each side, as few as possible, hold the same number of elements; all if none do."""
     for total in range(2, len(a) + len(b)):
         for count in range(max(1, total - len(b)), min(len(a), total - 1) + 1):
-            if same(product(size for _, size in a[:count]), product(size for _, size in b[: total - count])):
+            if math.prod(size for _, size in a[:count]) == math.prod(size for _, size in b[: total - count]):
                 return count, total - count
     return len(a), len(b)
 
@@ -137,7 +137,7 @@ def _repeat(call: OpCall) -> OpRule:
     shape, result = call.operands[0], call.results[0]
     new = len(result) - len(shape)
     spelled = []
-    sizes: dict[str, Size] = {}
+    sizes: dict[str, int] = {}
     for dim, (size, times) in enumerate(zip((1,) * new + tuple(shape), call.args[1], strict=True)):
         names = [(name, part) for name, part in ((f"r{dim}", times), (f"d{dim}", size)) if part != 1]
         sizes.update(names)
@@ -169,7 +169,7 @@ def _repeat_interleave(call: OpCall) -> OpRule:
 def _local_interleave(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
     chosen = call.argument(2, "dim")
     dim = 0 if chosen is None else normal_dim(chosen, len(operands[0]))
-    held = product(operands[0]) if chosen is None else operands[0][dim]
+    held = math.prod(operands[0]) if chosen is None else operands[0][dim]
     changes: list[tuple[int, str, object]] = [(1, "repeats", quotient(results[0][dim], held))]
     if call.kwargs.get("output_size") is not None:
         changes.append((len(call.args), "output_size", results[0][dim]))
