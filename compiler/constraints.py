@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
 
 from ..grammar.codes_language import BAD_VALUE, WRONG_KIND
 from ..grammar.codes_placement import AXIS_TWICE, NOT_PADDED, PARTS_UNKNOWN, WRONG_DIM
 from ..grammar.diagnostics import Diagnostic, Label
 from ..grammar.source import Span
 from ..grammar.syntax import KIND_NAMES, Binding, Dim, Ellipsis, Group, Item, Layout, Number, Split, Word
+from ..grammar.usage import Arguments
+from .directive import Directive, Scope, argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +42,56 @@ class DimLayout:
         return tuple(axis for factor in self.factors for axis in factor.axes)
 
 
-@dataclass(frozen=True, slots=True)
-class Fix:
+@dataclass(frozen=True)
+class Fix(Directive):
     """Values by name or pattern, placed on every axis: whole on those that ``dims`` does not name.
 
     ``dims`` is None for values that are whole on every axis.
     """
 
-    where: tuple[Word, ...]
-    dims: tuple[DimLayout, ...] | None
-    span: Span
+    ONCE = False
+
+    where: tuple[Word, ...] = argument(lambda given: given.words("values"))
+    dims: tuple[DimLayout, ...] | None = argument(lambda given: _placed(given)[0])
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        dims, errors = _placed(self.arguments)
+        yield from errors
+        for dim in dims or ():
+            for axis in dim.axes:
+                yield from scope.check_axis(axis)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitWeights:
+@dataclass(frozen=True)
+class SplitWeights(Directive):
     """Weights of modules (or weights by name), split over one axis on the dim that ``role`` picks."""
 
-    role: Literal["column", "row", "vocab"]
-    where: tuple[Word, ...]
-    axis: Word
-    rows: DimLayout | None
-    span: Span
-    pad: bool = False
+    ONCE = False
+
+    where: tuple[Word, ...] = argument(lambda given: given.words("where"))
+    axis: Word = argument(lambda given: given.word("over"))
+    rows: DimLayout | None = argument(lambda given: _rows(given)[0])
+    pad: bool = argument(lambda given: "pad" in given)
+
+    @property
+    def role(self) -> str:
+        """``column``, ``row`` or ``vocab``."""
+        return self.arguments.statement.verb.text
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from scope.check_axis(self.axis)
+        rows, errors = _rows(self.arguments)
+        yield from errors
+        if rows is not None and not errors:
+            yield from _check_rows(rows, self.axis)
 
 
-Constraint: TypeAlias = Fix | SplitWeights
+def _placed(given: Arguments) -> tuple[tuple[DimLayout, ...] | None, tuple[Diagnostic, ...]]:
+    return next((read_layout(item) for item in given.items("layout") if isinstance(item, Layout)), (None, ()))
+
+
+def _rows(given: Arguments) -> tuple[DimLayout | None, tuple[Diagnostic, ...]]:
+    return next((read_sub_dims(item) for item in given.items("rows") if isinstance(item, Group)), (None, ()))
 
 
 def read_layout(layout: Layout) -> tuple[tuple[DimLayout, ...], tuple[Diagnostic, ...]]:
@@ -137,7 +163,7 @@ def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
     return layout, tuple(errors)
 
 
-def check_rows(rows: DimLayout, axis: Word) -> Iterator[Diagnostic]:
+def _check_rows(rows: DimLayout, axis: Word) -> Iterator[Diagnostic]:
     """Errors unless exactly one sub-dim is split, and over this axis alone."""
     yield from _repeated(rows.axes)
     other = next((found for found in rows.axes if found.text != axis.text), None)

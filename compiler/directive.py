@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import ClassVar, Self, TypeAlias, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 from ..grammar.codes_language import BAD_VALUE, REPEATED, WRONG_KIND
 from ..grammar.codes_placement import UNKNOWN_AXIS
@@ -20,24 +19,41 @@ Literal: TypeAlias = int | float | str | bool | None
 
 WORD_VALUES: dict[str, Literal] = {"true": True, "false": False, "none": None}
 
+Limit = tuple[Callable[[int | float], bool], str]
+"""What holds for a number, and the words for it."""
+ONE_OR_MORE: Limit = (lambda value: value >= 1, "1 or more")
+NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
+
+
+def argument(read: Callable[[Arguments], Any]) -> Any:
+    """A field of a directive, and how its value is read."""
+    return field(metadata={"read": read})
+
 
 @dataclass(frozen=True)
-class Directive(abc.ABC):
+class Directive:
     """One statement with its arguments typed; a subclass's other fields are its arguments' values."""
 
     USAGE: ClassVar[str]
     ONCE: ClassVar[bool] = True  # whether a plan has at most one of it
+    LIMITS: ClassVar[tuple[tuple[str, Limit], ...]] = ()  # of arguments that are numbers
 
     arguments: Arguments = field(compare=False, repr=False)
 
     @classmethod
-    @abc.abstractmethod
     def read(cls, arguments: Arguments) -> Self:
         """The directive of a statement that matches ``USAGE``; values that make no sense are left to ``check``."""
+        readers = {one.name: one.metadata["read"] for one in fields(cls) if one.metadata}
+        return cls(arguments, **{name: read(arguments) for name, read in readers.items()})
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         """What is wrong with the statement, as far as the plan alone can tell."""
-        yield from ()
+        for name, (holds, wanted) in self.LIMITS:
+            called = self.arguments.statement.verb.text if name == "n" else name  # `steps N` is called by its verb
+            for item in self.arguments.items(name):
+                if isinstance(item, Number) and not holds(item.value):
+                    message = f"`{called}` is {item.text}: it must be {wanted}"
+                    yield Diagnostic(BAD_VALUE, message, Label(item.span), help=f"write a number that is {wanted}")
 
     @property
     def span(self) -> Span:
@@ -67,17 +83,6 @@ class Scope:
             known = f"the mesh has {listed(names)}" if names else f"add a line `mesh {axis.text}=1`"
             message = f"the mesh has no axis `{axis.text}`"
             yield Diagnostic(UNKNOWN_AXIS, message, Label(axis.span), help=did_you_mean(axis.text, names, known))
-
-
-def check_number(
-    arguments: Arguments, name: str, holds: Callable[[int | float], bool], wanted: str
-) -> Iterator[Diagnostic]:
-    """An error for each number of an argument for which the condition does not hold."""
-    called = arguments.statement.verb.text if name == "n" else name  # `steps N` is called by its verb
-    for item in arguments.items(name):
-        if isinstance(item, Number) and not holds(item.value):
-            message = f"`{called}` is {item.text}: it must be {wanted}"
-            yield Diagnostic(BAD_VALUE, message, Label(item.span), help=f"write a number that is {wanted}")
 
 
 def check_unique(words: tuple[Word, ...], what: str) -> Iterator[Diagnostic]:

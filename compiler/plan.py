@@ -15,14 +15,11 @@ from ..grammar.source import Source, Span
 from ..grammar.substitute import LET
 from ..grammar.syntax import Phrase, Statement, Word
 from ..grammar.usage import parse_usage
-from .constraints import Constraint
+from .constraints import Fix, SplitWeights
 from .directive import D, Directive, Scope, check_unique
 from .directives import directive, verbs
 from .directives.budget import Budget
-from .directives.column import Column
 from .directives.data import Data
-from .directives.expect import Expect
-from .directives.forbid import Forbid
 from .directives.freeze import Freeze
 from .directives.init import Init
 from .directives.input import Input
@@ -31,16 +28,12 @@ from .directives.mesh import MeshLine, merged, outer_first
 from .directives.model import Model
 from .directives.optimizer import Optimizer
 from .directives.precision import Precision
-from .directives.replicate import Replicate
-from .directives.row import Row
 from .directives.schedule import Schedule
 from .directives.seed import Seed as SeedLine
-from .directives.shard import Shard
 from .directives.sizes import SizeRange, Sizes
 from .directives.stage import Stage
 from .directives.steps import Steps
 from .directives.verify import Verify
-from .directives.vocab import Vocab
 from .include import Expanded, expand, read_source
 from .mesh import Mesh
 from .promises import Promise
@@ -75,7 +68,7 @@ class Plan:
     accumulate: str
     precision: tuple[Precision, ...]
     frozen: tuple[Word, ...]
-    placements: tuple[Constraint, ...]
+    placements: tuple[Fix | SplitWeights, ...]
     promises: tuple[Promise, ...] = ()
     budget: Budget | None = None
     init: Init | None = None
@@ -200,7 +193,6 @@ def _assemble(
     assert model is not None and loss is not None and optimizer is not None  # REQUIRED was checked
     sizes, seed, steps = one(Sizes), one(SeedLine), one(Steps)
     schedule = one(Schedule)
-    placed = (found for found in directives if isinstance(found, Shard | Replicate | Column | Row | Vocab))
     meshes = scope.all(MeshLine)
     return Plan(
         source=source,
@@ -220,12 +212,12 @@ def _assemble(
         accumulate=schedule.accumulate if schedule is not None else "fp32",
         frozen=tuple(word for line in scope.all(Freeze) for word in line.where),
         precision=scope.all(Precision),
-        promises=tuple(found.promise for found in directives if isinstance(found, Forbid | Expect)),
+        promises=scope.all(Promise),
         budget=one(Budget),
         init=one(Init),
         schedule=schedule,
         stages=scope.all(Stage),
-        placements=tuple(found.constraint for found in placed),
+        placements=tuple(found for found in directives if isinstance(found, Fix | SplitWeights)),
         mesh_spans={binding.name.text: binding.span for binding in merged(meshes)},
         warnings=warnings,
     )

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from ..grammar.codes_language import BAD_VALUE
 from ..grammar.diagnostics import Diagnostic, Label
 from ..grammar.nearest import did_you_mean, listed
-from ..grammar.source import Span
 from ..grammar.syntax import Word
-from ..grammar.usage import Arguments
-from .directive import Scope
+from .directive import Directive, Scope, argument
 
 ANY = "any"
 OPS: dict[str, tuple[str, ...]] = {
@@ -25,16 +23,17 @@ too, and so is a sum among some stages."""
 PHASES = ("forward", "backward", "step")
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
+@dataclass(frozen=True)
+class Promise(Directive):
     """How many collectives a microbatch's forward and backward (or one phase) run in each of some modules."""
 
-    count: int
-    op: Word
-    where: tuple[Word, ...]
-    axis: Word | None
-    phase: Word | None
-    span: Span
+    ONCE = False
+
+    count: int = argument(lambda given: int(given.number("n", 0)))
+    op: Word = argument(lambda given: given.word("op"))
+    where: tuple[Word, ...] = argument(lambda given: given.words("in"))
+    axis: Word | None = argument(lambda given: given.word("over"))
+    phase: Word | None = argument(lambda given: given.word("during"))
 
     def means(self, op: str, axes: tuple[str, ...], phase: str) -> bool:
         """Whether a collective is one of those that the line speaks of."""
@@ -42,25 +41,15 @@ class Promise:
         named = self.op.text == ANY or op in OPS[self.op.text]
         return named and phase in phases and (self.axis is None or self.axis.text in axes)
 
-
-def read_promise(arguments: Arguments, count: int) -> Promise:
-    """The promise of a line's arguments."""
-    op = arguments.word("op")
-    assert op is not None
-    return Promise(
-        count, op, arguments.words("in"), arguments.word("over"), arguments.word("during"), arguments.statement.span
-    )
-
-
-def check_promise(promise: Promise, scope: Scope) -> Iterator[Diagnostic]:
-    """What is wrong with a promise, whatever the model is."""
-    names = (*OPS, ANY)
-    if promise.op.text not in names:
-        help_ = did_you_mean(promise.op.text, names, f"there are {listed(names)}")
-        message = f"no collective is called `{promise.op.text}`"
-        yield Diagnostic(BAD_VALUE, message, Label(promise.op.span), help=help_)
-    if promise.axis is not None:
-        yield from scope.check_axis(promise.axis)
-    if promise.phase is not None and promise.phase.text not in PHASES:
-        message = f"a step has no phase `{promise.phase.text}`"
-        yield Diagnostic(BAD_VALUE, message, Label(promise.phase.span), help=f"phases are {listed(PHASES)}")
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from super().check(scope)
+        names = (*OPS, ANY)
+        if self.op.text not in names:
+            help_ = did_you_mean(self.op.text, names, f"there are {listed(names)}")
+            message = f"no collective is called `{self.op.text}`"
+            yield Diagnostic(BAD_VALUE, message, Label(self.op.span), help=help_)
+        if self.axis is not None:
+            yield from scope.check_axis(self.axis)
+        if self.phase is not None and self.phase.text not in PHASES:
+            message = f"a step has no phase `{self.phase.text}`"
+            yield Diagnostic(BAD_VALUE, message, Label(self.phase.span), help=f"phases are {listed(PHASES)}")

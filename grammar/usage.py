@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeVar
 
 from .code import Code
 from .codes_language import MISSING_ARGUMENT, REPEATED, UNEXPECTED_ARGUMENT, WRONG_KIND
@@ -17,6 +18,8 @@ from .diagnostics import Diagnostic, Label
 from .nearest import did_you_mean
 from .source import Span
 from .syntax import KIND_NAMES, Binding, Call, Group, Item, Layout, Number, Phrase, Statement, String, Word
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +127,17 @@ class Arguments:
         """The one word of an argument."""
         return next(iter(self.words(name)), None)
 
+    def text(self, name: str, default: str = "") -> str:
+        """The text of the one word or string of an argument."""
+        return next((item.text for item in self.items(name) if isinstance(item, Word | String)), default)
+
     def numbers(self, name: str) -> tuple[int | float, ...]:
         """The values of the numbers of an argument."""
         return tuple(item.value for item in self.items(name) if isinstance(item, Number))
 
-    def number(self, name: str) -> int | float | None:
+    def number(self, name: str, default: T) -> int | float | T:
         """The one number of an argument."""
-        return next(iter(self.numbers(name)), None)
+        return next(iter(self.numbers(name)), default)
 
     def bindings(self, name: str) -> tuple[Binding, ...]:
         """The ``name=value`` items of an argument, or of the one group in parentheses that it is."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
-from ...grammar.usage import Arguments
-from ..directive import Directive
+from ..directive import Directive, argument
 
 
 @dataclass(frozen=True)
@@ -15,8 +13,4 @@ class Budget(Directive):
 
     USAGE = "budget memory SIZE"
 
-    memory: int
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        return cls(arguments, int(arguments.number("memory") or 0))
+    memory: int = argument(lambda given: int(given.number("memory", 0)))

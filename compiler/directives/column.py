@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Self
-
-from ...grammar.diagnostics import Diagnostic
-from ...grammar.syntax import Group
-from ...grammar.usage import Arguments
-from ..constraints import SplitWeights, check_rows, read_sub_dims
-from ..directive import Directive, Scope
+from ..constraints import SplitWeights
 
 
-@dataclass(frozen=True)
-class Column(Directive):
+class Column(SplitWeights):
     """Splits the outputs of linear layers, weight and bias, over an axis: every rank has a part of the outputs.
 
     `rows` says what the outputs consist of where several weights are fused: `rows (3 h/tp d)` are three times heads
@@ -28,24 +19,3 @@ class Column(Directive):
     """
 
     USAGE = "column WHERE over AXIS [rows DIMS] [pad]"
-    ONCE = False
-
-    constraint: SplitWeights
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        axis = arguments.word("over")
-        assert axis is not None
-        group = next(iter(arguments.items("rows")), None)
-        rows = read_sub_dims(group)[0] if isinstance(group, Group) else None
-        where = arguments.words("where")
-        return cls(arguments, SplitWeights("column", where, axis, rows, arguments.statement.span, "pad" in arguments))
-
-    def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from scope.check_axis(self.constraint.axis)
-        for item in self.arguments.items("rows"):
-            if isinstance(item, Group):
-                rows, errors = read_sub_dims(item)
-                yield from errors
-                if not errors:
-                    yield from check_rows(rows, self.constraint.axis)

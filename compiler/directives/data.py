@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.codes_language import BAD_VALUE
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.syntax import String
-from ...grammar.usage import Arguments
-from ..directive import Directive, Literal, Scope, check_callable, check_literals, read_literals
+from ..directive import Directive, Literal, Scope, argument, check_callable, check_literals, read_literals
 
 
 @dataclass(frozen=True)
@@ -26,15 +24,11 @@ class Data(Directive):
 
     USAGE = "data bytes GLOBS | CALLABLE [ARGS]"
 
-    globs: tuple[str, ...]
-    callable: str | None
-    values: tuple[tuple[str, Literal], ...]
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        globs = tuple(item.text for item in arguments.items("bytes") if isinstance(item, String))
-        name = next((item.text for item in arguments.items("callable") if isinstance(item, String)), None)
-        return cls(arguments, globs, name, read_literals(arguments.bindings("args")))
+    globs: tuple[str, ...] = argument(
+        lambda given: tuple(item.text for item in given.items("bytes") if isinstance(item, String))
+    )
+    callable: str | None = argument(lambda given: given.text("callable") or None)
+    values: tuple[tuple[str, Literal], ...] = argument(lambda given: read_literals(given.bindings("args")))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from check_callable(self.arguments, "callable")

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Self
-
-from ...grammar.diagnostics import Diagnostic
-from ...grammar.usage import Arguments
-from ..directive import Directive, Scope
-from ..promises import Promise, check_promise, read_promise
+from ..promises import Promise
 
 
-@dataclass(frozen=True)
-class Forbid(Directive):
+class Forbid(Promise):
     """A promise that a build keeps or is refused: no such collective in these modules and what is inside them.
 
     `OP` is `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `any`; `over` counts those over one axis
@@ -22,13 +14,3 @@ class Forbid(Directive):
     """
 
     USAGE = "forbid OP in WHERE [over AXIS] [during NAME]"
-    ONCE = False
-
-    promise: Promise
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        return cls(arguments, read_promise(arguments, 0))
-
-    def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from check_promise(self.promise, scope)

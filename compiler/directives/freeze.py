@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.syntax import Word
-from ...grammar.usage import Arguments
-from ..directive import Directive
+from ..directive import Directive, argument
 
 
 @dataclass(frozen=True)
@@ -21,8 +19,4 @@ class Freeze(Directive):
     USAGE = "freeze WHERE"
     ONCE = False
 
-    where: tuple[Word, ...]
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        return cls(arguments, arguments.words("where"))
+    where: tuple[Word, ...] = argument(lambda given: given.words("where"))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.diagnostics import Diagnostic
-from ...grammar.syntax import String
-from ...grammar.usage import Arguments
-from ..directive import Directive, Scope, check_unique
+from ..directive import Directive, Scope, argument, check_unique
 
 
 @dataclass(frozen=True)
@@ -29,13 +26,7 @@ class Include(Directive):
     USAGE = "include FILE [ARGS]"
     ONCE = False
 
-    file: str
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        (item,) = arguments.items("file")
-        assert isinstance(item, String)
-        return cls(arguments, item.text)
+    file: str = argument(lambda given: given.text("file"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from check_unique(tuple(binding.name for binding in self.arguments.bindings("args")), "argument")

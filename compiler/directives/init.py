@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.codes_language import BAD_VALUE
 from ...grammar.diagnostics import Diagnostic, Label
-from ...grammar.syntax import String
-from ...grammar.usage import Arguments
-from ..directive import Directive, Scope
+from ..directive import Directive, Scope, argument
 
 
 @dataclass(frozen=True)
@@ -25,14 +22,8 @@ class Init(Directive):
 
     USAGE = "init from FILE [rounded]"
 
-    folder: str
-    rounded: bool
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        (item,) = arguments.items("from")
-        assert isinstance(item, String)
-        return cls(arguments, item.text, "rounded" in arguments)
+    folder: str = argument(lambda given: given.text("from"))
+    rounded: bool = argument(lambda given: "rounded" in given)
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if not self.folder.strip():

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, WRONG_KIND
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import did_you_mean, listed
-from ...grammar.syntax import Layout, Number, Word
-from ...grammar.usage import Arguments
-from ..directive import Directive, Scope
+from ...grammar.syntax import Item, Layout, Number, Word
+from ..directive import Directive, Scope, argument
 from .sizes import Sizes
 
 DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -28,24 +26,9 @@ class Input(Directive):
     USAGE = "input NAME TYPE LAYOUT"
     ONCE = False
 
-    name: str
-    dtype: str
-    dims: tuple[str | int, ...]
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        (layout,) = arguments.items("layout")
-        assert isinstance(layout, Layout)
-        dims: list[str | int] = []
-        for dim in layout.dims:
-            (item, *_) = dim.items
-            if isinstance(item, Word):
-                dims.append(item.text)
-            elif isinstance(item, Number) and item.is_integer:
-                dims.append(int(item.value))
-        name, dtype = arguments.word("name"), arguments.word("type")
-        assert name is not None and dtype is not None
-        return cls(arguments, name.text, dtype.text, tuple(dims))
+    name: str = argument(lambda given: given.text("name"))
+    dtype: str = argument(lambda given: given.text("type"))
+    dims: tuple[str | int, ...] = argument(lambda given: tuple(_dims(given.items("layout"))))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if self.dtype not in DTYPES:
@@ -67,3 +50,13 @@ class Input(Directive):
                 message = f"no size is given for `{item.text}`"
                 help_ = did_you_mean(item.text, known, f"add `{item.text}=...` to the `sizes` line")
                 yield Diagnostic(MISSING_STATEMENT, message, Label(item.span), help=help_)
+
+
+def _dims(layouts: Iterable[Item]) -> Iterator[str | int]:
+    for layout in layouts:
+        for dim in layout.dims if isinstance(layout, Layout) else ():
+            item = dim.items[0]
+            if isinstance(item, Word):
+                yield item.text
+            elif isinstance(item, Number) and item.is_integer:
+                yield int(item.value)

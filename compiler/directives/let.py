@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
-
-from ...grammar.usage import Arguments
 from ..directive import Directive
 
 
-@dataclass(frozen=True)
 class Let(Directive):
     """Gives names to values; `$name` elsewhere stands for the value, and `-D name=value` replaces it.
 
@@ -19,9 +14,3 @@ class Let(Directive):
 
     USAGE = "let NAME=VALUE, ..."
     ONCE = False
-
-    names: tuple[str, ...]
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        return cls(arguments, tuple(binding.name.text for binding in arguments.bindings("name")))

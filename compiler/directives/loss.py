@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.codes_language import BAD_VALUE, NOT_SUPPORTED, UNKNOWN_INPUT, WRONG_KIND
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import did_you_mean, listed
-from ...grammar.syntax import Binding, Call, Item, Number, String, Word
+from ...grammar.syntax import Binding, Call, Item, Number, Word
 from ...grammar.usage import Arguments
-from ..directive import Directive, Scope, check_callable
+from ..directive import Directive, Scope, argument, check_callable
 from .input import Input
 
 CROSS_ENTROPY = "cross_entropy"
+KINDS = {"call": CROSS_ENTROPY, "path": "output", "callable": "callable"}
+"""Kinds of losses by the argument that a line of the kind has."""
 
 
 @dataclass(frozen=True)
@@ -29,27 +30,13 @@ class Loss(Directive):
 
     USAGE = "loss CALL | PATH | CALLABLE ARGS"
 
-    kind: str  # "cross_entropy", "output" or "callable"
-    target: str  # cross_entropy: the call's name; output: the dotted path after `output`; callable: "module:name"
-    operands: tuple[str, ...]  # of a call: `output`, `output.logits`, or names of inputs
-    ignore: int | None  # cross_entropy: the masked class number
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        items = _operands(arguments)
-        operands = tuple(item.text for item in items if isinstance(item, Word))
-        ignore = next((item.value for item in items if isinstance(item, Binding)), None)
-        path = arguments.word("path")
-        if "call" in arguments:
-            (call,) = arguments.items("call")
-            assert isinstance(call, Call)
-            number = int(ignore.value) if isinstance(ignore, Number) and ignore.is_integer else None
-            return cls(arguments, CROSS_ENTROPY, call.name, operands, -100 if number is None else number)
-        if path is not None:
-            return cls(arguments, "output", path.text.partition(".")[2], (), None)
-        (string,) = arguments.items("callable")
-        assert isinstance(string, String)
-        return cls(arguments, "callable", string.text, operands, None)
+    kind: str = argument(lambda given: next(kind for word, kind in KINDS.items() if word in given))
+    target: str = argument(lambda given: _target(given))
+    """cross_entropy: the call's name; output: the dotted path after `output`; callable: "module:name"."""
+    operands: tuple[str, ...] = argument(lambda given: tuple(i.text for i in _operands(given) if isinstance(i, Word)))
+    """Of a call: `output`, `output.logits`, or names of inputs."""
+    ignore: int | None = argument(lambda given: _ignore(given) if "call" in given else None)
+    """cross_entropy: the masked class number."""
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if self.kind == "output":
@@ -102,3 +89,13 @@ def _operands(arguments: Arguments) -> tuple[Item, ...]:
         (call,) = arguments.items("call")
         return call.arguments if isinstance(call, Call) else ()
     return arguments.flat("args")
+
+
+def _target(arguments: Arguments) -> str:
+    name = next((item.name for item in arguments.items("call") if isinstance(item, Call)), "")
+    return name or arguments.text("path").partition(".")[2] or arguments.text("callable")
+
+
+def _ignore(arguments: Arguments) -> int:
+    value = next((item.value for item in _operands(arguments) if isinstance(item, Binding)), None)
+    return int(value.value) if isinstance(value, Number) and value.is_integer else -100

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.codes_include import MESH_DIFFERS
 from ...grammar.codes_language import BAD_VALUE, REPEATED, WRONG_KIND
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.syntax import Binding, Number
-from ...grammar.usage import Arguments
-from ..directive import Directive, Scope, check_unique
+from ..directive import Directive, Scope, argument, check_unique
 from ..mesh import Mesh
 
 
@@ -26,17 +24,7 @@ class MeshLine(Directive):
     USAGE = "mesh NAME=VALUE, ..."
     ONCE = False
 
-    mesh: Mesh
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        axes: dict[str, int] = {}
-        for binding in arguments.bindings("name"):
-            if isinstance(binding.value, Number) and binding.value.is_integer:
-                axes.setdefault(binding.name.text, max(int(binding.value.value), 1))
-            else:
-                axes.setdefault(binding.name.text, 1)
-        return cls(arguments, Mesh(tuple(axes.items())))
+    mesh: Mesh = argument(lambda given: _mesh(given.bindings("name")))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         bindings = self.arguments.bindings("name")
@@ -87,6 +75,16 @@ class MeshLine(Directive):
                 message = f"the axis `{name}` has size {self.mesh.size(name)} in one file and {size} in another"
                 help_ = f"give the size as the include's argument: `({name}={size})`"
                 yield Diagnostic(MESH_DIFFERS, message, Label(self.span.root), related, help=help_)
+
+
+def _mesh(bindings: Sequence[Binding]) -> Mesh:
+    """The axes, with size 1 where none makes sense."""
+    axes: dict[str, int] = {}
+    for binding in bindings:
+        value = binding.value
+        size = int(value.value) if isinstance(value, Number) and value.is_integer else 1
+        axes.setdefault(binding.name.text, max(size, 1))
+    return Mesh(tuple(axes.items()))
 
 
 def outer_first(lines: Sequence[MeshLine]) -> list[MeshLine]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.diagnostics import Diagnostic
-from ...grammar.syntax import String
-from ...grammar.usage import Arguments
-from ..directive import Directive, Literal, Scope, check_callable, check_literals, read_literals
+from ..directive import Directive, Literal, Scope, argument, check_callable, check_literals, read_literals
 
 
 @dataclass(frozen=True)
@@ -21,14 +18,8 @@ class Model(Directive):
 
     USAGE = "model CALLABLE [ARGS]"
 
-    callable: str
-    values: tuple[tuple[str, Literal], ...]
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        (item,) = arguments.items("callable")
-        assert isinstance(item, String)
-        return cls(arguments, item.text, read_literals(arguments.bindings("args")))
+    callable: str = argument(lambda given: given.text("callable"))
+    values: tuple[tuple[str, Literal], ...] = argument(lambda given: read_literals(given.bindings("args")))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from check_callable(self.arguments, "callable")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, UNEXPECTED_ARGUMENT
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import did_you_mean, listed
 from ...grammar.syntax import Word
-from ...grammar.usage import Arguments
-from ..directive import Directive, Scope, check_number
+from ..directive import NOT_NEGATIVE, Directive, Scope, argument
 from .steps import Steps
 
 # The clauses that each optimizer takes beside `lr`, `weight_decay` and `clip`.
@@ -35,47 +33,27 @@ class Optimizer(Directive):
         " [betas PAIR] [eps X] [momentum X] [nesterov]"
     )
 
-    name: str
-    lr: float
-    shape: str  # "constant", "cosine" or "linear"
-    warmup: int
-    to: float
-    over: int | None
-    no_decay: tuple[Word, ...]
-    weight_decay: float
-    clip: float | None
-    betas: tuple[float, float]
-    eps: float
-    momentum: float
-    nesterov: bool
+    LIMITS = (
+        *((name, NOT_NEGATIVE) for name in ("lr", "weight_decay", "eps", "momentum", "warmup", "to")),
+        ("clip", (lambda value: value > 0, "above 0")),
+        ("betas", (lambda value: 0 <= value < 1, "from 0 to below 1")),
+    )
 
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        name = arguments.word("name")
-        assert name is not None
-
-        def number(key: str, default: float) -> float:
-            value = arguments.number(key)
-            return default if value is None else float(value)
-
-        clip = arguments.number("clip")
-        betas = arguments.numbers("betas") or (0.9, 0.999)
-        return cls(
-            arguments,
-            name=name.text,
-            lr=number("lr", 0.0),
-            shape=next((item.text for item in arguments.items("lr") if isinstance(item, Word)), "constant"),
-            warmup=int(number("warmup", 0)),
-            to=number("to", 0.0),
-            over=int(number("over", 0)) if "over" in arguments else None,
-            no_decay=arguments.words("decay off on"),
-            weight_decay=number("weight_decay", 0.01 if name.text == "adamw" else 0.0),
-            clip=None if clip is None else float(clip),
-            betas=(float(betas[0]), float(betas[1])),
-            eps=number("eps", 1e-8),
-            momentum=number("momentum", 0.0),
-            nesterov="nesterov" in arguments,
-        )
+    name: str = argument(lambda given: given.text("name"))
+    lr: float = argument(lambda given: float(given.number("lr", 0)))
+    shape: str = argument(lambda given: given.text("lr", "constant"))  # or "cosine", "linear"
+    warmup: int = argument(lambda given: int(given.number("warmup", 0)))
+    to: float = argument(lambda given: float(given.number("to", 0)))
+    over: int | None = argument(lambda given: int(given.number("over", 0)) if "over" in given else None)
+    no_decay: tuple[Word, ...] = argument(lambda given: given.words("decay off on"))
+    weight_decay: float = argument(
+        lambda given: float(given.number("weight_decay", 0.01 if given.text("name") == "adamw" else 0))
+    )
+    clip: float | None = argument(lambda given: float(given.number("clip", 0)) if "clip" in given else None)
+    betas: tuple[float, ...] = argument(lambda given: tuple(map(float, given.numbers("betas"))) or (0.9, 0.999))
+    eps: float = argument(lambda given: float(given.number("eps", 1e-8)))
+    momentum: float = argument(lambda given: float(given.number("momentum", 0)))
+    nesterov: bool = argument(lambda given: "nesterov" in given)
 
     @property
     def moments(self) -> int:
@@ -93,11 +71,7 @@ class Optimizer(Directive):
                     message = f"`{self.name}` has no `{clause}`"
                     help_ = f"remove it: `{clause}` is a clause of `{owner}`"
                     yield Diagnostic(UNEXPECTED_ARGUMENT, message, Label(self.arguments.span(clause)), help=help_)
-        for name in ("lr", "weight_decay", "eps"):
-            yield from check_number(self.arguments, name, lambda value: value >= 0, "0 or more")
-        yield from check_number(self.arguments, "clip", lambda value: value > 0, "above 0")
-        yield from check_number(self.arguments, "betas", lambda value: 0 <= value < 1, "from 0 to below 1")
-        yield from check_number(self.arguments, "momentum", lambda value: value >= 0, "0 or more")
+        yield from super().check(scope)
         yield from self._check_rate(scope)
         if self.nesterov and self.name == "sgd" and self.momentum <= 0:
             message = "`nesterov` needs a momentum"
@@ -105,8 +79,6 @@ class Optimizer(Directive):
 
     def _check_rate(self, scope: Scope) -> Iterator[Diagnostic]:
         """What is wrong with the rate's way over the steps."""
-        yield from check_number(self.arguments, "warmup", lambda value: value >= 0, "0 or more")
-        yield from check_number(self.arguments, "to", lambda value: value >= 0, "0 or more")
         if self.shape == "constant":
             for clause in ("to", "over"):
                 if clause in self.arguments:

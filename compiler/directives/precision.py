@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.codes_language import BAD_VALUE, NOT_SUPPORTED
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.syntax import Word
-from ...grammar.usage import Arguments
-from ..directive import Directive, Scope
+from ..directive import Directive, Scope, argument
 
 WHOLE = "fp32"
 TYPES = {WHOLE: "float32", "bf16": "bfloat16"}
@@ -37,14 +35,8 @@ class Precision(Directive):
     USAGE = "precision TYPE [on WHERE]"
     ONCE = False
 
-    type: str
-    where: tuple[Word, ...]
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        word = arguments.word("type")
-        assert word is not None
-        return cls(arguments, word.text, arguments.words("on"))
+    type: str = argument(lambda given: given.text("type"))
+    where: tuple[Word, ...] = argument(lambda given: given.words("on"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         label = Label(self.arguments.span("type"))

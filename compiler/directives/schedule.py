@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import islice
 from math import isqrt
 from pathlib import Path
-from typing import Self
 
 from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, NO_EFFECT, UNEVEN_BATCH, UNREADABLE
 from ...grammar.codes_stages import NO_SCHEDULE, SCHEDULE_MISFIT
@@ -16,8 +15,7 @@ from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.nearest import did_you_mean, listed, nearest
 from ...grammar.source import Source
 from ...grammar.syntax import String
-from ...grammar.usage import Arguments
-from ..directive import Directive, Scope, check_number
+from ..directive import ONE_OR_MORE, Directive, Scope, argument
 from ..schedules import MOST_WORK, SCHEDULES, problem, timelines
 from ..schedules.messages import Endless
 from ..schedules.table import RowError
@@ -56,28 +54,17 @@ class Schedule(Directive):
         "schedule [SCHEDULE] microbatches N [chunks N] [accumulate TYPE]"
         " | table TABLE microbatches N [chunks N] [accumulate TYPE]"
     )
+    LIMITS = (("microbatches", ONE_OR_MORE), ("chunks", ONE_OR_MORE))
 
-    name: str
+    name: str = argument(lambda given: TABLE if TABLE in given else given.text("schedule"))
     """One of ``SCHEDULES``, ``table``, or empty: one stage, its microbatches one after the other."""
-    microbatches: int
-    chunks: int
-    accumulate: str
-    table: str
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        name, type_ = arguments.word("schedule"), arguments.word("accumulate")
-        table = next((item.text for item in arguments.items(TABLE) if isinstance(item, String)), "")
-        microbatches, chunks = (arguments.number(key) for key in ("microbatches", "chunks"))
-        return cls(
-            arguments, name.text if name is not None else TABLE if TABLE in arguments else "",
-            1 if microbatches is None else int(microbatches), 1 if chunks is None else int(chunks),
-            type_.text if type_ is not None else "fp32", table,
-        )  # fmt: skip
+    microbatches: int = argument(lambda given: int(given.number("microbatches", 1)))
+    chunks: int = argument(lambda given: int(given.number("chunks", 1)))
+    accumulate: str = argument(lambda given: given.text("accumulate", "fp32"))
+    table: str = argument(lambda given: next((i.text for i in given.items(TABLE) if isinstance(i, String)), ""))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from check_number(self.arguments, "microbatches", lambda value: value >= 1, "1 or more")
-        yield from check_number(self.arguments, "chunks", lambda value: value >= 1, "1 or more")
+        yield from super().check(scope)
         yield from self._check_name(scope)
         yield from self._check_accumulate()
         yield from self._check_batch(scope)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
-from ...grammar.diagnostics import Diagnostic
-from ...grammar.usage import Arguments
-from ..directive import Directive, Scope, check_number
+from ..directive import Directive, argument
 
 
 @dataclass(frozen=True)
@@ -19,12 +15,6 @@ class Seed(Directive):
     """
 
     USAGE = "seed N"
+    LIMITS = (("n", (lambda value: 0 <= value < 2**63, "0 or more, below 2**63")),)
 
-    value: int
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        return cls(arguments, int(arguments.number("n") or 0))
-
-    def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from check_number(self.arguments, "n", lambda value: 0 <= value < 2**63, "0 or more, below 2**63")
+    value: int = argument(lambda given: int(given.number("n", 0)))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.codes_language import BAD_VALUE, WRONG_KIND
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.source import Span
 from ...grammar.syntax import Binding, Item, Number, Range, Word
-from ...grammar.usage import Arguments
-from ..directive import Directive, Scope, check_unique
+from ..directive import Directive, Scope, argument, check_unique
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +65,7 @@ class Sizes(Directive):
 
     USAGE = "sizes NAME=SIZE, ..."
 
-    ranges: tuple[tuple[str, SizeRange], ...]
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        return cls(arguments, _read(arguments.items("name"))[0])
+    ranges: tuple[tuple[str, SizeRange], ...] = argument(lambda given: _read(given.items("name"))[0])
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from _read(self.arguments.items("name"))[1]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.codes_language import REPEATED
 from ...grammar.codes_stages import NO_SCHEDULE, STAGE_AXIS
 from ...grammar.diagnostics import Diagnostic, Label
-from ...grammar.syntax import Call, Number, Word
-from ...grammar.usage import Arguments
+from ...grammar.syntax import Call, Item, Number, Word
 from ..constraints import Fix, SplitWeights
-from ..directive import Directive, Scope
+from ..directive import Directive, Scope, argument
 
 BALANCED = "balanced over"
 SCHEDULE = "schedule"
@@ -34,18 +32,10 @@ class Stage(Directive):
     USAGE = "stage before WHERE over AXIS | after OUTPUTS over AXIS | balanced over AXIS"
     ONCE = False
 
-    axis: Word
-    before: tuple[Word, ...]
-    after: tuple[Word, ...]
-    balanced: bool
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        axis = arguments.word("over") or arguments.word(BALANCED)
-        assert axis is not None
-        outputs = [name for call in arguments.items("after") if isinstance(call, Call) for name in call.arguments]
-        after = tuple(Word(name.text, name.span) for name in outputs if isinstance(name, Word | Number))
-        return cls(arguments, axis, arguments.words("before"), after, BALANCED in arguments)
+    axis: Word = argument(lambda given: given.word("over") or given.word(BALANCED))
+    before: tuple[Word, ...] = argument(lambda given: given.words("before"))
+    after: tuple[Word, ...] = argument(lambda given: tuple(_outputs(given.items("after"))))
+    balanced: bool = argument(lambda given: BALANCED in given)
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from scope.check_axis(self.axis)
@@ -74,15 +64,22 @@ class Stage(Directive):
     def _check_placements(self, scope: Scope) -> Iterator[Diagnostic]:
         """Errors for all that other lines place on the axis of stages."""
         for found in scope.directives:
-            constraint = getattr(found, "constraint", None)
             words: tuple[Word, ...] = ()
-            if isinstance(constraint, SplitWeights):
-                words = (constraint.axis,)
-            elif isinstance(constraint, Fix):
-                words = tuple(axis for dim in constraint.dims or () for axis in dim.axes)
+            if isinstance(found, SplitWeights):
+                words = (found.axis,)
+            elif isinstance(found, Fix):
+                words = tuple(axis for dim in found.dims or () for axis in dim.axes)
             for word in words:
                 if word.text == self.axis.text:
                     related = (Label(self.axis.span, "stages lie over it"),)
                     message = f"`{word.text}` is the axis of stages: nothing is split over it"
                     help_ = "split over another axis of the mesh: the ranks along this one hold different stages"
                     yield Diagnostic(STAGE_AXIS, message, Label(word.span), related, help=help_)
+
+
+def _outputs(calls: Iterable[Item]) -> Iterator[Word]:
+    """The names in ``out(…)``; a number stands for the name that it is written as."""
+    for call in calls:
+        for name in call.arguments if isinstance(call, Call) else ():
+            if isinstance(name, Word | Number):
+                yield Word(name.text, name.span)

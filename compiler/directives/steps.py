@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
-from ...grammar.diagnostics import Diagnostic
-from ...grammar.usage import Arguments
-from ..directive import Directive, Scope, check_number
+from ..directive import ONE_OR_MORE, Directive, argument
 
 
 @dataclass(frozen=True)
@@ -16,12 +12,6 @@ class Steps(Directive):
     """The number of optimizer steps of a run; `parc run --steps` replaces it."""
 
     USAGE = "steps N"
+    LIMITS = (("n", ONE_OR_MORE),)
 
-    value: int
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        return cls(arguments, int(arguments.number("n") or 0))
-
-    def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        yield from check_number(self.arguments, "n", lambda value: value >= 1, "1 or more")
+    value: int = argument(lambda given: int(given.number("n", 0)))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from ...grammar.diagnostics import Diagnostic
-from ...grammar.usage import Arguments
-from ..directive import Directive, Literal, Scope, check_literals, read_literals
+from ..directive import Directive, Literal, Scope, argument, check_literals, read_literals
 
 
 @dataclass(frozen=True)
@@ -20,11 +18,7 @@ class Verify(Directive):
 
     USAGE = "verify NAME=VALUE, ..."
 
-    values: tuple[tuple[str, Literal], ...]
-
-    @classmethod
-    def read(cls, arguments: Arguments) -> Self:
-        return cls(arguments, read_literals(arguments.bindings("name")))
+    values: tuple[tuple[str, Literal], ...] = argument(lambda given: read_literals(given.bindings("name")))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from check_literals(self.arguments, "name")
