@@ -1,46 +1,17 @@
-"""The table of sharding rules, one row per operator, and the one line that adds a row for a custom operator."""
+"""The table of sharding rules, one row per operator in a file per family; and the line that adds a custom operator's."""
 
+import pkgutil
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from ..factors import OpCall, OpRule, RuleError, Shape, rule
-from . import (
-    attention,
-    contractions,
-    convolution,
-    creation,
-    indexing,
-    losses,
-    normalisation,
-    own,
-    pointwise,
-    reductions,
-    slicing,
-    sorting,
-    views,
-)
 from .row import Row
 
 __all__ = ["OP_TABLES", "TABLE", "Row", "localize", "register", "registered", "rule_for"]
 
-OP_TABLES: tuple[dict[str, Row], ...] = tuple(
-    family.TABLE
-    for family in (
-        pointwise,
-        reductions,
-        contractions,
-        convolution,
-        views,
-        slicing,
-        creation,
-        indexing,
-        sorting,
-        normalisation,
-        losses,
-        attention,
-        own,
-    )
-)
+_FAMILIES = [import_module(f".{file.name}", __name__) for file in pkgutil.iter_modules(__path__) if file.name != "row"]
+OP_TABLES: tuple[dict[str, Row], ...] = tuple(family.TABLE for family in _FAMILIES)
 
 TABLE: dict[str, Row] = {name: row for family in OP_TABLES for name, row in family.items()}
 """All rows by the operator's name, those registered by users included."""
@@ -68,10 +39,13 @@ def localize(
     call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The args and kwargs of a rank's call, of the global `call` and the local shapes of its operands and results."""
-    row = TABLE.get(call.op)
-    if row is None or row.localize is None:
-        return call.args, dict(call.kwargs)
-    return row.localize(call, operands, results)
+    row, args, kwargs = TABLE.get(call.op), list(call.args), dict(call.kwargs)
+    for position, name, value in row.localize(call, operands, results) if row is not None and row.localize else ():
+        if position < len(args):
+            args[position] = value
+        else:
+            kwargs[name] = value
+    return tuple(args), kwargs
 
 
 def register(op: str, text: str, *, linear: str = "") -> None:

@@ -1,78 +1,59 @@
-"""Rows of scaled dot product attention: whole heads to a rank."""
+"""Rows of attention, torch's and parc's own: whole heads to a rank."""
 
-from dataclasses import dataclass
-
-from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, opaque, quotient
-from .row import Row, is_operand, table
+from ..factors import Dims, OpCall, OpRule, apply_dims, opaque, quotient
+from .row import Row, is_operand, plain_dims, table
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionFactors:
-    """Dims of attention's tensors: q [b h s d], k [b h t d], v [b h t e], mask [.. s t], out [b h s e], lse [b h s].
+def _dims(rank: int, mask: list[int]) -> tuple[list[Dims], Dims]:
+    """Dims of q [b h s d], k [b h t d], v [b h t e], and a mask [.. s t] if the number of its dims is given; then those
+    of the result [b h s e].
 
     Query heads that outnumber the key heads are (g r), key heads g: splitting g splits both, splitting r leaves the
-    keys replicated.
+    keys replicated. Dims before the heads are batch; they and the mask's dims broadcast.
     """
-
-    q: Dims
-    k: Dims
-    v: Dims
-    mask: Dims | None
-    out: Dims
-    lse: Dims
-    sizes: dict[str, int]
-
-
-def attention_factors(q: Shape, k: Shape, v: Shape, mask: Shape | None) -> AttentionFactors | None:
-    """The dims of one attention call from its shapes; None where the heads of k do not divide those of q.
-
-    Dims before the heads are batch; they and the mask's dims broadcast.
-    """
-    lead = len(q) - 2
-    batch: Dims = tuple((f"b{dim}",) for dim in range(lead - 1))
-    query_heads: Dims = ()
-    key_heads: Dims = ()
-    sizes: dict[str, int] = {}
-    if lead > 0:
-        repeats = quotient(q[-3], k[-3])
-        if repeats is None:
-            return None
-        query_heads, key_heads = (("g", "r"),), (("g",),)
-        sizes = {"g": k[-3], "r": repeats}
-    queries, keys = (*batch, *query_heads), (*batch, *key_heads)
+    batch = plain_dims(rank - 3, "b")
+    queries, keys = ((*batch, ("g", "r")), (*batch, ("g",))) if rank > 2 else ((), ())
     scores = (*queries, ("s",), ("t",))
-    return AttentionFactors(
-        q=(*queries, ("s",), ("d",)),
-        k=(*keys, ("t",), ("d",)),
-        v=(*keys, ("t",), ("e",)),
-        mask=None if mask is None else scores[len(scores) - len(mask) :],
-        out=(*queries, ("s",), ("e",)),
-        lse=(*queries, ("s",)),
-        sizes=sizes,
-    )
+    masks = [scores[len(scores) - dims :] for dims in mask]
+    operands: list[Dims] = [(*queries, ("s",), ("d",)), (*keys, ("t",), ("d",)), (*keys, ("t",), ("e",)), *masks]
+    return operands, (*queries, ("s",), ("e",))
 
 
-def _mask_shape(call: OpCall, position: int) -> Shape | None:
-    mask = call.argument(position, "attn_mask")
-    return call.operands[mask.index] if is_operand(mask) else None
-
-
-def _whole(causal: bool) -> frozenset[str]:
+def _whole(names: str, causal: bool) -> frozenset[str]:
     """A causal mask counts positions from the first query, so it needs all of them."""
-    return frozenset({"d", "t", "s"} if causal else {"d", "t"})
+    return frozenset(names + "s" * causal)
 
 
 def _composite(call: OpCall) -> OpRule:
     """`scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, *, scale, enable_gqa)`; linear in v."""
-    q, k, v = call.operands[:3]
-    if len(q) != len(k) or len(k) != len(v):
+    q, k, v, *mask = call.operands
+    if not len(q) == len(k) == len(v) or (len(q) > 2 and quotient(q[-3], k[-3]) is None):
         return opaque(call)
-    factors = attention_factors(q, k, v, _mask_shape(call, 3))
-    if factors is None:
-        return opaque(call)
-    operands = [factors.q, factors.k, factors.v] + ([factors.mask] if factors.mask is not None else [])
-    whole = _whole(bool(call.argument(5, "is_causal", False)))
-    return apply_dims(call, operands, [factors.out], whole=whole, linear=[frozenset({2})], sizes=factors.sizes)
+    operands, out = _dims(len(q), list(map(len, mask)))
+    whole = _whole("td", bool(call.argument(5, "is_causal", False)))
+    return apply_dims(call, operands, [out], whole=whole, linear=[frozenset({2})])
 
 
-TABLE = table("scaled_dot_product_attention", Row(_composite))
+def _attention(call: OpCall) -> OpRule:
+    """`attention(q, k, v, mask, key, causal, scale, p)`; the stream's key has no dims."""
+    mask = [len(call.operands[3])] if is_operand(call.args[3]) else []
+    operands, out = _dims(4, mask)
+    key: list[Dims] = [()] * is_operand(call.args[4])
+    return apply_dims(call, [*operands, *key], [out, out[:3]], whole=_whole("tde", call.args[5]))
+
+
+def _attention_backward(call: OpCall) -> OpRule:
+    """`attention_backward(grad, q, k, v, mask, key, out, lse, causal, scale, p)`."""
+    mask = [len(call.operands[4])] if is_operand(call.args[4]) else []
+    operands, out = _dims(4, mask)
+    key: list[Dims] = [()] * is_operand(call.args[5])
+    # rows of the scores are independent given `lse`, so a part of them gives a part of the sum for k and v
+    given, whole = [out, *operands, *key, out, out[:3]], _whole("tde", call.args[8])
+    return apply_dims(call, given, operands[:3], whole=whole, linear=[frozenset({0})])
+
+
+TABLE = {
+    **table("scaled_dot_product_attention", Row(_composite)),
+    "parc.attention.default": Row(_attention),
+    "parc.attention_backward.default": Row(_attention_backward),
+}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, quotient
-from .row import Arguments, Row, along, is_operand, replace_arguments, result_shape, table
+from .row import Change, Row, along, is_operand, result_shape, table
 
 
 def _spell(call: OpCall, x: Shape, weight: Shape, groups: int, *, transposed: bool) -> dict[str, Any]:
@@ -54,20 +54,20 @@ def _backward(call: OpCall) -> OpRule:
     return apply_dims(call, operands, results, whole=whole, linear=[frozenset({0})], sizes=spelled["sizes"])
 
 
-def _local(groups: int, x: int) -> Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], Arguments]:
+def _local(groups: int, x: int) -> Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], list[Change]]:
     """The groups a rank holds: its input channels by those of one group; `x` is the operand that has them."""
 
-    def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
+    def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
         weight = operands[x + 1]
         count = call.argument(groups, "groups", 1)
-        changes: list[tuple[int, str, Any]] = []
+        changes: list[Change] = []
         if count != 1:
             transposed = (call.op == "aten.convolution.default" and call.args[6]) or (x == 1 and call.args[7])
             channels = (operands[0] if x else results[0]) if transposed else operands[x]
             changes.append((groups, "groups", quotient(channels[1 - len(weight)], weight[1])))
         if x and call.args[3] is not None:
             changes.append((3, "bias_sizes", [operands[0][1]]))
-        return replace_arguments(call, *changes)
+        return changes
 
     return localize
 

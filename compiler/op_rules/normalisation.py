@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, quotient
-from .row import Arguments, Row, is_operand, plain_dims, replace_arguments, scale, table
+from .row import Change, Row, is_operand, plain_dims, scale, table
 
 _GRAD = (frozenset({0}),)
 
@@ -59,8 +59,8 @@ def _group_norm(call: OpCall) -> OpRule:
     return _groups_of(call, call.operands[0], call.args[1], "x" + "w" * (len(call.operands) - 1), "x")
 
 
-def _local_groups(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
-    return replace_arguments(call, (1, "num_groups", scale(call.args[1], operands[0][1], call.operands[0][1])))
+def _local_groups(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
+    return [(1, "num_groups", scale(call.args[1], operands[0][1], call.operands[0][1]))]
 
 
 def _native_group_norm(call: OpCall) -> OpRule:
@@ -76,15 +76,15 @@ def _group_norm_backward(call: OpCall) -> OpRule:
     return OpRule(ruled.operands, ruled.results, ruled.sizes, ruled.whole, _GRAD)
 
 
-def _local_group_sizes(first: int) -> Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], Arguments]:
+def _local_group_sizes(first: int) -> Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], list[Change]]:
     """Localizes N, C, HxW and group, which begin at argument `first`."""
 
-    def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
+    def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
         x = operands[0]
         groups = scale(call.args[first + 3], x[1], call.operands[0][1])
         values = (x[0], x[1], math.prod(x[2:]), groups)
         names = ("N", "C", "HxW", "group")
-        return replace_arguments(call, *((first + i, names[i], value) for i, value in enumerate(values)))
+        return [(first + i, names[i], value) for i, value in enumerate(values)]
 
     return localize
 

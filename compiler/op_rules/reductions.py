@@ -1,6 +1,7 @@
-"""Rows of operators that reduce dims; a sum leaves its dims free, everything else needs them whole."""
+"""Rows of operators that reduce, order or scan dims; a sum leaves its dims free, everything else needs them whole."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..factors import OpCall, OpRule, apply_dims, rule
 from .row import Row, along, argument_linear, dim_argument, normal_dims, plain_dims, table
@@ -30,6 +31,12 @@ def _histc(call: OpCall) -> OpRule:
     return apply_dims(call, [dims], [(("bins",),)], whole=whole | {"bins"})
 
 
+def _diff(call: OpCall) -> OpRule:
+    """`diff(x, n, dim, prepend, append)`: linear in all its tensors together."""
+    ruled = along(dim_argument(2))(call)
+    return replace(ruled, linear=(frozenset(range(len(call.operands))),))
+
+
 _SOME = """
     amax amin max.dim min.dim median.dim mode argmax argmin any.dim any.dims all.dim all.dims prod.dim_int logsumexp
     var.dim var.correction var_mean.dim var_mean.correction std.dim std.correction std_mean.correction
@@ -51,4 +58,8 @@ TABLE = {
     **table("linalg_vector_norm norm.ScalarOpt_dim kthvalue", Row(_reduced(free=False, dim=2))),
     **table("softmax.int log_softmax.int _softmax _log_softmax _safe_softmax", Row(along(dim_argument(1)))),
     **table("_softmax_backward_data _log_softmax_backward_data", Row(along(dim_argument(2), linear="0"))),
+    **table("cumsum", Row(along(dim_argument(1), linear="0"))),
+    **table("cumprod logcumsumexp cummax cummin sort argsort", Row(along(dim_argument(1)))),
+    **table("sort.stable argsort.stable topk", Row(along(dim_argument(2)))),
+    **table("diff", Row(_diff)),
 }

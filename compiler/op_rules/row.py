@@ -6,8 +6,9 @@ from typing import Any
 
 from ..factors import Dims, OpCall, Operand, OpRule, Shape, apply_dims, linear_sets, quotient
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Localize = Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], Arguments]
+Change = tuple[int, str, Any]
+"""An argument's position, its name, and the value that takes its place."""
+Localize = Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], list[Change]]
 Ruling = Callable[[OpCall], OpRule]
 
 
@@ -15,32 +16,17 @@ Ruling = Callable[[OpCall], OpRule]
 class Row:
     """An operator's rule and, where it has arguments that speak of sizes, how these become local.
 
-    `localize(call, operands, results)` takes the local shapes and returns the local call's args and kwargs; None
-    leaves the arguments as they are.
+    `localize(call, operands, results)` takes the local shapes and returns the arguments that change; None leaves all as
+    they are.
     """
 
     rule: Ruling
     localize: Localize | None = None
 
 
-def replace_arguments(call: OpCall, *changes: tuple[int, str, Any]) -> Arguments:
-    """The call's arguments with those at (position, name) replaced, each wherever the call passes it."""
-    args, kwargs = list(call.args), dict(call.kwargs)
-    for position, name, value in changes:
-        if position < len(args):
-            args[position] = value
-        else:
-            kwargs[name] = value
-    return tuple(args), kwargs
-
-
 def result_shape(position: int, name: str) -> Localize:
     """Localizes an argument that spells the first result's shape."""
-
-    def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
-        return replace_arguments(call, (position, name, list(results[0])))
-
-    return localize
+    return lambda call, operands, results: [(position, name, list(results[0]))]
 
 
 def scale(value: int, local: int, whole: int) -> int:

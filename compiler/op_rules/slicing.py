@@ -6,13 +6,12 @@ from typing import Any
 
 from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, linear_sets, opaque, quotient
 from .row import (
-    Arguments,
+    Change,
     Row,
     along,
     dim_argument,
     normal_dim,
     plain_dims,
-    replace_arguments,
     result_shape,
     scale,
     table,
@@ -103,7 +102,7 @@ def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> Row
             return _ruled(call, names, {"step"}, {"short": taken, "step": step})
         return _ruled(call, names, {"short", "long"}, {"short": taken, "long": size})
 
-    def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
+    def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
         tensors = (*operands, *results)
         dim, start, step, size, _ = read(call)
         held, taken = tensors[long][dim], tensors[short][dim]
@@ -111,14 +110,14 @@ def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> Row
         end = begin if taken == 0 else begin + (taken - 1) * step + 1
         if step != 1 and taken * step == held:
             end = held  # one of every `step` to the end, wherever that is on a rank
-        changes: list[tuple[int, str, Any]] = [
+        changes: list[Change] = [
             (first, "dim", dim),
             (first + 1, "start", begin),
             (first + 2, "end", end),
         ]
         if sizes:
             changes.insert(0, (first - 1, "input_sizes", list(results[0])))
-        return replace_arguments(call, *changes)
+        return changes
 
     return Row(ruling, localize)
 
@@ -126,26 +125,16 @@ def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> Row
 # ---- split and cat
 
 
-def _split_row(localize: Callable[[tuple[Shape, ...], int], Any] | None, name: str) -> Row:
-    """`split(x, how, dim)`; `localize(local results, dim)` is the local `how`, None leaves it."""
+def _split_row(name: str, part: Callable[[list[int]], Any] | None) -> Row:
+    """`split(x, how, dim)`; `part(sizes)` is the `how`, called `name`, of a rank's pieces; None leaves it."""
 
     def dim_of(call: OpCall) -> int:
         return normal_dim(call.argument(2, "dim", 0), len(call.operands[0]))
 
-    def local(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
-        return (
-            replace_arguments(call, (1, name, localize(results, dim_of(call)))) if localize else replace_arguments(call)
-        )
+    def local(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
+        return [(1, name, part([shape[dim_of(call)] for shape in results]))] if part else []
 
     return Row(lambda call: _parts(call, dim_of(call), long=0), local)
-
-
-def _first_size(results: tuple[Shape, ...], dim: int) -> int:
-    return results[0][dim]
-
-
-def _all_sizes(results: tuple[Shape, ...], dim: int) -> list[int]:
-    return [shape[dim] for shape in results]
 
 
 def _cat(call: OpCall) -> OpRule:
@@ -231,10 +220,10 @@ TABLE = {
     **table("slice.Tensor", _slice_row(1, long=0, short=1)),
     **table("slice_backward", _slice_row(2, long=1, short=0, sizes=True)),
     **table("slice_scatter", _slice_row(2, long=0, short=1)),
-    **table("split.Tensor unsafe_split.Tensor", _split_row(_first_size, "split_size")),
-    **table("split.sizes", _split_row(_all_sizes, "split_size")),
-    **table("split_with_sizes unsafe_split_with_sizes", _split_row(_all_sizes, "split_sizes")),
-    **table("chunk", _split_row(None, "chunks")),
+    **table("split.Tensor unsafe_split.Tensor", _split_row("split_size", lambda sizes: sizes[0])),
+    **table("split.sizes", _split_row("split_size", list)),
+    **table("split_with_sizes unsafe_split_with_sizes", _split_row("split_sizes", list)),
+    **table("chunk", _split_row("chunks", None)),
     **table("cat", Row(_cat)),
     **table("glu", Row(_halves(1, "21"))),
     **table("glu_backward", Row(_halves(2, "122", linear="0"))),

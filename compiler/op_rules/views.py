@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, quotient
 from .row import (
-    Arguments,
+    Change,
     Row,
     normal_dim,
     normal_dims,
     plain_dims,
     pointwise,
-    replace_arguments,
     result_shape,
     table,
 )
@@ -75,10 +74,10 @@ def _view(call: OpCall) -> OpRule:
     return OpRule((before,), (after,), sizes, whole, _ONE)
 
 
-def _local_unflatten(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
+def _local_unflatten(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
     """The sizes of `unflatten(x, dim, sizes)` are those of the result from `dim` on."""
     dim = normal_dim(call.args[1], len(operands[0]))
-    return replace_arguments(call, (2, "sizes", list(results[0][dim : dim + len(call.args[2])])))
+    return [(2, "sizes", list(results[0][dim : dim + len(call.args[2])]))]
 
 
 def _renamed(call: OpCall, order: Sequence[int | None]) -> OpRule:
@@ -146,10 +145,10 @@ def _repeat(call: OpCall) -> OpRule:
     return OpRule((operand,), (tuple(spelled),), sizes, linear=_ONE)
 
 
-def _local_repeat(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
+def _local_repeat(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
     shape = (1,) * (len(results[0]) - len(operands[0])) + tuple(operands[0])
     times = [quotient(size, held) for size, held in zip(results[0], shape, strict=True)]
-    return replace_arguments(call, (1, "repeats", times))
+    return [(1, "repeats", times)]
 
 
 def _repeat_interleave(call: OpCall) -> OpRule:
@@ -166,14 +165,14 @@ def _repeat_interleave(call: OpCall) -> OpRule:
     return OpRule((operand,), (tuple(result),), sizes, linear=_ONE)
 
 
-def _local_interleave(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> Arguments:
+def _local_interleave(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
     chosen = call.argument(2, "dim")
     dim = 0 if chosen is None else normal_dim(chosen, len(operands[0]))
     held = math.prod(operands[0]) if chosen is None else operands[0][dim]
-    changes: list[tuple[int, str, object]] = [(1, "repeats", quotient(results[0][dim], held))]
+    changes: list[Change] = [(1, "repeats", quotient(results[0][dim], held))]
     if call.kwargs.get("output_size") is not None:
         changes.append((len(call.args), "output_size", results[0][dim]))
-    return replace_arguments(call, *changes)
+    return changes
 
 
 TABLE = {

@@ -14,7 +14,6 @@ from parc.compiler import op_rules
 from parc.compiler.factor_splits import from_factor, to_factor
 from parc.compiler.factors import Dims, OpCall, Operand, OpRule, RuleError, opaque, quotient, rule
 from parc.compiler.op_rules import TABLE, localize, register, rule_for
-from parc.compiler.op_rules.attention import attention_factors
 
 B, S, U = 5, 7, 11  # no two have a divisor in common
 
@@ -277,15 +276,18 @@ def test_slices_of_sizes_without_common_divisors() -> None:
 
 
 def test_heads_of_attention() -> None:
-    equal = attention_factors((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), None)
-    grouped = attention_factors((2, 8, 6, 5), (2, 4, 7, 5), (2, 4, 7, 9), (6, 7))
-    assert equal is not None
-    assert grouped is not None
-    assert grouped.q[1] == ("g", "r")
-    assert grouped.k[1] == grouped.v[1] == ("g",)
-    assert grouped.sizes == {"g": 4, "r": 2}
-    assert grouped.mask == (("s",), ("t",))
-    assert attention_factors((2, 6, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), None) is None
+    args = tuple(map(Operand, range(4)))
+    op = "aten.scaled_dot_product_attention.default"
+    grouped = ruled(op, args, [(2, 8, 6, 5), (2, 4, 7, 5), (2, 4, 7, 9), (6, 7)], [(2, 8, 6, 9)])
+    q, k, v, mask = grouped.operands
+    assert q[1] == ("g", "r")
+    assert k[1] == v[1] == ("g",)
+    assert (grouped.sizes["g"], grouped.sizes["r"]) == (4, 2)
+    assert mask == (("s",), ("t",))
+    equal = ruled(op, args[:3], [(2, 4, 6, 8)] * 3, [(2, 4, 6, 8)])
+    assert equal.operands[0][1] == equal.operands[1][1] == ("g",)
+    odd = ruled(op, args[:3], [(2, 6, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8)], [(2, 6, 6, 8)])
+    assert odd.whole == set(odd.sizes), "4 heads of keys do not divide 6 of queries"
 
 
 def test_causal_attention_keeps_its_queries_whole() -> None:
