@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -23,17 +22,6 @@ from .mesh import Mesh
 
 INCLUDE = "include"
 FAMILY = "parc:"
-
-
-@dataclass(frozen=True, slots=True)
-class Expanded:
-    """Statements of a plan and of all that it includes, in order, without ``$name`` and without ``include``; what went
-    wrong; every text; whether all could be read."""
-
-    statements: tuple[Statement, ...]
-    diagnostics: tuple[Diagnostic, ...]
-    sources: tuple[Source, ...]
-    complete: bool
 
 
 def families() -> tuple[str, ...]:
@@ -56,13 +44,6 @@ def read_source(path: Path) -> Source:
     return Source(path.name, text, path=path)
 
 
-def expand(source: Source, defines: Mapping[str, str]) -> Expanded:
-    """The plan's statements and those of all files that it includes; ``defines`` are values of ``-D``."""
-    reader = _Reader()
-    statements = tuple(reader.statements(source, defines, ()))
-    return Expanded(statements, tuple(reader.diagnostics), tuple(reader.sources), reader.complete)
-
-
 def _read(path: Path) -> tuple[str | None, str]:
     """The text of a file, or None and why not."""
     try:
@@ -72,21 +53,23 @@ def _read(path: Path) -> tuple[str | None, str]:
         return None, reason[:1].lower() + reason[1:]
 
 
-class _Reader:
-    """Reads files depth first and keeps what was said about them."""
+class Expanded:
+    """Statements of a plan and of all that it includes, in order, without ``$name`` and without ``include``; what went
+    wrong; every text; whether all could be read. ``defines`` are values of ``-D``."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: Source, defines: Mapping[str, str]) -> None:
         self.diagnostics: list[Diagnostic] = []
         self.sources: list[Source] = []
         self.complete = True
+        self.statements = tuple(self._read(source, defines, ()))
 
-    def statements(self, source: Source, defines: Mapping[str, str], given: Sequence[Binding]) -> Iterator[Statement]:
+    def _read(self, source: Source, defines: Mapping[str, str], given: Sequence[Binding]) -> Iterator[Statement]:
         """The statements of one file, includes replaced."""
         self.sources.append(source)
         statements, malformed = parse(source)
-        replaced = substitute(statements, defines, given)
-        self.diagnostics += [*malformed, *replaced.diagnostics]
-        for statement in replaced.statements:
+        statements, errors = substitute(statements, defines, given)
+        self.diagnostics += [*malformed, *errors]
+        for statement in statements:
             if statement.verb.text == INCLUDE:
                 yield from self._included(statement)
             else:
@@ -104,7 +87,7 @@ class _Reader:
                 self._fail(Diagnostic(WRONG_KIND, "arguments are given by name", Label(item.span), help="`name=value`"))
         found = self._open(line, arguments.span("file"))
         if found is not None:
-            yield from self.statements(found, {}, arguments.bindings("args"))
+            yield from self._read(found, {}, arguments.bindings("args"))
 
     def _open(self, line: Include, span: Span) -> Source | None:
         """The text that a line includes, or None after saying why there is none."""

@@ -34,7 +34,7 @@ from .directives.sizes import SizeRange, Sizes
 from .directives.stage import Stage
 from .directives.steps import Steps
 from .directives.verify import Verify
-from .include import Expanded, expand, read_source
+from .include import Expanded, read_source
 from .mesh import Mesh
 from .promises import Promise
 
@@ -90,7 +90,7 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
     """
     source = plan if isinstance(plan, Source) else read_source(Path(plan))
     defines = dict(defines or {})
-    expanded = expand(source, defines)
+    expanded = Expanded(source, defines)
     directives, errors = _read_directives(expanded.statements)
     broken = _broken(expanded, directives)
     found = [*expanded.diagnostics, *errors, *_check(directives, source, broken)]

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import singledispatch
 
+from . import syntax
 from .diagnostics import PlanError
 from .parse import parse_lines
 from .source import Source
-from .syntax import (
-    Binding,
-    Call,
-    Dim,
-    Ellipsis,
-    Group,
-    Item,
-    Layout,
-    Number,
-    Phrase,
-    Range,
-    Split,
-    Statement,
-    String,
-    Var,
-    Word,
-)
+from .syntax import Dim, Item, Phrase, Statement
 
 VERB_WIDTH = 9  # phrases start in one column: the longest everyday verb is `recompute`
 
@@ -70,64 +54,29 @@ def format_phrase(phrase: Phrase) -> str:
     return ", ".join(map(format_item, phrase.items))
 
 
-@singledispatch
-def format_item(item: Item) -> str:
+def format_item(item: Item | Dim) -> str:
     """Canonical text of one item."""
-    raise TypeError(f"not an item: {item!r}")
-
-
-@format_item.register(Word)
-@format_item.register(Number)
-def _text(item: Word | Number) -> str:
-    return item.text
-
-
-@format_item.register
-def _string(item: String) -> str:
-    return f'"{item.text}"'
-
-
-@format_item.register
-def _var(item: Var) -> str:
-    return f"${item.name}"
-
-
-@format_item.register
-def _ellipsis(_: Ellipsis) -> str:
-    return "..."
-
-
-@format_item.register
-def _binding(item: Binding) -> str:
-    return f"{item.name.text}={format_item(item.value)}"
-
-
-@format_item.register
-def _split(item: Split) -> str:
-    name = "" if item.name is None else item.name.text
-    size = "" if item.size is None else f"={format_item(item.size)}"
-    return name + "".join(f"/{format_item(axis)}" for axis in item.axes) + size
-
-
-@format_item.register
-def _range(item: Range) -> str:
-    return f"{format_item(item.low)}..{format_item(item.high)}"
-
-
-@format_item.register
-def _call(item: Call) -> str:
-    return f"{item.name}({', '.join(map(format_item, item.arguments))})"
-
-
-@format_item.register
-def _layout(item: Layout) -> str:
-    return f"[{', '.join(map(_dim, item.dims))}]"
-
-
-@format_item.register
-def _group(item: Group) -> str:
-    return "(" + " + ".join(" ".join(map(format_phrase, term)) for term in item.terms) + ")"
-
-
-def _dim(dim: Dim) -> str:
-    return " ".join(map(format_item, dim.items))
+    match item:
+        case syntax.Word(text) | syntax.Number(text):
+            return text
+        case syntax.String(text):
+            return f'"{text}"'
+        case syntax.Var(name):
+            return f"${name}"
+        case syntax.Ellipsis():
+            return "..."
+        case syntax.Binding(name, value):
+            return f"{name.text}={format_item(value)}"
+        case syntax.Split(name, axes, size):
+            after = "" if size is None else f"={format_item(size)}"
+            return (name.text if name is not None else "") + "".join(f"/{format_item(axis)}" for axis in axes) + after
+        case syntax.Range(low, high):
+            return f"{format_item(low)}..{format_item(high)}"
+        case syntax.Call(name, arguments):
+            return f"{name}({', '.join(map(format_item, arguments))})"
+        case syntax.Layout(dims):
+            return f"[{', '.join(map(format_item, dims))}]"
+        case syntax.Dim(items):
+            return " ".join(map(format_item, items))
+        case syntax.Group(terms):
+            return "(" + " + ".join(" ".join(map(format_phrase, term)) for term in terms) + ")"

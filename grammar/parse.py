@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from lark import Lark, Token, Tree
+from lark import Lark, Token, Transformer, Tree, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+from lark.tree import Meta
 
 from .codes_language import MALFORMED
 from .diagnostics import Diagnostic, Label
@@ -37,7 +39,6 @@ from .syntax import (
 MAX_NESTING = 16
 MAX_NUMBER = 40  # characters
 CLOSES = {")": "(", "]": "[", "}": "{"}
-Node = Tree[Token] | Token | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def _parse_line(source: Source, start: int, text: str, comment: str | None) -> L
         if len(token) > MAX_NUMBER or not math.isfinite(Number(str(token), Span(source, 0, 0)).value):
             at = token.start_pos or 0
             return malformed("the number is too large", at, at + len(token), "write a number that a float can hold")
-    return Line(_Builder(source, start).statement(tree), comment)
+    return Line(_Builder(source, start).transform(tree), comment)
 
 
 def _unbalanced(text: str) -> tuple[str, int, str] | None:
@@ -147,89 +148,67 @@ def _parser() -> Callable[[str], Tree[Token]]:
     return Lark(grammar, parser="lalr", propagate_positions=True, maybe_placeholders=True).parse
 
 
-class _Builder:
-    """Turns lark's trees of one line into frozen syntax with spans in the whole source."""
+@v_args(meta=True)
+class _Builder(Transformer[Token, Statement]):
+    """Turns lark's trees of one line into frozen syntax with spans in the whole source; methods are called by rule."""
 
     def __init__(self, source: Source, start: int) -> None:
+        super().__init__()
         self._source = source
         self._start = start
 
-    def statement(self, tree: Tree[Token]) -> Statement:
-        verb, *phrases = tree.children
-        assert isinstance(verb, Token)
-        return Statement(self._word(verb), tuple(map(self._phrase, phrases)), self._span(tree))
-
-    def _span(self, node: Tree[Token] | Token) -> Span:
-        where = node if isinstance(node, Token) else node.meta
+    def _span(self, where: Meta | Token) -> Span:
         return Span(self._source, self._start + (where.start_pos or 0), self._start + (where.end_pos or 0))
 
-    def _word(self, token: Token) -> Word:
+    def NUMBER(self, token: Token) -> Number:
+        return Number(str(token), self._span(token))
+
+    def STRING(self, token: Token) -> String:
+        return String(token[1:-1], self._span(token))
+
+    def VAR(self, token: Token) -> Var:
+        return Var(token[1:], self._span(token))
+
+    def ELLIPSIS(self, token: Token) -> Ellipsis:
+        return Ellipsis(self._span(token))
+
+    def WORD(self, token: Token) -> Word:
         return Word(str(token), self._span(token))
 
-    def _phrase(self, node: Node) -> Phrase:
-        assert isinstance(node, Tree)
-        return Phrase(tuple(map(self._item, node.children)), self._span(node))
+    def start(self, meta: Meta, children: list[Any]) -> Statement:
+        verb, *phrases = children
+        return Statement(verb, tuple(phrases), self._span(meta))
 
-    def _item(self, node: Node) -> Item:
-        assert node is not None
-        if isinstance(node, Token):
-            return self._token(node)
-        return _ITEMS[node.data](self, node.children, self._span(node))
+    def phrase(self, meta: Meta, items: list[Item]) -> Phrase:
+        return Phrase(tuple(items), self._span(meta))
 
-    def _token(self, token: Token) -> Item:
-        text, span = str(token), self._span(token)
-        if token.type == "NUMBER":
-            return Number(text, span)
-        if token.type == "STRING":
-            return String(text[1:-1], span)
-        if token.type == "VAR":
-            return Var(text[1:], span)
-        if token.type == "ELLIPSIS":
-            return Ellipsis(span)
-        return Word(text, span)
-
-    def _binding(self, children: list[Tree[Token] | Token], span: Span) -> Item:
+    def binding(self, meta: Meta, children: list[Any]) -> Binding:
         name, value = children
-        assert isinstance(name, Token)
-        return Binding(self._word(name), self._item(value), span)
+        return Binding(name, value, self._span(meta))
 
-    def _split(self, children: list[Tree[Token] | Token], span: Span) -> Item:
-        first, *rest = children
-        assert isinstance(first, Token)
-        name = self._word(first) if first.type == "WORD" else None
-        parts = [self._item(node) for node in rest if node is not None]
-        size = parts.pop() if rest[-1] is not None else None
-        assert size is None or isinstance(size, Number | Var)
-        return Split(name, tuple(part for part in parts if isinstance(part, Word | Var)), size, span)
+    def split(self, meta: Meta, children: list[Any]) -> Split:
+        first, *axes, size = children
+        return Split(first if isinstance(first, Word) else None, tuple(axes), size, self._span(meta))
 
-    def _range(self, children: list[Tree[Token] | Token], span: Span) -> Item:
-        low, high = map(self._item, children)
-        assert isinstance(low, Number | Var) and isinstance(high, Number | Var)
-        return Range(low, high, span)
+    def range(self, meta: Meta, children: list[Any]) -> Range:
+        low, high = children
+        return Range(low, high, self._span(meta))
 
-    def _call(self, children: list[Tree[Token] | Token], span: Span) -> Item:
+    def call(self, meta: Meta, children: list[Any]) -> Call:
         name, *arguments = children
-        return Call(str(name)[:-1], tuple(self._item(node) for node in arguments if node is not None), span)
+        return Call(name[:-1], tuple(item for item in arguments if item is not None), self._span(meta))
 
-    def _layout(self, children: list[Tree[Token] | Token], span: Span) -> Item:
-        dims = [node for node in children if isinstance(node, Tree)]
-        return Layout(tuple(Dim(tuple(map(self._item, dim.children)), self._span(dim)) for dim in dims), span)
+    def dim(self, meta: Meta, items: list[Item]) -> Dim:
+        return Dim(tuple(items), self._span(meta))
 
-    def _group(self, children: list[Tree[Token] | Token], span: Span) -> Item:
+    def layout(self, meta: Meta, dims: list[Dim | None]) -> Layout:
+        return Layout(tuple(dim for dim in dims if dim is not None), self._span(meta))
+
+    def group(self, meta: Meta, children: list[Any]) -> Group:
         terms: list[list[Phrase]] = [[]]
-        for node in children:
-            if isinstance(node, Token):
+        for child in children:
+            if isinstance(child, Phrase):
+                terms[-1].append(child)
+            elif child is not None:  # a `+`
                 terms.append([])
-            elif node is not None:
-                terms[-1].append(self._phrase(node))
-        return Group(tuple(map(tuple, terms)) if terms[0] else (), span)
-
-
-_ITEMS: dict[str, Callable[[_Builder, list[Tree[Token] | Token], Span], Item]] = {
-    "binding": _Builder._binding,
-    "split": _Builder._split,
-    "range": _Builder._range,
-    "call": _Builder._call,
-    "layout": _Builder._layout,
-    "group": _Builder._group,
-}
+        return Group(tuple(map(tuple, terms)) if terms[0] else (), self._span(meta))

@@ -35,15 +35,6 @@ Value = Number | Word | String | Range
 
 
 @dataclass(frozen=True, slots=True)
-class Substituted:
-    """Statements without ``$name`` (``let`` statements included, those that could not be replaced left out),
-    and what went wrong on the way."""
-
-    statements: tuple[Statement, ...]
-    diagnostics: tuple[Diagnostic, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Override:
     """What replaces the value of a ``let``, or None if it is no value; ``said`` is how messages call it."""
 
@@ -55,11 +46,12 @@ class _Override:
 
 def substitute(
     statements: Sequence[Statement], defines: Mapping[str, str], given: Sequence[Binding] = ()
-) -> Substituted:
+) -> tuple[tuple[Statement, ...], tuple[Diagnostic, ...]]:
     """Replaces every ``$name``; ``defines`` (from ``-D``) and ``given`` (the arguments of the ``include`` of this file)
     override the values of ``let`` and nothing else.
 
-    A value keeps the span of its use, so later messages point at the line that uses it.
+    Statements that cannot be replaced are left out; what is wrong with them comes after the others. A value keeps the
+    span of its use, so later messages point at the line that uses it.
     """
     scope = _Scope()
     overrides = {name: _define(name, text) for name, text in defines.items()}
@@ -80,7 +72,7 @@ def substitute(
             scope.diagnostics.append(Diagnostic(UNKNOWN_DEFINE, message, Label(override.span), help=override.help))
     result = [scope.lets.get(id(statement)) or scope.statement(statement) for statement in statements]
     scope.report_unused()
-    return Substituted(tuple(statement for statement in result if statement), tuple(scope.diagnostics))
+    return tuple(statement for statement in result if statement), tuple(scope.diagnostics)
 
 
 def _define(name: str, text: str) -> _Override:

@@ -1,4 +1,4 @@
-"""The table of sharding rules, one row per operator in a file per family; and the line that adds a custom operator's."""
+"""The table of sharding rules, one row per operator in a file per family; and the line that adds a custom one's."""
 
 import pkgutil
 from collections.abc import Mapping
