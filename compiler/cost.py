@@ -55,26 +55,23 @@ class _Liveness:
                 last[name] = max(last.get(name, 0), index)
         # a view keeps its source alive
         source: dict[str, str] = {}
-        sizes: dict[str, int] = {}
         for index, line in reversed(list(enumerate(function.lines))):
             if line.op in VIEWS:
                 owner = next(line.uses())
-                for value in line.results:
-                    if value is not None:
-                        source[value.name] = owner
-                        last[owner] = max(last.get(owner, 0), last.get(value.name, index))
+                for value in line.made:
+                    source[value.name] = owner
+                    last[owner] = max(last.get(owner, 0), last.get(value.name, index))
         live = most = 0
         dying: dict[int, int] = {}
         for index, line in enumerate(function.lines):
             inner = self.peak(self.program.function(line.op)) if line.calls_function else 0
             made = 0
-            for value in line.results:
-                if value is None or value.name in source:
-                    continue
-                sizes[value.name] = local_bytes(value.type, self.program)
-                made += sizes[value.name]
-                end = last.get(value.name, index)
-                dying[end] = dying.get(end, 0) + sizes[value.name]
+            for value in line.made:
+                if value.name not in source:
+                    size = local_bytes(value.type, self.program)
+                    made += size
+                    end = last.get(value.name, index)
+                    dying[end] = dying.get(end, 0) + size
             most = max(most, live + max(made, inner))
             live += made - dying.get(index, 0)
         self.peaks[function.name] = most

@@ -100,6 +100,11 @@ class Line:
         """Whether the line calls another function of its program."""
         return "." not in self.op
 
+    @property
+    def made(self) -> list[Value]:
+        """The results that there are."""
+        return [value for value in self.results if value is not None]
+
     def uses(self) -> Iterator[str]:
         """Names of the values that the line reads, in order."""
         for item in (*self.args, *(value for _, value in self.kwargs)):
@@ -137,7 +142,7 @@ class Function:
         """Every value of the function by its name."""
         table = {value.name: value for value in self.parameters}
         for line in self.lines:
-            table.update((value.name, value) for value in line.results if value is not None)
+            table.update((value.name, value) for value in line.made)
         return table
 
 

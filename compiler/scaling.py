@@ -11,9 +11,9 @@ from math import isnan
 
 from .collectives import COLLECTIVES
 from .factors import OpCall
-from .program import Function, Line, Program, Ref
+from .program import Program, Ref
 from .typing import rule_or_opaque
-from .verify import Fault, call_of
+from .verify import Fault, Question, call_of, follow
 
 Degree = float | None
 """None is not known."""
@@ -33,7 +33,7 @@ def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
 def scaled_once(program: Program, where: str) -> list[Fault]:
     """All that a program returns has the scale once; gradients that B receives of another stage have it already."""
     given = [_role_degree(value.role) for value in program.main.parameters]
-    found = zip(program.main.returns, degrees(program, program.main, given), strict=True)
+    found = zip(program.main.returns, degrees(program, given), strict=True)
     return [
         Fault("types", f"{where} {key}", f"has the loss's scale {_times(degree)}, not once")
         for (key, _), degree in found
@@ -49,37 +49,17 @@ def _role_degree(role: str) -> Degree:
     return {"count": -1.0, "scale": 1.0, "gradient": 1.0, "received": 1.0}.get(role.partition(" ")[0], 0.0)
 
 
-def degrees(program: Program, function: Function, given: Sequence[Degree]) -> list[Degree]:
-    """The degrees of what a function returns, from those of its parameters."""
-    memory: dict[tuple[str, tuple[Degree, ...]], list[Degree]] = {}
-
-    def walk(function: Function, given: tuple[Degree, ...]) -> list[Degree]:
-        key = (function.name, given)
-        if key not in memory:
-            known = dict(zip((value.name for value in function.parameters), given, strict=True))
-            values = function.values()
-            for line in function.lines:
-                operands = [known[name] for name in line.uses()]
-                if line.calls_function:
-                    made = walk(program.function(line.op), tuple(operands))
-                else:
-                    types = [values[name].type for name in line.uses()]
-                    results = [value.type for value in line.results if value is not None]
-                    call = call_of(line, types, results, lambda item: item.size)
-                    made = [_line_degree(line, call, operands)] * len(line.results)
-                pairs = zip(line.results, made, strict=True)
-                known.update((value.name, degree) for value, degree in pairs if value is not None)
-            memory[key] = [known[name] for _, name in function.returns]
-        return memory[key]
-
-    return walk(function, tuple(given))
-
-
 _POWERS = {"aten.reciprocal.default": -1.0, "aten.sqrt.default": 0.5, "aten.rsqrt.default": -0.5,
            "parc.square_sum.default": 2.0, "aten.square.default": 2.0}  # fmt: skip
 
 
-def _line_degree(line: Line, call: OpCall, operands: Sequence[Degree]) -> Degree:
+def degrees(program: Program, given: Sequence[Degree]) -> list[Degree]:
+    """The degrees of what a program returns, from those of its parameters."""
+    return follow(program, program.main, given, lambda _, line, operands: [_degree(line, operands)] * len(line.results))
+
+
+def _degree(question: Question, operands: Sequence[Degree]) -> Degree:
+    line = question.line
     known = [degree for degree in operands if degree is not None]
     if len(known) != len(operands):
         return None
@@ -95,7 +75,7 @@ def _line_degree(line: Line, call: OpCall, operands: Sequence[Degree]) -> Degree
         return known[0] * float(line.args[1])
     if line.op == "aten.div.Tensor" and isinstance(line.args[1], Ref):
         return known[0] - known[1]
-    return _by_rule(call, known)
+    return _by_rule(call_of(line, question.operands, question.results, lambda item: item.size), known)
 
 
 def _by_rule(call: OpCall, known: Sequence[float]) -> Degree:

@@ -7,10 +7,10 @@ contribution to a gradient that was forgotten in a sum is one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -38,7 +38,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class Question:
     """A line, its names left out, and the types of what it reads; equal lines are looked at once."""
 
     text: str
@@ -54,6 +54,8 @@ class _Question:
         return [type_ for type_ in self.declared if type_ is not None]
 
 
+Fact = TypeVar("Fact", bound=Hashable)
+"""What a checker knows of a value."""
 Answer = tuple[tuple[str, str], ...]
 """What is wrong with a line: pairs of a check and a message."""
 
@@ -69,10 +71,10 @@ def check_program(program: Program) -> list[Fault]:
             if line.calls_function:
                 found = tuple(_call_faults(line, values, known[line.op]))
             else:
-                found = _answer(_question(line, values, program.mesh))
-            names = ", ".join(value.name for value in line.results if value is not None)
+                found = _answer(question_of(line, values, program.mesh))
+            names = ", ".join(value.name for value in line.made)
             faults += [Fault(check, f"{where}: {names}", message) for check, message in found]
-            values.update((value.name, value) for value in line.results if value is not None)
+            values.update((value.name, value) for value in line.made)
         faults += [Fault("types", f"{where}: {name}", "is made and never read") for name in _unread(function)]
         known[function.name] = function
     called = {line.op for function in program.functions for line in function.lines if line.calls_function}
@@ -89,8 +91,8 @@ def _unread(function: Function) -> Iterator[str]:
     updated = {key for key, _ in function.returns if key.startswith("buffer ")}
     yield from (value.name for value in function.parameters if value.name not in read and value.role not in updated)
     for line in function.lines:
-        unread = [value.name for value in line.results if value is not None and value.name not in read]
-        if line.calls_function or len(unread) == sum(value is not None for value in line.results):
+        unread = [value.name for value in line.made if value.name not in read]
+        if line.calls_function or len(unread) == len(line.made):
             yield from unread
 
 
@@ -104,7 +106,8 @@ def _call_faults(line: Line, values: Mapping[str, Value], called: Function) -> I
         yield "types", f"gives the results of `{called.name}` other types than it returns"
 
 
-def _question(line: Line, values: Mapping[str, Value], mesh: Mesh) -> _Question:
+def question_of(line: Line, values: Mapping[str, Value], mesh: Mesh) -> Question:
+    """A line and the types of its values, of a function's ``values`` by name."""
     operands = tuple(values[name].type for name in line.uses())
     declared = tuple(None if value is None else value.type for value in line.results)
     names = iter(f"%{index}" for index in range(len(operands)))
@@ -113,16 +116,46 @@ def _question(line: Line, values: Mapping[str, Value], mesh: Mesh) -> _Question:
         return argument_text(map_references(item, lambda _: Ref(next(names))), mesh)
 
     words = [*map(word, line.args), *(f"{key}={word(item)}" for key, item in line.kwargs)]
-    return _Question(f"{line.op}({', '.join(words)})", TABLE.get(line.op), operands, declared, mesh, line)
+    return Question(f"{line.op}({', '.join(words)})", TABLE.get(line.op), operands, declared, mesh, line)
+
+
+def follow(
+    program: Program,
+    function: Function,
+    given: Sequence[Fact],
+    made: Callable[[str, Question, tuple[Fact, ...]], Sequence[Fact]],
+) -> list[Fact]:
+    """What is known of each value that a function returns, from what is known of its parameters, line by line.
+
+    ``made(function's name, line, facts)`` says it of a line's results, from what is known of what the line reads.
+    """
+    memory: dict[tuple[str, tuple[Fact, ...]], list[Fact]] = {}
+
+    def walk(function: Function, given: tuple[Fact, ...]) -> list[Fact]:
+        key = function.name, given
+        if key not in memory:
+            known = dict(zip((value.name for value in function.parameters), given, strict=True))
+            values = function.values()
+            for line in function.lines:
+                read = tuple(known[name] for name in line.uses())
+                if line.calls_function:
+                    found: Sequence[Fact] = walk(program.function(line.op), read)
+                else:
+                    found = made(function.name, question_of(line, values, program.mesh), read)
+                known.update(zip((value.name for value in line.made), found, strict=True))
+            memory[key] = [known[name] for _, name in function.returns]
+        return memory[key]
+
+    return walk(function, tuple(given))
 
 
 @lru_cache(maxsize=8192)
-def _answer(question: _Question) -> Answer:
+def _answer(question: Question) -> Answer:
     judge = _collective_faults if question.line.op in COLLECTIVES else _operator_faults
     return tuple(judge(question))
 
 
-def _collective_faults(q: _Question) -> Iterator[tuple[str, str]]:
+def _collective_faults(q: Question) -> Iterator[tuple[str, str]]:
     line, mesh = q.line, q.mesh
     source, *options = line.args or (None,)
     if not isinstance(source, Ref) or len(q.operands) != 1 or line.kwargs:
@@ -146,14 +179,14 @@ def _collective_faults(q: _Question) -> Iterator[tuple[str, str]]:
 _REPLACED = {"aten.embedding.default": (0, 0), "parc.token_loss.default": (0, 1)}
 
 
-def _split_table(op: str, q: _Question) -> Iterator[int]:
+def _split_table(op: str, q: Question) -> Iterator[int]:
     """The dim of its table that the operator needs whole, where it is split."""
     at, dim = _REPLACED.get(op, (0, -1))
     if dim >= 0 and q.operands[at].placement.splits(dim):
         yield dim
 
 
-def _operator_faults(q: _Question) -> Iterator[tuple[str, str]]:
+def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     line, mesh, results = q.line, q.mesh, q.results
     if _draws(line.op):
         yield "types", f"{line.op} draws from a rank's own random state"
@@ -193,7 +226,7 @@ def _without_sums(type_: TensorType) -> Placement:
     return type_.placement.replace(dict.fromkeys(type_.placement.partial, "I"))
 
 
-def _local_faults(q: _Question, call: OpCall) -> Iterator[tuple[str, str]]:
+def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:
     """On a rank's shapes the operator makes a rank's; and its sizes there are those that its rule derives."""
     op, mesh, results = q.line.op, q.mesh, q.results
     shapes = tuple(t.local(mesh) for t in q.operands), tuple(t.local(mesh) for t in results)
@@ -210,7 +243,7 @@ def _local_faults(q: _Question, call: OpCall) -> Iterator[tuple[str, str]]:
         yield "shapes", f"on a rank {wrong}"
 
 
-def _made_otherwise(q: _Question, call: OpCall, shapes: Sequence[Any], wanted: Sequence[Any]) -> str:
+def _made_otherwise(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Sequence[Any]) -> str:
     """Runs the operator on shapes alone; what is wrong with its results, "" if nothing."""
     op = q.line.op
     expected = [None if t is None else (t.dtype, shape) for t, shape in zip(q.declared, wanted, strict=True)]

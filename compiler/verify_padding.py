@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from .collectives import COLLECTIVES
-from .factors import OpCall
 from .neutral import REDUCTIONS, is_neutral
-from .op_rules import TABLE, Row
-from .pad_flow import Extra, Extras, PaddingFault, follow
+from .pad_flow import Extra, Extras, PaddingFault
+from .pad_flow import follow as follow_padding
 from .padding import Pad, Pads
 from .placement import TensorType
-from .program import Function, Line, Program
-from .verify import Fault, call_of
+from .program import Program
+from .verify import Fault, Question, call_of, follow
 
 _ROW_MAX = "parc.row_max"
 
@@ -32,7 +31,7 @@ def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[s
         program = programs[action]
         given = [_role(value.role, pads, known) for value in program.main.parameters]
         try:
-            made = _walk(program, program.main, given, {})
+            made = follow(program, program.main, given, _made)
         except _LineFault as fault:
             faults.append(Fault("padding", f"{program.role}.{action} {fault.where}", str(fault)))
             break
@@ -63,7 +62,7 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
             tail = value.type.shape[:1] if kind == "input" else ()
             given.append(tuple(Extra(0, 1, 1, size, held) for size in tail if size > 1))
         try:
-            made = _walk(reference, function, given, {})
+            made = follow(reference, function, given, _made)
         except _LineFault as fault:
             return f"samples are not apart in its {fault.where}: {fault}"
         if any(extra.real is not None for extras in made for extra in extras):
@@ -103,61 +102,24 @@ class _LineFault(ValueError):
         self.where = where
 
 
-_Memory = dict[tuple[str, tuple[Extras, ...]], list[Extras]]
-
-
-def _walk(program: Program, function: Function, given: Sequence[Extras], memory: _Memory) -> list[Extras]:
-    """The padding of what a function returns, from that of its parameters."""
-    key = (function.name, tuple(given))
-    if key not in memory:
-        known = dict(zip((value.name for value in function.parameters), given, strict=True))
-        values = function.values()
-        for line in function.lines:
-            operands = tuple(known[name] for name in line.uses())
-            if line.calls_function:
-                made = _walk(program, program.function(line.op), operands, memory)
-            else:
-                types = tuple(values[name].type for name in line.uses())
-                results = tuple(value.type for value in line.results if value is not None)
-                try:
-                    made = _line(_Question(line, TABLE.get(line.op), types, results), operands)
-                except PaddingFault as fault:
-                    names = ", ".join(value.name for value in line.results if value is not None)
-                    raise _LineFault(f"{function.name}: {names}", str(fault)) from None
-            found = iter(made)
-            known.update((value.name, next(found)) for value in line.results if value is not None)
-        memory[key] = [known[name] for _, name in function.returns]
-    return memory[key]
-
-
-class _Question:
-    """A line and its types; equal lines are followed once."""
-
-    __slots__ = ("key", "line", "results", "types")
-
-    def __init__(
-        self, line: Line, row: Row | None, types: tuple[TensorType, ...], results: tuple[TensorType, ...]
-    ) -> None:
-        self.line, self.types, self.results = line, types, results
-        self.key = (line.op, repr(line.args[1:]), repr(line.kwargs), row, types, results)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Question) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+def _made(function: str, question: Question, operands: tuple[Extras, ...]) -> list[Extras]:
+    try:
+        return _line(question, operands)
+    except PaddingFault as fault:
+        names = ", ".join(value.name for value in question.line.made)
+        raise _LineFault(f"{function}: {names}", str(fault)) from None
 
 
 @lru_cache(maxsize=8192)
-def _line(question: _Question, operands: tuple[Extras, ...]) -> list[Extras]:
+def _line(question: Question, operands: tuple[Extras, ...]) -> list[Extras]:
     """The padding of a line's results; a collective moves what a value holds, padding and all."""
     line = question.line
     if line.op == _ROW_MAX:
-        return [_largest(question.types[0], operands[0])]
+        return [_largest(question.operands[0], operands[0])]
     if line.op in COLLECTIVES:
         return [operands[0]]
-    call: OpCall = call_of(line, question.types, question.results, lambda item: item.size)
-    return follow(call, operands, [type_.dtype for type_ in question.types])
+    call = call_of(line, question.operands, question.results, lambda item: item.size)
+    return follow_padding(call, operands, [type_.dtype for type_ in question.operands])
 
 
 def _largest(type_: TensorType, extras: Extras) -> Extras:

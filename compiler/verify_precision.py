@@ -14,7 +14,7 @@ import torch
 
 from .precision import LOSSES, Rounding, base_name, is_narrow, is_sensitive, may_narrow
 from .program import Function, Line, Program, Value
-from .verify import Fault
+from .verify import Fault, Question, follow
 
 _LOSS = LOSSES | {"loss_parts"}
 Shape = tuple[int, ...]
@@ -28,7 +28,7 @@ def check_precision(programs: Mapping[str, Program], reference: Program, roundin
     for action, program in programs.items():
         for function in program.functions:
             for line, fault in _line_faults(function, action, rounding, own, widened):
-                names = ", ".join(value.name for value in line.results if value is not None)
+                names = ", ".join(value.name for value in line.made)
                 faults.append(Fault("types", f"{action} {function.name}: {names}", fault))
     return [*faults, *_loss_faults(programs["F"], own)]
 
@@ -62,7 +62,7 @@ def _floats(function: Function) -> Iterator[tuple[Line, list[Value], list[Value]
     values = function.values()
     for line in function.lines:
         reads = [values[name] for name in line.uses() if values[name].type.dtype.is_floating_point]
-        makes = [value for value in line.results if value is not None and value.type.dtype.is_floating_point]
+        makes = [value for value in line.made if value.type.dtype.is_floating_point]
         yield line, reads, makes
 
 
@@ -102,7 +102,7 @@ def _line_faults(
 ) -> Iterator[tuple[Line, str]]:
     returned = {name for _, name in function.returns}
     for line in reversed(function.lines):  # parts of several stages are added up like those of microbatches
-        if line.op == "aten.add.Tensor" and any(v is not None and v.name in returned for v in line.results):
+        if line.op == "aten.add.Tensor" and any(value.name in returned for value in line.made):
             returned.update(line.uses())
     for line, reads, makes in _floats(function):
         narrow = [value for value in makes if is_narrow(value.type.dtype)]
@@ -129,25 +129,17 @@ def _loss_faults(forward: Program, own: _Own) -> Iterator[Fault]:
     """What is made of a loss is nowhere narrow."""
     found: dict[str, Fault] = {}
 
-    def walk(function: Function, tainted: set[str]) -> set[str]:
-        """The returned names of a function that depend on a loss."""
-        for line in function.lines:
-            read = [name in tainted for name in line.uses()]
-            makes = [value for value in line.results if value is not None]
-            if line.calls_function:
-                inner = forward.function(line.op)
-                given = {value.name for value, on in zip(inner.parameters, read, strict=True) if on}
-                made = walk(inner, given)
-                tainted |= {v.name for v, (_, name) in zip(makes, inner.returns, strict=True) if name in made}
-            elif base_name(line.op) in _LOSS or any(read):
-                tainted |= {value.name for value in makes}
-                for value in makes:
-                    if is_narrow(value.type.dtype) and value.type.dtype not in own.types:
-                        where = f"F {function.name}: {value.name}"
-                        found[where] = Fault("types", where, f"is made of the loss, but {_text(value.type.dtype)}")
-        return {name for _, name in function.returns if name in tainted}
+    def made(function: str, question: Question, tainted: tuple[bool, ...]) -> list[bool]:
+        """Whether a line's results depend on a loss."""
+        line = question.line
+        depends = base_name(line.op) in _LOSS or any(tainted)
+        for value in line.made if depends else ():
+            if is_narrow(value.type.dtype) and value.type.dtype not in own.types:
+                where = f"F {function}: {value.name}"
+                found[where] = Fault("types", where, f"is made of the loss, but {_text(value.type.dtype)}")
+        return [depends] * len(line.made)
 
-    walk(forward.main, set())
+    follow(forward, forward.main, [False] * len(forward.main.parameters), made)
     yield from found.values()
 
 

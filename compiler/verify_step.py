@@ -205,7 +205,7 @@ def trained(captured: Function) -> list[str]:
         for name in line.uses():
             found |= reach.get(name, 0)
         if line.op not in _STOPS:
-            reach.update((value.name, found) for value in line.results if value is not None and _real(value))
+            reach.update((value.name, found) for value in line.made if _real(value))
     loss = reach.get(dict(captured.returns)["loss"], 0)
     return [value.role.removeprefix("parameter ") for index, value in enumerate(given) if loss >> index & 1]
 
@@ -238,7 +238,7 @@ def _average_faults(scale: Program, reference: Program, microbatches: int) -> It
 
 def _is_sum(function: Function, name: str) -> bool:
     """Whether a value is a sum over samples, or a combination of such sums by constants."""
-    makers = {value.name: line for line in function.lines for value in line.results if value is not None}
+    makers = {value.name: line for line in function.lines for value in line.made}
     line = makers.get(name)
     if line is None:
         return False
@@ -266,11 +266,11 @@ def _mixes_samples(function: Function, total: Line) -> bool:
     """Whether what is summed comes from a reduction over dim 0 of what comes from an input."""
     types, needed = function.values(), set(total.uses())
     for line in reversed(function.lines):
-        if any(value is not None and value.name in needed for value in line.results):
+        if any(value.name in needed for value in line.made):
             needed.update(line.uses())
     sampled = {value.name for value in function.parameters if value.role.startswith("input")}
     for line in function.lines:
-        made = [value.name for value in line.results if value is not None]
+        made = [value.name for value in line.made]
         uses = list(line.uses())
         if sampled.isdisjoint(uses):
             continue

@@ -280,9 +280,9 @@ def test_trained_parameters_are_those_that_the_loss_depends_on_differentiably() 
 def test_degrees_follow_products_roots_and_sums() -> None:
     programs = step()
     reduce = programs["REDUCE"]
-    assert degrees(reduce, reduce.main, [1.0, 1.0, 0.0, 1.0]) == [1.0, 1.0, 1.0, 1.0]
-    assert degrees(reduce, reduce.main, [2.0, 2.0, 3.0, -1.0]) == [2.0, 2.0, 2.0, 2.0]
-    assert degrees(reduce, reduce.main, [1.0, 2.0, 0.0, 1.0])[3] != 1.0  # a sum of unequal degrees has none
+    assert degrees(reduce, [1.0, 1.0, 0.0, 1.0]) == [1.0, 1.0, 1.0, 1.0]
+    assert degrees(reduce, [2.0, 2.0, 3.0, -1.0]) == [2.0, 2.0, 2.0, 2.0]
+    assert degrees(reduce, [1.0, 2.0, 0.0, 1.0])[3] != 1.0  # a sum of unequal degrees has none
     backward = programs["B"]
-    assert degrees(backward, backward.main, [1.0, 0.0, 0.0, 0.0]) == [1.0, 1.0]
-    assert degrees(backward, backward.main, [0.0, 0.0, 0.0, 0.0]) == [0.0, 0.0]
+    assert degrees(backward, [1.0, 0.0, 0.0, 0.0]) == [1.0, 1.0]
+    assert degrees(backward, [0.0, 0.0, 0.0, 0.0]) == [0.0, 0.0]
