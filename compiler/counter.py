@@ -11,7 +11,7 @@ same reason nothing is divided by a Python number, which some devices turn into 
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -31,19 +31,6 @@ def stream(seed: int, name: str, step: int = 0, microbatch: int = 0) -> int:
     """
     text = f"{seed} {step} {microbatch} {name}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"parc").digest(), "little") >> 1
-
-
-def element_index(
-    whole: Sequence[int], starts: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu"
-) -> Tensor:
-    """The flat global indices, int64 of shape ``shape``, of the block at ``starts`` of a tensor of shape ``whole``."""
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    stride = 1
-    for dim in reversed(range(len(whole))):
-        steps = torch.arange(starts[dim], starts[dim] + shape[dim], dtype=torch.int64, device=device).mul_(stride)
-        index = index + steps.reshape(-1, *([1] * (len(whole) - 1 - dim)))
-        stride *= whole[dim]
-    return index
 
 
 def bits(key: int, index: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import counter
-from .recipe_values import VECTOR, Node, Read, Replay, cast, whole_of
+from .recipe_values import VECTOR, Node, Read, Replay, cast, dense
 
 ONE_THREAD_RUN = 1 << 14  # elements; torch's kernels give no thread less than twice this
 # Operators that have one right result, whatever kernel computes it. The last elements of a run, or of a thread's part
@@ -37,9 +37,6 @@ class Fill(Node):
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         return torch.full(index.shape, self.value, dtype=self.dtype)
 
-    def sources(self) -> Iterator[Node]:
-        return iter(())
-
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -50,9 +47,6 @@ class Literal(Node):
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         return self.flat[index]
-
-    def sources(self) -> Iterator[Node]:
-        return iter(())
 
 
 @final
@@ -65,9 +59,6 @@ class Count(Node):
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         return (index * self.step).add_(self.start).to(self.dtype)
-
-    def sources(self) -> Iterator[Node]:
-        return iter(())
 
 
 @final
@@ -92,9 +83,6 @@ class Draw(Node):
             return numbers
         bound = torch.tensor(self.below, dtype=self.dtype)
         return torch.minimum(numbers, torch.nextafter(bound, torch.full_like(bound, -math.inf)))
-
-    def sources(self) -> Iterator[Node]:
-        return iter(())
 
 
 @final
@@ -159,7 +147,7 @@ class Write(Node):
             node = node.before
         if out is None or places is None:
             return replay.at(node, index)
-        out[places] = replay.any_number(whole_of(node), todo)
+        out[places] = replay.any_number(dense(node, (node.count,)), todo)
         return out
 
     def find(self, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from . import counter
 from .recipe_nodes import EXACT, Count, Elementwise, Fill, Write
-from .recipe_values import Node, Read, contiguous_strides
+from .recipe_values import Node, Read, contiguous_strides, dense
 
 Bound = dict[str, Any]
 
@@ -60,12 +60,6 @@ def bind(func: Any, args: tuple[Any, ...], kwargs: Bound) -> Bound:
     return bound
 
 
-def law_of(name: str, bound: Bound) -> Law | None:
-    """The distribution of a random operator; None for one that is drawn whole, or is not random."""
-    law = LAWS.get(name)
-    return law(bound) if law is not None else None
-
-
 def _uniform(bound: Bound) -> Law:
     low, high = float(bound.get("from", 0.0)), float(bound.get("to", 1.0))
     return Law(lambda key, index: counter.uniform(key, index).mul_(high - low).add_(low), high if high > low else None)
@@ -93,11 +87,6 @@ def _integers(bound: Bound) -> Law | None:
     return Law(lambda key, index: counter.uniform(key, index).mul_(float(high - low)).floor_().add_(float(low)))
 
 
-def _exponential(bound: Bound) -> Law:
-    scale = 1.0 / bound["lambd"]
-    return Law(lambda key, index: counter.exponential(key, index).mul_(scale))
-
-
 LAWS: dict[str, Callable[[Bound], Law | None]] = {
     "uniform": _uniform,
     "rand": _uniform,
@@ -109,8 +98,9 @@ LAWS: dict[str, Callable[[Bound], Law | None]] = {
     "randint": _integers,
     "randint_like": _integers,
     "random": _integers,
-    "exponential": _exponential,
+    "exponential": lambda bound: Law(lambda key, index: counter.exponential(key, index).mul_(1.0 / bound["lambd"])),
 }
+"""Distributions of random operators; None for one that is drawn whole."""
 
 
 def elements_of(call: Elements) -> Node | None:
@@ -126,15 +116,9 @@ def elements_of(call: Elements) -> Node | None:
     return _pointwise(call)
 
 
-def _nothing(bound: Bound) -> Any:
-    return 0
-
-
+_ZEROS = "zeros zeros_like new_zeros zero empty empty_like new_empty empty_strided new_empty_strided empty_permuted"
 FILLS: dict[str, Callable[[Bound], Any]] = {
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), _nothing),
-    **dict.fromkeys(
-        ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"), _nothing
-    ),
+    **dict.fromkeys(_ZEROS.split(), lambda bound: 0),
     **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda bound: 1),
     **dict.fromkeys(("full", "full_like", "new_full"), lambda bound: bound["fill_value"]),
     "fill": lambda bound: bound["value"],
@@ -195,10 +179,6 @@ def _triangle(call: Elements) -> Node:
     return call.each(cut, *_grid(rows, columns), call.bound["self"])
 
 
-def _eye(call: Elements) -> Node:
-    return call.each(lambda row, column: row == column, *_grid(*call.sizes))
-
-
 MOVES: dict[str, Callable[[Elements], Node | None]] = {
     "arange": _arange,
     "cat": _cat,
@@ -206,7 +186,7 @@ MOVES: dict[str, Callable[[Elements], Node | None]] = {
     "repeat": _repeat,
     "tril": _triangle,
     "triu": _triangle,
-    "eye": _eye,
+    "eye": lambda call: call.each(lambda row, column: row == column, *_grid(*call.sizes)),
 }
 
 
@@ -241,21 +221,15 @@ def _on_copies(func: Any, written: tuple[int, ...]) -> Callable[..., Tensor]:
 
 def _grid(rows: int, columns: int) -> tuple[Read, Read]:
     """The row and the column number of each element of a matrix, of sizes [rows, 1] and [columns]."""
-    return (
-        Read(Count(rows, torch.int64, 0, 1), (rows, 1), (1, 1), 0),
-        Read(Count(columns, torch.int64, 0, 1), (columns,), (1,), 0),
-    )
+    return dense(Count(rows, torch.int64, 0, 1), (rows, 1)), dense(Count(columns, torch.int64, 0, 1), (columns,))
 
 
 def _as_dtype(read: Read, dtype: torch.dtype) -> Read:
     if read.dtype == dtype:
         return read
-    count = math.prod(read.sizes)
-    node = Elementwise(count, dtype, lambda x: x, True, (read,), {}, read.sizes)
-    return Read(node, read.sizes, contiguous_strides(read.sizes), 0)
+    return dense(Elementwise(math.prod(read.sizes), dtype, lambda x: x, True, (read,), {}, read.sizes), read.sizes)
 
 
 def _reshaped(read: Read, sizes: tuple[int, ...]) -> Read:
     """A read of other sizes and the same flat indices."""
-    node = Elementwise(math.prod(sizes), read.dtype, lambda x: x, True, (read,), {}, read.sizes)
-    return Read(node, sizes, contiguous_strides(sizes), 0)
+    return dense(Elementwise(math.prod(sizes), read.dtype, lambda x: x, True, (read,), {}, read.sizes), sizes)

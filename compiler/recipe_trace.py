@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import counter
 from .recipe_nodes import Call, Draw, Fill, Literal, Result, Write
-from .recipe_ops import Elements, bind, elements_of, law_of
-from .recipe_values import Node, Read, Replay, contiguous_strides, is_contiguous
+from .recipe_ops import LAWS, Elements, bind, elements_of
+from .recipe_values import Node, Read, Replay, dense, is_contiguous
 
 
 class RecipeError(Exception):
@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor):
             with unset_fake_temporarily():
                 flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-            return _dense(Literal(flat.numel(), flat.dtype, flat), tensor.shape)
+            return dense(Literal(flat.numel(), flat.dtype, flat), tensor.shape)
         _, node = self._nodes.get(tensor.untyped_storage()._cdata, (None, None))
         if node is None:
             raise RecipeError(f"a fake tensor of sizes {tuple(tensor.shape)} was made outside of the building code")
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         """The node of an operator that gives each element by itself, or None."""
         name = func.overloadpacket.__name__.removesuffix("_")
         bound = bind(func, *reads)
-        law = law_of(name, bound)
+        law = LAWS[name](bound) if name in LAWS else None
         if law is not None:
             return self._draw(law.draw, law.below, target.numel(), target.dtype)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -160,14 +160,14 @@ class Recorder(TorchDispatchMode):
             return
         sizes, strides = tuple(tensor.shape), tensor.stride()
         count = storage.nbytes() // tensor.element_size()
-        dense = is_contiguous(sizes, strides) and tensor.storage_offset() == 0
-        if not (dense and tensor.numel() == count):
+        in_order = is_contiguous(sizes, strides) and tensor.storage_offset() == 0
+        if not (in_order and tensor.numel() == count):
             if not _is_nested(sizes, strides):
                 raise RecipeError(f"a tensor of sizes {sizes} and strides {strides} is written: its elements overlap")
             before = self._nodes.get(storage._cdata, (None, Fill(count, tensor.dtype, 0)))[1]
             if tensor.numel() == count:
                 before = Fill(count, tensor.dtype, 0)  # nothing of it is left
-            node = Write(count, tensor.dtype, before, _dense(node, sizes), strides, int(tensor.storage_offset()))
+            node = Write(count, tensor.dtype, before, dense(node, sizes), strides, int(tensor.storage_offset()))
         self._nodes[storage._cdata] = (storage, node)
 
 
@@ -197,10 +197,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             out.extend(value if isinstance(value, list | tuple) else [value] if value is not None else [])
     return out
-
-
-def _dense(node: Node, sizes: Sequence[int]) -> Read:
-    return Read(node, tuple(sizes), contiguous_strides(sizes), 0)
 
 
 def _is_nested(sizes: Sequence[int], strides: Sequence[int]) -> bool:

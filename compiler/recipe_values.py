@@ -62,8 +62,10 @@ class Replay:
         return self._wholes[id(owner)]
 
     def any_number(self, read: Read, index: Tensor) -> Tensor:
-        """Like ``read`` for indices whose number is not a multiple of ``VECTOR``."""
-        return self.read(read, _fill_up(index))[: index.numel()]
+        """Like ``read`` for indices whose number is not a multiple of ``VECTOR``: the last is read again."""
+        missing = -index.numel() % VECTOR
+        filled = torch.cat([index, index[-1:].expand(missing)]) if missing else index
+        return self.read(read, filled)[: index.numel()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +79,9 @@ class Node(ABC):
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         """The elements at flat storage indices, of one dim."""
 
-    @abstractmethod
     def sources(self) -> Iterator[Node]:
         """The nodes that this one asks."""
+        return iter(())
 
 
 @final
@@ -103,7 +105,13 @@ class Read:
 
     def locate(self, index: Tensor) -> Tensor:
         """Flat indices of the tensor as flat indices of the storage."""
-        return _dot(index, self.sizes, self.strides, self.offset)
+        out = torch.full_like(index, self.offset)
+        for size, stride in reversed(list(zip(self.sizes, self.strides, strict=True))):
+            if size > 1:
+                if stride:
+                    out += torch.remainder(index, size) * stride
+                index = torch.div(index, size, rounding_mode="floor")
+        return out
 
     def expand(self, sizes: Sequence[int]) -> Read:
         """This tensor broadcast to ``sizes``."""
@@ -115,9 +123,9 @@ class Read:
         return Read(self.node, tuple(sizes), tuple(strides), self.offset)
 
 
-def whole_of(node: Node) -> Read:
-    """A node as a tensor of one dim."""
-    return Read(node, (node.count,), (1,), 0)
+def dense(node: Node, sizes: Sequence[int]) -> Read:
+    """A node as a dense tensor in C order."""
+    return Read(node, tuple(sizes), contiguous_strides(sizes), 0)
 
 
 def reachable(node: Node) -> list[Node]:
@@ -152,20 +160,3 @@ def cast(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     if numbers.dtype == torch.float64 and dtype in (torch.bfloat16, torch.float16):
         numbers = numbers.to(torch.float32)
     return numbers.to(dtype)
-
-
-def _dot(index: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
-    """The storage index of each flat index of a strided tensor."""
-    out = torch.full_like(index, offset)
-    for dim in reversed(range(len(sizes))):
-        if sizes[dim] > 1:
-            if strides[dim]:
-                out += torch.remainder(index, sizes[dim]) * strides[dim]
-            index = torch.div(index, sizes[dim], rounding_mode="floor")
-    return out
-
-
-def _fill_up(index: Tensor) -> Tensor:
-    """The indices, and the last one again up to a multiple of ``VECTOR``."""
-    missing = -index.numel() % VECTOR
-    return torch.cat([index, index[-1:].expand(missing)]) if missing else index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from . import counter
 from .recipe_nodes import Draw, Result
 from .recipe_trace import RecipeError, Recorder, truncated_normals_by
 from .recipe_values import Read, Replay, reachable
@@ -43,23 +42,14 @@ class Recipe:
             flat = Replay(self.seed).elements(self.read, index.reshape(-1).to("cpu"))
             return flat.reshape(index.shape)
 
-    def part(self, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The block of sizes ``shape`` at ``starts``, without holding the indices of all its elements."""
-        with unset_fake_temporarily(), torch.no_grad():
-            out = torch.empty(tuple(shape), dtype=self.dtype)
-            replay = Replay(self.seed)
-            rows = max(1, _PART // max(1, math.prod(shape[1:])))
-            for first in range(0, shape[0] if shape else 1, rows):
-                block = (min(rows, shape[0] - first), *shape[1:]) if shape else ()
-                begin = (starts[0] + first, *starts[1:]) if shape else ()
-                index = counter.element_index(self.shape, begin, block)
-                values = replay.elements(self.read, index.reshape(-1)).reshape(block)
-                (out[first : first + rows] if shape else out).copy_(values)
-            return out
-
     def whole(self) -> Tensor:
-        """All elements, as a contiguous tensor."""
-        return self.part((0,) * len(self.shape), self.shape)
+        """All elements, as a contiguous tensor, without holding the indices of all at once."""
+        with unset_fake_temporarily(), torch.no_grad():
+            replay, flat = Replay(self.seed), torch.empty(math.prod(self.shape), dtype=self.dtype)
+            for start in range(0, len(flat), _PART):
+                part = flat[start : start + _PART]
+                part.copy_(replay.elements(self.read, torch.arange(start, start + len(part))))
+            return flat.reshape(self.shape)
 
 
 @dataclass(frozen=True, eq=False)

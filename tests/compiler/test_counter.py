@@ -143,12 +143,6 @@ def test_long_index_sets_are_cut_into_blocks_without_a_trace() -> None:
     assert torch.equal(counter.normal(7, INDEX)[short], counter.normal(7, short))
 
 
-def test_element_index_counts_globally() -> None:
-    whole = torch.arange(4 * 5 * 6).reshape(4, 5, 6)
-    assert torch.equal(counter.element_index((4, 5, 6), (1, 0, 2), (2, 5, 3)), whole[1:3, :, 2:5])
-    assert counter.element_index((), (), ()).shape == ()
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("draw", DRAWS)
 def test_a_gpu_draws_the_same_bits(draw: object) -> None:

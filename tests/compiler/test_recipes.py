@@ -108,7 +108,7 @@ def test_any_cut_of_a_recipe_is_the_same_bits(data: st.DataObject) -> None:
     starts = [data.draw(st.integers(0, size - 1)) for size in recipe.shape]
     sizes = [data.draw(st.integers(1, size - start)) for size, start in zip(recipe.shape, starts, strict=True)]
     block = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-    assert same(recipe.part(starts, sizes), whole[block])
+    assert same(recipe.elements(torch.arange(count).reshape(recipe.shape)[block]), whole[block])
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -119,8 +119,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_long_recipes_are_cut_without_a_trace() -> None:
     recipe = record(lambda: Holder(torch.exp(torch.randn(300, 1000)) * torch.rand(1000)), 0).recipes["w"]
     whole = recipe.whole()
-    assert same(recipe.part((7, 3), (290, 1)), whole[7:297, 3:4])
-    assert same(recipe.part((123, 0), (55, 1000)), whole[123:178])
+    index = torch.arange(300_000).reshape(300, 1000)
+    assert same(recipe.elements(index[7:297, 3:4]), whole[7:297, 3:4])
+    assert same(recipe.elements(index[123:178]), whole[123:178])
 
 
 class Holder(nn.Module):
@@ -234,7 +235,7 @@ def test_a_large_model_is_recorded_without_allocating() -> None:
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     recorded = record(build, 0)
     assert sum(p.numel() for p in recorded.module.parameters()) > 1_000_000_000
-    part = recorded.recipes["12.linear1.weight"].part((4096, 0), (16, 2048))
+    part = recorded.recipes["12.linear1.weight"].elements(torch.arange(4096 * 2048, 4112 * 2048))
     assert abs(float(part.std()) * math.sqrt(3 * 2048) - 1) < 0.05
     assert time.perf_counter() - start < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
