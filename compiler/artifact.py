@@ -25,7 +25,6 @@ from .forms import (
     FormError,
     hold_form,
 )
-from .mesh import Mesh
 from .placement import parse_type
 from .program import Program
 from .program_text import ProgramError, parse_program
@@ -193,7 +192,10 @@ def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = 
     if lacking:
         raise BuildError(f"`{path}` has no program of {', '.join(lacking)}")
     for name, text in manifest["parameters"].items():
-        _hold_type(path, name, text, programs["F"].mesh)
+        try:
+            parse_type(text, programs["F"].mesh).local(programs["F"].mesh)
+        except (ValueError, KeyError) as error:
+            raise BuildError(f"`{path / MANIFEST}`: `parameters.{name}` is no type: {error}") from None
     _hold(path / "report.json", report, REPORT_FORM)
     if "numbers" in report:
         _hold(path / "report.json", {"numbers": report["numbers"]}, {"numbers": NUMBERS_FORM})
@@ -268,13 +270,6 @@ def _hold(file: Path, value: Any, form: Form) -> None:
         hold_form(value, form)
     except FormError as error:
         raise BuildError(f"`{file}` is not of the form that parc writes: {error}") from None
-
-
-def _hold_type(path: Path, name: str, text: str, mesh: Mesh) -> None:
-    try:
-        parse_type(text, mesh).local(mesh)
-    except (ValueError, KeyError) as error:
-        raise BuildError(f"`{path / MANIFEST}`: `parameters.{name}` is no type: {error}") from None
 
 
 def _import_model(path: Path, manifest: Mapping[str, Any]) -> None:

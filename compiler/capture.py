@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,13 +83,6 @@ LossFunction = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 CallModel = Callable[[nn.Module, Mapping[str, torch.Tensor]], Any]
 
 
-@dataclass
-class _Stage:
-    """How far a call came; beside the module, whose own attributes a trace puts back."""
-
-    in_loss: bool = False
-
-
 class _Step(nn.Module):
     """Model and loss as one module, so that one export holds both; the model's names keep one known prefix."""
 
@@ -101,7 +95,7 @@ class _Step(nn.Module):
         self._call = call
         self._loss = loss
         self._names = names
-        self.stage = _Stage()
+        self.stage = SimpleNamespace(in_loss=False)  # how far a call came: a trace puts attributes back
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
         with self._mode:
@@ -161,11 +155,12 @@ def capture(
             of the model, chained.
     """
     step = _Step(model, call, loss, tuple(inputs), ranged)
+    no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
     with mode:
         values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
     try:
         # what a CPU's own kernels would fuse (an LSTM) is captured in operators that every device and dtype has
-        with quiet(), without_checkpoints(_no_checkpoint), torch.backends.mkldnn.flags(enabled=False):
+        with quiet(), without_checkpoints(no_checkpoint), torch.backends.mkldnn.flags(enabled=False):
             exported = torch.export.export(step, values, strict=False)
             if not detach_without_gradients(exported.graph_module):
                 raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` lie in each other")
@@ -205,10 +200,6 @@ def _in_its_own_place(value: FakeTensor) -> torch.Tensor:
         return value
     with value.fake_mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _no_checkpoint() -> CaptureError:
-    return CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
 
 
 _PRODUCTS = re.compile(r"aten\.(linear|mm|bmm|addmm|baddbmm|matmul|mv|dot|bilinear|convolution|conv\dd"

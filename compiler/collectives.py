@@ -120,8 +120,9 @@ def _check_split(type_: TensorType, mesh: Mesh, args: Sequence[Any], what: str) 
     return axes
 
 
-def _all_gather(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
-    return _moved(type_, dict.fromkeys(_check_split(type_, mesh, args, "all_gather"), "I"))
+def _joined(what: str, kind: AxisType) -> Callable[[TensorType, Mesh, Sequence[Any]], TensorType]:
+    """What makes a dim that is split over the axes whole: the value is ``kind`` over them."""
+    return lambda type_, mesh, args: _moved(type_, dict.fromkeys(_check_split(type_, mesh, args, what), kind))
 
 
 def _cut(what: str, kind: AxisType) -> Callable[[TensorType, Mesh, Sequence[Any]], TensorType]:
@@ -134,10 +135,6 @@ def _cut(what: str, kind: AxisType) -> Callable[[TensorType, Mesh, Sequence[Any]
         return _moved(type_, _split_at(type_, mesh, axes, dim, outer))
 
     return result
-
-
-def _pad(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
-    return _moved(type_, dict.fromkeys(_check_split(type_, mesh, args, "pad"), "P"))
 
 
 def _all_to_all(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
@@ -211,7 +208,7 @@ COLLECTIVES: dict[str, Collective] = {
         axes_of, _among, lambda pieces, args: [_sum(pieces)] * len(pieces), members=lambda args: tuple(args[1])
     ),
     "parc.all_gather": Collective(
-        axes_of, _all_gather, lambda pieces, args: [join_dim(pieces, args[1], args[2])] * len(pieces)
+        axes_of, _joined("all_gather", "I"), lambda pieces, args: [join_dim(pieces, args[1], args[2])] * len(pieces)
     ),
     "parc.reduce_scatter": Collective(
         axes_of,
@@ -227,7 +224,7 @@ COLLECTIVES: dict[str, Collective] = {
         lambda pieces, args: [slice_dim(piece, len(pieces), i, *args[1:]) for i, piece in enumerate(pieces)],
         communicates=False,
     ),
-    "parc.pad": Collective(axes_of, _pad, _group_pad, communicates=False),
+    "parc.pad": Collective(axes_of, _joined("pad", "P"), _group_pad, communicates=False),
 }
 """``op(x, axes, …)`` as programs spell them; dims and ``outer`` of their arguments count *local* entries."""
 
@@ -257,7 +254,4 @@ def lower(axes: str, before: Placement, after: Placement, mesh: Mesh) -> tuple[s
 
 def payload_bytes(op: str, shape: Shape, itemsize: int) -> int:
     """Bytes one rank puts into the collective, once, for an operand of local ``shape``."""
-    count = 1
-    for size in shape[:-1] if op == "parc.row_max" else shape:
-        count *= size
-    return count * itemsize
+    return math.prod(shape[:-1] if op == "parc.row_max" else shape) * itemsize

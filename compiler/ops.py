@@ -99,12 +99,8 @@ def _(rng: Any, name: str, seed: int) -> Any:
 
 
 @_fake("dropout_mask")
-def _(key: Any, size: Any, p: float, dtype: torch.dtype) -> Any:
-    return key.new_empty(size, dtype=dtype)
-
-
 @_fake("random")
-def _(key: Any, size: Any, law: str, dtype: torch.dtype) -> Any:
+def _(key: Any, size: Any, how: Any, dtype: torch.dtype) -> Any:
     return key.new_empty(size, dtype=dtype)
 
 
@@ -154,7 +150,8 @@ def _(x: Any) -> Any:
 
 
 @_fake("fill_pad")
-def _(x: Any, dim: int, outer: int, real: int, padded: int, value: float) -> Any:
+@_fake("convert")
+def _(x: Any, *options: Any) -> Any:
     return x.new_empty(x.shape)
 
 
@@ -171,11 +168,6 @@ def _(x: Any, dim: int, outer: int, real: int, padded: int) -> Any:
 @_fake("grow_pad")
 def _(x: Any, dim: int, outer: int, real: int, padded: int) -> Any:
     return _resized(x, dim, real, padded, "grow_pad")
-
-
-@_fake("convert")
-def _(x: Any, axes: str, source: str, result: str) -> Any:
-    return x.new_empty(x.shape)
 
 
 def _gradient(name: str, backward: Any, setup: Any) -> None:

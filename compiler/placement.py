@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -133,10 +134,7 @@ def along(axes: Iterable[str], kind: Kind, mesh: Mesh) -> dict[str, Kind]:
 
 def parts(placement: Placement, mesh: Mesh, dim: int) -> int:
     """Into how many pieces ``dim`` is cut."""
-    total = 1
-    for _, axis in placement.splits(dim):
-        total *= mesh.size(axis)
-    return total
+    return math.prod(mesh.size(axis) for _, axis in placement.splits(dim))
 
 
 def local_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape:
@@ -221,14 +219,6 @@ def dim_index(
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def flat_index(
-    shape: Sequence[int], placement: Placement, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device | None
-) -> torch.Tensor:
-    """Row-major *global* element numbers of a rank's piece, in the piece's own shape."""
-    places = (dim_index(size, dim, placement, mesh, coordinates, device) for dim, size in enumerate(shape))
-    return row_major(shape, places, device)
-
-
 def row_major(shape: Sequence[int], places: Iterable[torch.Tensor], device: torch.device | None) -> torch.Tensor:
     """Element numbers, in a tensor of ``shape``, of the entries with these coordinates along each dim."""
     index = torch.zeros((), dtype=torch.int64, device=device)
@@ -237,11 +227,12 @@ def row_major(shape: Sequence[int], places: Iterable[torch.Tensor], device: torc
     return index
 
 
-_DTYPES = {
+DTYPES = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""Types of tensors by the names that programs have for them."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def is_supported(dtype: torch.dtype) -> bool:
@@ -302,7 +293,7 @@ def parse_type(text: str, mesh: Mesh) -> TensorType:
         ValueError: not such a text, an unknown dtype or axis, or an axis named twice.
     """
     match = _TYPE.fullmatch(text)
-    if match is None or match[1] not in _DTYPES:
+    if match is None or match[1] not in DTYPES:
         raise ValueError(f"`{text}` is not a type such as `f32[8/dp, 64]`")
     types: dict[str, AxisType] = {}
     shape: list[int] = []
@@ -326,7 +317,7 @@ def parse_type(text: str, mesh: Mesh) -> TensorType:
         shape.append(sum(sizes))
     for axis in mesh.spread(word[1:] for word in match[3].split()):
         _claim(types, axis, "P", mesh, text)
-    return TensorType(_DTYPES[match[1]], tuple(shape), Placement.of(mesh, types))
+    return TensorType(DTYPES[match[1]], tuple(shape), Placement.of(mesh, types))
 
 
 def _claim(types: dict[str, AxisType], axis: str, kind: AxisType, mesh: Mesh, text: str) -> None:
@@ -335,8 +326,3 @@ def _claim(types: dict[str, AxisType], axis: str, kind: AxisType, mesh: Mesh, te
     if axis in types:
         raise ValueError(f"`{text}` names `{axis}` twice")
     types[axis] = kind
-
-
-def same_bytes(first: Iterable[Placement], second: Iterable[Placement]) -> bool:
-    """Whether two lists of placements hold the same data."""
-    return [placement.data() for placement in first] == [placement.data() for placement in second]

@@ -135,7 +135,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def without_checkpoints(refuse: Callable[[], Exception]) -> Iterator[None]:
+def without_checkpoints(refusal: Exception) -> Iterator[None]:
     """Within it ``torch.utils.checkpoint`` raises, by whatever name it was imported: a trace would lose it."""
     module: Any = torch.utils.checkpoint
     names = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
@@ -143,7 +143,7 @@ def without_checkpoints(refuse: Callable[[], Exception]) -> Iterator[None]:
 
     class Refusal:
         def __init__(self, *_: Any, **__: Any) -> None:
-            raise refuse()
+            raise refusal
 
         apply = classmethod(lambda cls, *_, **__: cls())
 

@@ -41,7 +41,7 @@ def _difference(full: Program, twin: Program) -> str | None:
             if ours != other:
                 return f"`{function.name}` has `{ours}` in the build and `{other}` in its twin"
     if len(theirs) > len(full.functions):
-        return f"only the twin has {', '.join(name for name in theirs if not _has(full, name))}"
+        return f"only the twin has {', '.join(sorted(theirs.keys() - {function.name for function in full.functions}))}"
     order, other_order = (list(dict.fromkeys(line.op for line in made.main.lines)) for made in (full, twin))
     if order != other_order:
         at = next((pair for pair in zip_longest(order, other_order) if pair[0] != pair[1]), None)
@@ -52,10 +52,6 @@ def _difference(full: Program, twin: Program) -> str | None:
         if missing is not None:
             return f"only {whose} has `{missing}`"
     return None
-
-
-def _has(program: Program, name: str) -> bool:
-    return any(function.name == name for function in program.functions)
 
 
 def _edges(function: Function, program: Program) -> Iterator[str]:

@@ -19,7 +19,7 @@ from .collectives import COLLECTIVES
 from .factors import OpCall, Operand, fill_operands
 from .mesh import Mesh
 from .op_rules import TABLE, Row, localize
-from .placement import Placement, TensorType
+from .placement import TensorType
 from .program import Cut, Function, Line, Program, Ref, Value, argument_text, map_references, operator
 from .typing import infer
 
@@ -176,14 +176,7 @@ def _collective_faults(q: Question) -> Iterator[tuple[str, str]]:
 
 
 # Operators whose rule tells how they are split once another stands in their place: as they are they need it whole.
-_REPLACED = {"aten.embedding.default": (0, 0), "parc.token_loss.default": (0, 1)}
-
-
-def _split_table(op: str, q: Question) -> Iterator[int]:
-    """The dim of its table that the operator needs whole, where it is split."""
-    at, dim = _REPLACED.get(op, (0, -1))
-    if dim >= 0 and q.operands[at].placement.splits(dim):
-        yield dim
+_REPLACED: Mapping[str, tuple[int, int]] = {"aten.embedding.default": (0, 0), "parc.token_loss.default": (0, 1)}
 
 
 def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
@@ -196,7 +189,8 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     if wrong:  # rules speak of calls that are valid
         yield "shapes", wrong
         return
-    for dim in _split_table(line.op, q):
+    table, dim = _REPLACED.get(line.op, (0, None))
+    if dim is not None and q.operands[table].placement.splits(dim):
         yield "types", f"{line.op} needs dim {dim} of its table whole"
     try:
         placements = infer(call, [t.placement for t in q.operands], mesh, [t.placement for t in results])
@@ -204,7 +198,8 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
         yield "types", str(problem) or type(problem).__name__
         return
     for made, type_ in zip(placements, results, strict=True):
-        if made != type_.placement and not (_is_zero(line) and made == _without_sums(type_)):
+        without_sums = type_.placement.replace(dict.fromkeys(type_.placement.partial, "I"))
+        if made != type_.placement and not (_is_zero(line) and made == without_sums):
             text = TensorType(type_.dtype, type_.shape, made).text(mesh)
             yield "types", f"{line.op} makes `{text}`, not `{type_.text(mesh)}`"
     yield from _local_faults(q, call)
@@ -220,10 +215,6 @@ def _draws(op: str) -> bool:
 def _is_zero(line: Line) -> bool:
     """Whether the line makes zeros, which are partial sums of zero as well."""
     return line.op == "aten.full.default" and line.args[1:] == (0.0,)
-
-
-def _without_sums(type_: TensorType) -> Placement:
-    return type_.placement.replace(dict.fromkeys(type_.placement.partial, "I"))
 
 
 def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:

@@ -15,23 +15,9 @@ from safetensors import SafetensorError, safe_open
 from .mesh import Mesh
 from .padded_tensors import real_entries, spread
 from .padding import Pad
-from .placement import TensorType
+from .placement import DTYPES, TensorType
 
 Shape = tuple[int, ...]
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
-    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
-}  # fmt: skip
-_EXACT = {
-    torch.float16: {torch.float32, torch.float64},
-    torch.bfloat16: {torch.float32, torch.float64},
-    torch.float32: {torch.float64},
-    torch.uint8: {torch.int16, torch.int32, torch.int64},
-    torch.int8: {torch.int16, torch.int32, torch.int64},
-    torch.int16: {torch.int32, torch.int64},
-    torch.int32: {torch.int64},
-}
-"""Types that hold every number of another."""
 
 
 class WeightsError(Exception):
@@ -84,7 +70,7 @@ class Weights:
             yield f"`{name}` is {list(found.shape)} there and {list(tensor.shape)} in the model"
         elif found.dtype is None:
             yield f"`{name}` is of type {found.type_name}, which parc does not read"
-        elif found.dtype != tensor.dtype and tensor.dtype not in _EXACT.get(found.dtype, ()):
+        elif found.dtype != tensor.dtype and not _holds(tensor.dtype, found.dtype):
             floats = found.dtype.is_floating_point and tensor.dtype.is_floating_point
             if not (floats and self.rounded):
                 types = f"{found.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
@@ -143,6 +129,12 @@ class Weights:
         self._stack.close()
 
 
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a type holds every number of another of its kind."""
+    alike = dtype.is_floating_point == other.is_floating_point and other != torch.bool
+    return alike and torch.promote_types(dtype, other) == dtype
+
+
 def _joined(part: Any, runs: Sequence[Sequence[tuple[int, int]]], fixed: tuple[slice, ...]) -> torch.Tensor:
     if len(fixed) == len(runs):
         return part[fixed]  # type: ignore[no-any-return]
@@ -181,7 +173,7 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
                     part = opened.get_slice(name)
                     twice += [name] if name in tensors else []
                     kind = part.get_dtype()
-                    tensors[name] = _Found(file, tuple(part.get_shape()), DTYPES.get(kind), kind)
+                    tensors[name] = _Found(file, tuple(part.get_shape()), DTYPES.get(kind.lower()), kind)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"`{file}` cannot be read: {error}") from None
     return Weights(folder, tensors, tuple(twice), rounded)

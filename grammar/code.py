@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 
@@ -20,3 +21,7 @@ class Code:
     example: str
     instead: str
     language: Literal["parc", "python", "shell"] = "parc"
+
+
+shown = partial(Code, language="shell")
+"""A code that a plan's text alone does not produce: its example is shown, not run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .code import Code
+from .code import Code, shown
 
 _MODEL = """import torch
 
@@ -11,13 +11,12 @@ class Model(torch.nn.Module):
     def forward(self, x):
         {body}"""
 
-MODEL_FAILED = Code(
+MODEL_FAILED = shown(
     name="P0201",
     title="the model cannot be made",
     why="the callable of the `model` line, or the module it stands in, failed; the model's own traceback follows.",
     example='model "./model.py:Modle" (width=64)',
     instead='model "./model.py:Model" (width=64)',
-    language="shell",
 )
 CONTROL_FLOW = Code(
     name="P0202",
@@ -27,21 +26,19 @@ CONTROL_FLOW = Code(
     instead=_MODEL.format(body="return torch.where(x.sum() > 0, x * 2, x)"),
     language="python",
 )
-RETURNED_CACHE = Code(
+RETURNED_CACHE = shown(
     name="P0203",
     title="the model returns a key/value cache",
     why="a training step has no use for a cache, and the cache would hold the whole sequence on every rank.",
     example='model "transformers:LlamaForCausalLM" (use_cache=true)',
     instead='model "./llama.py:build"   # with config.use_cache = False',
-    language="shell",
 )
-LOSS_NOT_NUMBER = Code(
+LOSS_NOT_NUMBER = shown(
     name="P0204",
     title="the loss is not a single number",
     why="gradients are those of one number; a loss for each token must be summed or averaged first.",
     example='loss "./model.py:token_losses"(output, targets)',
     instead="loss cross_entropy(output, targets)",
-    language="shell",
 )
 CAPTURE_FAILED = Code(
     name="P0205",
@@ -51,23 +48,21 @@ CAPTURE_FAILED = Code(
     instead=_MODEL.format(body="return x * 2"),
     language="python",
 )
-WRONG_INPUTS = Code(
+WRONG_INPUTS = shown(
     name="P0206",
     title="the model is not called with these inputs",
     why="inputs whose names are parameters of the model's forward are passed by name, others in order unless the loss"
     " uses them.",
     example="input tokens int64 [B, S]\ninput places int64 [B, S]   # the model's forward(tokens)",
     instead="input tokens int64 [B, S]",
-    language="shell",
 )
-NO_DIVIDE = Code(
+NO_DIVIDE = shown(
     name="P0207",
     title="a value inside the model does not divide",
     why="a dim somewhere in the model, whole or a rank's part of it, is no whole number for some of the declared sizes;"
     " parc rounds none, and pads only where a line says so.",
     example="sizes B=8, S=8..40        # the model averages pairs: S/2 of them",
     instead="sizes B=8, S=8..40 by 2",
-    language="shell",
 )
 WITHOUT_RULE = Code(
     name="P0208",
@@ -77,65 +72,58 @@ WITHOUT_RULE = Code(
     instead='parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")',
     language="python",
 )
-UNASKED_RESHARD = Code(
+UNASKED_RESHARD = shown(
     name="P0209",
     title="a value is moved that no line asked to move",
     why="two lines, or a line and an operator, want the value split differently, so every step pays for the change.",
     example="mesh tp=2\nshard tokens [_, S/tp]\ncolumn blocks.*.attn.qkv over tp",
     instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp",
-    language="shell",
 )
-CHECK_FAILED = Code(
+CHECK_FAILED = shown(
     name="P0210",
     title="a check refused the build",
     why="the emitted programs do not compute what the model computes. If the files were not edited, this is a fault of"
     " parc's own: please report the plan and the message.",
     example="parc verify build   # after a line of a program was changed",
     instead="parc build plan.parc -o build",
-    language="shell",
 )
-BAD_BUILD = Code(
+BAD_BUILD = shown(
     name="P0211",
     title="not a build, or one that was altered",
     why="every file of a build is hashed in its manifest; a missing or edited file would run something else than was"
     " checked.",
     example="parc run build   # after build/programs was edited",
     instead="parc build plan.parc -o build && parc run build",
-    language="shell",
 )
-OTHER_TORCH = Code(
+OTHER_TORCH = shown(
     name="P0212",
     title="another torch than the build's",
     why="operators may differ between versions of torch, and the checks were made with the build's.",
     example="parc run build   # built with torch 2.11, run with 2.13",
     instead="parc build plan.parc -o build && parc run build",
-    language="shell",
 )
-NO_TWIN = Code(
+NO_TWIN = shown(
     name="P0213",
     title="too large to test, and nothing says how it is made small",
     why="numbers are tested by running all ranks in one process; a large model is tested on its twin, the same code"
     " with smaller arguments, whose programs must be the same up to sizes.",
     example='model "./llama.py:llama" (layers=32, width=4096)',
     instead='model "./llama.py:llama" (layers=32, width=4096)\nverify layers=2, width=64',
-    language="shell",
 )
-NOTHING_TRAINED = Code(
+NOTHING_TRAINED = shown(
     name="P0214",
     title="no parameter is left to train",
     why="a step has gradients of what is trained; with every parameter frozen there is nothing to do.",
     example="freeze **",
     instead="freeze embed",
-    language="shell",
 )
-BAD_WEIGHTS = Code(
+BAD_WEIGHTS = shown(
     name="P0215",
     title="weights that are not the model's",
     why="`init from` takes safetensors files with every tensor of the model's state, by the model's own names; each one"
     " that is missing, extra or misshapen, or would be rounded, is named.",
     example='init from "weights-of-another-model"',
     instead='init from "weights"',
-    language="shell",
 )
 BAD_RULE = Code(
     name="P0216",
@@ -146,14 +134,13 @@ BAD_RULE = Code(
     instead='parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")',
     language="python",
 )
-AVERAGED = Code(
+AVERAGED = shown(
     name="P0217",
     title="a loss that microbatches may not add up to",
     why="the losses of microbatches are averaged. That is the whole batch's loss where it is a mean over equally many"
     " elements; a mean over elements that count only where a mask or a target says so weighs them unequally.",
     example="loss output                 # (losses * mask).sum() / mask.sum()\nschedule microbatches 4",
     instead="loss cross_entropy(output, targets)   # ignored targets do not count\nschedule microbatches 4",
-    language="shell",
 )
 NOT_RECOMPUTED = Code(
     name="P0218",
@@ -164,7 +151,7 @@ NOT_RECOMPUTED = Code(
     instead=_MODEL.format(body="return torch.tanh(x)"),
     language="python",
 )
-KEPT_TWICE = Code(
+KEPT_TWICE = shown(
     name="P0220",
     title="heads of keys and values are kept by several ranks",
     why="there are fewer of them than ranks of the axis over which they are split. Each is computed where it is used,"
@@ -172,7 +159,6 @@ KEPT_TWICE = Code(
     " weight, each rank keeps a part of a head instead, and gathers the others' results.",
     example='include "parc:llama" (tp=4)   # num_key_value_heads=2',
     instead='include "parc:llama" (tp=2)',
-    language="shell",
 )
 UNCOUNTED_DRAW = Code(
     name="P0221",
@@ -183,40 +169,36 @@ UNCOUNTED_DRAW = Code(
     instead=_MODEL.format(body="return x[:, torch.rand(x.shape[1]).argsort()]"),
     language="python",
 )
-NO_DEVICE = Code(
+NO_DEVICE = shown(
     name="P0222",
     title="no such device",
     why="each process of a run computes on a GPU of its own, or all on the CPU. A GPU that was asked for is never"
     " replaced by the CPU, which would be slower without a word.",
     example="parc run build --device cuda   # on a host without a GPU that torch can use",
     instead="parc run build --device cpu",
-    language="shell",
 )
-ROUNDED_UPDATES = Code(
+ROUNDED_UPDATES = shown(
     name="P0223",
     title="weights that are updated in a narrow type",
     why="a weight in bfloat16 has 8 bits: an update of less than a 256th of it is lost, step after step. With a"
     " `precision` line the optimizer has float32 copies of the weights, and the model still computes in bfloat16.",
     example='model "./llama.py:llama" (dtype="bfloat16")\noptimizer adamw lr 3e-4',
     instead='model "./llama.py:llama" (dtype="bfloat16")\noptimizer adamw lr 3e-4\nprecision bf16',
-    language="shell",
 )
-NO_FIELD = Code(
+NO_FIELD = shown(
     name="P0224",
     title="the model's output has no such field",
     why="`output` in a loss is what the model returns, and `output.name` an attribute or an entry of that.",
     example="loss cross_entropy(output.logits, targets)   # the model returns a tensor",
     instead="loss cross_entropy(output, targets)",
-    language="shell",
 )
-OTHER_PROGRAM = Code(
+OTHER_PROGRAM = shown(
     name="P0225",
     title="another program at other sizes",
     why="one build serves a range of sizes by one program in which they stand as names; a model that does other things"
     " for some of them (a branch on a size, a dim that becomes 1) has no such program.",
     example="sizes B=1..64, S=128      # a dim of 1 is broadcast",
     instead="sizes B=8..64 by 8, S=128",
-    language="shell",
 )
 NOT_POLYNOMIAL = Code(
     name="P0226",
@@ -245,62 +227,55 @@ NOT_FINITE = Code(
     instead=_MODEL.format(body="return x.clamp(min=1e-6).log()"),
     language="python",
 )
-WORLD_SIZE = Code(
+WORLD_SIZE = shown(
     name="P0301",
     title="the number of processes is not the mesh's",
     why="each rank of the mesh is one process.",
     example="parc run build --nproc 3   # mesh dp=2, tp=2",
     instead="parc run build --nproc 4",
-    language="shell",
 )
-BAD_NUMBER = Code(
+BAD_NUMBER = shown(
     name="P0302",
     title="the loss or a gradient is not a finite number",
     why="an update with it would destroy the weights, so the run stops before it; the step and the first value that is"
     " not finite are named.",
     example="optimizer sgd lr 1e9",
     instead="optimizer adamw lr 3e-4 clip 1.0",
-    language="shell",
 )
-BAD_DATA = Code(
+BAD_DATA = shown(
     name="P0303",
     title="the data cannot be read",
     why="samples come from the `data` line: text files, or a callable that returns the plan's inputs by name.",
     example='data bytes "nothing/*.txt"',
     instead='data bytes "{stdlib}/*.py"',
-    language="shell",
 )
-BAD_STATE = Code(
+BAD_STATE = shown(
     name="P0304",
     title="a checkpoint does not fit",
     why="a checkpoint holds tensors by the model's own names; one of another model has other names or shapes.",
     example="parc run build --resume checkpoint-of-another-model",
     instead="parc run build --resume checkpoint",
-    language="shell",
 )
-NO_COMPILER = Code(
+NO_COMPILER = shown(
     name="P0305",
     title="no compiler for --compile",
     why="`--compile` writes code for the work between collectives, in C++ on CPUs and in Triton on GPUs, and has it"
     " compiled here.",
     example="CXX=nothing parc run build --compile",
     instead="parc run build   # or install g++, or set CXX",
-    language="shell",
 )
-NOT_COMPILED = Code(
+NOT_COMPILED = shown(
     name="P0306",
     title="lines of a program cannot be compiled",
     why="torch's compiler, or the compiler that it calls, refused the work between two collectives; its own words"
     " follow. Run line by line, the same build needs no compiler.",
     example="parc run build --compile   # with a compiler that finds no Python.h",
     instead="parc run build",
-    language="shell",
 )
-OUT_OF_RANGE = Code(
+OUT_OF_RANGE = shown(
     name="P0307",
     title="sizes that the build was not made for",
     why="a build serves the sizes that its plan declares, those of a range from end to end by its step, and no others.",
     example="parc run build --sizes S=100   # sizes B=8, S=128..4096 by 128",
     instead="parc run build --sizes S=128",
-    language="shell",
 )

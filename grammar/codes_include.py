@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .code import Code
+from .code import Code, shown
 
 NO_FILE = Code(
     name="P0020",
@@ -12,13 +12,12 @@ NO_FILE = Code(
     example='mesh tp=2\ninclude "parc:lama" (tp=2)',
     instead='mesh tp=2\ninclude "parc:llama" (tp=2)',
 )
-INCLUDE_CYCLE = Code(
+INCLUDE_CYCLE = shown(
     name="P0021",
     title="a file includes itself",
     why="an included file stands for its lines, so a file that includes itself, by whatever way, would have no end.",
     example='parc check a.parc   # include "b.parc"; and b.parc: include "a.parc"',
     instead="parc check a.parc   # what both need in a third file, c.parc",
-    language="shell",
 )
 MESH_DIFFERS = Code(
     name="P0022",

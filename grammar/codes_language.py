@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .code import Code
+from .code import Code, shown
 
 MALFORMED = Code(
     name="P0001",
@@ -89,13 +89,12 @@ UNKNOWN_INPUT = Code(
     example="input tokens int64 [B, S]\nsizes B=4, S=8\nloss cross_entropy(output, labels)",
     instead="input labels int64 [B, S]",
 )
-UNREADABLE = Code(
+UNREADABLE = shown(
     name="P0013",
     title="a plan file cannot be read",
     why="a plan is a UTF-8 text file.",
     example="parc check missing.parc",
     instead="parc check gpt.parc",
-    language="shell",
 )
 UNEVEN_BATCH = Code(
     name="P0014",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .code import Code
+from .code import Code, shown
 
 UNKNOWN_AXIS = Code(
     name="P0101",
@@ -87,14 +87,13 @@ PADDED_TWICE = Code(
     example="mesh dp=2, tp=2\nshard head.weight [(c/dp=2 d/tp) pad, _]",
     instead="mesh dp=2, tp=2\nshard head.weight [(c=2 d/dp/tp) pad, _]",
 )
-UNEVEN_HEADS = Code(
+UNEVEN_HEADS = shown(
     name="P0112",
     title="attention heads do not divide over the ranks",
     why="a rank computes whole heads. Queries' heads divide by the ranks; heads of keys and values may be fewer, where"
     " they divide the ranks: then several ranks keep a copy of each.",
     example="mesh tp=4\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)   # 6 heads",
     instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)",
-    language="shell",
 )
 PARTS_UNKNOWN = Code(
     name="P0113",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .code import Code
+from .code import Code, shown
 
 STAGE_AXIS = Code(
     name="P0115",
@@ -37,46 +37,41 @@ STAGE_COUNT = Code(
     example="mesh pp=2\nstage before blocks.0, blocks.1 over pp\nschedule gpipe microbatches 2",
     instead="mesh pp=2\nstage before blocks.1 over pp\nschedule gpipe microbatches 2",
 )
-EMPTY_STAGE = Code(
+EMPTY_STAGE = shown(
     name="P0240",
     title="a stage with no work",
     why="between two cuts, before the first and after the last, the model must compute something with its "
     "weights, or with what these made: the loss alone is such work.",
     example="stage before embed over pp",
     instead="stage after out(embed) over pp",
-    language="shell",
 )
-TOO_MANY_STAGES = Code(
+TOO_MANY_STAGES = shown(
     name="P0241",
     title="more stages than the model has places to cut",
     why="`stage balanced` cuts where layers and other modules with weights begin and end, and every stage has work.",
     example="mesh pp=64\nstage balanced over pp   # a model of two layers",
     instead="mesh pp=2\nstage balanced over pp",
-    language="shell",
 )
-STATE_CYCLE = Code(
+STATE_CYCLE = shown(
     name="P0242",
     title="a cut inside a cycle of state",
     why="a buffer that the forward updates, such as a running mean, is read and written by one stage: the next"
     " microbatch begins with what this one left, and stages run several microbatches at once.",
     example="stage before up over pp   # `norm` runs both before and after it",
     instead="stage before head over pp",
-    language="shell",
 )
-BACKWARD_FLOW = Code(
+BACKWARD_FLOW = shown(
     name="P0243",
     title="a value that flows backwards across a cut",
     why="a line names cuts in the order of their stages, and a stage reads values of earlier ones only: cuts are"
     " written in the order in which the model runs.",
     example="stage before blocks.3, blocks.1 over pp",
     instead="stage before blocks.1, blocks.3 over pp",
-    language="shell",
 )
-NO_PLACE = Code(
+NO_PLACE = shown(
     name="P0244",
     title="no place to cut at a module",
     why="a cut is before a module's first operator or after its last: one that runs none has neither.",
     example="stage before blocks.1.drop over pp   # with a dropout of 0",
     instead="stage before blocks.1.mlp over pp",
-    language="shell",
 )

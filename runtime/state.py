@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..compiler.folders import FolderError, check_place, current, replace_folder
-from ..compiler.weights import DTYPES
+from ..compiler.placement import DTYPES
 from ..grammar.codes_build import BAD_STATE
 from .faults import RunError
 
@@ -116,7 +116,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         with safe_open(folder / TENSORS, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
             shapes = {name: tuple(slice_.get_shape()) for name, slice_ in slices.items()}
-            dtypes = {name: DTYPES.get(slice_.get_dtype()) for name, slice_ in slices.items()}
+            dtypes = {name: DTYPES.get(slice_.get_dtype().lower()) for name, slice_ in slices.items()}
         int(facts["step"])
     except FileNotFoundError:
         lacks = f"is not a checkpoint: it has no {FACTS} or no {TENSORS}" if folder.exists() else "does not exist"

@@ -17,11 +17,11 @@ from parc.compiler.placement import (
     assemble,
     dim_index,
     dual,
-    flat_index,
     global_shape,
     local_shape,
     parse_kind,
     parse_type,
+    row_major,
     take,
 )
 
@@ -101,9 +101,8 @@ def test_element_numbers_are_those_of_the_elements_taken(case: tuple[Mesh, Tenso
     numbers = (numbered(type_.shape) - 1).long()
     for rank in range(mesh.world):
         at = mesh.coordinates(rank)
-        assert torch.equal(
-            flat_index(type_.shape, type_.placement, mesh, at, None), take(numbers, type_.placement, mesh, at)
-        )
+        places = [dim_index(size, dim, type_.placement, mesh, at, None) for dim, size in enumerate(type_.shape)]
+        assert torch.equal(row_major(type_.shape, places, None), take(numbers, type_.placement, mesh, at))
         for dim, size in enumerate(type_.shape):
             line = torch.arange(size).reshape([-1 if d == dim else 1 for d in range(len(type_.shape))])
             taken = take(line.expand(type_.shape), type_.placement, mesh, at)
