@@ -75,62 +75,37 @@ def fill_operands(item: Any, given: Sequence[Any]) -> Any:
 # ---- the text of a rule
 
 _ELLIPSIS = "..."
-_TOKEN = re.compile(r"\.\.\.|[A-Za-z_]\w*|[()!1]|\S")
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_FACTOR = re.compile(r"[A-Za-z_]\w*!?")
+_DIM = re.compile(rf"1|\.\.\.!?|{_FACTOR.pattern}")
 _Term = tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    source: str
-    operands: tuple[_Term, ...]
-    results: tuple[_Term, ...]
-    whole: frozenset[str]
 
 
 def _parse_term(text: str, whole: set[str]) -> _Term:
     dims: list[tuple[str, ...]] = []
-    group: list[str] | None = None
-    last: str | None = None
-    for token in _TOKEN.findall(text):
-        if token == "!" and last is not None:
-            whole.add(last)
-            last = None
-        elif token == "(" and group is None:
-            group, last = [], None
-        elif token == ")" and group:
-            dims.append(tuple(group))
-            group, last = None, None
-        elif token == "1" and group is None:
-            dims.append(())
-            last = None
-        elif token == _ELLIPSIS and group is None and (_ELLIPSIS,) not in dims:
-            dims.append((_ELLIPSIS,))
-            last = token
-        elif _NAME.fullmatch(token):
-            if token in (group or ()) or any(token in names for names in dims):
-                raise RuleError(f"factor {token!r} stands twice in the term {text.strip()!r}")
-            if group is None:
-                dims.append((token,))
-            else:
-                group.append(token)
-            last = token
-        else:
-            raise RuleError(f"unexpected {token!r} in the term {text.strip()!r}")
-    if group is not None:
-        raise RuleError(f"unclosed '(' in the term {text.strip()!r}")
+    for word in re.findall(r"\([^()]*\)|[^\s()]+|[()]", text):
+        group = word[1:-1].split() if word.startswith("(") else None
+        if _DIM.fullmatch(word) is None and not (group and all(map(_FACTOR.fullmatch, group))):
+            raise RuleError(f"unexpected {word!r} in the term {text.strip()!r}")
+        factors = group or ([] if word == "1" else [word])
+        whole.update(name[:-1] for name in factors if name.endswith("!"))
+        dims.append(tuple(name.removesuffix("!") for name in factors))
+    names = [name for factors in dims for name in factors]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RuleError(f"factor {twice!r} stands twice in the term {text.strip()!r}")
     return tuple(dims)
 
 
 @lru_cache(maxsize=1024)
-def _parse(source: str) -> _Text:
+def _parse(source: str) -> tuple[tuple[_Term, ...], tuple[_Term, ...], frozenset[str]]:
+    """The dims of operands and of results, and the factors that are whole."""
     sides = source.split("->")
     if len(sides) != 2:
         raise RuleError(f"a rule reads 'operands -> results'; got {source!r}")
     whole: set[str] = set()
     operands = tuple(_parse_term(term, whole) for term in sides[0].split(",")) if sides[0].strip() else ()
     results = tuple(_parse_term(term, whole) for term in sides[1].split(","))
-    return _Text(source, operands, results, frozenset(whole))
+    return operands, results, frozenset(whole)
 
 
 def _spell(term: _Term, shape: Shape, call: OpCall, source: str) -> Dims:
@@ -248,16 +223,16 @@ def rule(text: str, *, linear: str = "") -> Callable[[OpCall], OpRule]:
     `1` a dim of no factor. `linear` names the operands, by their place in the text, that may be Partial(sum): `0|1`
     is either, `01` both together. Raises RuleError for malformed text, and when applied to a call it does not fit.
     """
-    parsed = _parse(text)
+    given, made, marked = _parse(text)
     sets = linear_sets(linear)
-    if any(index >= len(parsed.operands) for indices in sets for index in indices):
+    if any(index >= len(given) for indices in sets for index in indices):
         raise RuleError(f"linear={linear!r} names an operand that {text!r} does not have")
 
     def apply(call: OpCall) -> OpRule:
-        _check_count(call, len(parsed.operands), len(parsed.results))
-        operands = [_spell(term, shape, call, text) for term, shape in zip(parsed.operands, call.operands, strict=True)]
-        results = [_spell(term, shape, call, text) for term, shape in zip(parsed.results, call.results, strict=True)]
-        whole = parsed.whole
+        _check_count(call, len(given), len(made))
+        operands = [_spell(term, shape, call, text) for term, shape in zip(given, call.operands, strict=True)]
+        results = [_spell(term, shape, call, text) for term, shape in zip(made, call.results, strict=True)]
+        whole = marked
         if _ELLIPSIS in whole:
             covered = {name for dims in (*operands, *results) for names in dims for name in names}
             whole = whole | {name for name in covered if name.startswith(_ELLIPSIS)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -70,9 +70,10 @@ def resolve(
         resolver.apply(line)
     precision = tuple(resolver.precision(line) for line in plan.precision)
     resolver.diagnostics += find_cuts(plan, names)[1]
-    frozen, no_decay = resolver.parameters(plan.frozen), resolver.parameters(plan.optimizer.no_decay)
-    errors = [diagnostic for diagnostic in resolver.diagnostics if diagnostic.is_error]
-    if errors:
+    frozen, no_decay = (
+        frozenset(resolver.found(words, find_parameters)) for words in (plan.frozen, plan.optimizer.no_decay)
+    )
+    if any(diagnostic.is_error for diagnostic in resolver.diagnostics):
         raise PlanError(resolver.diagnostics)
     return Resolved(
         tuple(seed for seed in resolver.seeds.found.values() if plan.mesh.size(seed.axis) > 1),
@@ -108,38 +109,26 @@ class _Resolver:
         repeated = [known[wish.value, wish.axis] for wish in wishes if (wish.value, wish.axis) in known]
         if wishes and len(repeated) == len(wishes):
             related = (Label(repeated[0].span, "said here already"),)
+            message, label = "the line changes nothing", Label(line.span)
             self.diagnostics.append(
-                Diagnostic(
-                    REPEATED_PLACEMENT,
-                    "the line changes nothing",
-                    Label(line.span),
-                    related,
-                    help="remove it",
-                    severity=Severity.WARNING,
-                )
+                Diagnostic(REPEATED_PLACEMENT, message, label, related, help="remove it", severity=Severity.WARNING)
             )
 
-    def parameters(self, words: Iterable[Word]) -> frozenset[str]:
-        """The parameters that words mean."""
-        found: set[str] = set()
+    def found(self, words: Iterable[Word], find: Callable[[Word, Names], tuple[str, ...] | Diagnostic]) -> list[str]:
+        """What words mean, each once."""
+        found: list[str] = []
         for word in words:
-            result = find_parameters(word, self._names)
-            if isinstance(result, Diagnostic):
-                self.diagnostics.append(result)
-            else:
-                found.update(result)
-        return frozenset(found)
-
-    def precision(self, line: Precision) -> tuple[str, tuple[str, ...], int]:
-        """A line's type, the modules that it means (without a word all), and its number."""
-        found: list[str] = [] if line.where else [""]
-        for word in line.where:
-            result = find_modules(word, self._names)
+            result = find(word, self._names)
             if isinstance(result, Diagnostic):
                 self.diagnostics.append(result)
             else:
                 found += result
-        return TYPES[line.type], tuple(dict.fromkeys(found)), line.span.root.line
+        return list(dict.fromkeys(found))
+
+    def precision(self, line: Precision) -> tuple[str, tuple[str, ...], int]:
+        """A line's type, the modules that it means (without a word all), and its number."""
+        modules = self.found(line.where, find_modules) if line.where else [""]
+        return TYPES[line.type], tuple(modules), line.span.root.line
 
     def _mesh_of(self, value: str) -> Mesh:
         """The mesh with the ranks of each axis that hold different parts of a value."""
@@ -196,14 +185,12 @@ class _Resolver:
                 help_ = f"write `{called}`, as the `input` line does"
                 yield Diagnostic(WRONG_DIM, message, Label(layout.factors[0].span), help=help_)
             trained = value in self._names.parameters
-            pad = (
-                (layout.pad or (value, at) in self.seeds.pads) if trained else None
-            )  # an earlier line may have said it
+            earlier = (value, at) in self.seeds.pads  # a line before may have said it
+            pad = (layout.pad or earlier) if trained else None
             if layout.pad and not trained:
+                message = f"`{value}` is no parameter: it is not padded"
                 help_ = "choose sizes that divide: an input is padded where it is made, with a target to ignore"
-                yield Diagnostic(
-                    NOT_PADDED, f"`{value}` is no parameter: it is not padded", Label(layout.span), help=help_
-                )
+                yield Diagnostic(NOT_PADDED, message, Label(layout.span), help=help_)
             pieces = partial(self._names.pieces, value, at)
             what, mesh = f"dim {at} of `{value}`", self._mesh_of(value)
             result = cut(layout, size, mesh, what, pieces=pieces, pad=pad, loose=self._loose)

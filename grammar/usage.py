@@ -110,10 +110,10 @@ class Arguments:
 
     statement: Statement
     phrases: dict[str, Phrase]
-    flags: frozenset[str] = frozenset()
+    """Of a flag, its own words."""
 
     def __contains__(self, name: str) -> bool:
-        return name in self.phrases or name in self.flags
+        return name in self.phrases
 
     def items(self, name: str) -> tuple[Item, ...]:
         """The items of an argument; none if it was left out."""
@@ -219,7 +219,6 @@ class _Match:
         self._statement = statement
         self._rest = list(statement.phrases)
         self._phrases: dict[str, Phrase] = {}
-        self._flags: dict[str, Span] = {}
         self._diagnostics: list[Diagnostic] = []
 
     def run(self) -> tuple[Arguments, tuple[Diagnostic, ...]]:
@@ -227,7 +226,7 @@ class _Match:
             self._take_subject(slot)
         while self._rest:
             self._take_clause()
-        missing = [slot for slot in self._clauses.values() if slot.required and not self._has(slot.name)]
+        missing = [slot for slot in self._clauses.values() if slot.required and slot.name not in self._phrases]
         for slot in missing:
             what = slot.name if slot.placeholder is None else f"{slot.name} {slot.placeholder}"
             self._error(MISSING_ARGUMENT, f"`{self._usage.verb}` needs `{what}`", self._statement.verb.span)
@@ -236,7 +235,7 @@ class _Match:
             help_ = f"did you mean `{missing[0].name}`? usage: {self._usage.text}"
             self._diagnostics[self._diagnostics.index(unknown[0])] = replace(unknown[0], help=help_)
             self._diagnostics.pop()
-        return Arguments(self._statement, self._phrases, frozenset(self._flags)), tuple(self._diagnostics)
+        return Arguments(self._statement, self._phrases), tuple(self._diagnostics)
 
     def _take_subject(self, slot: Slot) -> None:
         assert slot.placeholder is not None
@@ -274,14 +273,12 @@ class _Match:
                 self._error(MISSING_ARGUMENT, f"`{first_word}` needs `{wanted}`", phrase.span)
                 return
             phrase = Phrase(phrase.items, phrase.span.to(self._rest.pop(0).span))
-        earlier = self._flags.get(slot.name)
-        if slot.name in self._phrases:
-            earlier = self._phrases[slot.name].span
+        earlier = self._phrases.get(slot.name)
         if earlier is not None:
             message = f"`{slot.name}` is given twice"
-            self._error(REPEATED, message, phrase.span, "remove one", (Label(earlier, "given here first"),))
+            self._error(REPEATED, message, phrase.span, "remove one", (Label(earlier.span, "given here first"),))
         if slot.placeholder is None:
-            self._flags[slot.name] = phrase.span
+            self._phrases[slot.name] = phrase
             return
         kind = KINDS[slot.placeholder]
         if not self._rest or self._keyword(self._rest[0]) is not None:
@@ -300,9 +297,6 @@ class _Match:
             more = self._rest.pop(0)
             value = Phrase((*value.items, *more.items), value.span.to(more.span))
         return value
-
-    def _has(self, name: str) -> bool:
-        return name in self._phrases or name in self._flags
 
     def _keyword(self, phrase: Phrase) -> Slot | None:
         """The clause that this phrase begins, if it is a keyword of the form."""
