@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .actions import Action
 from .collectives import COLLECTIVES, payload_bytes
+from .cost import local_bytes
 from .program import Function, Origin, Program, Ref
 from .roles import Role
 
@@ -83,6 +83,6 @@ def _sent(program: Program, axis: str) -> Iterator[Message]:
     for key, name in program.main.returns:
         if key.startswith("sent "):
             type_ = values[name].type
-            size = math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
+            size = local_bytes(type_, program)
             dtype = str(type_.dtype).removeprefix("torch.")
             yield Message("send", (axis,), dtype, size, _PHASES[program.action], Origin())

@@ -149,11 +149,8 @@ class Mesh:
             KeyError: the mesh has no such axis.
         """
         inner = {axis: self.size(axis) for axis in axes}
-        outer_ranges = [range(1) if name in inner else range(size) for name, size in self.axes]
-        inner_ranges = [range(size) if name in inner else range(1) for name, size in self.axes]
-        strides = [math.prod(size for _, size in self.axes[i + 1 :]) for i in range(len(self.axes))]
-
-        def rank(place: tuple[int, ...]) -> int:
-            return sum(c * stride for c, stride in zip(place, strides, strict=True))
-
-        return [[rank(o) + rank(i) for i in product(*inner_ranges)] for o in product(*outer_ranges)]
+        outer = [at for at, name in enumerate(self.names) if name not in inner]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(product(*(range(size) for _, size in self.axes))):
+            groups.setdefault(tuple(place[at] for at in outer), []).append(rank)
+        return list(groups.values())

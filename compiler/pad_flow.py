@@ -290,12 +290,7 @@ def _padded_there(call: OpCall, x: Extras) -> tuple[Extra, Extras]:
 def _fill(call: OpCall, x: Extras) -> Extras:
     here, others = _padded_there(call, x)
     value = float(call.args[5])
-    finite = math.isfinite(value)
-    mixed = [
-        other if other.held == value
-        else replace(other, held=None if finite and (other.held is None or math.isfinite(other.held)) else UNKNOWN)
-        for other in others
-    ]  # fmt: skip
+    mixed = (replace(other, held=_mixed(other.held, value)) for other in others)
     return tuple(sorted((replace(here, held=value), *mixed), key=lambda extra: extra.dim))
 
 
@@ -307,13 +302,16 @@ def _grow(call: OpCall, x: Extras) -> Extras:
     dim, outer, real, padded = _named(call)
     if any(extra.dim == dim and extra.real is not None for extra in x):
         raise PaddingFault(f"{call.op} pads dim {dim}, which is padded")
-    others = tuple(extra for extra in x if extra.dim != dim and (extra.held == 0.0 or extra.real is not None))
-    mixed = tuple(extra if extra.held == 0.0 else replace(extra, held=_with_zero(extra.held)) for extra in others)
+    others = (extra for extra in x if extra.dim != dim and (extra.held == 0.0 or extra.real is not None))
+    mixed = (replace(extra, held=_mixed(extra.held, 0.0)) for extra in others)
     return tuple(sorted((Extra(dim, outer, real, padded), *mixed), key=lambda extra: extra.dim))
 
 
-def _with_zero(held: Held) -> Held:
-    return None if held is None or math.isfinite(held) else UNKNOWN
+def _mixed(held: Held, value: float) -> Held:
+    """What is held where some entries hold another value."""
+    if held == value:
+        return held
+    return None if math.isfinite(value) and (held is None or math.isfinite(held)) else UNKNOWN
 
 
 OWN = {

@@ -30,18 +30,14 @@ def pads_by_value(found: Iterable[tuple[tuple[str, int], Pad]]) -> dict[str, tup
 
 def padded_shape(shape: Sequence[int], pads: Iterable[Pad]) -> tuple[int, ...]:
     """The shape in programs of a tensor that has ``shape`` in the model."""
-    sizes = list(shape)
-    for pad in pads:
-        sizes[pad.dim] = pad.outer * pad.padded
-    return tuple(sizes)
+    sizes = {pad.dim: pad.outer * pad.padded for pad in pads}
+    return tuple(sizes.get(dim, size) for dim, size in enumerate(shape))
 
 
 def real_shape(shape: Sequence[int], pads: Iterable[Pad]) -> tuple[int, ...]:
     """The shape in the model of a tensor that has ``shape`` in programs."""
-    sizes = list(shape)
-    for pad in pads:
-        sizes[pad.dim] = pad.outer * pad.real
-    return tuple(sizes)
+    sizes = {pad.dim: pad.outer * pad.real for pad in pads}
+    return tuple(sizes.get(dim, size) for dim, size in enumerate(shape))
 
 
 def pads_from(facts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, tuple[Pad, ...]]:

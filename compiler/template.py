@@ -35,6 +35,7 @@ class Expression:
     kind: str = ""
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def parse(cls, text: str) -> Expression:
         """The inverse of ``str``.
 
@@ -57,11 +58,6 @@ class Expression:
         if not self.kind and value.denominator != 1:
             raise ValueError(f"`{self}` is {value} for {sizes_text(sizes)}")
         return repr(float(1 / value if self.kind == "/" else value)) if self.kind else str(value)
-
-
-@lru_cache(maxsize=4096)
-def _expression(text: str) -> Expression:
-    return Expression.parse(text)
 
 
 def sizes_text(sizes: Mapping[str, object]) -> str:
@@ -104,10 +100,10 @@ class Template:
         for name, text in texts.items():
             for words in set(_PLACE.findall(text)):
                 try:
-                    unknown = _expression(words).size.names - ranges.keys()
+                    unknown = Expression.parse(words).size.names - ranges.keys()
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
-                if unknown or not _expression(words).size.names:
+                if unknown or not Expression.parse(words).size.names:
                     raise ValueError(f"{name}: `{words}` is of no size that has a range")
         return cls(ranges, texts)
 
@@ -137,7 +133,7 @@ class Template:
         """
 
         def bound(match: re.Match[str]) -> str:
-            return _expression(match[1]).at(sizes)
+            return Expression.parse(match[1]).at(sizes)
 
         return {name: _PLACE.sub(bound, text) for name, text in self.texts.items()}
 
@@ -251,7 +247,7 @@ def _row_faults(file: str, row: str, ranges: Ranges, mesh: Mesh) -> Iterator[Sha
         yield ShapeFault(file, value, "", 0, message, divides=False)
         return
     for match in _CUT_PLACE.finditer(head):
-        found = _expression(match[1])
+        found = Expression.parse(match[1])
         axes = match[2].split("/")[1:]
         ways = math.prod(mesh.size(axis) for axis in axes)
         part = Polynomial.of({monomial: factor / ways for monomial, factor in found.size.terms})

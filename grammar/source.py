@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 
@@ -18,9 +17,8 @@ class Source:
     path: Path | None = field(default=None, compare=False)
 
     def line_text(self, number: int) -> str:
-        """The text of line ``number`` (from 1), without its newline; empty beyond the end."""
-        lines = self._lines
-        return lines[number - 1] if 0 < number <= len(lines) else ""
+        """The text of line ``number`` (from 1), without its newline."""
+        return self.text.split("\n")[number - 1]
 
     def line_of(self, offset: int) -> int:
         """The number (from 1) of the line that holds ``offset``."""
@@ -28,12 +26,10 @@ class Source:
 
     def span_of(self, number: int) -> Span:
         """The text of line ``number`` (from 1)."""
-        start = sum(len(line) + 1 for line in self._lines[: number - 1])
-        return Span(self, start, start + len(self.line_text(number)))
-
-    @cached_property
-    def _lines(self) -> tuple[str, ...]:
-        return tuple(self.text.split("\n"))
+        *before, line = self.text.split("
+")[:number]
+        start = sum(len(other) + 1 for other in before)
+        return Span(self, start, start + len(line))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .codes_language import NO_EFFECT, REPEATED, UNDEFINED_NAME, UNKNOWN_DEFINE, WRONG_KIND
 from .diagnostics import Diagnostic, Label, Severity
@@ -50,8 +51,8 @@ def substitute(
     """Replaces every ``$name``; ``defines`` (from ``-D``) and ``given`` (the arguments of the ``include`` of this file)
     override the values of ``let`` and nothing else.
 
-    Statements that cannot be replaced are left out; what is wrong with them comes after the others. A value keeps the
-    span of its use, so later messages point at the line that uses it.
+    Statements that cannot be replaced are left out, with a diagnostic. A value keeps the span of its use, so later
+    messages point at the line that uses it.
     """
     scope = _Scope()
     overrides = {name: _define(name, text) for name, text in defines.items()}
@@ -81,7 +82,7 @@ def _define(name: str, text: str) -> _Override:
     said, help_ = f"`-D {name}`", f"write one value: `-D {name}=2`"
     source = Source(f"-D {name}", text)
     item = parse_value(source)
-    if isinstance(item, Number | Word | String | Range):
+    if isinstance(item, Value):
         return _Override(item, span, said, help_)
     if any(character in text for character in '"$\r\n') or not text.isprintable():
         return _Override(None, span, said, help_)
@@ -91,7 +92,7 @@ def _define(name: str, text: str) -> _Override:
 def _argument(binding: Binding) -> _Override:
     """The value of one argument of an ``include``."""
     name, value = binding.name.text, binding.value
-    kept = value if isinstance(value, Number | Word | String | Range) else None
+    kept = value if isinstance(value, Value) else None
     return _Override(kept, binding.span, f"`{name}`", f"write one value: `{name}=2`")
 
 
@@ -131,7 +132,7 @@ class _Scope:
         self.spans[name] = binding.name.span
         before = len(self.diagnostics)
         value = self._item(binding.value)
-        if not isinstance(value, Number | Word | String | Range):
+        if not isinstance(value, Value):
             self._failed.add(name)
             if len(self.diagnostics) == before:
                 message = f"`{name}` is {KIND_NAMES[type(value)]}: a `let` holds a number, a word, a string or a range"
@@ -172,10 +173,12 @@ class _Scope:
         if isinstance(item, Binding):
             return replace(item, value=self._item(item.value))
         if isinstance(item, Split):
-            size = None if item.size is None else self._size(item.size)
-            return replace(item, axes=tuple(map(self._axis, item.axes)), size=size)
+            axes = tuple(self._needed(axis, (Word, Var), "an axis name") for axis in item.axes)
+            size = None if item.size is None else self._needed(item.size, (Number, Var), "a number")
+            return replace(item, axes=axes, size=size)
         if isinstance(item, Range):
-            return replace(item, low=self._size(item.low), high=self._size(item.high))
+            low, high = (self._needed(end, (Number, Var), "a number") for end in (item.low, item.high))
+            return replace(item, low=low, high=high)
         if isinstance(item, Call):
             return replace(item, arguments=tuple(map(self._item, item.arguments)))
         if isinstance(item, Layout):
@@ -191,25 +194,16 @@ class _Scope:
         value = self._find(var.name, var.span)
         return None if value is None else replace(value, span=var.span)
 
-    def _axis(self, axis: Word | Var) -> Word | Var:
-        value = self._item(axis)
-        if isinstance(value, Word | Var):
+    def _needed(self, item: Item, kinds: tuple[type, ...], wanted: str) -> Any:
+        """The item replaced, if by one of these kinds, and itself with an error if not."""
+        value = self._item(item)
+        if isinstance(value, kinds):
             return value
-        self._refuse(axis, value, "an axis name")
-        return axis
-
-    def _size(self, size: Number | Var) -> Number | Var:
-        value = self._item(size)
-        if isinstance(value, Number | Var):
-            return value
-        self._refuse(size, value, "a number")
-        return size
-
-    def _refuse(self, item: Item, value: Item, wanted: str) -> None:
         self._complete = False
         message = f"this is {KIND_NAMES[type(value)]}: {wanted} is needed here"
         help_ = f"give {wanted} to the `let`, or write one here"
         self.diagnostics.append(Diagnostic(WRONG_KIND, message, Label(item.span), help=help_))
+        return item
 
     def _string(self, string: String) -> String:
         def text(match: re.Match[str]) -> str:

@@ -45,24 +45,12 @@ def _number(item: Item) -> bool:
     return isinstance(item, Number) and not item.unit
 
 
-def _integer(item: Item) -> bool:
-    return isinstance(item, Number) and item.is_integer
-
-
 def _size(item: Item) -> bool:
     return isinstance(item, Number) and item.unit == "B" and item.value > 0
 
 
-def _binding(item: Item) -> bool:
-    return isinstance(item, Binding) and _name(item.name)
-
-
 def _output(item: Item) -> bool:
     return isinstance(item, Call) and item.name == "out" and bool(item.arguments) and all(map(_where, item.arguments))
-
-
-def _arguments(item: Item) -> bool:
-    return isinstance(item, Group) and len(item.terms) <= 1
 
 
 KINDS: dict[str, Kind] = {
@@ -74,7 +62,7 @@ KINDS: dict[str, Kind] = {
     "VALUES": Kind("names or patterns of parameters or inputs", _where, count=0),
     "OUTPUTS": Kind("outputs of modules, such as `out(blocks.3)`", _output, count=0),
     "SCHEDULE": Kind("a schedule", lambda item: isinstance(item, Word)),
-    "N": Kind("a whole number", _integer),
+    "N": Kind("a whole number", lambda item: isinstance(item, Number) and item.is_integer),
     "X": Kind("a number", _number),
     "RATE": Kind("a number, or `cosine` or `linear` and a number", _number, leads=frozenset({"cosine", "linear"})),
     "SIZE": Kind("a size such as `20GB`", _size),
@@ -84,12 +72,12 @@ KINDS: dict[str, Kind] = {
     "DIMS": Kind("sub-dims such as `(3 h/tp d)`", lambda item: isinstance(item, Group)),
     "CALL": Kind("a call such as `cross_entropy(output, targets)`", lambda item: isinstance(item, Call)),
     "CALLABLE": Kind('a callable such as `"file.py:fn"`', lambda item: isinstance(item, String)),
-    "ARGS": Kind("arguments in parentheses", _arguments),
+    "ARGS": Kind("arguments in parentheses", lambda item: isinstance(item, Group) and len(item.terms) <= 1),
     "FILE": Kind("a name in double quotes", lambda item: isinstance(item, String)),
     # a word is a mistake that the directive explains
     "TABLE": Kind("a file's name in double quotes", lambda item: isinstance(item, String | Word)),
     "GLOBS": Kind("strings", lambda item: isinstance(item, String), count=0),
-    "NAME=VALUE,...": Kind("`name=value` pairs", _binding, count=0),
+    "NAME=VALUE,...": Kind("`name=value` pairs", lambda item: isinstance(item, Binding) and _name(item.name), count=0),
     "NAME=SIZE,...": Kind("`NAME=SIZE` pairs", lambda item: True, count=0, rest=True),
 }
 

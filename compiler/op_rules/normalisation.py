@@ -55,16 +55,15 @@ def _groups_of(call: OpCall, x: Shape, groups: int, operands: Sequence[str], res
     return apply_dims(call, [spelled[k] for k in operands], [spelled[k] for k in results], whole=whole, sizes=sizes)
 
 
-def _group_norm(call: OpCall) -> OpRule:
-    return _groups_of(call, call.operands[0], call.args[1], "x" + "w" * (len(call.operands) - 1), "x")
+def _group_norm(groups: int, results: str) -> Callable[[OpCall], OpRule]:
+    """`groups`: the position of their number."""
+    return lambda call: _groups_of(
+        call, call.operands[0], call.args[groups], "x" + "w" * (len(call.operands) - 1), results
+    )
 
 
 def _local_groups(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
     return [(1, "num_groups", scale(call.args[1], operands[0][1], call.operands[0][1]))]
-
-
-def _native_group_norm(call: OpCall) -> OpRule:
-    return _groups_of(call, call.operands[0], call.args[6], "x" + "w" * (len(call.operands) - 1), "xmm")
 
 
 def _group_norm_backward(call: OpCall) -> OpRule:
@@ -120,8 +119,8 @@ def _batch_norm(training: int | None, *, updates: bool = False, grad: bool = Fal
 TABLE = {
     **table("layer_norm native_layer_norm rms_norm _fused_rms_norm", Row(_layer_norm)),
     **table("native_layer_norm_backward", Row(_layer_norm_backward)),
-    **table("group_norm", Row(_group_norm, _local_groups)),
-    **table("native_group_norm", Row(_native_group_norm, _local_group_sizes(3))),
+    **table("group_norm", Row(_group_norm(1, "x"), _local_groups)),
+    **table("native_group_norm", Row(_group_norm(6, "xmm"), _local_group_sizes(3))),
     **table("native_group_norm_backward", Row(_group_norm_backward, _local_group_sizes(5))),
     **table("batch_norm", Row(_batch_norm(5))),
     **table("_native_batch_norm_legit_functional", Row(_batch_norm(5, updates=True))),

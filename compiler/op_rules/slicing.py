@@ -191,18 +191,12 @@ def _pad(call: OpCall) -> OpRule:
 
 
 def _unfold(call: OpCall) -> OpRule:
-    """`unfold(x, dim, size, step)`: windows of the dim, their elements last."""
-    rank = len(call.operands[0])
-    dim = normal_dim(call.args[1], rank)
-    result = (*_along(call.operands[0], dim, ("windows",)), ("size",))
-    return _ruled(call, [_along(call.operands[0], dim, ("whole",)), result], {"whole", "windows", "size"}, {})
-
-
-def _unfold_backward(call: OpCall) -> OpRule:
-    """`unfold_backward(grad, sizes, dim, size, step)`."""
-    dim = normal_dim(call.args[2], len(call.results[0]))
-    windows = (*_along(call.results[0], dim, ("windows",)), ("size",))
-    return _ruled(call, [windows, _along(call.results[0], dim, ("whole",))], {"whole", "windows", "size"}, {})
+    """`unfold(x, dim, size, step)`: windows of the dim, their elements last; `unfold_backward(grad, sizes, dim)`."""
+    backward = len(call.operands[0]) > len(call.results[0])
+    x = (call.results if backward else call.operands)[0]
+    dim = normal_dim(call.args[1 + backward], len(x))
+    tensors = [_along(x, dim, ("whole",)), (*_along(x, dim, ("windows",)), ("size",))]
+    return _ruled(call, tensors[::-1] if backward else tensors, {"whole", "windows", "size"}, {})
 
 
 def _diagonal(call: OpCall) -> OpRule:
@@ -233,7 +227,7 @@ TABLE = {
     **table("unbind.int stack", Row(_lacking(1, 0))),
     **table("constant_pad_nd", Row(_pad)),
     **table("unfold", Row(_unfold)),
-    **table("unfold_backward", Row(_unfold_backward, result_shape(1, "input_sizes"))),
+    **table("unfold_backward", Row(_unfold, result_shape(1, "input_sizes"))),
     **table("diagonal", Row(_diagonal)),
     **table("flip", Row(along(dim_argument(1, "dims"), linear="0"))),
     **table("roll", Row(along(dim_argument(2, "dims", None), linear="0"))),
