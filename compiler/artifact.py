@@ -14,17 +14,7 @@ from .actions import Action, parse_schedule
 from .callables import CallableError, file_hash, load_callable
 from .directives.sizes import SizeRange
 from .folders import FolderError, check_place, current, replace_folder
-from .forms import (
-    DATA_FORM,
-    INIT_FORM,
-    MANIFEST_FORM,
-    NUMBERS_FORM,
-    RANGES_FORM,
-    REPORT_FORM,
-    Form,
-    FormError,
-    hold_form,
-)
+from .forms import MANIFEST_FORM, REPORT_FORM, Form, FormError, hold_form
 from .placement import parse_type
 from .program import Program
 from .program_text import ProgramError, parse_program
@@ -197,8 +187,6 @@ def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = 
         except (ValueError, KeyError) as error:
             raise BuildError(f"`{path / MANIFEST}`: `parameters.{name}` is no type: {error}") from None
     _hold(path / "report.json", report, REPORT_FORM)
-    if "numbers" in report:
-        _hold(path / "report.json", {"numbers": report["numbers"]}, {"numbers": NUMBERS_FORM})
     return Build(path, manifest, programs, reference, roles, report, template)
 
 
@@ -237,9 +225,6 @@ def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
     ):
         raise BuildError(f"`{path / MANIFEST}` is not of format {FORMAT}")
     _hold(path / MANIFEST, manifest, MANIFEST_FORM)
-    for key, form in (("data", DATA_FORM), ("init", INIT_FORM), ("ranges", RANGES_FORM)):
-        if manifest.get(key) is not None:
-            _hold(path / MANIFEST, {key: manifest[key]}, {key: form})
     absent = [name for name in _FILES if name not in manifest["files"]]
     if absent:
         raise BuildError(f"`{path / MANIFEST}`: its `files` name no `{absent[0]}`")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -48,11 +49,8 @@ class Captured:
 
     def placeholders(self, kind: str) -> dict[str, fx.Node]:
         """Placeholders of one kind by name."""
-        found = {}
-        for node in self.graph.nodes:
-            if node.op == "placeholder" and node.meta["role"].split(" ", 1)[0] == kind:
-                found[node.meta["role"].split(" ", 1)[1]] = node
-        return found
+        roles = ((node.meta["role"].partition(" "), node) for node in self.graph.nodes if node.op == "placeholder")
+        return {name: node for (found, _, name), node in roles if found == kind}
 
     def trainable(self) -> set[str]:
         """Parameters to which a gradient of the loss flows."""
@@ -258,12 +256,10 @@ def _explain(error: Exception, in_loss: bool) -> CaptureError:
 def user_frame(error: BaseException) -> str:
     """``file:line`` of the innermost frame outside torch."""
     found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        path = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in path and not path.startswith("<") and not path.startswith(_OURS):
-            found = f"{path}:{trace.tb_lineno}"
-        trace = trace.tb_next
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = frame.f_code.co_filename
+        if "/torch/" not in path and not path.startswith(("<", _OURS)):
+            found = f"{path}:{line}"
     return found
 
 

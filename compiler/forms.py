@@ -18,8 +18,16 @@ class Each:
     form: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Maybe:
+    """A value of the form, or null."""
+
+    form: Any
+
+
 Form = Any
-"""A type or types; ``[form]`` for a list; ``{key: form}`` for a table with these keys at least; or ``Each``."""
+"""A type or types; ``[form]`` for a list; ``{key: form}`` for a table with these keys at least, those that end in ``?``
+aside; ``Each`` or ``Maybe``."""
 
 _NONE = type(None)
 _NUMBER = (int, float)
@@ -33,6 +41,7 @@ MANIFEST_FORM: Form = {
     "model_source": str,
     "inputs": [{"name": str, "dtype": str, "dims": [(str, int)]}],
     "sizes": Each(int),
+    "ranges?": Each([int]),
     "loss": {"kind": str, "target": str, "operands": [str], "ignore": (int, _NONE)},
     "mesh": Each(int),
     "microbatches": int,
@@ -44,8 +53,8 @@ MANIFEST_FORM: Form = {
     "frozen": [str],
     "accumulate": str,
     "precision": [{"type": str, "modules": [str], "line": int}],
-    "data": (dict, _NONE),
-    "init": (dict, _NONE),
+    "data": Maybe({"globs": [str], "callable": (str, _NONE), "arguments": _LITERALS}),
+    "init": Maybe({"folder": str, "rounded": bool, "tensors": [{"names": [str], "shape": [int], "dtype": str}]}),
     "seed": int,
     "steps": (int, _NONE),
     "aliases": Each(str),
@@ -56,9 +65,6 @@ MANIFEST_FORM: Form = {
     "role": str,
     "files": Each(str),
 }  # fmt: skip
-RANGES_FORM: Form = Each([int])
-DATA_FORM: Form = {"globs": [str], "callable": (str, _NONE), "arguments": _LITERALS}
-INIT_FORM: Form = {"folder": str, "rounded": bool, "tensors": [{"names": [str], "shape": [int], "dtype": str}]}
 
 REPORT_FORM: Form = {
     "mesh": Each(int),
@@ -80,9 +86,9 @@ REPORT_FORM: Form = {
     "operators_without_rule": list,
     "numerics": [{"class": str, "directive": str, "line": int}],
     "checks": Each(str),
-}  # fmt: skip
-NUMBERS_FORM: Form = {
-    "on": str, "steps": int, "loss": _NUMBER, "gradient": _NUMBER, "parameter": _NUMBER, "tolerance": _NUMBER
+    "numbers?": {
+        "on": str, "steps": int, "loss": _NUMBER, "gradient": _NUMBER, "parameter": _NUMBER, "tolerance": _NUMBER
+    },
 }  # fmt: skip
 
 
@@ -98,16 +104,20 @@ def hold_form(value: Any, form: Form, name: str = "") -> None:
     ...     print(error)
     `mesh.dp` is str, not int
     """
-    if isinstance(form, Each):
+    if isinstance(form, Maybe):
+        if value is not None:
+            hold_form(value, form.form, name)
+    elif isinstance(form, Each):
         _hold_type(value, dict, name)
         for key, inner in value.items():
             hold_form(inner, form.form, _joined(name, key))
     elif isinstance(form, Mapping):
         _hold_type(value, dict, name)
         for key, inner in form.items():
-            if key not in value:
+            if (key := key.removesuffix("?")) in value:
+                hold_form(value[key], inner, _joined(name, key))
+            elif f"{key}?" not in form:
                 raise FormError(f"it has no `{_joined(name, key)}`")
-            hold_form(value[key], inner, _joined(name, key))
     elif isinstance(form, list):
         _hold_type(value, list, name)
         for index, inner in enumerate(value):

@@ -36,7 +36,7 @@ def read_source(path: Path) -> Source:
     Raises:
         PlanError: it cannot be read.
     """
-    text, reason = _read(path)
+    text, reason = read_text(path)
     if text is None:
         message = f"`{path}` cannot be read: {reason}"
         help_ = path_meant(path, lambda other: other.suffix == ".parc", "name a plan file, as `gpt.parc`")
@@ -44,7 +44,7 @@ def read_source(path: Path) -> Source:
     return Source(path.name, text, path=path)
 
 
-def _read(path: Path) -> tuple[str | None, str]:
+def read_text(path: Path) -> tuple[str | None, str]:
     """The text of a file, or None and why not."""
     try:
         return path.read_text(encoding="utf-8-sig"), ""
@@ -104,7 +104,7 @@ class Expanded:
                 message = f"`{names[at]}` includes itself: {way}"
                 self._fail(Diagnostic(INCLUDE_CYCLE, message, Label(span), help="put what both need in another file"))
                 return None
-        text, reason = _read(path)
+        text, reason = read_text(path)
         if text is None:
             message = f"`{line.file}` cannot be read: {reason}"
             help_ = f"name a file in `{folder}`, or a family as {listed([f'{FAMILY}{families()[0]}'])}"

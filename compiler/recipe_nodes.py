@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ EXACT = frozenset(
 )
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Fill(Node):
     """One number everywhere; memory that nobody wrote counts as zeros."""
@@ -38,7 +37,6 @@ class Fill(Node):
         return torch.full(index.shape, self.value, dtype=self.dtype)
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Literal(Node):
     """Numbers that the module's code brought along."""
@@ -49,7 +47,6 @@ class Literal(Node):
         return self.flat[index]
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Count(Node):
     """``start + step * index`` in integers."""
@@ -61,7 +58,6 @@ class Count(Node):
         return (index * self.step).add_(self.start).to(self.dtype)
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Draw(Node):
     """Random numbers; ``law(key, index)`` gives them in float64, ``below`` is a bound that rounding must not reach."""
@@ -85,7 +81,6 @@ class Draw(Node):
         return torch.minimum(numbers, torch.nextafter(bound, torch.full_like(bound, -math.inf)))
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Elementwise(Node):
     """An operator whose element i needs only element i of its operands (a ``Read`` each, broadcast to ``sizes``)."""
@@ -117,7 +112,6 @@ class Elementwise(Node):
         return (leaf.node for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Read))
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Write(Node):
     """A storage after a tensor of given sizes and strides in it was overwritten with ``source``."""
@@ -169,7 +163,6 @@ class Write(Node):
         yield self.source.node
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Call:
     """An operator that is computed whole: its results, then the arguments that it writes, at ``written``."""
@@ -193,7 +186,6 @@ class Call:
         return [result.contiguous() for result in [*results, *(values[place] for place in self.written)]]
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Result(Node):
     """One result of an operator that is computed whole."""

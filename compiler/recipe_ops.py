@@ -134,25 +134,18 @@ def _arange(call: Elements) -> Node | None:
     return Count(call.count, call.dtype, start, step)
 
 
-def _cat(call: Elements) -> Node:
-    strides = contiguous_strides(call.sizes)
+def _joined(call: Elements) -> Node:
+    """Tensors written one after the other along a dim, which a stack makes and a concatenation has."""
+    stacks = call.name == "stack"
     dim = call.bound["dim"] % max(len(call.sizes), 1)
+    strides = contiguous_strides(call.sizes)
+    inner = strides[:dim] + strides[dim + 1 :] if stacks else strides
     node: Node = Fill(call.count, call.dtype, 0)
     start = 0
     for piece in call.bound["tensors"]:
         if math.prod(piece.sizes):
-            node = Write(call.count, call.dtype, node, _as_dtype(piece, call.dtype), strides, start * strides[dim])
-            start += piece.sizes[dim]
-    return node
-
-
-def _stack(call: Elements) -> Node:
-    strides = contiguous_strides(call.sizes)
-    dim = call.bound["dim"] % len(call.sizes)
-    inner = strides[:dim] + strides[dim + 1 :]
-    node: Node = Fill(call.count, call.dtype, 0)
-    for place, piece in enumerate(call.bound["tensors"]):
-        node = Write(call.count, call.dtype, node, _as_dtype(piece, call.dtype), inner, place * strides[dim])
+            node = Write(call.count, call.dtype, node, _as_dtype(piece, call.dtype), inner, start * strides[dim])
+            start += 1 if stacks else piece.sizes[dim]
     return node
 
 
@@ -181,8 +174,8 @@ def _triangle(call: Elements) -> Node:
 
 MOVES: dict[str, Callable[[Elements], Node | None]] = {
     "arange": _arange,
-    "cat": _cat,
-    "stack": _stack,
+    "cat": _joined,
+    "stack": _joined,
     "repeat": _repeat,
     "tril": _triangle,
     "triu": _triangle,

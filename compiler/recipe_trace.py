@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,7 +30,6 @@ class RecipeError(Exception):
     """The module's building code does something with a tensor that cannot be recorded."""
 
 
-@final
 class Recorder(TorchDispatchMode):
     """Runs every operator on fake tensors and records how real ones would get their values."""
 

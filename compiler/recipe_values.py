@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import Tensor
@@ -84,7 +83,6 @@ class Node(ABC):
         return iter(())
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class Read:
     """A tensor as a strided look at a node."""

@@ -79,10 +79,6 @@ class Weights:
     def _place(self, names: Sequence[str]) -> str | None:
         return next((name for name in names if name in self.tensors), None)
 
-    def has(self, names: Sequence[str]) -> bool:
-        """Whether a tensor stands under one of its names."""
-        return self._place(names) is not None
-
     def whole(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """A whole tensor, by any of its names.
 

@@ -160,20 +160,20 @@ class _Builder(Transformer[Token, Statement]):
     def _span(self, where: Meta | Token) -> Span:
         return Span(self._source, self._start + (where.start_pos or 0), self._start + (where.end_pos or 0))
 
-    def NUMBER(self, token: Token) -> Number:
-        return Number(str(token), self._span(token))
-
-    def STRING(self, token: Token) -> String:
-        return String(token[1:-1], self._span(token))
-
-    def VAR(self, token: Token) -> Var:
-        return Var(token[1:], self._span(token))
-
-    def ELLIPSIS(self, token: Token) -> Ellipsis:
-        return Ellipsis(self._span(token))
-
-    def WORD(self, token: Token) -> Word:
-        return Word(str(token), self._span(token))
+    def __default_token__(self, token: Token) -> Item | Token:
+        text, span = str(token), self._span(token)
+        match token.type:
+            case "WORD":
+                return Word(text, span)
+            case "NUMBER":
+                return Number(text, span)
+            case "STRING":
+                return String(text[1:-1], span)
+            case "VAR":
+                return Var(text[1:], span)
+            case "ELLIPSIS":
+                return Ellipsis(span)
+        return token
 
     def start(self, meta: Meta, children: list[Any]) -> Statement:
         verb, *phrases = children

@@ -16,7 +16,6 @@ from .syntax import (
     KIND_NAMES,
     Binding,
     Call,
-    Dim,
     Group,
     Item,
     Layout,
@@ -112,11 +111,7 @@ class _Scope:
         """Reads one ``let``; its values may use names of earlier ones."""
         phrases = []
         for phrase in statement.phrases:
-            items = []
-            for item in phrase.items:
-                if isinstance(item, Binding):
-                    item = self._define(item, overrides)
-                items.append(item)
+            items = (self._define(item, overrides) if isinstance(item, Binding) else item for item in phrase.items)
             phrases.append(replace(phrase, items=tuple(items)))
         self.lets[id(statement)] = replace(statement, phrases=tuple(phrases))
 
@@ -167,7 +162,8 @@ class _Scope:
 
     def _item(self, item: Item) -> Item:
         if isinstance(item, Var):
-            return self._lookup(item) or item
+            value = self._find(item.name, item.span)
+            return item if value is None else replace(value, span=item.span)
         if isinstance(item, String):
             return self._string(item)
         if isinstance(item, Binding):
@@ -182,17 +178,10 @@ class _Scope:
         if isinstance(item, Call):
             return replace(item, arguments=tuple(map(self._item, item.arguments)))
         if isinstance(item, Layout):
-            return replace(item, dims=tuple(map(self._dim, item.dims)))
+            return replace(item, dims=tuple(replace(dim, items=tuple(map(self._item, dim.items))) for dim in item.dims))
         if isinstance(item, Group):
             return replace(item, terms=tuple(tuple(map(self._phrase, term)) for term in item.terms))
         return item
-
-    def _dim(self, dim: Dim) -> Dim:
-        return replace(dim, items=tuple(map(self._item, dim.items)))
-
-    def _lookup(self, var: Var) -> Value | None:
-        value = self._find(var.name, var.span)
-        return None if value is None else replace(value, span=var.span)
 
     def _needed(self, item: Item, kinds: tuple[type, ...], wanted: str) -> Any:
         """The item replaced, if by one of these kinds, and itself with an error if not."""

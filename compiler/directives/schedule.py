@@ -16,6 +16,7 @@ from ...grammar.nearest import did_you_mean, listed, nearest
 from ...grammar.source import Source
 from ...grammar.syntax import String
 from ..directive import ONE_OR_MORE, Directive, Scope, argument
+from ..include import read_text
 from ..schedules import MOST_WORK, SCHEDULES, problem, timelines
 from ..schedules.messages import Endless
 from ..schedules.table import RowError
@@ -84,13 +85,11 @@ class Schedule(Directive):
         """
         if self.name != TABLE:
             return ""
-        try:
-            text = (folder / self.table).read_text(encoding="utf-8-sig")
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
-            message, label = f"`{self.table}` cannot be read: {reason.lower()}", Label(self.arguments.span(TABLE))
+        text, reason = read_text(folder / self.table)
+        if text is None:
+            message, label = f"`{self.table}` cannot be read: {reason}", Label(self.arguments.span(TABLE))
             help_ = _meant(self.table, "name a file with a line for each rank, as `rank 0: 0F0 0F1 0B0 0B1`")
-            raise PlanError([Diagnostic(UNREADABLE, message, label, help=help_)]) from None
+            raise PlanError([Diagnostic(UNREADABLE, message, label, help=help_)])
         try:
             timelines(TABLE, stages, self.microbatches, self.chunks, text=text)
         except ValueError as error:

@@ -5,17 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, linear_sets, opaque, quotient
-from .row import (
-    Change,
-    Row,
-    along,
-    dim_argument,
-    normal_dim,
-    plain_dims,
-    result_shape,
-    scale,
-    table,
-)
+from .row import Change, Row, along, dim_argument, normal_dim, plain_dims, result_shape, scale, table
 
 Sums = dict[str, tuple[str, ...]]
 

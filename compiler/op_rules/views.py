@@ -4,16 +4,7 @@ import math
 from collections.abc import Sequence
 
 from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, quotient
-from .row import (
-    Change,
-    Row,
-    normal_dim,
-    normal_dims,
-    plain_dims,
-    pointwise,
-    result_shape,
-    table,
-)
+from .row import Change, Row, normal_dim, normal_dims, plain_dims, pointwise, result_shape, table
 
 _ONE = (frozenset({0}),)
 
