@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-
-from .mesh import Mesh
 
 Outer = int | tuple[int, ...]
 """So many equal parts; or, where they are not equal, their proportions: ``(2, 1, 1)`` of 128 are 64, 32 and 32."""
@@ -101,17 +99,10 @@ def nest(size: int, splits: Iterable[tuple[Outer, int]]) -> bool:
     """Whether splits, each over so many ranks, divide a dim together."""
     ordered = sorted(splits, key=lambda split: count(split[0]))
     try:
-        stretches = terms(size, [(outer, str(ranks)) for outer, ranks in ordered])
+        for stretch, equal in terms(size, [(outer, str(ranks)) for outer, ranks in ordered]):
+            atoms(stretch, equal, int)
     except ValueError:
         return False
-    for stretch, equal in stretches:
-        position = 1
-        for outer, ranks in equal:
-            if outer % position:
-                return False
-            position = outer * int(ranks)
-        if stretch % position:
-            return False
     return True
 
 
@@ -123,8 +114,9 @@ class Atom:
     axis: str | None
 
 
-def atoms(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> tuple[Atom, ...]:
-    """A dim of ``size`` global entries, split into equal parts, as stretches whose product is ``size``.
+def atoms(size: int, splits: Sequence[tuple[int, str]], ranks: Callable[[str], int]) -> tuple[Atom, ...]:
+    """A dim of ``size`` global entries, split into equal parts over axes of ``ranks``, as stretches whose product is
+    ``size``.
 
     Raises:
         ValueError: the splits do not nest, or do not divide the dim.
@@ -136,8 +128,8 @@ def atoms(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> tuple[Ato
             raise ValueError(f"a split at {outer} falls inside another that ends at {position}")
         if outer != position:
             result.append(Atom(outer // position, None))
-        result.append(Atom(mesh.size(axis), axis))
-        position = outer * mesh.size(axis)
+        result.append(Atom(ranks(axis), axis))
+        position = outer * ranks(axis)
     if size % position:
         raise ValueError(f"{size} does not divide by {position}")
     if size != position or not result:

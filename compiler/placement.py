@@ -150,7 +150,7 @@ def local_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape
             raise ValueError(f"dim {dim} of {list(shape)} does not divide by {pieces}")
         if pieces > 1:
             for stretch, splits in terms(size, placement.splits(dim)):
-                atoms(stretch, splits, mesh)  # the splits nest
+                atoms(stretch, splits, mesh.size)  # the splits nest
         result.append(size // pieces)
     return tuple(result)
 
@@ -177,7 +177,7 @@ def _take(
     tensor: torch.Tensor, dim: int, splits: Sequence[tuple[int, str]], mesh: Mesh, coordinates: Mapping[str, int]
 ) -> torch.Tensor:
     """A rank's part of a dim that is split into equal parts."""
-    stretches = atoms(tensor.shape[dim], splits, mesh)
+    stretches = atoms(tensor.shape[dim], splits, mesh.size)
     tensor = tensor.unflatten(dim, [atom.size for atom in stretches])
     for offset, atom in reversed(list(enumerate(stretches))):
         if atom.axis is not None:
@@ -208,7 +208,7 @@ def dim_index(
     found, start = [], 0
     for stretch, splits in terms(size, placement.splits(dim)):
         index = torch.zeros(1, dtype=torch.int64, device=device)
-        for atom in atoms(stretch, splits, mesh):
+        for atom in atoms(stretch, splits, mesh.size):
             if atom.axis is None:
                 steps = torch.arange(atom.size, dtype=torch.int64, device=device)
                 index = (index[:, None] * atom.size + steps).reshape(-1)

@@ -197,9 +197,11 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     except Exception as problem:  # a rule may stumble over arguments that it does not foresee
         yield "types", str(problem) or type(problem).__name__
         return
+    zeros = line.op == "aten.full.default" and line.args[1:] == (0.0,)
     for made, type_ in zip(placements, results, strict=True):
+        # zeros are partial sums of zero as well
         without_sums = type_.placement.replace(dict.fromkeys(type_.placement.partial, "I"))
-        if made != type_.placement and not (_is_zero(line) and made == without_sums):
+        if made != type_.placement and not (zeros and made == without_sums):
             text = TensorType(type_.dtype, type_.shape, made).text(mesh)
             yield "types", f"{line.op} makes `{text}`, not `{type_.text(mesh)}`"
     yield from _local_faults(q, call)
@@ -210,11 +212,6 @@ def _draws(op: str) -> bool:
         return torch.Tag.nondeterministic_seeded in operator(op).tags
     except AttributeError:
         return False
-
-
-def _is_zero(line: Line) -> bool:
-    """Whether the line makes zeros, which are partial sums of zero as well."""
-    return line.op == "aten.full.default" and line.args[1:] == (0.0,)
 
 
 def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:

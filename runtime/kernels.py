@@ -42,7 +42,7 @@ class Site:
     def consecutive(self, type_: TensorType, dim: int) -> bool:
         """Whether the rank's entries along a dim are a run: no part of the dim above one that is split is whole."""
         (size, splits), *more = terms(type_.shape[dim], type_.placement.splits(dim))
-        whole = [atom.axis is None for atom in atoms(size, splits, self.mesh) if atom.size > 1]
+        whole = [atom.axis is None for atom in atoms(size, splits, self.mesh.size) if atom.size > 1]
         return not more and whole == sorted(whole)
 
     def key(self, key: torch.Tensor) -> Any:

@@ -78,53 +78,29 @@ def _index_put(call: OpCall) -> OpRule:
 # ---- gather, scatter and their relatives: (x, dim, index, ...), index as long as x in the other dims, or shorter
 
 
-def _aligned(call: OpCall, dim: int, asks: Sequence[bool]) -> list[Dims]:
-    """Dims of operands then results: along `dim` "i" where a tensor asks and "x" where it is asked."""
-    tensors = (*call.operands, *call.results)
-
-    def spell(index: int, shape: Shape) -> Dims:
-        names = []
-        for place in range(len(shape)):
-            if place == dim:
-                names.append(("i",) if asks[index] else ("x",))
-            elif all(other[place] == shape[place] for other in tensors):
-                names.append((f"d{place}",))
-            else:  # shorter: it speaks of the first part of the longer
-                names.append((f"w{index}_{place}",))
-        return tuple(names)
-
-    return [spell(index, shape) for index, shape in enumerate(tensors)]
-
-
-def _picked(asks: str, *, free: bool = False, linear: str = "") -> Callable[[OpCall], OpRule]:
-    """`asks`: per tensor, operands then results, "i" where it has the positions that ask, else "x"."""
+def _picked(text: str, *, free: bool = False, linear: str = "") -> Callable[[OpCall], OpRule]:
+    """`text`: per tensor, operands then results, "x" where it is asked along `dim`, "i" where it has the positions that
+    ask; "l" is a list of these alone, "1" a tensor of rank 0."""
 
     def ruling(call: OpCall) -> OpRule:
         dim = normal_dim(call.args[1], len(call.operands[0]))
-        named = _aligned(call, dim, [letter == "i" for letter in asks])
-        names = {name for dims in named for dim_names in dims for name in dim_names}
-        whole = frozenset(name for name in names if name[0] == "w" or name == "x" or (name == "i" and not free))
-        count = len(call.operands)
-        return apply_dims(call, named[:count], named[count:], whole=whole, linear=argument_linear(call, linear))
+        tensors = (*call.operands, *call.results)
+        ranked = [shape for letter, shape in zip(text, tensors, strict=True) if letter in "xi"]
 
-    return ruling
-
-
-def _along_index(text: str, *, free: bool = False, linear: str = "") -> Callable[[OpCall], OpRule]:
-    """`(x, dim, index [i], ...)`: `text` has "x" per tensor that is asked, "i" per one that asks, "l" for the index,
-    "1" for a tensor of rank 0."""
-
-    def ruling(call: OpCall) -> OpRule:
-        rank = len(call.operands[0])
-        dim = normal_dim(call.args[1], rank)
-
-        def spell(letter: str, shape: Shape) -> Dims:
+        def spell(index: int, letter: str, shape: Shape) -> Dims:
             if letter in "l1":
                 return (("i",),) * len(shape)
-            return tuple((letter,) if place == dim else (f"d{place}",) for place in range(rank))
+            dims = [f"d{place}" for place in range(len(shape))]
+            for place, size in enumerate(shape):
+                if any(other[place] != size for other in ranked):  # it speaks of the first part of a longer one
+                    dims[place] = f"w{index}_{place}"
+                if place == dim:
+                    dims[place] = letter
+            return tuple((name,) for name in dims)
 
-        named = [spell(letter, shape) for letter, shape in zip(text, (*call.operands, *call.results), strict=True)]
-        whole = frozenset({"x"} if free else {"x", "i"})
+        named = [spell(index, *each) for index, each in enumerate(zip(text, tensors, strict=True))]
+        names = {name for dims in named for dim_names in dims for name in dim_names}
+        whole = frozenset(name for name in names if name[0] == "w" or name == "x" or (name == "i" and not free))
         count = len(call.operands)
         return apply_dims(call, named[:count], named[count:], whole=whole, linear=argument_linear(call, linear))
 
@@ -157,7 +133,7 @@ TABLE = {
     **table("scatter.value", Row(_picked("xix", linear="03"))),
     **table("scatter.src scatter_add", Row(_picked("xiix", linear="03"))),
     **table("scatter_reduce.two", Row(_picked("xiix"))),
-    **table("index_select", Row(_along_index("xli", free=True, linear="0"))),
-    **table("index_add index_copy", Row(_along_index("xlix", linear="03"))),
-    **table("index_fill.int_Scalar", Row(_along_index("xlx", linear="03"))),
+    **table("index_select", Row(_picked("xli", free=True, linear="0"))),
+    **table("index_add index_copy", Row(_picked("xlix", linear="03"))),
+    **table("index_fill.int_Scalar", Row(_picked("xlx", linear="03"))),
 }

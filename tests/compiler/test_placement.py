@@ -119,7 +119,7 @@ def test_the_stretches_of_a_dim_multiply_to_it_and_tell_what_a_rank_holds_before
         splits = [(outer, axis) for outer, axis in type_.placement.splits(dim) if isinstance(outer, int)]
         if len(splits) < len(type_.placement.splits(dim)):
             continue
-        found = atoms(size, splits, mesh)
+        found = atoms(size, splits, mesh.size)
         before, product = 1, 1
         for atom in found:
             if atom.axis is None:
@@ -133,9 +133,9 @@ def test_the_stretches_of_a_dim_multiply_to_it_and_tell_what_a_rank_holds_before
 
 def test_splits_that_do_not_nest_or_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="falls inside"):
-        atoms(12, [(1, "dp"), (3, "tp")], MESH)
+        atoms(12, [(1, "dp"), (3, "tp")], MESH.size)
     with pytest.raises(ValueError, match="does not divide"):
-        atoms(6, [(1, "dp"), (2, "tp")], MESH)
+        atoms(6, [(1, "dp"), (2, "tp")], MESH.size)
     with pytest.raises(ValueError, match="does not divide"):
         local_shape((3,), Placement.of(MESH, {"dp": Split(0)}), MESH)
 
