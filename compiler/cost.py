@@ -38,44 +38,38 @@ def local_bytes(type_: TensorType, program: Program) -> int:
     return math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
 
 
-class _Liveness:
-    """Peak bytes of a program's functions, each looked at once."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.peaks: dict[str, int] = {}
-
-    def peak(self, function: Function) -> int:
-        """The most that a function's own values hold at once, results included, parameters not."""
-        if function.name in self.peaks:
-            return self.peaks[function.name]
-        last: dict[str, int] = {name: len(function.lines) for _, name in function.returns}
-        for index, line in enumerate(function.lines):
-            for name in line.uses():
-                last[name] = max(last.get(name, 0), index)
-        # a view keeps its source alive
-        source: dict[str, str] = {}
-        for index, line in reversed(list(enumerate(function.lines))):
-            if line.op in VIEWS:
-                owner = next(line.uses())
-                for value in line.made:
-                    source[value.name] = owner
-                    last[owner] = max(last.get(owner, 0), last.get(value.name, index))
-        live = most = 0
-        dying: dict[int, int] = {}
-        for index, line in enumerate(function.lines):
-            inner = self.peak(self.program.function(line.op)) if line.calls_function else 0
-            made = 0
+def _peak(program: Program, function: Function, peaks: dict[str, int]) -> int:
+    """The most bytes that a function's own values hold at once, results included, parameters not; ``peaks`` keeps those
+    of functions that were looked at."""
+    if function.name in peaks:
+        return peaks[function.name]
+    last: dict[str, int] = {name: len(function.lines) for _, name in function.returns}
+    for index, line in enumerate(function.lines):
+        for name in line.uses():
+            last[name] = max(last.get(name, 0), index)
+    # a view keeps its source alive
+    source: dict[str, str] = {}
+    for index, line in reversed(list(enumerate(function.lines))):
+        if line.op in VIEWS:
+            owner = next(line.uses())
             for value in line.made:
-                if value.name not in source:
-                    size = local_bytes(value.type, self.program)
-                    made += size
-                    end = last.get(value.name, index)
-                    dying[end] = dying.get(end, 0) + size
-            most = max(most, live + max(made, inner))
-            live += made - dying.get(index, 0)
-        self.peaks[function.name] = most
-        return most
+                source[value.name] = owner
+                last[owner] = max(last.get(owner, 0), last.get(value.name, index))
+    live = most = 0
+    dying: dict[int, int] = {}
+    for index, line in enumerate(function.lines):
+        inner = _peak(program, program.function(line.op), peaks) if line.calls_function else 0
+        made = 0
+        for value in line.made:
+            if value.name not in source:
+                size = local_bytes(value.type, program)
+                made += size
+                end = last.get(value.name, index)
+                dying[end] = dying.get(end, 0) + size
+        most = max(most, live + max(made, inner))
+        live += made - dying.get(index, 0)
+    peaks[function.name] = most
+    return most
 
 
 def estimate_memory(
@@ -106,7 +100,7 @@ def estimate_memory(
         sent[key] = sum(local_bytes(values[name].type, program) for name in sends - keeps)
         received[key] = sum(local_bytes(value.type, program) for value in program.main.parameters
                             if value.role.startswith("received "))  # fmt: skip
-        peaks[key] = _Liveness(program).peak(program.main) if program in work else 0
+        peaks[key] = _peak(program, program.main, {}) if program in work else 0
     held, most = _Held(), 0
     for index, action in enumerate(actions):
         for coming in actions[index : index + 1 + AHEAD]:

@@ -76,6 +76,10 @@ class Scope:
         """Every directive of a kind, in order."""
         return tuple(directive for directive in self.directives if isinstance(directive, kind))
 
+    def one(self, kind: type[D]) -> D | None:
+        """The first directive of a kind, if there is one."""
+        return next(iter(self.all(kind)), None)
+
     def check_axis(self, axis: Word) -> Iterator[Diagnostic]:
         """An error if the mesh has no such axis."""
         if axis.text not in self.mesh and "mesh" not in self.broken:

@@ -193,10 +193,6 @@ def _lookup_backward(ctx: Any, grad: Any) -> Any:
     return OPS.lookup_backward.default(grad, ctx.saved_tensors[0], ctx.rows, ctx.padding), None, None
 
 
-def _loss_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _loss_backward(ctx: Any, grad: Any) -> Any:
     return OPS.loss_parts_backward.default(grad, *ctx.saved_tensors), None, None
 
@@ -211,27 +207,19 @@ def _convert_backward(ctx: Any, grad: Any) -> Any:
     return OPS.convert.default(grad, ctx.axes, source, result), None, None, None
 
 
-def _pad_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.pad = inputs[1:5]
+def _pad_gradient(name: str, backward: Any, *options: float) -> None:
+    """The gradient of an operator on the padding that its arguments name: another on the same padding."""
 
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pad = inputs[1:5]
 
-def _fill_backward(ctx: Any, grad: Any) -> Any:
-    """What was written over has no gradient."""
-    return OPS.fill_pad.default(grad, *ctx.pad, 0.0), None, None, None, None, None
-
-
-def _cut_backward(ctx: Any, grad: Any) -> Any:
-    return OPS.grow_pad.default(grad, *ctx.pad), None, None, None, None
-
-
-def _grow_backward(ctx: Any, grad: Any) -> Any:
-    return OPS.cut_pad.default(grad, *ctx.pad), None, None, None, None
+    _gradient(name, lambda ctx, grad: (backward(grad, *ctx.pad, *options), *(None,) * (4 + len(options))), setup)
 
 
 _gradient("attention", _attention_backward, _attention_setup)
 _gradient("lookup", _lookup_backward, _lookup_setup)
-_gradient("loss_parts", _loss_backward, _loss_setup)
+_gradient("loss_parts", _loss_backward, lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 _gradient("convert", _convert_backward, _convert_setup)
-_gradient("fill_pad", _fill_backward, _pad_setup)
-_gradient("cut_pad", _cut_backward, _pad_setup)
-_gradient("grow_pad", _grow_backward, _pad_setup)
+_pad_gradient("fill_pad", OPS.fill_pad.default, 0.0)  # what was written over has no gradient
+_pad_gradient("cut_pad", OPS.grow_pad.default)
+_pad_gradient("grow_pad", OPS.cut_pad.default)

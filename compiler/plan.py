@@ -13,10 +13,10 @@ from ..grammar.format import format_statements
 from ..grammar.nearest import did_you_mean, listed
 from ..grammar.source import Source, Span
 from ..grammar.substitute import LET
-from ..grammar.syntax import Phrase, Statement, Word
+from ..grammar.syntax import Binding, Phrase, Statement, Word
 from ..grammar.usage import parse_usage
 from .constraints import Fix, SplitWeights
-from .directive import D, Directive, Scope, check_unique
+from .directive import Directive, Scope, check_unique
 from .directives import directive, verbs
 from .directives.budget import Budget
 from .directives.data import Data
@@ -24,7 +24,7 @@ from .directives.freeze import Freeze
 from .directives.init import Init
 from .directives.input import Input
 from .directives.loss import Loss
-from .directives.mesh import MeshLine, merged, outer_first
+from .directives.mesh import MeshLine, merged, mesh_of
 from .directives.model import Model
 from .directives.optimizer import Optimizer
 from .directives.precision import Precision
@@ -92,17 +92,17 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
     defines = dict(defines or {})
     expanded = Expanded(source, defines)
     directives, errors = _read_directives(expanded.statements)
-    broken = _broken(expanded, directives)
-    found = [*expanded.diagnostics, *errors, *_check(directives, source, broken)]
+    axes = merged([found for found in directives if isinstance(found, MeshLine)])
+    scope = Scope(directives, mesh_of(axes), _broken(expanded, directives))
+    found = [*expanded.diagnostics, *errors, *_check(scope, source)]
     found.sort(key=_position)
     if any(diagnostic.is_error for diagnostic in found):
         raise PlanError(found)
-    return _assemble(source, _kept(expanded.statements, directives), defines, directives, tuple(found))
+    return _assemble(source, _kept(expanded.statements, axes), defines, scope, axes, tuple(found))
 
 
-def _kept(statements: Sequence[Statement], directives: Sequence[Directive]) -> tuple[Statement, ...]:
+def _kept(statements: Sequence[Statement], axes: tuple[Binding, ...]) -> tuple[Statement, ...]:
     """What the plan says when nothing is included: no ``let``, and one ``mesh`` line of all axes."""
-    axes = merged([found for found in directives if isinstance(found, MeshLine)])
     kept: list[Statement] = []
     for statement in statements:
         if statement.verb.text == MESH:
@@ -142,11 +142,9 @@ def _broken(expanded: Expanded, directives: Sequence[Directive]) -> frozenset[st
     return frozenset(verb for verb in lines if lines.count(verb) > read.count(verb))
 
 
-def _check(directives: tuple[Directive, ...], source: Source, broken: frozenset[str]) -> Iterator[Diagnostic]:
+def _check(scope: Scope, source: Source) -> Iterator[Diagnostic]:
     first: dict[type[Directive], Directive] = {}
-    meshes = [found for found in directives if isinstance(found, MeshLine)]
-    scope = Scope(directives, _mesh(meshes), broken)
-    for found in directives:
+    for found in scope.directives:
         if found.ONCE and type(found) in first:
             verb = found.arguments.statement.verb
             related = (Label(first[type(found)].span, "given here first"),)
@@ -156,17 +154,11 @@ def _check(directives: tuple[Directive, ...], source: Source, broken: frozenset[
         yield from found.check(scope)
     names = [found.arguments.words("name")[0] for found in scope.all(Input)]
     yield from check_unique(tuple(names), "input")
-    present = {found.arguments.statement.verb.text for found in directives} | broken
+    present = {found.arguments.statement.verb.text for found in scope.directives} | scope.broken
     for required, example in REQUIRED.items():
         if required not in present:
             message = f"`{source.name}` has no `{required}` line"
             yield Diagnostic(MISSING_STATEMENT, message, help=f"add a line: `{example}`")
-
-
-def _mesh(lines: Sequence[MeshLine]) -> Mesh:
-    """The axes of all lines; of sizes that differ, which is an error, the first."""
-    sizes = {name: size for line in reversed(outer_first(lines)) for name, size in line.mesh.axes}
-    return Mesh(tuple((binding.name.text, sizes[binding.name.text]) for binding in merged(lines)))
 
 
 def _position(diagnostic: Diagnostic) -> tuple[bool, int, int]:
@@ -181,19 +173,15 @@ def _assemble(
     source: Source,
     statements: tuple[Statement, ...],
     defines: Mapping[str, str],
-    directives: tuple[Directive, ...],
+    scope: Scope,
+    axes: tuple[Binding, ...],
     warnings: tuple[Diagnostic, ...],
 ) -> Plan:
-    scope = Scope(directives, Mesh(), frozenset())
-
-    def one(kind: type[D]) -> D | None:
-        return next(iter(scope.all(kind)), None)
-
+    one = scope.one
     model, loss, optimizer = one(Model), one(Loss), one(Optimizer)
     assert model is not None and loss is not None and optimizer is not None  # REQUIRED was checked
     sizes, seed, steps = one(Sizes), one(SeedLine), one(Steps)
     schedule = one(Schedule)
-    meshes = scope.all(MeshLine)
     return Plan(
         source=source,
         statements=statements,
@@ -207,7 +195,7 @@ def _assemble(
         optimizer=optimizer,
         seed=seed.value if seed is not None else 0,
         steps=steps.value if steps is not None else None,
-        mesh=_mesh(meshes),
+        mesh=scope.mesh,
         microbatches=schedule.microbatches if schedule is not None else 1,
         accumulate=schedule.accumulate if schedule is not None else "fp32",
         frozen=tuple(word for line in scope.all(Freeze) for word in line.where),
@@ -217,7 +205,7 @@ def _assemble(
         init=one(Init),
         schedule=schedule,
         stages=scope.all(Stage),
-        placements=tuple(found for found in directives if isinstance(found, Fix | SplitWeights)),
-        mesh_spans={binding.name.text: binding.span for binding in merged(meshes)},
+        placements=tuple(found for found in scope.directives if isinstance(found, Fix | SplitWeights)),
+        mesh_spans={binding.name.text: binding.span for binding in axes},
         warnings=warnings,
     )

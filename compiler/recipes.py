@@ -60,7 +60,6 @@ class Recorded:
     recipes: dict[str, Recipe]  # parameters and buffers by every name they have; tied ones share one recipe
     attributes: dict[str, Recipe]  # tensors that are neither, kept as plain attributes of a module
     mode: FakeTensorMode  # of the module's tensors: capture goes on under it
-    seed: int
 
 
 class _SharedMode(FakeTensorMode):
@@ -100,7 +99,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     recipes = {name: recipe_of(name, tensor) for name, tensor in tensors}
     attributes = {name: recipe_of(name, tensor) for name, tensor in _plain_tensors(module)}
-    return Recorded(module, recipes, attributes, mode, seed)
+    return Recorded(module, recipes, attributes, mode)
 
 
 def initialize(build: Callable[[], nn.Module], seed: int) -> nn.Module:

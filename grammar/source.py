@@ -71,9 +71,6 @@ class Span:
     def __str__(self) -> str:
         return f"{self.source.name}:{self.line}:{self.column}"
 
-    def __repr__(self) -> str:
-        return f"Span({self})"
-
     def to(self, other: Span) -> Span:
         """The span from the start of this one to the end of ``other``."""
         return Span(self.source, min(self.start, other.start), max(self.end, other.end))

@@ -24,7 +24,7 @@ class MeshLine(Directive):
     USAGE = "mesh NAME=VALUE, ..."
     ONCE = False
 
-    mesh: Mesh = argument(lambda given: _mesh(given.bindings("name")))
+    mesh: Mesh = argument(lambda given: mesh_of(given.bindings("name")))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         bindings = self.arguments.bindings("name")
@@ -59,26 +59,22 @@ class MeshLine(Directive):
         if same is not None:
             verb = self.arguments.statement.verb
             related = (Label(same.span, "given here first"),)
-            yield Diagnostic(
-                REPEATED, "a plan has one `mesh` line", Label(verb.span), related, help="remove one of them"
-            )
+            message = "a plan has one `mesh` line"
+            yield Diagnostic(REPEATED, message, Label(verb.span), related, help="remove one of them")
             return
-        first: dict[str, tuple[Binding, int]] = {}
-        for line in earlier:
-            for binding in line.arguments.bindings("name"):
-                first.setdefault(binding.name.text, (binding, line.mesh.size(binding.name.text)))
-        for binding in self.arguments.bindings("name"):
-            name = binding.name.text
-            before, size = first.get(name, (None, 0))
-            if before is not None and size != self.mesh.size(name):
-                related = (Label(before.span, f"{size} here"),)
-                message = f"the axis `{name}` has size {self.mesh.size(name)} in one file and {size} in another"
+        before = {binding.name.text: binding for binding in merged(earlier)}
+        sizes = dict(mesh_of(tuple(before.values())).axes)
+        for name, own in self.mesh.axes:
+            size = sizes.get(name, own)
+            if size != own:
+                related = (Label(before[name].span, f"{size} here"),)
+                message = f"the axis `{name}` has size {own} in one file and {size} in another"
                 help_ = f"give the size as the include's argument: `({name}={size})`"
                 yield Diagnostic(MESH_DIFFERS, message, Label(self.span.root), related, help=help_)
 
 
-def _mesh(bindings: Sequence[Binding]) -> Mesh:
-    """The axes, with size 1 where none makes sense."""
+def mesh_of(bindings: Sequence[Binding]) -> Mesh:
+    """The mesh of these axes, with size 1 where none makes sense."""
     axes: dict[str, int] = {}
     for binding in bindings:
         value = binding.value

@@ -86,7 +86,7 @@ class Optimizer(Directive):
                     label = Label(self.arguments.span(clause))
                     yield Diagnostic(UNEXPECTED_ARGUMENT, message, label, help=f"write `lr cosine {self.lr:g}`")
             return
-        steps = next(iter(scope.all(Steps)), None)
+        steps = scope.one(Steps)
         over = self.over if self.over is not None else steps.value if steps is not None else None
         if over is None and "steps" not in scope.broken:
             message = f"`lr {self.shape}` has no last step"
