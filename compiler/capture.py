@@ -96,12 +96,8 @@ class _Step(nn.Module):
         self.stage = SimpleNamespace(in_loss=False)  # how far a call came: a trace puts attributes back
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
-        with self._mode:
-            return self._forward(values)
-
-    def _forward(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
         inputs = dict(zip(self._names, values, strict=True))
-        with _assigned_in_place(self.model):  # after all that reads them
+        with self._mode, _assigned_in_place(self.model):  # assigned after all that reads them
             output = self._call(self.model, inputs)
             if getattr(output, "past_key_values", None) is not None:
                 raise CaptureError("cache", "the model returns a key/value cache")

@@ -29,7 +29,6 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
-        """All together."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 

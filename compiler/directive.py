@@ -57,7 +57,6 @@ class Directive:
 
     @property
     def span(self) -> Span:
-        """The statement."""
         return self.arguments.statement.span
 
 

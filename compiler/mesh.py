@@ -104,7 +104,6 @@ class Mesh:
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return math.prod(size for _, size in self.axes)
 
     def size(self, axis: str) -> int:

@@ -27,7 +27,6 @@ class Pattern:
 
     @property
     def optional(self) -> bool:
-        """Whether it may match nothing."""
         return self.text.endswith("?")
 
     @property

@@ -157,11 +157,9 @@ class Program:
 
     @property
     def main(self) -> Function:
-        """The function that runs."""
         return self.functions[-1]
 
     def function(self, name: str) -> Function:
-        """A function by its name."""
         return next(function for function in self.functions if function.name == name)
 
     @property

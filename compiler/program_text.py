@@ -73,7 +73,6 @@ class _Reader:
         return ProgramError(f"{self.name}:{getattr(at, 'lineno', 1)}: {why}")
 
     def program(self, tree: ast.Module) -> Program:
-        """The whole text."""
         match tree.body:
             case [
                 ast.Expr(value=ast.Constant(value=str() as head)),

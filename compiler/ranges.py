@@ -73,11 +73,9 @@ class Polynomial:
 
     @property
     def names(self) -> frozenset[str]:
-        """The sizes in it."""
         return frozenset(name for monomial, _ in self.terms for name, _ in monomial)
 
     def at(self, sizes: Sizes) -> Fraction:
-        """Its value."""
         return sum((factor * _value(monomial, sizes) for monomial, factor in self.terms), Fraction(0))
 
 

@@ -55,14 +55,10 @@ class Seeds:
         asked = seed.dim, seed.outer
         if key in self.found:
             return None if self._asked[key] == asked else self._conflict(seed, self.found[key])
-        if seed.dim is not None:
-            placed = self._nest(seed)
-            if isinstance(placed, Diagnostic):
-                return placed
-            self.found[key] = placed
-        else:
-            self.found[key] = seed
-        self._asked[key] = asked
+        placed = seed if seed.dim is None else self._nest(seed)
+        if isinstance(placed, Diagnostic):
+            return placed
+        self.found[key], self._asked[key] = placed, asked
         return None
 
     def _nest(self, seed: Seed) -> Seed | Diagnostic:

@@ -78,7 +78,6 @@ class Misfit(Exception):
 
     @property
     def origin(self) -> Origin:
-        """Where the line comes from, if it says."""
         found = [_parted(row)[1] for row in self.rows]
         return Origin.parse(next(filter(None, found))) if any(found) else Origin()
 

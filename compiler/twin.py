@@ -19,19 +19,14 @@ _LAYER = re.compile(r"\d+")
 
 def compare_structure(full: Mapping[str, Program], twin: Mapping[str, Program]) -> list[Fault]:
     """Where the programs differ in more than sizes and in how often equal blocks repeat: the first place of each."""
-    faults = []
-    for action in full:
-        if action not in twin:
-            faults.append(Fault("numbers", action, "the twin has no such program"))
-            continue
-        difference = _difference(full[action], twin[action])
-        if difference is not None:
-            faults.append(Fault("numbers", action, difference))
-    return faults
+    differences = {action: _difference(program, twin.get(action)) for action, program in full.items()}
+    return [Fault("numbers", action, found) for action, found in differences.items() if found is not None]
 
 
-def _difference(full: Program, twin: Program) -> str | None:
+def _difference(full: Program, twin: Program | None) -> str | None:
     """The first place where two programs are not the same work."""
+    if twin is None:
+        return "the twin has no such program"
     theirs = {function.name: function for function in twin.functions}
     for function in full.functions[:-1]:
         if function.name not in theirs:

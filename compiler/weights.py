@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .mesh import Mesh
-from .padded_tensors import real_entries, spread
-from .padding import Pad
+from .padding import Pad, real_entries, spread
 from .placement import DTYPES, TensorType
 
 Shape = tuple[int, ...]
@@ -120,7 +119,6 @@ class Weights:
             raise WeightsError(f"`{found.file}` cannot be read: {error}") from None
 
     def close(self) -> None:
-        """Close every file."""
         self._open.clear()
         self._stack.close()
 

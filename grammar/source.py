@@ -52,7 +52,6 @@ class Span:
 
     @property
     def text(self) -> str:
-        """The spanned characters."""
         return self.source.text[self.start : self.end]
 
     @property

@@ -22,7 +22,6 @@ class SizeRange:
 
     @property
     def fixed(self) -> bool:
-        """Whether there is only one size."""
         return self.low == self.high
 
     @property
@@ -40,7 +39,6 @@ class SizeRange:
 
     @property
     def values(self) -> range:
-        """All of them."""
         return range(self.low, self.high + 1, self.step)
 
     def nearest(self, size: int) -> tuple[int, ...]:

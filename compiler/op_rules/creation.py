@@ -4,7 +4,7 @@ from ..factors import OpCall, OpRule, apply_dims
 from .row import Row, plain_dims, pointwise, result_shape, table
 
 
-def _made(call: OpCall) -> OpRule:
+def made(call: OpCall) -> OpRule:
     """Any operand only lends its dtype and device: its dims belong to no factor."""
     operands = [((),) * len(shape) for shape in call.operands]
     return apply_dims(call, operands, [plain_dims(len(call.results[0]))])
@@ -16,9 +16,9 @@ def _arange(call: OpCall) -> OpRule:
 
 
 TABLE = {
-    **table("zeros ones full empty.memory_format", Row(_made, result_shape(0, "size"))),
-    **table("new_zeros new_ones new_full new_empty", Row(_made, result_shape(1, "size"))),
+    **table("zeros ones full empty.memory_format", Row(made, result_shape(0, "size"))),
+    **table("new_zeros new_ones new_full new_empty", Row(made, result_shape(1, "size"))),
     **table("zeros_like ones_like full_like empty_like fill.Scalar", Row(pointwise())),
-    **table("scalar_tensor", Row(_made)),
+    **table("scalar_tensor", Row(made)),
     **table("arange arange.start arange.start_step", Row(_arange)),
 }

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from ..factors import OpCall, OpRule, apply_dims, rule
+from .creation import made
 from .row import Row, plain_dims, result_shape
-
-
-def _created(call: OpCall) -> OpRule:
-    """Every dim of the result is free: a rank makes its own part, since it knows where it stands."""
-    return apply_dims(call, [()] * len(call.operands), [plain_dims(len(call.results[0]))])
 
 
 def _filled(call: OpCall) -> OpRule:
@@ -27,9 +23,9 @@ def _resized(call: OpCall) -> OpRule:
 TABLE: dict[str, Row] = {
     "parc.square_sum.default": Row(rule("... -> ")),
     "parc.stream_key.default": Row(rule("t! -> ")),
-    "parc.dropout_mask.default": Row(_created, result_shape(1, "size")),
-    "parc.random.default": Row(_created, result_shape(1, "size")),
-    "parc.iota.default": Row(_created, lambda call, operands, results: [(0, "size", results[0][0])]),
+    "parc.dropout_mask.default": Row(made, result_shape(1, "size")),
+    "parc.random.default": Row(made, result_shape(1, "size")),
+    "parc.iota.default": Row(made, lambda call, operands, results: [(0, "size", results[0][0])]),
     "parc.lookup.default": Row(rule("v e, ... -> ... e")),
     "parc.lookup_backward.default": Row(
         rule("... e, ... -> v e", linear="0"), lambda call, operands, results: [(2, "rows", results[0][0])]
