@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .actions import Action
 from .collectives import COLLECTIVES, payload_bytes
 from .cost import local_bytes
 from .program import Function, Origin, Program, Ref
@@ -27,16 +26,16 @@ class Message:
     origin: Origin
 
 
-def messages(program: Program, action: str) -> list[Message]:
+def messages(program: Program) -> list[Message]:
     """The collectives of one run of a program, in order."""
-    return list(_walk(program, program.main, action, None))
+    return list(_walk(program, program.main, None))
 
 
-def _walk(program: Program, function: Function, action: str, caller: Origin | None) -> Iterator[Message]:
+def _walk(program: Program, function: Function, caller: Origin | None) -> Iterator[Message]:
     values = function.values()
     for line in function.lines:
         if line.calls_function:
-            yield from _walk(program, program.function(line.op), action, line.origin)
+            yield from _walk(program, program.function(line.op), line.origin)
         row = COLLECTIVES.get(line.op)
         if row is None or not row.communicates:
             continue
@@ -51,13 +50,7 @@ def _walk(program: Program, function: Function, action: str, caller: Origin | No
             origin = replace(origin, module=caller.module + origin.module.split(".*", 1)[1])
         dtype = str(type_.dtype).removeprefix("torch.")
         axes = program.mesh.joined(axes)
-        yield Message(line.op.removeprefix("parc."), axes, dtype, size, _PHASES[action], origin)
-
-
-def step_messages(programs: Mapping[str, Program], actions: Sequence[Action]) -> list[Message]:
-    """The collectives of a whole step of a role, in the order of its action list."""
-    once = {name: messages(program, program.action) for name, program in programs.items()}
-    return [message for action in actions for message in once.get(action.program_in(programs), ())]
+        yield Message(line.op.removeprefix("parc."), axes, dtype, size, _PHASES[program.action], origin)
 
 
 def communication_table(role: Role) -> list[dict[str, Any]]:
@@ -66,7 +59,7 @@ def communication_table(role: Role) -> list[dict[str, Any]]:
     rows = []
     number = 0
     for name, program in role.programs.items():
-        for message in (*messages(program, program.action), *_sent(program, role.axis)):
+        for message in (*messages(program), *_sent(program, role.axis)):
             rows.append({
                 "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase,
                 "role": role.name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,13 +61,16 @@ def _first_difference(text: str, again: str) -> str:
 
 @dataclass
 class _Reader:
-    """Turns a syntax tree into a program; ``rows`` are the text's lines, for what stands behind ``#``."""
+    """Turns a syntax tree into a program; ``rows`` are the text's lines, for what stands behind ``#``; ``defined`` are
+    the values of the function that is read, which may call the ``functions`` before it."""
 
     name: str
     rows: Sequence[str]
     mesh: Mesh = field(default_factory=Mesh)
     custom: frozenset[str] = frozenset()
     types: dict[str, TensorType] = field(default_factory=dict)
+    functions: dict[str, Function] = field(default_factory=dict)
+    defined: dict[str, Value] = field(default_factory=dict)
 
     def fail(self, at: ast.AST, why: str) -> ProgramError:
         return ProgramError(f"{self.name}:{getattr(at, 'lineno', 1)}: {why}")
@@ -84,18 +87,17 @@ class _Reader:
             case _:
                 raise self.fail(tree, "does not begin as a parc program does, or holds no function")
         self.mesh = self._mesh(mesh, axes)
-        functions: dict[str, Function] = {}
         body = tree.body[2:]
         match body[0]:
             case ast.Expr(value=ast.Call(func=ast.Name(id="operators"), args=names, keywords=[])):
                 self.custom = frozenset(str(n.value) for n in names if isinstance(n, ast.Constant))
                 body = body[1:]
         for node in body:
-            function = _FunctionReader(self, functions).function(node)
-            if function.name in functions:
+            function = self._function(node)
+            if function.name in self.functions:
                 raise self.fail(node, f"`{function.name}` is defined twice")
-            functions[function.name] = function
-        return Program(role, action, self.mesh, tuple(functions.values()))
+            self.functions[function.name] = function
+        return Program(role, action, self.mesh, tuple(self.functions.values()))
 
     def _mesh(self, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
         axes = []
@@ -120,32 +122,24 @@ class _Reader:
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self.rows[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
 
-
-@dataclass
-class _FunctionReader:
-    """Reads one function; ``known`` are those before it, which it may call."""
-
-    reader: _Reader
-    known: Mapping[str, Function]
-    defined: dict[str, Value] = field(default_factory=dict)
-
-    def function(self, node: ast.stmt) -> Function:
+    def _function(self, node: ast.stmt) -> Function:
+        self.defined = {}
         if not isinstance(node, ast.FunctionDef):
-            raise self.reader.fail(node, "only functions stand here")
+            raise self.fail(node, "only functions stand here")
         for argument in node.args.args:
             match argument.annotation:
                 case ast.Constant(value=str() as text):
-                    _, _, role = self.reader.behind(argument).partition("  # ")
+                    _, _, role = self.behind(argument).partition("  # ")
                     self._define(argument, argument.arg, text, role)
                 case _:
-                    raise self.reader.fail(argument, f"`{argument.arg}` has no type")
+                    raise self.fail(argument, f"`{argument.arg}` has no type")
         parameters = tuple(self.defined.values())
         lines = tuple(self._line(statement) for statement in node.body[:-1])
         return Function(node.name, parameters, lines, self._returns(node.body[-1]))
 
     def _returns(self, node: ast.stmt) -> tuple[tuple[str, str], ...]:
         if not isinstance(node, ast.Return) or not isinstance(node.value, ast.Dict):
-            raise self.reader.fail(node, "a function ends in `return {…}`")
+            raise self.fail(node, "a function ends in `return {…}`")
         returns: dict[str, str] = {}
         for pair in zip(node.value.keys, node.value.values, strict=True):
             match pair:
@@ -154,37 +148,37 @@ class _FunctionReader:
                 ):
                     returns[key] = name
                 case _:
-                    raise self.reader.fail(pair[1], "returns an unknown value, or two under one key")
+                    raise self.fail(pair[1], "returns an unknown value, or two under one key")
         return tuple(returns.items())
 
     def _define(self, at: ast.AST, label: str, text: str, role: str = "") -> Value:
         if label in self.defined or label in _NUMBERS or label == "_":
-            raise self.reader.fail(at, f"`{label}` is defined twice, or is no name for a value")
+            raise self.fail(at, f"`{label}` is defined twice, or is no name for a value")
         try:
-            value = Value(label, self.reader.type(text), role)
+            value = Value(label, self.type(text), role)
         except ValueError as error:
-            raise self.reader.fail(at, str(error)) from None
+            raise self.fail(at, str(error)) from None
         self.defined[label] = value
         return value
 
     def _line(self, node: ast.stmt) -> Line:
-        fail = self.reader.fail
+        fail = self.fail
         match node:
             case ast.Assign(targets=[target], value=ast.Call(func=func, args=args, keywords=keywords)):
                 names = target.elts if isinstance(target, ast.Tuple) else [target]
             case _:
                 raise fail(node, "a line is `results = operator(arguments)`")
         op = ast.unparse(func)
-        if op not in self.known and not allowed(op, self.reader.custom):
-            unknown = "; is the module that registers it imported?" if op in self.reader.custom else ""
+        if op not in self.functions and not allowed(op, self.custom):
+            unknown = "; is the module that registers it imported?" if op in self.custom else ""
             raise fail(node, f"`{op}` is not an operator that a program may use{unknown}")
         given = tuple(self._argument(item) for item in args)
         if op in COLLECTIVES and len(given) > 1 and isinstance(given[1], str):
-            given = (given[0], ",".join(self.reader.mesh.spread(given[1].split(","))), *given[2:])
+            given = (given[0], ",".join(self.mesh.spread(given[1].split(","))), *given[2:])
         named = tuple((str(item.arg), self._argument(item.value)) for item in keywords)
-        if op in self.known and (named or not all(isinstance(item, Ref) for item in given)):
+        if op in self.functions and (named or not all(isinstance(item, Ref) for item in given)):
             raise fail(node, f"`{op}` is a function and takes values alone")
-        types, _, origin = self.reader.behind(node).removeprefix("  # ").partition(" | ")
+        types, _, origin = self.behind(node).removeprefix("  # ").partition(" | ")
         texts = types.split("; ")
         if len(texts) != len(names):
             raise fail(node, "results and types differ in number")
@@ -204,7 +198,7 @@ class _FunctionReader:
                 return _NUMBERS[name]
             case ast.Name(id=name):
                 if name not in self.defined:
-                    raise self.reader.fail(item, f"`{name}` is used before it is defined")
+                    raise self.fail(item, f"`{name}` is used before it is defined")
                 return Ref(name)
             case ast.List(elts=elements):
                 return [self._argument(element) for element in elements]
@@ -220,16 +214,16 @@ class _FunctionReader:
                     return -value
             case ast.Constant(value=None | bool() | int() | float() | str() as value):
                 return value
-        raise self.reader.fail(item, f"`{ast.unparse(item)}` cannot stand in a program")
+        raise self.fail(item, f"`{ast.unparse(item)}` cannot stand in a program")
 
     def _cut(self, at: ast.expr, whole: Any, axis: str) -> Cut:
         size, axes = (whole.size, whole.axes) if isinstance(whole, Cut) else (whole, ())
-        mesh = self.reader.mesh
+        mesh = self.mesh
         found = (*axes, *mesh.parts(axis))
         known = len(set(found)) == len(found) and set(found) <= set(mesh.names)
         if not known or isinstance(size, bool) or not isinstance(size, int):
-            raise self.reader.fail(at, f"`{ast.unparse(at)}` does not cut a size over axes of the mesh")
+            raise self.fail(at, f"`{ast.unparse(at)}` does not cut a size over axes of the mesh")
         cut = Cut(size, found)
         if size % math.prod(mesh.size(name) for name in cut.axes):
-            raise self.reader.fail(at, f"`{ast.unparse(at)}` does not divide")
+            raise self.fail(at, f"`{ast.unparse(at)}` does not divide")
         return cut

@@ -88,16 +88,10 @@ def _integers(bound: Bound) -> Law | None:
 
 
 LAWS: dict[str, Callable[[Bound], Law | None]] = {
-    "uniform": _uniform,
-    "rand": _uniform,
-    "rand_like": _uniform,
-    "normal": _normal,
-    "randn": _normal,
-    "randn_like": _normal,
+    **dict.fromkeys(("uniform", "rand", "rand_like"), _uniform),
+    **dict.fromkeys(("normal", "randn", "randn_like"), _normal),
+    **dict.fromkeys(("randint", "randint_like", "random"), _integers),
     "bernoulli": _bernoulli,
-    "randint": _integers,
-    "randint_like": _integers,
-    "random": _integers,
     "exponential": lambda bound: Law(lambda key, index: counter.exponential(key, index).mul_(1.0 / bound["lambd"])),
 }
 """Distributions of random operators; None for one that is drawn whole."""

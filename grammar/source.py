@@ -26,8 +26,7 @@ class Source:
 
     def span_of(self, number: int) -> Span:
         """The text of line ``number`` (from 1)."""
-        *before, line = self.text.split("
-")[:number]
+        *before, line = self.text.split("\n")[:number]
         start = sum(len(other) + 1 for other in before)
         return Span(self, start, start + len(line))
 

@@ -7,7 +7,8 @@ stands in ``[]`` may be left out; `` | `` separates whole alternatives. A word i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
@@ -172,29 +173,20 @@ def parse_usage(text: str) -> Usage:
     return Usage(text, verb, tuple(tuple(_slots(form)) for form in rest.split(" | ")))
 
 
-def _slots(form: str) -> list[Slot]:
-    slots: list[Slot] = []
-    optional = False
-    keyword: str | None = None
-    for token in form.replace(", ...", ",...").replace("[", "[ ").replace("]", " ]").split():
-        if token == "[" and keyword is not None:
-            slots.append(Slot(keyword, None, True, not optional))
-            keyword = None
-        if token == "[":
-            optional = True
-        elif token == "]":
-            if keyword is not None:
-                slots.append(Slot(keyword, None, True, False))
-            optional, keyword = False, None
-        elif token.upper() != token:
-            keyword = token if keyword is None else f"{keyword} {token}"
-        elif token not in KINDS:
-            raise ValueError(f"no kind is called {token!r}")
-        else:
-            name = keyword or token.partition("=")[0].lower()
-            slots.append(Slot(name, token, keyword is not None, not optional))
-            keyword = None
-    return [*slots, Slot(keyword, None, True, not optional)] if keyword is not None else slots
+def _slots(form: str) -> Iterator[Slot]:
+    for optional, needed in re.findall(r"\[([^]]*)\]|([^][]+)", form.replace(", ...", ",...")):
+        keyword: list[str] = []
+        for token in (optional or needed).split():
+            if token.upper() != token:
+                keyword.append(token)
+            elif token not in KINDS:
+                raise ValueError(f"no kind is called {token!r}")
+            else:
+                name = " ".join(keyword) or token.partition("=")[0].lower()
+                yield Slot(name, token, bool(keyword), not optional)
+                keyword = []
+        if keyword:
+            yield Slot(" ".join(keyword), None, True, not optional)
 
 
 class _Match:

@@ -48,10 +48,10 @@ def hold_promises(compiled: Compiled) -> None:
 
 def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
     programs = compiled.built.programs
-    found = [message for action in _ACTIONS if action in programs for message in messages(programs[action], action)]
+    found = [message for action in _ACTIONS if action in programs for message in messages(programs[action])]
     among: Counter[Message] = Counter()  # sums among roles, which joined programs do not have; each role says the same
     for role in compiled.built.roles.values():
-        among |= Counter(m for m in messages(role["REDUCE"], "REDUCE") if m.op == "all_reduce_among")
+        among |= Counter(m for m in messages(role["REDUCE"]) if m.op == "all_reduce_among")
     found += among.elements()
     names = names_of(compiled.captured)
 

@@ -15,15 +15,10 @@ def _elementwise(reduction: int, *, grad: bool = False) -> Row:
     def ruling(call: OpCall) -> OpRule:
         rank = max(len(shape) for shape in call.operands)
         operands = [aligned_dims(len(shape), rank) for shape in call.operands]
-        whole = frozenset(f"d{dim}" for dim in range(rank))
+        result = plain_dims(rank) if call.results[0] else ()
         averages = call.argument(reduction, "reduction", _MEAN) == _MEAN
-        return apply_dims(
-            call,
-            operands,
-            [plain_dims(rank) if call.results[0] else ()],
-            whole=whole if averages else frozenset(),
-            linear=_GRAD if grad else (),
-        )
+        whole = frozenset(f"d{dim}" for dim in range(rank)) if averages else frozenset()
+        return apply_dims(call, operands, [result], whole=whole, linear=_GRAD if grad else ())
 
     return Row(ruling)
 
@@ -41,11 +36,8 @@ def _class_loss(position: int) -> Callable[[OpCall], OpRule]:
         rank = len(call.operands[0])
         scores, target = _classes(call, rank)
         reduction = call.argument(position, "reduction", _MEAN)
-        operands = [
-            scores,
-            scores if len(call.operands[1]) == rank else target,
-            *[(("c",),)] * (len(call.operands) - 2),
-        ]
+        weights: list[Dims] = [(("c",),)] * (len(call.operands) - 2)
+        operands = [scores, scores if len(call.operands[1]) == rank else target, *weights]
         results: list[Dims] = [target if reduction == _NONE else (), *[()] * (len(call.results) - 1)]
         whole = {"c"} | ({name for names in target for name in names} if reduction == _MEAN else set())
         return apply_dims(call, operands, results, whole=frozenset(whole))

@@ -105,13 +105,9 @@ def _batch_norm(training: int | None, *, updates: bool = False, grad: bool = Fal
                 return x
             return ((),) if shape == (0,) else (("c",),)  # statistics that were not taken are empty
 
-        return apply_dims(
-            call,
-            [spell(shape) for shape in call.operands],
-            [spell(shape) for shape in call.results],
-            whole=frozenset(name for (name,) in x if name != "c") if on else frozenset(),
-            linear=_GRAD if grad else (),
-        )
+        operands, results = list(map(spell, call.operands)), list(map(spell, call.results))
+        whole = frozenset(name for (name,) in x if name != "c") if on else frozenset()
+        return apply_dims(call, operands, results, whole=whole, linear=_GRAD if grad else ())
 
     return ruling
 

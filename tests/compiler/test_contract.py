@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parc.compiler.actions import accumulation
-from parc.compiler.contract import communication_table, messages, step_messages
+from parc.compiler.contract import communication_table, messages
 from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.roles import Role
@@ -45,18 +45,13 @@ def program() -> Program:
 
 
 def test_messages_are_those_that_meet_other_ranks_once_a_call_with_the_callers_module() -> None:
-    found = [(m.op, m.axes, m.bytes, m.dtype, m.origin.module) for m in messages(program(), "F")]
+    found = [(m.op, m.axes, m.bytes, m.dtype, m.origin.module) for m in messages(program())]
     block = [("all_reduce", ("tp",), 64, "float32"), ("row_max", ("tp",), 16, "float32")]
     assert found == [
         *((*block[0], "blocks.0.mlp"), (*block[1], "")),
         *((*block[0], "blocks.1.mlp"), (*block[1], "")),
         ("all_reduce", ("dp",), 4, "float32", ""),
     ]
-
-
-def test_a_step_repeats_the_messages_of_its_actions() -> None:
-    step = step_messages({"F": program()}, accumulation(3, counts=False))
-    assert step == messages(program(), "F") * 3
 
 
 def test_the_table_counts_each_message_once_with_how_often_it_runs() -> None:

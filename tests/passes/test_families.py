@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parc.checks import check_build
-from parc.compiler.contract import step_messages
+from parc.compiler.contract import messages
 from parc.compiler.plan import read_plan
 from parc.driver import Compiled, compile_plan
 from parc.grammar.diagnostics import PlanError
@@ -42,7 +42,9 @@ def counts(made: Compiled) -> Counter[tuple[str, str, str]]:
     """Collectives of a step by axis, phase and operator."""
     return Counter(
         (",".join(message.axes), message.phase, message.op.removeprefix("parc."))
-        for message in step_messages(made.built.programs, made.actions)
+        for action in made.actions
+        if action.kind in made.built.programs
+        for message in messages(made.built.programs[action.kind])
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from parc.advice import warnings_of
 from parc.checks import check_build
-from parc.compiler.contract import step_messages
+from parc.compiler.contract import messages
 from parc.compiler.plan import read_plan
 from parc.desugar import desugar
 from parc.driver import Compiled, compile_plan
@@ -51,7 +51,8 @@ def build(model: str, arguments: str, lines: str, tp: int, dp: int = 1) -> Compi
 
 def moved(made: Compiled) -> Counter[tuple[str, str]]:
     """Collectives over `tp` in the forward and the backward, by phase and operator."""
-    found = step_messages(made.built.programs, made.actions)
+    programs = made.built.programs
+    found = [m for action in made.actions if action.kind in programs for m in messages(programs[action.kind])]
     return Counter((m.phase, m.op) for m in found if m.phase != "step" and m.axes != ("dp",))
 
 
