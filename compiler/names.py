@@ -57,12 +57,8 @@ class Names:
         return tuple(dict.fromkeys((*self.parameters, *self.tied)))
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A weight that a line splits, under the name the line found it by, and the bias that goes with it."""
-
-    name: str
-    bias: str | None = None
+Weight = tuple[str, str | None]
+"""A weight that a line splits, under the name the line found it by, and the bias that goes with it."""
 
 
 def find_values(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
@@ -116,10 +112,10 @@ def find_weights(line: SplitWeights, word: Word, names: Names) -> tuple[tuple[We
     parameters = set(names.all_parameters)
     modules = pattern.of(sorted(names.modules, key=_natural))
     weights = [
-        Weight(f"{module}.weight", f"{module}.bias" if f"{module}.bias" in parameters else None)
+        (f"{module}.weight", f"{module}.bias" if f"{module}.bias" in parameters else None)
         for module in modules
         if f"{module}.weight" in parameters
-    ] or [Weight(name) for name in pattern.of(names.all_parameters)]
+    ] or [(name, None) for name in pattern.of(names.all_parameters)]
     if not weights and not modules and not pattern.optional:
         known = (*sorted(names.modules, key=_natural), *names.all_parameters)
         return (), (_nothing(word, "module or parameter", pattern, known, ""),)
@@ -129,7 +125,7 @@ def find_weights(line: SplitWeights, word: Word, names: Names) -> tuple[tuple[We
         help_ = f"name modules inside it, as {listed(children[:3], 'or')}" if children else "name a linear layer"
         message = f"the module `{modules[0]}` has no weight"
         return (), (Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_),)
-    errors = [error for weight in weights if (error := _check_role(line, word, weight.name, names)) is not None]
+    errors = [error for name, _ in weights if (error := _check_role(line, word, name, names)) is not None]
     if errors:
         return (), tuple(errors)
     return tuple(weights), ()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,28 +17,18 @@ Held = float | None
 which may be no number at all."""
 
 
+_known: dict[tuple[Any, ...], tuple[float, bool]] = {}
+
+
 def point(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[float, bool]:
     """A pointwise operator at one point: its value, and whether it and its derivatives are numbers; None reads as 0."""
-    arguments = repr((call.args, sorted(call.kwargs.items())))
-    return _point(_Point(call.op, arguments, call.args, tuple(call.kwargs.items())), tuple(held), tuple(dtypes))
+    key = call.op, repr((call.args, sorted(call.kwargs.items()))), *held, *dtypes
+    if key not in _known:
+        _known[key] = _computed(call, held, dtypes)
+    return _known[key]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Point:
-    op: str
-    text: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Point) and (self.op, self.text) == (other.op, other.text)
-
-    def __hash__(self) -> int:
-        return hash((self.op, self.text))
-
-
-@lru_cache(maxsize=4096)
-def _point(call: _Point, held: tuple[Held, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[float, bool]:
+def _computed(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[float, bool]:
     def wide(item: Any) -> Any:
         return torch.float64 if isinstance(item, torch.dtype) and item.is_floating_point else item
 
@@ -53,7 +41,8 @@ def _point(call: _Point, held: tuple[Held, ...], dtypes: tuple[torch.dtype, ...]
         def fill(item: Any) -> Any:
             return values[item.index] if isinstance(item, Operand) else wide(item)
 
-        made = operator(call.op)(*(fill(item) for item in call.args), **{key: fill(item) for key, item in call.kwargs})
+        options = {key: fill(item) for key, item in call.kwargs.items()}
+        made = operator(call.op)(*map(fill, call.args), **options)
         made = made[0] if isinstance(made, (tuple, list)) else made
         slopes = []
         if made.requires_grad:

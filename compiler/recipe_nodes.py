@@ -122,25 +122,19 @@ class Write(Node):
     offset: int
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
-        out: Tensor | None = None
-        todo = index  # storage indices not yet found, and `places` where they go in `out`
-        places: Tensor | None = None
+        out = torch.empty(index.shape, dtype=self.dtype)
+        todo, places = index, torch.arange(index.numel())  # storage indices not yet found, and where they go in `out`
         node: Node = self
         while isinstance(node, Write):  # a loop, not recursion: code that writes row by row makes long chains
             hit, logical = node.find(todo)
             found = hit.nonzero().squeeze(1)
             if found.numel():
-                if out is None:
-                    out, places = torch.empty(index.shape, dtype=self.dtype), torch.arange(index.numel())
-                assert places is not None
                 out[places[found]] = replay.any_number(node.source, logical[found])
                 rest = (~hit).nonzero().squeeze(1)
                 todo, places = todo[rest], places[rest]
                 if not rest.numel():
                     return out
             node = node.before
-        if out is None or places is None:
-            return replay.at(node, index)
         out[places] = replay.any_number(dense(node, (node.count,)), todo)
         return out
 

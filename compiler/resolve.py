@@ -16,7 +16,7 @@ from .constraints import DimLayout, Factor, Fix, SplitWeights
 from .directives.precision import TYPES, Precision
 from .directives.schedule import BATCH
 from .mesh import Mesh
-from .names import Names, Weight, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
+from .names import Names, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
 from .padding import Pads, pads_by_value
 from .plan import Plan
 from .seeds import Seed, Seeds
@@ -241,15 +241,17 @@ class _Resolver:
     def _split(self, line: SplitWeights, word: Word) -> Iterator[Seed | Diagnostic]:
         weights, errors = find_weights(line, word, self._names)
         yield from errors
-        for weight in weights:
-            yield from self._split_weight(line, word, weight)
+        for weight, bias in weights:
+            yield from self._split_weight(line, word, weight, bias)
 
-    def _split_weight(self, line: SplitWeights, word: Word, weight: Weight) -> Iterator[Seed | Diagnostic]:
-        dim = split_dim(line.role, self._names.use(weight.name))
+    def _split_weight(
+        self, line: SplitWeights, word: Word, weight: str, bias: str | None
+    ) -> Iterator[Seed | Diagnostic]:
+        dim = split_dim(line.role, self._names.use(weight))
         assert dim is not None  # find_weights checked the role
-        targets = [(weight.name, dim)]
-        if weight.bias is not None and line.role != "row":
-            targets.append((weight.bias, 0))
+        targets = [(weight, dim)]
+        if bias is not None and line.role != "row":
+            targets.append((bias, 0))
         rows = line.rows or DimLayout((Factor(None, None, (line.axis,), line.axis.span),), line.axis.span)
         for name, at in targets:
             value = self._names.canonical(name)

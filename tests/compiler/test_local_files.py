@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import parc
-from parc.compiler.callables import file_hash, target_hash
-from parc.compiler.local_files import local_files
+from parc.compiler.callables import file_hash, local_files, target_hash
 from parc.grammar.codes_build import BAD_BUILD
 from parc.runtime.faults import RunError
 from tests.runtime.tiny import ONE, PLAN, build
