@@ -117,13 +117,8 @@ def _spell(term: _Term, shape: Shape, call: OpCall, source: str) -> Dims:
         return term
     if covered < 0:
         raise RuleError(f"{call.op}: a tensor of shape {shape} has too few dims for {source!r}")
-    dims: list[tuple[str, ...]] = []
-    for names in term:
-        if names == (_ELLIPSIS,):
-            dims.extend((f"{_ELLIPSIS}{place}",) for place in reversed(range(covered)))
-        else:
-            dims.append(names)
-    return tuple(dims)
+    at = term.index((_ELLIPSIS,))
+    return (*term[:at], *((f"{_ELLIPSIS}{place}",) for place in reversed(range(covered))), *term[at + 1 :])
 
 
 def _find_sizes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -35,10 +36,7 @@ class Cut:
 
     def local(self, mesh: Mesh) -> int:
         """What one rank sees."""
-        size = self.size
-        for axis in self.axes:
-            size //= mesh.size(axis)
-        return size
+        return self.size // math.prod(mesh.size(axis) for axis in self.axes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,8 @@ from .recipe_nodes import EXACT, Count, Elementwise, Fill, Write
 from .recipe_values import Node, Read, contiguous_strides, dense
 
 Bound = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Law:
-    """A distribution: numbers in float64 for (key, index), and a bound that rounding to a dtype must not reach."""
-
-    draw: Callable[[int, Tensor], Tensor]
-    below: float | None = None
+Law = tuple[Callable[[int, Tensor], Tensor], float | None]
+"""A distribution: numbers in float64 for (key, index), and a bound that rounding to a dtype must not reach, if any."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +56,21 @@ def bind(func: Any, args: tuple[Any, ...], kwargs: Bound) -> Bound:
 
 def _uniform(bound: Bound) -> Law:
     low, high = float(bound.get("from", 0.0)), float(bound.get("to", 1.0))
-    return Law(lambda key, index: counter.uniform(key, index).mul_(high - low).add_(low), high if high > low else None)
+    return lambda key, index: counter.uniform(key, index).mul_(high - low).add_(low), high if high > low else None
 
 
 def _normal(bound: Bound) -> Law | None:
     mean, std = bound.get("mean", 0.0), bound.get("std", 1.0)
     if isinstance(mean, Read) or isinstance(std, Read):
         return None
-    return Law(lambda key, index: counter.normal(key, index).mul_(float(std)).add_(float(mean)))
+    return (lambda key, index: counter.normal(key, index).mul_(float(std)).add_(float(mean))), None
 
 
 def _bernoulli(bound: Bound) -> Law | None:
     p = bound.get("p")
     if p is None or isinstance(p, Read):
         return None
-    return Law(lambda key, index: counter.keep_mask(key, index, 1.0 - p).to(torch.float64))
+    return (lambda key, index: counter.keep_mask(key, index, 1.0 - p).to(torch.float64)), None
 
 
 def _integers(bound: Bound) -> Law | None:
@@ -84,7 +78,7 @@ def _integers(bound: Bound) -> Law | None:
     high = bound.get("high", bound.get("to"))
     if high is None or high - low > 1 << 53:
         return None
-    return Law(lambda key, index: counter.uniform(key, index).mul_(float(high - low)).floor_().add_(float(low)))
+    return (lambda key, index: counter.uniform(key, index).mul_(float(high - low)).floor_().add_(float(low))), None
 
 
 LAWS: dict[str, Callable[[Bound], Law | None]] = {
@@ -92,7 +86,7 @@ LAWS: dict[str, Callable[[Bound], Law | None]] = {
     **dict.fromkeys(("normal", "randn", "randn_like"), _normal),
     **dict.fromkeys(("randint", "randint_like", "random"), _integers),
     "bernoulli": _bernoulli,
-    "exponential": lambda bound: Law(lambda key, index: counter.exponential(key, index).mul_(1.0 / bound["lambd"])),
+    "exponential": lambda bound: (lambda key, index: counter.exponential(key, index).mul_(1.0 / bound["lambd"]), None),
 }
 """Distributions of random operators; None for one that is drawn whole."""
 

@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
         bound = bind(func, *reads)
         law = LAWS[name](bound) if name in LAWS else None
         if law is not None:
-            return self._draw(law.draw, law.below, target.numel(), target.dtype)
+            return self._draw(*law, target.numel(), target.dtype)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
         leaves = pytree.tree_leaves(given)

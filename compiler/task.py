@@ -18,23 +18,16 @@ from .capture import CallModel, CaptureError, LossFunction
 
 
 @dataclass(frozen=True, slots=True)
-class LossLine:
-    """The ``loss`` line: ``kind`` is ``cross_entropy``, ``output`` or ``callable``."""
-
-    kind: str
-    target: str
-    operands: tuple[str, ...]
-    ignore: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class TaskLines:
     """What of a plan says what is trained; it stands in a build's manifest, so that a run can make the model."""
 
     model: str
     arguments: tuple[tuple[str, Any], ...]
     inputs: tuple[str, ...]
-    loss: LossLine
+    loss: str  # `cross_entropy`, `output` or `callable`
+    target: str
+    operands: tuple[str, ...]
+    ignore: int | None
 
 
 class InputsError(Exception):
@@ -72,8 +65,8 @@ def caller(model: nn.Module, lines: TaskLines) -> CallModel:
     parameters = inspect.signature(model.forward).parameters
     named = [name for name in lines.inputs if name in parameters]
     rest = [name for name in lines.inputs if name not in named]
-    if lines.loss.kind != "output":
-        rest = [name for name in rest if name not in lines.loss.operands]
+    if lines.loss != "output":
+        rest = [name for name in rest if name not in lines.operands]
     required = [
         name
         for name, p in parameters.items()
@@ -105,20 +98,19 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
     Raises:
         CallableError: the loss's callable cannot be had, or takes other arguments.
     """
-    line = lines.loss
-    if line.kind == "output":
-        return lambda output, inputs: _path(output, line.target)
-    if line.kind == "cross_entropy":
-        ignore = -100 if line.ignore is None else line.ignore
+    if lines.loss == "output":
+        return lambda output, inputs: _path(output, lines.target)
+    if lines.loss == "cross_entropy":
+        ignore = -100 if lines.ignore is None else lines.ignore
 
         def cross_entropy(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            logits, targets = (_tensor(name, output, inputs) for name in line.operands)
+            logits, targets = (_tensor(name, output, inputs) for name in lines.operands)
             return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore)
 
         return cross_entropy
-    function = load_callable(line.target, folder)
-    check_arguments(function, line.target, (), len(line.operands))
-    return lambda output, inputs: function(*(_operand(name, output, inputs) for name in line.operands))
+    function = load_callable(lines.target, folder)
+    check_arguments(function, lines.target, (), len(lines.operands))
+    return lambda output, inputs: function(*(_operand(name, output, inputs) for name in lines.operands))
 
 
 def _operand(name: str, output: Any, inputs: Mapping[str, torch.Tensor]) -> Any:

@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .mesh import Mesh
-from .padding import Pad, real_entries, spread
+from .padded_tensors import real_entries, spread
+from .padding import Pad
 from .placement import DTYPES, TensorType
 
 Shape = tuple[int, ...]

@@ -27,7 +27,7 @@ from parc.compiler.ranges import check_points, moving
 from parc.compiler.recipes import Recorded
 from parc.compiler.resolve import Resolved, resolve
 from parc.compiler.roles import Role, join
-from parc.compiler.task import LossLine, TaskLines
+from parc.compiler.task import TaskLines
 from parc.compiler.template import Template
 from parc.grammar.codes_build import (
     BAD_RULE,
@@ -94,8 +94,8 @@ class Compiled:
 
 def task_lines(plan: Plan) -> TaskLines:
     """What of the plan says what is trained."""
-    loss = LossLine(plan.loss.kind, plan.loss.target, plan.loss.operands, plan.loss.ignore)
-    return TaskLines(plan.model.callable, plan.model.values, tuple(line.name for line in plan.inputs), loss)
+    model, loss, inputs = plan.model, plan.loss, tuple(line.name for line in plan.inputs)
+    return TaskLines(model.callable, model.values, inputs, loss.kind, loss.target, loss.operands, loss.ignore)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ..compiler.mesh import Mesh
-from ..compiler.padding import Pad, shrink
+from ..compiler.padded_tensors import shrink
+from ..compiler.padding import Pad
 from ..compiler.placement import TensorType
 from ..compiler.roles import Role
 from .holders import place, together

@@ -9,7 +9,8 @@ import torch
 
 from ..compiler.artifact import Build
 from ..compiler.mesh import Mesh
-from ..compiler.padding import Pad, grow, pads_from, real_entries, spread
+from ..compiler.padded_tensors import grow, real_entries, spread
+from ..compiler.padding import Pad, pads_from
 from ..compiler.placement import TensorType, take
 from ..compiler.recipes import Recipe, record
 from ..compiler.task import TaskLines, model_builder

@@ -15,7 +15,7 @@ from ..compiler.callables import CallableError, file_hash, target_hash
 from ..compiler.mesh import Mesh
 from ..compiler.padding import pads_from, real_shape
 from ..compiler.placement import TensorType, parse_type
-from ..compiler.task import LossLine, TaskLines
+from ..compiler.task import TaskLines
 from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from .faults import RunError
 from .optimizer import restore_optimizer
@@ -75,13 +75,10 @@ def check_source_of(build: Build) -> None:
 
 def task_of(manifest: Mapping[str, Any]) -> TaskLines:
     """What is trained, from a build's manifest."""
-    loss = manifest["loss"]
-    return TaskLines(
-        manifest["model"]["callable"],
-        tuple(manifest["model"]["arguments"].items()),
-        tuple(line["name"] for line in manifest["inputs"]),
-        LossLine(loss["kind"], loss["target"], tuple(loss["operands"]), loss["ignore"]),
-    )
+    model, loss = manifest["model"], manifest["loss"]
+    arguments, inputs = tuple(model["arguments"].items()), tuple(line["name"] for line in manifest["inputs"])
+    operands = tuple(loss["operands"])
+    return TaskLines(model["callable"], arguments, inputs, loss["kind"], loss["target"], operands, loss["ignore"])
 
 
 def open_build(path: Path | str) -> Build:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from ..compiler.artifact import Build
-from ..compiler.padding import grow, pads_from
+from ..compiler.padded_tensors import grow
+from ..compiler.padding import pads_from
 from ..compiler.placement import TensorType, parse_type, take
 from ..grammar.codes_build import BAD_BUILD, BAD_STATE
 from .backends.distributed import Distributed

@@ -11,7 +11,8 @@ import torch
 
 from ..compiler.actions import Action
 from ..compiler.mesh import Mesh
-from ..compiler.padding import Pad, Pads, grow, shrink
+from ..compiler.padded_tensors import grow, shrink
+from ..compiler.padding import Pad, Pads
 from ..compiler.placement import TensorType, parse_type, take
 from ..compiler.program import Line, Program
 from ..compiler.roles import SINGLE, Role

@@ -19,7 +19,8 @@ from parc.compiler.mesh import Mesh
 from parc.compiler.neutral import LOOKUPS, REDUCTIONS, is_neutral
 from parc.compiler.pad_flow import Extra, PaddingFault, follow
 from parc.compiler.pad_point import UNKNOWN
-from parc.compiler.padding import Pad, grow, real_entries, shrink, spread
+from parc.compiler.padded_tensors import grow, real_entries, shrink, spread
+from parc.compiler.padding import Pad
 from parc.compiler.placement import Placement, Split, TensorType, assemble, parse_type, take
 from parc.compiler.plan import read_plan
 from parc.compiler.typing import infer

@@ -14,7 +14,8 @@ import parc
 from parc.cli import main
 from parc.compiler import counter
 from parc.compiler.artifact import Build
-from parc.compiler.padding import grow, pads_from
+from parc.compiler.padded_tensors import grow
+from parc.compiler.padding import pads_from
 from parc.compiler.placement import parse_type, take
 from parc.compiler.torch_private import compile_graph, fake_mode
 from parc.grammar.codes_build import NO_COMPILER
