@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..grammar.nearest import path_meant
-from .actions import Action, parse_schedule
+from .actions import parse_schedule
 from .callables import CallableError, file_hash, load_callable
 from .directives.sizes import SizeRange
 from .folders import FolderError, check_place, current, replace_folder
@@ -77,12 +77,6 @@ class Build:
     def cases(self) -> list[Build]:
         """What is checked: the build; where sizes have ranges, at the largest and a few others."""
         return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
-
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        """What the one role of a build without stages does."""
-        (role,) = self.roles.values()
-        return role.actions
 
     def role_at(self, coordinates: Mapping[str, int]) -> Role:
         """The role of the ranks at some coordinates."""

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from ..grammar.codes_include import INCLUDE_CYCLE, NO_FILE
-from ..grammar.codes_language import UNREADABLE, WRONG_KIND
+from ..grammar.codes_language import INCLUDE_CYCLE, NO_FILE, UNREADABLE, WRONG_KIND
 from ..grammar.diagnostics import Diagnostic, Label, PlanError
 from ..grammar.nearest import listed, nearest, path_meant
 from ..grammar.parse import parse

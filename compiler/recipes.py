@@ -93,7 +93,14 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
     def recipe_of(name: str, tensor: Tensor) -> Recipe:
         where = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()), *tensor.shape, *tensor.stride())
         if where not in known:
-            known[where] = _recipe(name, recorder.read(tensor), seed)
+            read = recorder.read(tensor)
+            nodes = reachable(read.node)
+            # draws that no earlier tensor owns get streams of this name
+            mine = (node for node in nodes if isinstance(node, Draw) and not node.stream)
+            for ordinal, draw in enumerate(sorted(mine, key=lambda draw: draw.order)):
+                draw.stream.append(f"init:{name}:{ordinal}")
+            elementwise = not any(isinstance(node, Result) for node in nodes)
+            known[where] = Recipe(name, read.sizes, read.dtype, seed, elementwise, read)
         return known[where]
 
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -118,16 +125,6 @@ def initialize(build: Callable[[], nn.Module], seed: int) -> nn.Module:
             else:
                 tensor.copy_(value)
     return module
-
-
-def _recipe(name: str, read: Read, seed: int) -> Recipe:
-    """A recipe whose draws, where no earlier tensor owns them, are given streams of this name."""
-    nodes = reachable(read.node)
-    mine = sorted((node for node in nodes if isinstance(node, Draw) and not node.stream), key=lambda draw: draw.order)
-    for ordinal, draw in enumerate(mine):
-        draw.stream.append(f"init:{name}:{ordinal}")
-    elementwise = not any(isinstance(node, Result) for node in nodes)
-    return Recipe(name, read.sizes, read.dtype, seed, elementwise, read)
 
 
 def _make_fake(module: nn.Module, mode: FakeTensorMode, recorder: Recorder) -> None:

@@ -1,4 +1,4 @@
-"""Codes of messages about a build: the model, its capture, and files (P02xx), and a run (P03xx)."""
+"""Codes of messages about a build: the model, its capture, and files (P02xx), a run (P03xx), and promises (P04xx)."""
 
 from __future__ import annotations
 
@@ -278,4 +278,27 @@ OUT_OF_RANGE = shown(
     why="a build serves the sizes that its plan declares, those of a range from end to end by its step, and no others.",
     example="parc run build --sizes S=100   # sizes B=8, S=128..4096 by 128",
     instead="parc run build --sizes S=128",
+)
+OVER_BUDGET = shown(
+    name="P0401",
+    title="a rank needs more memory than the budget",
+    why="the memory of a rank is estimated from the programs: parameters, gradients, optimizer and what is alive at the"
+    " peak; the largest of them are named.",
+    example="budget memory 16GB      # a rank needs 24.1 GB",
+    instead="schedule microbatches 4  # fewer samples at once, or split what is largest over another axis",
+)
+FORBIDDEN = shown(
+    name="P0402",
+    title="a forbidden collective",
+    why="the line forbids what the programs do; the collective, what caused it and its bytes are named.",
+    example="forbid all_gather in blocks.**",
+    instead="column blocks.*.mlp.up over tp   # both sides of the value split alike",
+)
+NOT_EXPECTED = shown(
+    name="P0403",
+    title="another number of collectives than expected",
+    why="`expect` counts the collectives of one microbatch in each module that it names; every one that is there is"
+    " named.",
+    example="expect 2 all_reduce in blocks.*",
+    instead="expect 4 all_reduce in blocks.*   # two in forward, two in backward",
 )

@@ -16,7 +16,7 @@ from parc.compiler.placement import TensorType, parse_type
 from parc.compiler.promises import Promise
 from parc.compiler.schedules import EARLY, problem
 from parc.driver import Compiled, stored_types
-from parc.grammar.codes_promises import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
+from parc.grammar.codes_build import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import names_of
 

@@ -62,10 +62,6 @@ def _group_norm(groups: int, results: str) -> Callable[[OpCall], OpRule]:
     )
 
 
-def _local_groups(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
-    return [(1, "num_groups", scale(call.args[1], operands[0][1], call.operands[0][1]))]
-
-
 def _group_norm_backward(call: OpCall) -> OpRule:
     """`(grad, x, mean, rstd, weight, N, C, HxW, group, mask)`."""
     weight = is_operand(call.args[4])
@@ -75,15 +71,18 @@ def _group_norm_backward(call: OpCall) -> OpRule:
     return OpRule(ruled.operands, ruled.results, ruled.sizes, ruled.whole, _GRAD)
 
 
+def _local_groups(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
+    return [(1, "num_groups", scale(call.args[1], operands[0][1], call.operands[0][1]))]
+
+
 def _local_group_sizes(first: int) -> Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], list[Change]]:
     """Localizes N, C, HxW and group, which begin at argument `first`."""
 
     def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
         x = operands[0]
         groups = scale(call.args[first + 3], x[1], call.operands[0][1])
-        values = (x[0], x[1], math.prod(x[2:]), groups)
-        names = ("N", "C", "HxW", "group")
-        return [(first + i, names[i], value) for i, value in enumerate(values)]
+        values = {"N": x[0], "C": x[1], "HxW": math.prod(x[2:]), "group": groups}
+        return [(at, name, value) for at, (name, value) in enumerate(values.items(), first)]
 
     return localize
 

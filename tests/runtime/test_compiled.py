@@ -17,6 +17,7 @@ from parc.compiler.artifact import Build
 from parc.compiler.padded_tensors import grow
 from parc.compiler.padding import pads_from
 from parc.compiler.placement import parse_type, take
+from parc.compiler.roles import SINGLE
 from parc.compiler.torch_private import compile_graph, fake_mode
 from parc.grammar.codes_build import NO_COMPILER
 from parc.runtime.backends.in_process import InProcess
@@ -101,7 +102,7 @@ def train(made: Build, machine: Callable[..., Machine]) -> list[list[float]]:
         for at in places
     ]  # fmt: skip
     feeds = [Feed(made, mesh, at, CPU) for at in places]
-    stepper = Stepper(made.programs, made.actions, InProcess(mesh), CPU, machine)
+    stepper = Stepper(made.programs, made.roles[SINGLE].actions, InProcess(mesh), CPU, machine)
     rows = []
     for step in range(STEPS):
         given = dict(zip((line["name"] for line in made.manifest["inputs"]), batch(step).values(), strict=True))
@@ -162,7 +163,7 @@ def test_padded_parameters_on_all_ranks_of_one_process(folder: Path) -> None:
 def test_more_layers_are_no_more_regions(folder: Path, gpt: Path) -> None:
     def distinct(made: Build) -> int:
         regions = Regions(CPU)
-        Stepper(made.programs, made.actions, InProcess(mesh_of(made)), CPU, regions.machine)
+        Stepper(made.programs, made.roles[SINGLE].actions, InProcess(mesh_of(made)), CPU, regions.machine)
         return regions.distinct
 
     deep = build(folder, BOTH, PLAN.replace("layers=2", "layers=4"), name="deep")
