@@ -155,11 +155,6 @@ def local_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape
     return tuple(result)
 
 
-def global_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape:
-    """Shape of the whole tensor of which every rank holds a piece of ``shape``."""
-    return tuple(size * parts(placement, mesh, dim) for dim, size in enumerate(shape))
-
-
 def take(tensor: torch.Tensor, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int]) -> torch.Tensor:
     """The piece of a whole tensor that the rank at ``coordinates`` holds (a copy)."""
     for dim in range(tensor.dim()):
@@ -189,7 +184,7 @@ def _take(
 def assemble(pieces: Sequence[torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
     """The whole tensor from every rank's piece (in rank order); partials are summed, replicas taken from rank 0 of
     their axis."""
-    whole = pieces[0].new_zeros(global_shape(pieces[0].shape, placement, mesh))
+    whole = pieces[0].new_zeros([size * parts(placement, mesh, dim) for dim, size in enumerate(pieces[0].shape)])
     index = torch.arange(whole.numel()).reshape(whole.shape)
     skipped = [a for a, kind in placement.items() if not isinstance(kind, Split) and kind != "P"]
     flat = whole.view(-1)

@@ -140,12 +140,8 @@ def reachable(node: Node) -> list[Node]:
 
 def is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether these strides are those of a dense tensor in C order; dims of size 1 do not count."""
-    expected = 1
-    for size, stride in reversed(list(zip(sizes, strides, strict=True))):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    pairs = zip(sizes, strides, contiguous_strides(sizes), strict=True)
+    return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
 
 
 def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:

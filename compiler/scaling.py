@@ -19,6 +19,8 @@ Degree = float | None
 """None is not known."""
 _ZERO = float("inf")
 """The degree of zeros: whatever is asked of them."""
+_ROLES = {"count": -1.0, "scale": 1.0, "gradient": 1.0, "received": 1.0}
+"""The degrees of what a program is given, if not 0."""
 _MIXED = float("nan")
 """The degree of a sum of parts that have different ones."""
 
@@ -32,7 +34,7 @@ def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
 
 def scaled_once(program: Program, where: str) -> list[Fault]:
     """All that a program returns has the scale once; gradients that B receives of another stage have it already."""
-    given = [_role_degree(value.role) for value in program.main.parameters]
+    given = [_ROLES.get(value.role.partition(" ")[0], 0.0) for value in program.main.parameters]
     found = zip(program.main.returns, degrees(program, given), strict=True)
     return [
         Fault("types", f"{where} {key}", f"has the loss's scale {_times(degree)}, not once")
@@ -43,10 +45,6 @@ def scaled_once(program: Program, where: str) -> list[Fault]:
 
 def _times(degree: float) -> str:
     return "more often in some parts than in others" if isnan(degree) else f"{degree:g} times"
-
-
-def _role_degree(role: str) -> Degree:
-    return {"count": -1.0, "scale": 1.0, "gradient": 1.0, "received": 1.0}.get(role.partition(" ")[0], 0.0)
 
 
 _POWERS = {"aten.reciprocal.default": -1.0, "aten.sqrt.default": 0.5, "aten.rsqrt.default": -0.5,

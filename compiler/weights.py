@@ -55,7 +55,9 @@ class Weights:
     def faults(self, expected: Sequence[Expected]) -> list[str]:
         """What is missing, extra, misshapen, or of a type that would be rounded: everything at once."""
         known = {name for tensor in expected for name in tensor.names}
-        faults = [f"`{tensor.names[0]}` is missing" for tensor in expected if self._place(tensor.names) is None]
+        faults = [
+            f"`{tensor.names[0]}` is missing" for tensor in expected if self.tensors.keys().isdisjoint(tensor.names)
+        ]
         faults += [f"`{name}` is not a tensor of the model" for name in self.tensors if name not in known]
         faults += [f"`{name}` stands in two files" for name in self.twice]
         for tensor in expected:
@@ -75,9 +77,6 @@ class Weights:
             if not (floats and self.rounded):
                 types = f"{found.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
                 yield f"`{name}` is {types}" + (": write `rounded` to allow it" if floats else "")
-
-    def _place(self, names: Sequence[str]) -> str | None:
-        return next((name for name in names if name in self.tensors), None)
 
     def whole(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         """A whole tensor, by any of its names.
@@ -101,7 +100,7 @@ class Weights:
         return spread(found.to(type_.dtype), [kept for kept, _ in places])
 
     def _named(self, names: Sequence[str]) -> str:
-        name = self._place(names)
+        name = next((name for name in names if name in self.tensors), None)
         if name is None:
             raise WeightsError(f"`{self.folder}` has no `{names[0]}`")
         return name

@@ -265,18 +265,14 @@ class _Match:
             self._phrases.setdefault(slot.name, phrase)  # the clause is there, though empty: it is not missing too
             self._error(MISSING_ARGUMENT, f"`{slot.name}` needs {slot.placeholder}: {kind.text}", phrase.span)
             return
-        value = self._value(kind)
+        value = self._rest.pop(0)
+        leads = len(value.items) == 1 and value.span.text in kind.leads
+        if leads and self._rest and not self._keyword(self._rest[0]):
+            more = self._rest.pop(0)
+            value = Phrase((*value.items, *more.items), value.span.to(more.span))
         self._check(kind, value, f"`{slot.name}`")
         if earlier is None:
             self._phrases[slot.name] = value
-
-    def _value(self, kind: Kind) -> Phrase:
-        """The phrase that a keyword takes, together with a word that leads it."""
-        value = self._rest.pop(0)
-        if self._rest and len(value.items) == 1 and value.span.text in kind.leads and not self._keyword(self._rest[0]):
-            more = self._rest.pop(0)
-            value = Phrase((*value.items, *more.items), value.span.to(more.span))
-        return value
 
     def _keyword(self, phrase: Phrase) -> Slot | None:
         """The clause that this phrase begins, if it is a keyword of the form."""

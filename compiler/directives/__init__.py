@@ -28,12 +28,8 @@ def directive(verb: str) -> type[Directive]:
     if verb not in verbs():
         raise KeyError(verb)
     module = import_module(f".{verb}_" if keyword.iskeyword(verb) else f".{verb}", __name__)
-    found = [
-        member
-        for member in vars(module).values()
-        if inspect.isclass(member) and issubclass(member, Directive) and member.__module__ == module.__name__
-    ]
-    (only,) = found
+    own = (member for member in vars(module).values() if getattr(member, "__module__", "") == module.__name__)
+    (only,) = (member for member in own if inspect.isclass(member) and issubclass(member, Directive))
     return only
 
 
