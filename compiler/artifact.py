@@ -205,18 +205,15 @@ def _is_target(path: Path) -> bool:
 def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
     """The manifest of a folder that a person named otherwise, perhaps."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         message = f"`{named}` is not a build: it has no {MANIFEST}" if path.exists() else f"there is no build `{named}`"
         help_ = path_meant(named, _is_target, f"make it of a plan: `parc build PLAN.parc -o {named}`")
         raise BuildError(message, help_) from None
     except (OSError, ValueError) as error:
         raise BuildError(f"`{path / MANIFEST}` cannot be read: {error}") from None
-    if (
-        not isinstance(manifest, dict)
-        or manifest.get("format") != FORMAT
-        or not isinstance(manifest.get("files"), dict)
-    ):
+    known = isinstance(manifest, dict) and manifest.get("format") == FORMAT
+    if not known or not isinstance(manifest.get("files"), dict):
         raise BuildError(f"`{path / MANIFEST}` is not of format {FORMAT}")
     _hold(path / MANIFEST, manifest, MANIFEST_FORM)
     absent = [name for name in _FILES if name not in manifest["files"]]

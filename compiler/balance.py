@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import Tensor, fx
 
@@ -112,10 +112,8 @@ def balance(pieces: Sequence[Piece], stages: int, in_flight: Callable[[int], int
     """
     if len(pieces) < stages:
         raise ValueError(f"{len(pieces)} pieces make no {stages} stages")
-    sums, kept = [0], [0]
-    for piece in pieces:
-        sums.append(sums[-1] + piece.operations)
-        kept.append(kept[-1] + piece.kept)
+    sums = [0, *accumulate(piece.operations for piece in pieces)]
+    kept = [0, *accumulate(piece.kept for piece in pieces)]
     most, _ = _smallest_largest(len(pieces), stages, lambda stage, start, stop: sums[stop] - sums[start])
     held: dict[tuple[int, int], int] = {}
     for start in range(len(pieces)):

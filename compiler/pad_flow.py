@@ -24,6 +24,9 @@ from .typing import rule_or_opaque
 class PaddingFault(ValueError):
     """An operator lets padding reach what the model has, or is not known not to."""
 
+    where = ""
+    """The function and the values of its line, where it has one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Extra:

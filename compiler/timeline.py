@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .actions import WORK, Action, Kind
 
@@ -55,10 +56,7 @@ def peak_live(actions: Sequence[Action]) -> int:
     >>> peak_live([Action.parse(word) for word in "0F0 0F1 0B0 0F2 0B1 0B2".split()])
     2
     """
-    live = [0]
-    for action in actions:
-        live.append(live[-1] + (action.kind == "F") - (action.kind == "B"))
-    return max(live)
+    return max(accumulate(((action.kind == "F") - (action.kind == "B") for action in actions), initial=0))
 
 
 def simulate(

@@ -32,7 +32,7 @@ def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[s
         given = [_role(value.role, pads, known) for value in program.main.parameters]
         try:
             made = follow(program, program.main, given, _made)
-        except _LineFault as fault:
+        except PaddingFault as fault:
             faults.append(Fault("padding", f"{program.role}.{action} {fault.where}", str(fault)))
             break
         for (key, _), extras in zip(program.main.returns, made, strict=True):
@@ -63,7 +63,7 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
             given.append(tuple(Extra(0, 1, 1, size, held) for size in tail if size > 1))
         try:
             made = follow(reference, function, given, _made)
-        except _LineFault as fault:
+        except PaddingFault as fault:
             return f"samples are not apart in its {fault.where}: {fault}"
         if any(extra.real is not None for extras in made for extra in extras):
             return "what it keeps of a batch has a row for each sample"
@@ -96,18 +96,13 @@ def _same(extras: Extras, pads: Sequence[Pad]) -> bool:
     return fits and all(extra.real is None or extra.dim in dims for extra in extras)
 
 
-class _LineFault(ValueError):
-    def __init__(self, where: str, message: str) -> None:
-        super().__init__(message)
-        self.where = where
-
-
 def _made(function: str, question: Question, operands: tuple[Extras, ...]) -> list[Extras]:
     try:
         return _line(question, operands)
     except PaddingFault as fault:
         names = ", ".join(value.name for value in question.line.made)
-        raise _LineFault(f"{function}: {names}", str(fault)) from None
+        fault.where = f"{function}: {names}"
+        raise
 
 
 @lru_cache(maxsize=8192)

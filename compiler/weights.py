@@ -55,9 +55,8 @@ class Weights:
     def faults(self, expected: Sequence[Expected]) -> list[str]:
         """What is missing, extra, misshapen, or of a type that would be rounded: everything at once."""
         known = {name for tensor in expected for name in tensor.names}
-        faults = [
-            f"`{tensor.names[0]}` is missing" for tensor in expected if self.tensors.keys().isdisjoint(tensor.names)
-        ]
+        missing = (tensor.names[0] for tensor in expected if self.tensors.keys().isdisjoint(tensor.names))
+        faults = [f"`{name}` is missing" for name in missing]
         faults += [f"`{name}` is not a tensor of the model" for name in self.tensors if name not in known]
         faults += [f"`{name}` stands in two files" for name in self.twice]
         for tensor in expected:

@@ -10,11 +10,6 @@ from .row import Change, Row, is_operand, plain_dims, scale, table
 _GRAD = (frozenset({0}),)
 
 
-def _masked(mask: Sequence[bool], *named: tuple[bool, Dims]) -> list[Dims]:
-    """The results a backward operator gives: those its output mask asks for and that exist."""
-    return [dims for wanted, (exists, dims) in zip(mask, named, strict=True) if wanted and exists]
-
-
 # ---- layer_norm and rms_norm: the last dims, those of `normalized_shape`, are whole
 
 
@@ -34,7 +29,8 @@ def _layer_norm_backward(call: OpCall) -> OpRule:
     """`(grad, x, shape, mean, rstd, weight, bias, mask)`."""
     dims, last, whole = _over_last(call, call.operands[1], call.args[2])
     weight, bias = is_operand(call.args[5]), is_operand(call.args[6])
-    results = _masked(call.args[7], (True, dims), (weight, last), (bias, last))
+    given = ((True, dims), (weight, last), (bias, last))
+    results = [made for wanted, (exists, made) in zip(call.args[7], given, strict=True) if wanted and exists]
     return apply_dims(call, [dims] * 4 + [last] * (weight + bias), results, whole=whole, linear=_GRAD)
 
 

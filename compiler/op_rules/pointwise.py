@@ -1,7 +1,7 @@
 """Rows of operators that work element by element, and of their backward operators."""
 
 from ..factors import OpCall, OpRule, apply_dims
-from .row import Row, aligned_dims, argument_linear, overloads, plain_dims, pointwise, table
+from .row import Row, aligned_dims, overloads, plain_dims, pointwise, table
 
 _UNARY = """
     abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min clip cos cosh deg2rad
@@ -39,28 +39,18 @@ _LINEAR = {
 }
 
 
-def _cast(position: int, name: str) -> Row:
+def _cast(call: OpCall) -> OpRule:
     """A cast passes a Partial on unless it ends in integers or booleans; no dtype given means none changed."""
-    plain, summed = pointwise(), pointwise("0")
-
-    def apply(call: OpCall) -> OpRule:
-        dtype = call.argument(position, name)
-        keeps = dtype is None or "float" in str(dtype) or "complex" in str(dtype)
-        return summed(call) if keeps else plain(call)
-
-    return Row(apply)
+    dtype = call.argument(1, "dtype")
+    keeps = dtype is None or "float" in str(dtype) or "complex" in str(dtype)
+    return pointwise("0" if keeps else "")(call)
 
 
-def _first_only(linear: str = "") -> Row:
+def _first_only(call: OpCall) -> OpRule:
     """Pointwise in operand 0; another operand only lends its dtype, so its dims belong to no factor."""
-
-    def apply(call: OpCall) -> OpRule:
-        rank = len(call.results[0])
-        others = [((),) * len(shape) for shape in call.operands[1:]]
-        operands = [aligned_dims(len(call.operands[0]), rank), *others]
-        return apply_dims(call, operands, [plain_dims(rank)], linear=argument_linear(call, linear))
-
-    return Row(apply)
+    rank = len(call.results[0])
+    others = [((),) * len(shape) for shape in call.operands[1:]]
+    return apply_dims(call, [aligned_dims(len(call.operands[0]), rank), *others], [plain_dims(rank)])
 
 
 TABLE = {
@@ -72,7 +62,6 @@ TABLE = {
     **table("native_dropout", Row(pointwise())),
     **table("where.Scalar", Row(pointwise())),
     **{name: row for linear, names in _LINEAR.items() for name, row in table(names, Row(pointwise(linear))).items()},
-    "aten._to_copy.default": _cast(1, "dtype"),
-    "aten.to.dtype": _cast(1, "dtype"),
-    "aten.type_as.default": _first_only(),
+    **table("_to_copy to.dtype", Row(_cast)),
+    **table("type_as", Row(_first_only)),
 }
