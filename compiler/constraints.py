@@ -192,10 +192,8 @@ def _factor(item: Item) -> Factor | None:
 
 
 def _not_a_dim(item: Item) -> Diagnostic:
-    message = f"{KIND_NAMES[type(item)]} is not a dim"
-    return Diagnostic(
-        WRONG_KIND, message, Label(item.span), help="write `_`, `NAME/axis`, `name=size` or sub-dims in `()`"
-    )
+    message, help_ = f"{KIND_NAMES[type(item)]} is not a dim", "write `_`, `NAME/axis`, `name=size` or sub-dims in `()`"
+    return Diagnostic(WRONG_KIND, message, Label(item.span), help=help_)
 
 
 def _repeated(axes: tuple[Word, ...]) -> Iterator[Diagnostic]:

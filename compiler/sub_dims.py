@@ -119,8 +119,7 @@ def _cut_product(
             help_ = "give all sizes but one, as `h=8`"
             return Diagnostic(WRONG_SUB_DIMS, message, Label(factor.span), help=help_)
         outer = math.prod(before)
-        known_part = sizes[at]
-        part = size // outer if known_part is None else known_part
+        part = sizes[at] or size // outer
         ways = math.prod(mesh.size(axis.text) for axis in factor.axes)
         if part % ways and not pad and not (loose and pad is not None):
             inner = f" in its sub-dim `{factor.span.text}`" if len(layout.factors) > 1 else ""

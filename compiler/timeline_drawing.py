@@ -112,10 +112,9 @@ def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
         for span in timeline.spans[role]:
             if span.action.kind in WORK:
                 parts += _box(timeline, span, scale, y, unit)
-    size = f"{right + _RIGHT:.0f} {bottom + _BOTTOM:.0f}"
-    width, height = size.split()
+    width, height = f"{right + _RIGHT:.0f}", f"{bottom + _BOTTOM:.0f}"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {size}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         ' font-family="system-ui, sans-serif" font-size="13">\n'
         f'<rect width="100%" height="100%" fill="white"/>\n{chr(10).join(parts)}\n</svg>\n'
     )

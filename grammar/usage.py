@@ -287,7 +287,8 @@ class _Match:
             items = items[1:]
         for item in items:
             if not kind.accepts(item):
-                message = f"{taker} takes {kind.text}, not {_described(item)}"
+                text = f" `{item.text}`" if isinstance(item, Word | Number) else ""
+                message = f"{taker} takes {kind.text}, not {KIND_NAMES[type(item)]}{text}"
                 self._error(WRONG_KIND, message, item.span)
         if kind.count and len(items) != kind.count:
             message = f"{taker} takes {kind.text}, not {len(phrase.items)} items"
@@ -296,8 +297,3 @@ class _Match:
     def _error(self, code: Code, message: str, span: Span, help_: str = "", related: tuple[Label, ...] = ()) -> None:
         help_ = help_ or f"usage: {self._usage.text}"
         self._diagnostics.append(Diagnostic(code, message, Label(span), related, help=help_))
-
-
-def _described(item: Item) -> str:
-    text = item.text if isinstance(item, Word | Number) else ""
-    return f"{KIND_NAMES[type(item)]} `{text}`" if text else KIND_NAMES[type(item)]

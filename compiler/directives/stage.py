@@ -13,7 +13,6 @@ from ..constraints import Fix, SplitWeights
 from ..directive import Directive, Scope, argument
 
 BALANCED = "balanced over"
-SCHEDULE = "schedule"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Stage(Directive):
             return
         yield from self._check_placements(scope)
         verbs = {found.arguments.statement.verb.text for found in scope.directives} | scope.broken
-        if SCHEDULE not in verbs:
+        if "schedule" not in verbs:
             help_ = "add a line: `schedule 1f1b microbatches 8`"
             yield Diagnostic(NO_SCHEDULE, "stages have no schedule", Label(self.span), help=help_)
 
