@@ -19,7 +19,6 @@ _BINARY = """
 _WITH_SCALARS = """
     eq ne lt le gt ge fmod remainder bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ __lshift__ __rshift__
 """
-_SHIFTS = overloads("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Scalar")
 
 # Backward operators, each linear in the gradient that comes in.
 _BACKWARD = """
@@ -54,10 +53,9 @@ def _first_only(call: OpCall) -> OpRule:
 
 
 TABLE = {
-    **table(_UNARY, Row(pointwise())),
-    **table(_BINARY, Row(pointwise())),
+    **table(_UNARY + _BINARY, Row(pointwise())),
     **table(overloads(_WITH_SCALARS, "Tensor Scalar"), Row(pointwise())),
-    **table(_SHIFTS, Row(pointwise())),
+    **table(overloads("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Scalar"), Row(pointwise())),
     # a mask drawn from the rank's own generator: the partition replaces it by one that counts global elements
     **table("native_dropout", Row(pointwise())),
     **table("where.Scalar", Row(pointwise())),
