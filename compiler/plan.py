@@ -180,8 +180,7 @@ def _assemble(
     one = scope.one
     model, loss, optimizer = one(Model), one(Loss), one(Optimizer)
     assert model is not None and loss is not None and optimizer is not None  # REQUIRED was checked
-    sizes, seed, steps = one(Sizes), one(SeedLine), one(Steps)
-    schedule = one(Schedule)
+    sizes, seed, steps, schedule = one(Sizes), one(SeedLine), one(Steps), one(Schedule)
     return Plan(
         source=source,
         statements=statements,
