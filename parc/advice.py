@@ -9,8 +9,9 @@ from parc.compiler.precision import is_narrow
 from parc.driver import Compiled
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
-from parc.grammar.source import Span
 from parc.passes.partition import Reshard
+from parc.runtime.holders import parameters_of
+from parc.size_ranges import line_span
 
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
@@ -34,7 +35,7 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
         where = f"in `{first.cause.module or 'the model'}`" + (f" at {place}" if place else "")
         what = f"{op} over `{first.axis}` of `{first.value}`"
         message = f"{what} ({source} to {result}, {bytes_text(first.bytes)} a rank) {many}{where}"
-        span = line_span(compiled, line)
+        span = line_span(compiled.plan, line)
         yield Diagnostic(
             UNASKED_RESHARD, message, Label(span) if span else None,
             help="split both sides alike, or leave the axis out where it does not divide", severity=Severity.WARNING,
@@ -61,22 +62,17 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
 
 def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
     """Trained weights that no float32 copy stands behind."""
-    values = compiled.built.programs["F"].main.parameters
-    found = [v for v in values if v.role.startswith("parameter ") and is_narrow(v.type.dtype)]
+    values = parameters_of(compiled.built.programs["F"].main, "parameter")
+    found = [name for name, value in values.items() if is_narrow(value.type.dtype)]
     if found:
-        dtype = str(found[0].type.dtype).removeprefix("torch.")
-        name = found[0].role.removeprefix("parameter ")
+        name = found[0]
+        dtype = str(values[name].type.dtype).removeprefix("torch.")
         which = f"{len(found)} weights, first `{name}`, are" if len(found) > 1 else f"`{name}` is"
         yield Diagnostic(
             ROUNDED_UPDATES, f"{which} updated in {dtype}",
             Label(compiled.plan.optimizer.arguments.statement.span),
             help="`precision bf16` keeps a float32 copy of every weight, which is updated", severity=Severity.WARNING,
         )  # fmt: skip
-
-
-def line_span(compiled: Compiled, line: int) -> Span | None:
-    """The statement of the plan at a line; an `include` for all that it brings."""
-    return next((s.span.root for s in compiled.plan.statements if s.span.root.line == line), None)
 
 
 def bytes_text(count: int) -> str:

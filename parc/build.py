@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from parc.checks import Checked, check_build
 from parc.compiler.artifact import check_out, json_text, write_build
 from parc.compiler.plan import read_plan
-from parc.driver import Compiled, compile_plan, files_of, manifest_of
+from parc.driver import Compiled, Progress, compile_plan, files_of, manifest_of
 from parc.initial_weights import check_weights
 from parc.plan_data import check_data
 from parc.promises import hold_promises
@@ -23,7 +23,7 @@ class Refused(Exception):
 
 
 def build(
-    path: Path, out: Path, defines: Mapping[str, str], progress: Callable[[str], None] = lambda _: None
+    path: Path, out: Path, defines: Mapping[str, str], progress: Progress = lambda _: None
 ) -> tuple[Compiled, Checked]:
     """Read a plan, compile it, check it, and write the build directory.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -35,15 +35,15 @@ from parc.compiler.verify_precision import check_precision
 from parc.compiler.verify_schedule import check_timelines
 from parc.compiler.verify_stages import check_stages
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
-from parc.driver import Compiled, compile_plan, optimizer_facts, stored_types
+from parc.driver import Compiled, Progress, compile_plan, optimizer_facts, stored, stored_types
 from parc.eager import EagerAgreement, compare_with_eager
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.format import format_statements
+from parc.runtime.holders import BUFFERS, parameters_of
 from parc.runtime.simulate import TOLERANCE, Agreement, Case, compare
 from parc.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.twins import find_twin, is_large, twin_text
 
-Progress = Callable[[str], None]
 _STEPS = 3
 
 
@@ -58,16 +58,10 @@ class Checked:
 
 
 def static_faults(
-    programs: Mapping[str, Program],
-    stored: Mapping[str, TensorType],
-    mesh: Mesh,
-    actions: Sequence[Action],
-    microbatches: int,
-    reference: Program | None = None,
-    pads: Pads = MappingProxyType({}),
-    rounding: Rounding | None = None,
+    programs: Mapping[str, Program], types: Mapping[str, TensorType], mesh: Mesh, actions: Sequence[Action],
+    microbatches: int, reference: Program, pads: Pads = MappingProxyType({}), rounding: Rounding | None = None,
     roles: Mapping[str, Role] | None = None,
-) -> list[Fault]:
+) -> list[Fault]:  # fmt: skip
     """Shapes, types, communication, padding of a build's programs, and where they may round: from these and the
     captured graph alone. Where several ``roles`` share the step out, ``programs`` are those that theirs join to."""
     roles = roles or {SINGLE: Role(SINGLE, programs, tuple(actions))}
@@ -80,11 +74,10 @@ def static_faults(
             faults += check_program(program)
         faults += check_stages({name: role.programs for name, role in roles.items()}, mesh, axis)
     if not faults:
-        faults += check_bindings(programs, stored)
-        if reference is not None:
-            faults += check_reference(programs, reference, microbatches, pads)
-            faults += check_precision(programs, reference, rounding or Rounding())
-        faults += check_padding(programs, pads, stored)
+        faults += check_bindings(programs, types)
+        faults += check_reference(programs, reference, microbatches, pads)
+        faults += check_precision(programs, reference, rounding or Rounding())
+        faults += check_padding(programs, pads, types)
         faults += check_schedule(roles, microbatches, counts="COUNT" in programs)
     return faults
 
@@ -103,9 +96,8 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
         PlanError: something does not divide at a size that the plan declares, or the model does not follow the sizes.
     """
     start = time.perf_counter()
-    stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
     progress("shapes, types, communication")
-    checked = Checked(report_of(compiled, stored), prove(compiled))
+    checked = Checked(report_of(compiled, stored(compiled)), prove(compiled))
     pads = compiled.resolved.pads
     if not checked.faults:
         progress("numbers")
@@ -135,11 +127,10 @@ def prove(compiled: Compiled) -> list[Fault]:
         raise PlanError([fault_diagnostic(compiled.plan, fault) for fault in errors])
     faults = []
     for at in compiled.cases():
-        stored = {name: parse_type(text, at.mesh) for name, text in stored_types(at).items()}
         roles = reread_roles(at)
         programs = join({name: role.programs for name, role in roles.items()})
         faults += static_faults(
-            programs, stored, at.mesh, (), at.plan.microbatches, at.built.reference, at.resolved.pads,
+            programs, stored(at), at.mesh, (), at.plan.microbatches, at.built.reference, at.resolved.pads,
             rounding_of(at), roles,
         )  # fmt: skip
     return faults
@@ -235,32 +226,27 @@ def one_thread() -> Iterator[None]:
 
 def case_of(compiled: Compiled, programs: Mapping[str, Program], roles: Mapping[str, Role] | None = None) -> Case:
     """What the simulator needs of a compiled plan; of a pipeline's also what its ``roles`` run."""
-    stored = stored_types(compiled)
+    types = stored_types(compiled)
     recipes: dict[str, Recipe] = {**compiled.recorded.attributes, **compiled.recorded.recipes}
-    names = [value.role.split(" ", 1) for value in programs["F"].main.parameters]
-    buffers = {name: initial(name, recipes, compiled) for kind, name in (n for n in names if len(n) == 2)
-               if kind in ("buffer", "constant")}  # fmt: skip
+    constants = compiled.captured.constants  # which capture found in the code
+    buffers = {name: recipes[name].whole() if name in recipes else constants[name]
+               for name in parameters_of(programs["F"].main, *BUFFERS)}  # fmt: skip
     return Case(
         programs, parse_program(compiled.built.reference.text(), "model"), () if roles else compiled.actions,
         compiled.mesh,
-        compiled.plan.microbatches, optimizer_facts(compiled), {name: recipes[name].whole() for name in stored},
-        buffers, stored, compiled.resolved.pads, roles or {},
+        compiled.plan.microbatches, optimizer_facts(compiled), {name: recipes[name].whole() for name in types},
+        buffers, types, compiled.resolved.pads, roles or {},
     )  # fmt: skip
 
 
-def initial(name: str, recipes: Mapping[str, Recipe], compiled: Compiled) -> torch.Tensor:
-    """The whole initial value of a buffer, or of a constant that capture found in the code."""
-    return recipes[name].whole() if name in recipes else compiled.captured.constants[name]
-
-
-def memory_of(compiled: Compiled, role: Role, stored: Mapping[str, TensorType]) -> Memory:
+def memory_of(compiled: Compiled, role: Role, types: Mapping[str, TensorType]) -> Memory:
     """The memory of a rank of a role; what is frozen has no state of the optimizer."""
-    trained = [name for name in stored if name not in compiled.frozen]
+    trained = [name for name in types if name not in compiled.frozen]
     moments = dict.fromkeys(trained, compiled.plan.optimizer.moments)
-    return estimate_memory(role.programs, role.actions, stored, moments)
+    return estimate_memory(role.programs, role.actions, types, moments)
 
 
-def report_of(compiled: Compiled, stored: Mapping[str, TensorType]) -> dict[str, Any]:
+def report_of(compiled: Compiled, types: Mapping[str, TensorType]) -> dict[str, Any]:
     """``report.json``: what others rely on, nothing that differs between two builds of one plan."""
     plan = compiled.plan
     roles, pads = compiled.roles(), compiled.resolved.pads
@@ -269,8 +255,8 @@ def report_of(compiled: Compiled, stored: Mapping[str, TensorType]) -> dict[str,
         "world": compiled.mesh.world,
         "sizes": {name: str(size) for name, size in plan.sizes.items()},
         "roles": list(roles),
-        "parameters": sum(math.prod(real_shape(t.shape, pads.get(name, ()))) for name, t in stored.items()),
-        "memory": [_memory_row(name, memory_of(compiled, role, stored)) for name, role in roles.items()],
+        "parameters": sum(math.prod(real_shape(t.shape, pads.get(name, ()))) for name, t in types.items()),
+        "memory": [_memory_row(name, memory_of(compiled, role, types)) for name, role in roles.items()],
         "communication": [row for name, role in roles.items()
                           for row in communication_table(role)],
         "pipeline": _pipeline_row(compiled),
@@ -291,10 +277,7 @@ def report_of(compiled: Compiled, stored: Mapping[str, TensorType]) -> dict[str,
 
 
 def _memory_row(role: str, memory: Memory) -> dict[str, Any]:
-    return {
-        "role": role, "peak_bytes": memory.peak_bytes, "parameters": memory.parameters,
-        "gradients": memory.gradients, "optimizer": memory.optimizer, "activations": memory.activations,
-    }  # fmt: skip
+    return {"role": role, "peak_bytes": memory.peak_bytes, **asdict(memory)}
 
 
 def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
@@ -322,12 +305,12 @@ def _numerics(plan: Plan) -> list[dict[str, Any]]:
 def check_files(build: Build) -> list[Fault]:
     """Re-prove a build from its files alone: shapes, types and communication."""
     mesh = build.programs["F"].mesh
-    stored = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
+    types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
     microbatches = int(build.manifest["microbatches"])
     pads = pads_from(build.manifest["padding"])
     lines = regions((line["type"], line["modules"], line["line"]) for line in build.manifest["precision"])
     rounding = Rounding(lines, getattr(torch, build.manifest["accumulate"]))
     faults = [fault.fault() for fault in build.template.faults(mesh)] if build.template is not None else []
     for at in build.cases() if not faults else ():
-        faults += static_faults(at.programs, stored, mesh, (), microbatches, at.reference, pads, rounding, at.roles)
+        faults += static_faults(at.programs, types, mesh, (), microbatches, at.reference, pads, rounding, at.roles)
     return faults

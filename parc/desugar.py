@@ -7,10 +7,11 @@ from types import MappingProxyType
 
 from parc.compiler.mesh import Mesh
 from parc.compiler.parts import terms
-from parc.compiler.placement import TensorType, parse_type
-from parc.driver import Compiled, stored_types
+from parc.compiler.placement import TensorType
+from parc.driver import Compiled, stored
 from parc.grammar.format import VERB_WIDTH, format_statement
 from parc.grammar.source import Span
+from parc.runtime.holders import parameters_of
 
 PLACEMENTS = ("column", "replicate", "row", "shard", "vocab")
 
@@ -90,12 +91,11 @@ def _factor(axes: list[str], size: int | None) -> str:
 
 def _types(compiled: Compiled) -> dict[str, TensorType]:
     """How every parameter and input lies on the mesh."""
-    types = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
+    types = stored(compiled)
     for action in ("COUNT", "F"):
-        program = compiled.built.programs.get(action)
-        for value in program.main.parameters if program is not None else ():
-            if value.role.startswith("input "):
-                types[value.role.removeprefix("input ")] = value.type
+        if action in compiled.built.programs:
+            inputs = parameters_of(compiled.built.programs[action].main, "input")
+            types |= {name: value.type for name, value in inputs.items()}
     return types
 
 

@@ -21,6 +21,7 @@ from parc.compiler.capture import Captured
 from parc.compiler.directives.schedule import ACCUMULATE
 from parc.compiler.mesh import Mesh
 from parc.compiler.padding import Pads, facts_of
+from parc.compiler.placement import TensorType
 from parc.compiler.plan import Plan
 from parc.compiler.precision import regions
 from parc.compiler.ranges import check_points, moving
@@ -29,10 +30,7 @@ from parc.compiler.resolve import Resolved, resolve
 from parc.compiler.roles import Role, join
 from parc.compiler.task import TaskLines
 from parc.compiler.template import Template
-from parc.grammar.codes_build import (
-    BAD_RULE,
-    NOTHING_TRAINED,
-)
+from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.initial_weights import init_facts
 from parc.passes.heads import Copies, find_copies
@@ -42,6 +40,7 @@ from parc.passes.stages import Pipeline
 from parc.pipelines import pipeline_of, timelines_of
 from parc.plan_capture import capture_plan
 from parc.plan_data import data_facts, input_facts
+from parc.runtime.holders import PARAMETERS, parameters_of
 from parc.size_ranges import compile_range, fixed
 
 Progress = Callable[[str], None]
@@ -63,7 +62,7 @@ class Compiled:
     """What each role does in a step, in order."""
     pipeline: Pipeline | None
     sizes: dict[str, int]
-    overrides: dict[str, Any]
+    overrides: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     copies: Copies = field(default_factory=Copies)
@@ -128,72 +127,68 @@ def compile_plan(
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
-    ranges = moving(plan.sizes)
-    if not ranges:
-        return _compile(plan, folder, overrides, copies, longer, progress)
+
+    def compile_at(sizes: Mapping[str, int] | None = None, choices: Choices | None = None) -> Compiled:
+        at, seconds = fixed(plan, sizes or {}), dict[str, float]()
+        progress("capture")
+        with _timed(seconds, "capture"):
+            recorded, captured = capture_plan(at, task_lines(at), folder, overrides, sizes is not None)
+        progress("passes")
+        with _timed(seconds, "passes"):
+            made = compile_captured(at, folder, recorded, captured, copies, longer, plan if sizes else None, choices)
+        return replace(made, overrides=dict(overrides or {}), seconds=seconds)
+
+    if not moving(plan.sizes):
+        return compile_at()
     choices = Choices()
-    made, template = compile_range(
-        plan, lambda at: _compile(plan, folder, overrides, copies, longer, progress, at, choices), programs_of,
-        constant_facts,
-    )  # fmt: skip
+    made, template = compile_range(plan, lambda sizes: compile_at(sizes, choices), programs_of, constant_facts)
     seconds = {key: round(sum(compiled.seconds[key] for compiled in made), 3) for key in made[0].seconds}
     return replace(made[0], plan=plan, template=template, seconds=seconds)
 
 
-def _compile(
-    plan: Plan, folder: Path, overrides: Mapping[str, Any] | None, copies: Copies | None, longer: Pads | None,
-    progress: Progress, sizes: Mapping[str, int] | None = None, choices: Choices | None = None,
+def compile_captured(
+    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, copies: Copies | None = None,
+    longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None,
 ) -> Compiled:  # fmt: skip
-    """A plan at one choice of its sizes."""
-    declared, plan = plan, fixed(plan, sizes or {})
-    lines = task_lines(plan)
-    seconds: dict[str, float] = {}
-    progress("capture")
-    with _timed(seconds, "capture"):
-        recorded, captured = capture_plan(plan, lines, folder, overrides, sizes is not None)
-    progress("passes")
-    with _timed(seconds, "passes"):
-        names = names_of(captured)
-        pipeline = pipeline_of(plan, names, captured)
-        pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
-        if copies is None:  # what must divide depends on what several ranks keep
-            asked = resolve(plan, names, longer, None)
-            copies = find_copies(captured, plan, asked.seeds, asked.pads)
-        mesh = plan.mesh.factor(copies.sizes)
-        resolved = resolve(declared, names, longer, copies.parts(mesh))  # of a range, the step must divide
-        resolved = resolve(plan, names, longer, copies.parts(mesh)) if sizes else resolved
-        frozen = frozen_parameters(plan, recorded, captured, resolved)
-        claims = []
-        for seed in resolved.seeds:
-            kind = "frozen" if seed.value in frozen else "parameter"
-            kind = "input" if seed.value in lines.inputs else kind
-            for axis, split in copies.splits(seed, mesh).items():
-                claims.append((f"{kind} {seed.value}", axis, split, seed.span.root.line))
-        accumulate = getattr(torch, ACCUMULATE[plan.accumulate])
-        pads = {f"{'frozen' if name in frozen else 'parameter'} {name}": rows for name, rows in resolved.pads.items()}
-        request = Request(
-            tuple(claims),
-            plan.microbatches,
-            plan.seed,
-            frozen,
-            accumulate,
-            pads,
-            regions(resolved.precision),
-            pipeline,
-            choices,
-        )
-        try:
-            built = build_programs(captured, mesh, request)
-        except RuleMisfit as error:
-            source = [f"at {error.origin.source}"] if error.origin.source else []
-            span = plan.model.arguments.statement.span
-            found = Diagnostic(BAD_RULE, str(error), Label(span), help=error.hint, notes=tuple(source))
-            raise PlanError([found]) from error
+    """Run every pass on a captured model; ``declared`` is the plan with the ranges of which its sizes are a choice.
+
+    Raises:
+        PlanError: the plan, the model or both are at fault.
+    """
+    lines, names = task_lines(plan), names_of(captured)
+    pipeline = pipeline_of(plan, names, captured)
+    pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
+    if copies is None:  # what must divide depends on what several ranks keep
+        asked = resolve(plan, names, longer, None)
+        copies = find_copies(captured, plan, asked.seeds, asked.pads)
+    mesh = plan.mesh.factor(copies.sizes)
+    if declared is not None:  # of a range, the step must divide
+        resolve(declared, names, longer, copies.parts(mesh))
+    resolved = resolve(plan, names, longer, copies.parts(mesh))
+    frozen = frozen_parameters(plan, recorded, captured, resolved)
+    kinds = {**dict.fromkeys(frozen, "frozen"), **dict.fromkeys(lines.inputs, "input")}
+    claims = tuple(
+        (f"{kinds.get(seed.value, 'parameter')} {seed.value}", axis, split, seed.span.root.line)
+        for seed in resolved.seeds
+        for axis, split in copies.splits(seed, mesh).items()
+    )
+    pads = {f"{kinds.get(name, 'parameter')} {name}": rows for name, rows in resolved.pads.items()}
+    request = Request(
+        claims, plan.microbatches, plan.seed, frozen, getattr(torch, ACCUMULATE[plan.accumulate]), pads,
+        regions(resolved.precision), pipeline, choices,
+    )  # fmt: skip
+    try:
+        built = build_programs(captured, mesh, request)
+    except RuleMisfit as error:
+        source = [f"at {error.origin.source}"] if error.origin.source else []
+        span = plan.model.arguments.statement.span
+        found = Diagnostic(BAD_RULE, str(error), Label(span), help=error.hint, notes=tuple(source))
+        raise PlanError([found]) from error
     timelines = timelines_of(plan, "COUNT" in built.programs, pipeline, folder)
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
-        plan, folder, mesh, lines, recorded, captured, resolved, built, timelines, pipeline, sizes,
-        dict(overrides or {}), seconds, frozen, copies,
+        plan, folder, mesh, lines, recorded, captured, resolved, built, timelines, pipeline, sizes, frozen=frozen,
+        copies=copies,
     )  # fmt: skip
 
 
@@ -246,7 +241,7 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
         "torch": torch.__version__.split("+")[0],
         "folder": os.path.relpath(compiled.folder.resolve(), out.resolve()),
         "model": {"callable": compiled.lines.model, "arguments": dict(compiled.lines.arguments)},
-        "model_source": _source_hash(compiled),
+        "model_source": target_hash(compiled.lines.model, compiled.folder),
         "inputs": input_facts(plan),
         "sizes": compiled.sizes,
         "loss": {"kind": plan.loss.kind, "target": plan.loss.target, "operands": list(plan.loss.operands),
@@ -293,18 +288,16 @@ def optimizer_facts(compiled: Compiled) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stored_types(compiled: Compiled) -> dict[str, str]:
-    """Each parameter's type as a rank stores it, as text."""
-    reduce = compiled.built.programs["REDUCE"]
-    values = reduce.main.values()
-    kept = {key.removeprefix("gradient "): values[name].type.text(compiled.mesh) for key, name in reduce.main.returns
+def stored(compiled: Compiled) -> dict[str, TensorType]:
+    """Each parameter's type as a rank stores it."""
+    reduce = compiled.built.programs["REDUCE"].main
+    values = reduce.values()
+    kept = {key.removeprefix("gradient "): values[name].type for key, name in reduce.returns
             if key.startswith("gradient ")}  # fmt: skip
-    for value in compiled.built.programs["F"].main.parameters:
-        kind, _, name = value.role.partition(" ")
-        if kind in ("parameter", "frozen"):
-            kept.setdefault(name, value.type.text(compiled.mesh))
-    return dict(sorted(kept.items()))
+    read = {name: value.type for name, value in parameters_of(compiled.built.programs["F"].main, *PARAMETERS).items()}
+    return dict(sorted({**read, **kept}.items()))
 
 
-def _source_hash(compiled: Compiled) -> str:
-    return target_hash(compiled.lines.model, compiled.folder)
+def stored_types(compiled: Compiled) -> dict[str, str]:
+    """The types of ``stored`` as text."""
+    return {name: type_.text(compiled.mesh) for name, type_ in stored(compiled).items()}

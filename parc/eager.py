@@ -6,19 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from parc.compiler.mesh import Mesh
 from parc.compiler.recipes import initialize
 from parc.compiler.task import caller, loss_function, model_builder
 from parc.driver import Compiled
 from parc.grammar.codes_build import NOT_FINITE
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.plan_capture import failure, input_specs
-from parc.runtime.backends.in_process import InProcess
-from parc.runtime.execute import Machine
-from parc.runtime.kernels import REFERENCE_KERNELS
 from parc.runtime.plain import counted_dropout
 from parc.runtime.random_batch import random_batch
-from parc.runtime.simulate import Case
+from parc.runtime.simulate import Case, ReferenceRun
 from parc.runtime.simulate import wide as as_wide
 
 TOLERANCE = 1e-4
@@ -70,7 +66,7 @@ def _compare(compiled: Compiled, case: Case, wide: bool) -> EagerAgreement:
     except Exception as error:
         raise PlanError([failure(compiled.plan, error)]) from error
     expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    loss, gradients = _captured(case, inputs, wide)
+    loss, gradients = ReferenceRun(case, wide).gradients([inputs], 0)
     difference = torch.stack([
         (gradients.get(name, torch.zeros_like(value)) - value).double().norm() for name, value in expected.items()
     ]).norm()  # fmt: skip
@@ -84,35 +80,3 @@ def _compare(compiled: Compiled, case: Case, wide: bool) -> EagerAgreement:
     types = {value.type.dtype for function in case.reference.functions for value in function.values().values()}
     tolerance = max(_TOLERANCES.get(dtype, TOLERANCE) for dtype in types)
     return EagerAgreement(float(apart), float(difference / whole.clamp_min(1e-30)), tolerance)
-
-
-def _captured(case: Case, inputs: dict[str, torch.Tensor], wide: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    machine = Machine(case.reference, InProcess(Mesh()), torch.device("cpu"), wide=wide, kernels=REFERENCE_KERNELS)
-    copied = as_wide if wide else torch.clone
-    parameters = {name: copied(value) for name, value in case.parameters.items()}
-    buffers = {name: copied(value) for name, value in case.buffers.items()}
-    frozen = {value.role for value in case.reference.main.parameters}
-    for name, value in parameters.items():
-        value.requires_grad_(value.is_floating_point() and f"frozen {name}" not in frozen)
-    bound = {
-        "input": inputs,
-        "parameter": parameters,
-        "frozen": parameters,
-        "buffer": buffers,
-        "constant": buffers,
-    }
-
-    def environment(function: str) -> dict[str, torch.Tensor]:
-        found = {}
-        for value in case.reference.function(function).parameters:
-            kind, _, name = value.role.partition(" ")
-            found[value.name] = torch.zeros(2, dtype=torch.int64) if kind == "rng" else bound[kind][name]
-        return found
-
-    (made,) = machine.run([environment("forward")])
-    loss = made["loss"]
-    if any(function.name == "count" for function in case.reference.functions):
-        (counted,) = machine.run([environment("count")], "count")
-        loss = loss / counted["count"]
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in parameters.items() if p.grad is not None}

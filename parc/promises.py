@@ -7,18 +7,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from parc.advice import bytes_text, line_span
+from parc.advice import bytes_text
 from parc.checks import memory_of
 from parc.compiler.contract import Message, messages
 from parc.compiler.cost import VIEWS, local_bytes
 from parc.compiler.names import find_modules
-from parc.compiler.placement import TensorType, parse_type
+from parc.compiler.placement import TensorType
 from parc.compiler.promises import Promise
 from parc.compiler.schedules import EARLY, problem
-from parc.driver import Compiled, stored_types
+from parc.driver import Compiled, stored
 from parc.grammar.codes_build import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import names_of
+from parc.runtime.holders import parameters_of
+from parc.size_ranges import line_span
 
 _ACTIONS = ("COUNT", "SCALE", "F", "B", "REDUCE")
 _SHOWN = 5
@@ -139,7 +141,7 @@ def _related(compiled: Compiled, message: Message) -> tuple[Label, ...]:
     axes = tuple(map(compiled.mesh.owner, message.axes))
     seeds = (seed for seed in compiled.resolved.seeds if seed.axis in axes and message.origin.module)
     near = next((seed.span for seed in seeds if _within(seed.value, message.origin.module)), None)
-    span = near if near is not None else line_span(compiled, message.origin.plan)
+    span = near if near is not None else line_span(compiled.plan, message.origin.plan)
     return (Label(span, "placed by this line"),) if span is not None else ()
 
 
@@ -159,23 +161,23 @@ def _budget(compiled: Compiled) -> Iterator[Diagnostic]:
     line = compiled.plan.budget
     if line is None:
         return
-    stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
-    memory = max((memory_of(compiled, role, stored) for role in compiled.roles().values()), key=lambda m: m.peak_bytes)
+    types = stored(compiled)
+    memory = max((memory_of(compiled, role, types) for role in compiled.roles().values()), key=lambda m: m.peak_bytes)
     over = memory.peak_bytes - line.memory
     if over <= 0:
         return
     kinds = {name: int(getattr(memory, name)) for name in ("parameters", "gradients", "optimizer", "activations")}
     notes = [", ".join(f"{name} {bytes_text(size)}" for name, size in kinds.items())]
-    held = sorted([*_parameters(compiled, stored), *_values(compiled)], key=lambda tensor: -tensor.bytes)
+    held = sorted([*_parameters(compiled, types), *_values(compiled)], key=lambda tensor: -tensor.bytes)
     notes += [f"{tensor.name} {tensor.text}, {bytes_text(tensor.bytes)}" for tensor in held[:_SHOWN]]
     message = f"a rank needs {bytes_text(memory.peak_bytes)}, {bytes_text(over)} more than the budget"
-    help_ = _way_out(compiled, stored, kinds["activations"] == max(kinds.values()))
+    help_ = _way_out(compiled, types, kinds["activations"] == max(kinds.values()))
     yield Diagnostic(OVER_BUDGET, message, Label(line.span), help=help_, notes=tuple(notes))
 
 
-def _parameters(compiled: Compiled, stored: Mapping[str, TensorType]) -> Iterator[_Held]:
+def _parameters(compiled: Compiled, types: Mapping[str, TensorType]) -> Iterator[_Held]:
     forward = compiled.built.programs["F"]
-    for name, type_ in stored.items():
+    for name, type_ in types.items():
         yield _Held(f"`{name}`", type_.text(compiled.mesh), local_bytes(type_, forward))
 
 
@@ -200,7 +202,7 @@ def _values(compiled: Compiled) -> Iterator[_Held]:
     yield from largest.values()
 
 
-def _way_out(compiled: Compiled, stored: Mapping[str, TensorType], activations: bool) -> str:
+def _way_out(compiled: Compiled, types: Mapping[str, TensorType], activations: bool) -> str:
     """A line that would take less memory: more microbatches, or a split of the largest parameter that is whole."""
     plan = compiled.plan
     if activations and "B" in plan.sizes:
@@ -214,12 +216,12 @@ def _way_out(compiled: Compiled, stored: Mapping[str, TensorType], activations: 
     data = {axis for type_ in _inputs(compiled) for axis in type_.placement.split_axes()}
     taken = data | ({compiled.pipeline.axis} if compiled.pipeline is not None else set())
     free = [axis for axis in compiled.mesh.names if compiled.mesh.size(axis) > 1 and axis not in taken]
-    sizes = {name: local_bytes(type_, compiled.built.programs["F"]) for name, type_ in stored.items()}
-    for name in sorted(stored, key=lambda n: -sizes[n]):
+    sizes = {name: local_bytes(type_, compiled.built.programs["F"]) for name, type_ in types.items()}
+    for name in sorted(types, key=lambda n: -sizes[n]):
         if sizes[name] * _WORTH < sum(sizes.values()):
             break
         verb = {"lookup": "vocab", "linear": "column"}.get(names.use(name).kind)
-        axis = next((axis for axis in free if axis not in stored[name].placement.split_axes()), None)
+        axis = next((axis for axis in free if axis not in types[name].placement.split_axes()), None)
         if verb is not None and axis is not None:
             return f"`{name}` is whole: write `{verb} {name.removesuffix('.weight')} over {axis}`"
     return "add ranks to an axis that splits the largest of these, or place them over another axis"
@@ -244,6 +246,4 @@ def _cuts(compiled: Compiled, microbatches: int) -> bool:
 
 
 def _inputs(compiled: Compiled) -> Iterator[TensorType]:
-    for value in compiled.built.programs["F"].main.parameters:
-        if value.role.startswith("input "):
-            yield value.type
+    return (value.type for value in parameters_of(compiled.built.programs["F"].main, "input").values())

@@ -10,9 +10,8 @@ from typing import Any
 
 from parc.checks import report_of
 from parc.compiler.artifact import Build, json_text
-from parc.compiler.placement import parse_type
 from parc.compiler.verify import Fault
-from parc.driver import Compiled, files_of, manifest_of, stored_types
+from parc.driver import Compiled, files_of, manifest_of, stored
 
 _MOVING = ("files", "folder", "format")
 """Facts of where and how files lie: other code holds these."""
@@ -22,8 +21,7 @@ _MEASURED = ("checks", "numbers")
 
 def differences(build: Build, compiled: Compiled) -> list[Fault]:
     """Where a build is not what its plan compiles to."""
-    stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
-    report = _as_read(report_of(compiled, stored))
+    report = _as_read(report_of(compiled, stored(compiled)))
     return [
         *_file_faults(build, files_of(compiled)),
         *_key_faults("manifest.json", build.manifest, _as_read(manifest_of(compiled, build.path)), _MOVING),

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from parc.compiler.directives.sizes import SizeRange
 from parc.compiler.plan import Plan
-from parc.compiler.program import Origin
 from parc.compiler.ranges import Ranges, Sizes, choices_of, moving, sample_points
 from parc.compiler.template import Misfit, ShapeFault, Template, sizes_text
 from parc.grammar.codes_build import NO_DIVIDE, NOT_POLYNOMIAL, OTHER_PROGRAM
@@ -104,7 +103,9 @@ def misfit_diagnostic(plan: Plan, misfit: Misfit) -> Diagnostic:
     help_ += "; or take a larger step, if they differ in what divides"
     if misfit.numbers:
         help_ = "write it with sums, products and quotients of sizes; or declare one size, and make a build for each"
-    return Diagnostic(code, message, Label(_span(plan, origin) or _sizes_span(plan)), help=help_, notes=tuple(notes))
+    return Diagnostic(
+        code, message, Label(line_span(plan, origin.plan) or _sizes_span(plan)), help=help_, notes=tuple(notes)
+    )
 
 
 def _constant_diagnostic(
@@ -122,14 +123,15 @@ def fault_diagnostic(plan: Plan, fault: ShapeFault) -> Diagnostic:
     declared = sizes_text(moving(plan.sizes))
     code = NO_DIVIDE if fault.divides else OTHER_PROGRAM
     return Diagnostic(
-        code, f"{where}: {fault.message}", Label(_span(plan, Origin(plan=fault.line)) or _sizes_span(plan)),
+        code, f"{where}: {fault.message}", Label(line_span(plan, fault.line) or _sizes_span(plan)),
         help="declare sizes for which it holds" + (", or leave the axis out here" if fault.line else ""),
         notes=(f"the declared sizes are {declared}",),
     )  # fmt: skip
 
 
-def _span(plan: Plan, origin: Origin) -> Span | None:
-    return next((s.span.root for s in plan.statements if s.span.root.line == origin.plan), None)
+def line_span(plan: Plan, line: int) -> Span | None:
+    """The statement of the plan at a line; an `include` for all that it brings."""
+    return next((s.span.root for s in plan.statements if s.span.root.line == line), None)
 
 
 def _sizes_span(plan: Plan) -> Span:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from parc.compiler.artifact import Build, read_build
 from parc.compiler.plan import read_plan
 from parc.compiler.verify import Fault
 from parc.difference import first_difference
-from parc.driver import compile_plan
+from parc.driver import Progress, compile_plan
 from parc.promises import hold_promises
 from parc.recompilation import differences
 from parc.runtime.opening import check_fits, check_source_of
@@ -50,7 +49,7 @@ def _proved(build: Build) -> dict[str, str]:
     return dict.fromkeys(("shapes", "types", "communication", *padding), "proved")
 
 
-def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *, locate: bool = False) -> Verified:
+def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: bool = False) -> Verified:
     """Prove shapes, types and communication of the programs in the files; test their numbers against the model.
 
     The plan is compiled again, which imports its model; files that are not what it compiles to are faults.
@@ -74,15 +73,9 @@ def verify_build(path: Path, progress: Callable[[str], None] = lambda _: None, *
     progress("numbers")
     compiled = compile_plan(read_plan(build.path / "plan.parc"), build.folder)
     found.faults += differences(build, compiled)
-    compiled = replace(
-        compiled,
-        built=replace(
-            compiled.built,
-            programs=dict(build.programs),
-            roles={name: role.programs for name, role in build.roles.items()},
-        ),
-        template=build.template,
-    )
+    roles = {name: role.programs for name, role in build.roles.items()}
+    built = replace(compiled.built, programs=dict(build.programs), roles=roles)
+    compiled = replace(compiled, built=built, template=build.template)
     hold_promises(compiled)
     checked = Checked({}, [])
     check_numbers(compiled, checked)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from ..compiler.mesh import Mesh
-from ..compiler.placement import Placement, TensorType
+from ..compiler.placement import TensorType
 from ..compiler.program import Function, Line, Origin, Program, Ref, Value
 from .calls import outputs
 from .emit import BlockPair, Names, emit_pair, identifier, size_argument
 from .joint import trace_joint
-from .reduce import reductions, whole_type
+from .reduce import Writer, reductions, whole_type
 from .segments import Segment, cut, node_type
 from .stages import Piece, Pipeline, split_lines
 
@@ -46,6 +47,14 @@ class _Main:
     keys: set[tuple[str, int]] = field(default_factory=set)
     """Keys of random streams, and the stages in which they are made."""
     calls: list[tuple[Segment, BlockPair, dict[str, Value]]] = field(default_factory=list)
+
+    def emit(
+        self, lines: _Lines, name: str, type_: TensorType, op: str, args: tuple[Any, ...], **options: Any
+    ) -> Value:
+        """The result of one more line."""
+        value = Value(self.names.fresh(name), type_)
+        lines.append(Line((value,), op, args, tuple(options.items())))
+        return value
 
     def bind(self, node: fx.Node) -> Value:
         """The value of a placeholder or of an earlier call's result. A key is made in every stage that reads it: it
@@ -128,7 +137,11 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], lis
         for index, label in pair.gradients:
             node = segment.inputs[index]
             key = node, segment.stage if node.op == "placeholder" else 0
-            gradients[key] = _add(main, gradients[key], made[label], lines) if key in gradients else made[label]
+            total = made[label]
+            if key in gradients:
+                args = Ref(gradients[key].name), Ref(total.name)
+                total = main.emit(lines, "sum", gradients[key].type, "aten.add.Tensor", args)
+            gradients[key] = total
     found = [
         (stage, node.meta["role"].removeprefix("parameter "), value)
         for (node, stage), value in gradients.items()
@@ -144,16 +157,8 @@ def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int],
     if (node, 0) in gradients:
         return gradients[node, 0]
     type_ = replace(node_type(node), placement=node_type(node).placement.dual().data())
-    value = Value(main.names.fresh("zeros"), type_)
     shape = [size_argument(type_, dim) for dim in range(len(type_.shape))]
-    lines.append(Line((value,), "aten.full.default", (shape, 0.0), (("dtype", type_.dtype),)))
-    return value
-
-
-def _add(main: _Main, first: Value, second: Value, lines: _Lines) -> Value:
-    value = Value(main.names.fresh("sum"), first.type)
-    lines.append(Line((value,), "aten.add.Tensor", (Ref(first.name), Ref(second.name))))
-    return value
+    return main.emit(lines, "zeros", type_, "aten.full.default", (shape, 0.0), dtype=type_.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +234,8 @@ def _narrowed(main: _Main, value: Value, sums: torch.dtype | None, lines: _Lines
     """A gradient in a smaller dtype in which it is added up, if there is one."""
     if sums is None or sums.itemsize >= value.type.dtype.itemsize:
         return value
-    made = Value(main.names.fresh("narrow"), replace(value.type, dtype=sums))
-    lines.append(Line((made,), "aten._to_copy.default", (Ref(value.name),), (("dtype", sums),)))
-    return made
+    narrow = replace(value.type, dtype=sums)
+    return main.emit(lines, "narrow", narrow, "aten._to_copy.default", (Ref(value.name),), dtype=sums)
 
 
 def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
@@ -245,22 +249,11 @@ def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
 
 def assemble_scale(count: TensorType | None, dtype: torch.dtype, parts: int, mesh: Mesh, role: str) -> Program:
     """SCALE: one over the step's whole denominator; without a count, one over the number of ``parts`` averaged."""
-    whole = whole_type(mesh, dtype)
-    names, lines = Names(), []
-    parameters: tuple[Value, ...] = ()
+    write, whole = Writer(mesh), whole_type(mesh, dtype)
     if count is None:
-        made = Value(names.fresh("scale"), whole)
-        lines.append(Line((made,), "aten.full.default", ([], 1.0 / parts), (("dtype", dtype),)))
+        made = write.emit("aten.full.default", ([], 1.0 / parts), whole, name="scale", dtype=dtype)
     else:
-        given = Value(names.fresh("count"), count, "count")
-        parameters = (given,)
-        axes = count.placement.partial
-        if axes:
-            total = Value(names.fresh("all_reduce"), replace(count, placement=Placement.whole(mesh)))
-            lines.append(Line((total,), "parc.all_reduce", (Ref(given.name), ",".join(axes))))
-            given = total
-        real = Value(names.fresh("to_copy"), whole)
-        lines.append(Line((real,), "aten._to_copy.default", (Ref(given.name),), (("dtype", dtype),)))
-        made = Value(names.fresh("reciprocal"), whole)
-        lines.append(Line((made,), "aten.reciprocal.default", (Ref(real.name),)))
-    return Program(role, "SCALE", mesh, (Function("scale", parameters, tuple(lines), (("scale", made.name),)),))
+        total = write.total(write.take("count", count, "count"))
+        real = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
+        made = write.emit("aten.reciprocal.default", (Ref(real.name),), whole)
+    return write.program(role, "SCALE", [("scale", made.name)])

@@ -76,18 +76,9 @@ def simplify(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _twice_transposed(node: fx.Node) -> Any:
-    inner: Any = node.args[0]
-    return inner.args[0] if inner.target is aten.t.default else None
-
-
-def _first_power(node: fx.Node) -> Any:
-    return node.args[0] if node.args[1] == 1 else None
-
-
-_UNCHANGED: Mapping[Any, Callable[[fx.Node], Any]] = {
-    aten.t.default: _twice_transposed,
-    aten.pow.Tensor_Scalar: _first_power,
+_UNCHANGED: Mapping[Any, Callable[[Any], Any]] = {
+    aten.t.default: lambda node: node.args[0].args[0] if node.args[0].target is aten.t.default else None,
+    aten.pow.Tensor_Scalar: lambda node: node.args[0] if node.args[1] == 1 else None,
 }
 """Operator → the operand that it leaves as it is."""
 

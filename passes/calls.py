@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -65,9 +65,17 @@ def computes(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
 
 
-def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The node's positional arguments, as what each operator knows them to be."""
-    return tuple(node.args)
+def ancestors(roots: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """The roots and all that they are made of, not beyond what is in ``stop``."""
+    found: set[fx.Node] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            if node not in stop:
+                pending.extend(node.all_input_nodes)
+    return found
 
 
 def outputs(graph: fx.Graph) -> list[fx.Node]:

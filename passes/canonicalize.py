@@ -22,6 +22,8 @@ Rewrite = Callable[["Canonicalizer", Any], None]
 
 _NO_MEANING = {aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.contiguous.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_CONVOLUTIONS = (aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+                 aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)  # fmt: skip
 
 
 class Canonicalizer:
@@ -281,10 +283,7 @@ TABLE: Mapping[Any, Rewrite] = {
     aten.cat.default: _cat,
     aten.linear.default: _linear,
     aten.addmm.default: _addmm,
-    **dict.fromkeys(
-        (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default), _convolution
-    ),
-    **dict.fromkeys((aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding), _convolution),
+    **dict.fromkeys(_CONVOLUTIONS, _convolution),
     **DECOMPOSITIONS,
     **DRAWS,
     **CREATION,

@@ -102,8 +102,7 @@ class Emitter:
 
     def lines(self, nodes: Sequence[fx.Node]) -> list[Line]:
         """The lines of nodes in order."""
-        made = [line for node in nodes for line in self._line(node)]
-        return made
+        return [line for node in nodes for line in self._line(node)]
 
     def _line(self, node: fx.Node) -> list[Line]:
         if node.target is operator.getitem:
@@ -211,13 +210,13 @@ def emit_pair(joint: Joint, name: str, mesh: Mesh, shared: str | None) -> BlockP
     for node in joint.saved:
         value = emitter.value_of[node]
         kept[value.name] = value
-    known = {value.name for value in inputs}
+    known = tuple(value.name for value in inputs)
     returns = dict.fromkeys([*outputs, *(label for label in kept if label not in known)])
     forward = Function(
         name, tuple(inputs), tuple(_shared(forward_lines, shared)), tuple((label, label) for label in returns)
     )
     if not joint.gradients:
-        return BlockPair(forward, None, tuple(v.name for v in inputs), outputs, (), (), ())
+        return BlockPair(forward, None, known, outputs, (), (), ())
     tangents = [emitter.define(node, "grad") for node in joint.tangents.values()]
     backward_lines = emitter.lines(joint.backward)
     gradients = tuple((index, emitter.value_of[node].name) for index, node in joint.gradients.items())
@@ -228,9 +227,7 @@ def emit_pair(joint: Joint, name: str, mesh: Mesh, shared: str | None) -> BlockP
         tuple(_shared(backward_lines, shared)),
         tuple((label, label) for label in labels),
     )
-    return BlockPair(
-        forward, backward, tuple(v.name for v in inputs), outputs, tuple(kept), tuple(joint.tangents), gradients
-    )
+    return BlockPair(forward, backward, known, outputs, tuple(kept), tuple(joint.tangents), gradients)
 
 
 def _shared(lines: Sequence[Line], block: str | None) -> list[Line]:

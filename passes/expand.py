@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from ..compiler.ops import OPS
-from ..compiler.placement import AxisType, Placement, TensorType
+from ..compiler.placement import AxisType, Placement, Split, TensorType
 from .calls import Key
+from .segments import node_type
 
 if TYPE_CHECKING:
     from .partition import Partition
@@ -18,15 +20,15 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def _token_loss(p: Partition, node: fx.Node, keys: Sequence[Key], wants: Sequence[dict[str, AxisType]]) -> bool:
+def _token_loss(p: Partition, node: fx.Node, keys: Sequence[Key], wants: Sequence[dict[str, AxisType]]) -> None:
     """``log(sum(exp(x - peak))) - (x[target] - peak)``: each rank's part of the vocabulary gives a part of both sums,
     which are summed in one message, so no rank holds whole logits."""
     parts = p.placed.parts[node]
     logits, targets = (p.convert(key, Placement.of(p.mesh, want)) for key, want in zip(keys, wants, strict=True))
     vocab = tuple(axis for axis in p.mesh.names if axis in parts and parts[axis][0] == "v")
-    type_ = p.node_type(logits)
+    type_ = node_type(logits)
     rows = type_.shape[0]
-    lead = p.node_type(targets).placement
+    lead = node_type(targets).placement
 
     def emit(target: Any, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype, at: Placement) -> fx.Node:
         made = p.graph.call_function(target, args)
@@ -34,13 +36,12 @@ def _token_loss(p: Partition, node: fx.Node, keys: Sequence[Key], wants: Sequenc
         return made
 
     # the loss's own placement: rows as the logits', whole (or R, as the logits) elsewhere, the vocabulary summed
-    types: dict[str, AxisType] = {}
-    for axis in p.mesh.names:
-        types[axis] = "I" if axis in vocab else type_.placement[axis]
+    types: dict[str, AxisType] = {axis: "I" if axis in vocab else type_.placement[axis] for axis in p.mesh.names}
     result = Placement.of(p.mesh, types)
-    peak_at = result.data()
-    peak = emit(OPS.row_max.default, (logits, ",".join(vocab)), (rows, 1), type_.dtype, peak_at)
-    shifted = {axis: (_shift(kind) if not isinstance(kind, str) else kind) for axis, kind in types.items()}
+    peak = emit(OPS.row_max.default, (logits, ",".join(vocab)), (rows, 1), type_.dtype, result.data())
+    shifted = {
+        axis: replace(kind, dim=kind.dim + 1) if isinstance(kind, Split) else kind for axis, kind in types.items()
+    }
     stacked = Placement.of(p.mesh, shifted)
     partial = stacked.replace(dict.fromkeys(vocab, "P"))
     sums = emit(OPS.loss_parts.default, (logits, peak, targets), (2, rows), type_.dtype, partial)
@@ -55,15 +56,9 @@ def _token_loss(p: Partition, node: fx.Node, keys: Sequence[Key], wants: Sequenc
     loss = emit(aten.mul.Tensor, (loss, counted), (rows,), type_.dtype, result)
     p.forms[node, 0] = {result: loss}
     p.state[node, 0] = result
-    return True
 
 
-def _shift(kind: Any) -> Any:
-    """The split of a dim that moved one to the right."""
-    return type(kind)(kind.dim + 1, kind.outer)
-
-
-Expansion = Callable[["Partition", fx.Node, Sequence[Key], Sequence[dict[str, AxisType]]], bool]
+Expansion = Callable[["Partition", fx.Node, Sequence[Key], Sequence[dict[str, AxisType]]], None]
 
 EXPANSIONS: Mapping[Any, Expansion] = {OPS.token_loss.default: _token_loss}
-"""Operator → what is emitted in its place; a False says that the operator stands as it is."""
+"""Operator → what is emitted in its place."""

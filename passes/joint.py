@@ -18,7 +18,7 @@ from ..compiler.program import Origin
 from ..compiler.torch_private import proxy_node, trace, tracing_graph
 from ..compiler.typing import infer, place_created
 from .backward_forms import free_creations, is_zero, simplify, write_functional
-from .calls import arguments, call_of, operands_of, substitute, tensors_of
+from .calls import ancestors, call_of, operands_of, substitute, tensors_of
 from .segments import Segment, gradient_flows, node_type
 
 aten = torch.ops.aten
@@ -163,16 +163,15 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
     simplify(graph)
     traced: Any = graph.output_node().args[0]
     outputs_, gradients = traced
-    for index in (i for i, flow in enumerate(flows) if flow):
+    flow_index = [index for index, flow in enumerate(flows) if flow]
+    for index, gradient in zip(flow_index, gradients, strict=True):
         expected = node_type(segment.inputs[index]).placement.dual().data()
-        gradient = gradients[[i for i, flow in enumerate(flows) if flow].index(index)]
         if gradient in free:
             gradient.meta["types"] = [_typed(gradient.meta["val"], expected)]
         if gradient is not None and node_type(gradient).placement != expected:
             raise InternalTypeFault(
                 f"the gradient of input {index} of {segment.block} is {node_type(gradient).text(mesh)}, not {expected}"
             )
-    flow_index = [index for index, flow in enumerate(flows) if flow]
     joint = Joint(
         inputs,
         list(outputs_),
@@ -199,10 +198,10 @@ def _typed(value: torch.Tensor, placement: Placement) -> TensorType:
     return TensorType(value.dtype, tuple(value.shape), placement)
 
 
-def _type_node(node: fx.Node, known: Mapping[fx.Node, Placement], mesh: Mesh) -> None:
+def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> None:
     """Types of a traced node's results: inferred from its operands, and equal to what partition said."""
     if node.target is operator.getitem:
-        source, index = arguments(node)
+        source, index = node.args
         node.meta["types"] = [source.meta["types"][index]]
         return
     values = [value for value in tensors_of(node) if isinstance(value, torch.Tensor)]
@@ -230,52 +229,23 @@ def _split(joint: Joint, graph: fx.Graph) -> None:
     """Forward is what outputs need; backward the rest of what gradients need. Views and wider types are made again in
     backward, so that what is saved is storage, not forms of it."""
     inputs = set(joint.inputs)
-    forward = _closure(joint.outputs, inputs)
+    forward = ancestors(joint.outputs, inputs)
     forward |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in forward}
-    backward: set[fx.Node] = set()
-    saved: dict[fx.Node, None] = {}
-
-    def need(node: fx.Node) -> None:
-        pending = [node]
-        while pending:
-            current = pending.pop()
-            if current in backward or current in saved or current.op == "placeholder":
-                if current in inputs:
-                    saved[current] = None
-                continue
-            if current in forward and not _free(current):
-                saved[current] = None
-                continue
-            backward.add(current)
-            pending.extend(current.all_input_nodes)
-
-    for gradient in joint.gradients.values():
-        need(gradient)
+    kept = inputs | {node for node in forward if node.op != "placeholder" and not _free(node)}
+    needed = ancestors(joint.gradients.values(), kept)
     order = {node: index for index, node in enumerate(graph.nodes)}
     joint.forward = sorted(forward - inputs, key=order.__getitem__)
-    joint.backward = sorted(backward, key=order.__getitem__)
-    joint.saved = sorted(saved, key=order.__getitem__)
+    joint.backward = sorted((n for n in needed - kept if n.op != "placeholder"), key=order.__getitem__)
+    joint.saved = sorted(needed & kept, key=order.__getitem__)
 
 
-def _free(node: fx.Node) -> bool:
+def _free(node: Any) -> bool:
     """Whether the node only looks at its operand's storage in another shape, or is its operand in a wider type."""
     if node.target is aten._to_copy.default:
-        before, after = arguments(node)[0].meta["val"].dtype, node.meta["val"].dtype
+        before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
         return bool(before.is_floating_point and before.itemsize < after.itemsize)
     if node.target is operator.getitem:
-        return arguments(node)[0].target in (aten.split.Tensor, aten.split_with_sizes.default)
+        return node.args[0].target in (aten.split.Tensor, aten.split_with_sizes.default)
     if node.target in (aten.view.default, aten._unsafe_view.default):
-        return arguments(node)[0].target is not aten.clone.default
+        return node.args[0].target is not aten.clone.default
     return node.target in _FREE_VIEWS
-
-
-def _closure(roots: Sequence[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = list(roots)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            if node not in stop:
-                pending.extend(node.all_input_nodes)
-    return found

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .calls import computes, outputs
+from .calls import ancestors, computes, outputs
 from .decompose import is_floating
 
 aten = torch.ops.aten
@@ -38,7 +38,8 @@ def split_loss(graph: fx.Graph) -> SplitLoss:
         return SplitLoss(graph, None, kind == "sum", kind is not None)
     count = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    for node in _ancestors(graph, denominator):
+    made_of = ancestors([denominator])
+    for node in (node for node in graph.nodes if node in made_of):
         made = mapping[node] = count.node_copy(node, mapping.__getitem__)
         made.meta = dict(node.meta)
     count.output((mapping[denominator],))
@@ -126,8 +127,12 @@ def _kind(node: fx.Node) -> str | None:
 def _mixes_samples(total: fx.Node) -> bool:
     """Whether what is summed was made by a reduction over dim 0 of what comes from an input, so that a sum over parts
     of a batch may not be the whole's."""
-    from_input = _descendants(total.graph)
-    for node in _ancestors(total.graph, total):
+    from_input: set[fx.Node] = set()
+    for node in total.graph.nodes:
+        read = node.op == "placeholder" and node.meta["role"].startswith("input")
+        if read or any(operand in from_input for operand in node.all_input_nodes):
+            from_input.add(node)
+    for node in ancestors([total]):
         if node is total or node not in from_input or not str(node.target).startswith(("aten.sum.", "aten.amax.")):
             continue
         dims: Any = node.args[1] if len(node.args) > 1 else []
@@ -135,16 +140,6 @@ def _mixes_samples(total: fx.Node) -> bool:
         if not dims or any(dim % max(rank, 1) == 0 for dim in dims):
             return True
     return False
-
-
-def _descendants(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on an input."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        read = node.op == "placeholder" and node.meta["role"].startswith("input")
-        if read or any(operand in found for operand in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _is_token_loss(total: fx.Node) -> bool:
@@ -158,18 +153,6 @@ def _denominator(loss: fx.Node) -> fx.Node | None:
     total, count = loss.args
     if not isinstance(total, fx.Node) or not isinstance(count, fx.Node) or total.target is not aten.sum.default:
         return None
-    inputs_only = all(
-        node.meta["role"].startswith("input") for node in _ancestors(loss.graph, count) if node.op == "placeholder"
-    )
+    read = (node.meta["role"] for node in ancestors([count]) if node.op == "placeholder")
+    inputs_only = all(role.startswith("input") for role in read)
     return count if _is_token_loss(total) and inputs_only else None
-
-
-def _ancestors(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if current not in found:
-            found.add(current)
-            pending.extend(current.all_input_nodes)
-    return [candidate for candidate in graph.nodes if candidate in found]

@@ -208,7 +208,8 @@ class Partition:
                 result = self._unsplit(node, axis, keys, wants)
                 for state in states:
                     state[axis] = result
-        if node.target in EXPANSIONS and EXPANSIONS[node.target](self, node, keys, wants):
+        if node.target in EXPANSIONS:
+            EXPANSIONS[node.target](self, node, keys, wants)
             return
         operands = [self.convert(key, Placement.of(self.mesh, want)) for key, want in zip(keys, wants, strict=True)]
         results = []
@@ -282,10 +283,6 @@ class Partition:
             part.meta = {"types": [self.type_of(key, placement)], "origin": self.origin, "block": self.block}
             self.forms.setdefault(key, {})[placement] = part
         return made
-
-    def node_type(self, node: fx.Node) -> TensorType:
-        """Type of a node with one result."""
-        return node.meta["types"][0]  # type: ignore[no-any-return]
 
     # ---- the whole graph
 

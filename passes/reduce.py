@@ -16,6 +16,9 @@ from .emit import Names, identifier, size_argument
 from .segments import node_type
 from .stages import Pipeline
 
+ORIGIN = Origin()
+"""Of lines that stand for no line of the model."""
+
 
 def whole_type(mesh: Mesh, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> TensorType:
     """The type of a value that every rank holds whole."""
@@ -59,11 +62,11 @@ class Across:
 
 
 @dataclass(slots=True)
-class _Writer:
-    """The function of a REDUCE while it grows."""
+class Writer:
+    """The function of a program of steps while it grows; with ``across`` that of one of several roles."""
 
     mesh: Mesh
-    across: Across | None
+    across: Across | None = None
     names: Names = field(default_factory=Names)
     parameters: list[Value] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
@@ -73,33 +76,37 @@ class _Writer:
         self.parameters.append(Value(self.names.fresh(base), type_, role))
         return self.parameters[-1]
 
-    def emit(self, op: str, args: tuple[object, ...], type_: TensorType, base: str, origin: Origin,
+    def emit(self, op: str, args: tuple[object, ...], type_: TensorType, origin: Origin = ORIGIN, name: str = "",
              **options: object) -> Value:  # fmt: skip
-        """The result of one more line."""
-        value = Value(self.names.fresh(base), type_)
+        """The result of one more line, named after its operator unless told otherwise."""
+        value = Value(self.names.fresh(name or op.split(".")[1].strip("_")), type_)
         self.lines.append(Line((value,), op, args, tuple(options.items()), origin))
         return value
 
-    def zeros(self, type_: TensorType, origin: Origin) -> Value:
+    def stacked_sum(self, values: Sequence[Value]) -> Value:
+        """The sum of values of one type, each a single number."""
+        row = replace(values[0].type, shape=(len(values),))
+        stacked = self.emit("aten.stack.default", ([Ref(value.name) for value in values],), row)
+        return self.emit("aten.sum.default", (Ref(stacked.name),), values[0].type)
+
+    def zeros(self, type_: TensorType, origin: Origin = ORIGIN) -> Value:
         """What this role adds where it makes no part."""
         shape = [size_argument(type_, dim) for dim in range(len(type_.shape))]
-        return self.emit("aten.full.default", (shape, 0.0), type_, "zeros", origin, dtype=type_.dtype)
+        return self.emit("aten.full.default", (shape, 0.0), type_, origin, "zeros", dtype=type_.dtype)
 
-    def total(self, value: Value, origin: Origin) -> Value:
+    def total(self, value: Value, origin: Origin = ORIGIN) -> Value:
         """The sum over the axes on which a value is partial."""
         axes = value.type.placement.partial
         if not axes:
             return value
-        return self.emit(
-            "parc.all_reduce", (Ref(value.name), ",".join(axes)), _summed(value.type), "all_reduce", origin
-        )
+        return self.emit("parc.all_reduce", (Ref(value.name), ",".join(axes)), _summed(value.type), origin)
 
-    def among(self, value: Value, ranks: Sequence[int], origin: Origin) -> Value:
+    def among(self, value: Value, ranks: Sequence[int], origin: Origin = ORIGIN) -> Value:
         """The sum over roles, where there are several."""
         if self.across is None:
             return value
         args = Ref(value.name), self.across.axis, list(ranks)
-        return self.emit("parc.all_reduce_among", args, value.type, "all_reduce_among", origin)
+        return self.emit("parc.all_reduce_among", args, value.type, origin)
 
     def gradient(self, name: str, made: Value | TensorType, dtype: torch.dtype, origin: Origin) -> Value:
         """A gradient's sum over this role's ranks; of one whose type alone is given, zeros."""
@@ -108,8 +115,13 @@ class _Writer:
         value = self.take(identifier(name), made.type, f"gradient {name}")
         if made.type.dtype != dtype:
             wide = replace(made.type, dtype=dtype)
-            value = self.emit("aten._to_copy.default", (Ref(value.name),), wide, "widen", origin, dtype=dtype)
+            value = self.emit("aten._to_copy.default", (Ref(value.name),), wide, origin, "widen", dtype=dtype)
         return self.total(value, origin)
+
+    def program(self, role: str, action: str, returns: Sequence[tuple[str, str]]) -> Program:
+        """What was written, as the one function of an action's program."""
+        function = Function(action.lower(), tuple(self.parameters), tuple(self.lines), tuple(returns))
+        return Program(role, action, self.mesh, (function,))
 
 
 def _summed(type_: TensorType) -> TensorType:
@@ -122,7 +134,7 @@ def _reduce(
 ) -> Program:  # fmt: skip
     """Sum gradients and the loss over the axes on which they are partial, and over the roles that have a part of them,
     once a step; and the global norm. Of a gradient that this role's stages do not make, the type is given."""
-    write, returns = _Writer(mesh, across), []
+    write, returns = Writer(mesh, across), []
     stored = {n.meta["role"].removeprefix("parameter "): n for n in graph.nodes if n.op == "placeholder"}
     squares: dict[tuple[str, ...], list[Value]] = {}
     # all sums first: on a real network they run side by side
@@ -139,37 +151,22 @@ def _reduce(
             continue
         split = value.type.placement.split_axes()
         partial = replace(whole_type(mesh, value.type.dtype), placement=Placement.of(mesh, dict.fromkeys(split, "P")))
-        square = write.emit("parc.square_sum.default", (Ref(value.name),), partial, "square_sum", origin)
+        square = write.emit("parc.square_sum.default", (Ref(value.name),), partial, origin)
         squares.setdefault(split, []).append(square)
-    origin, whole = Origin(), whole_type(mesh, node_type(outputs(graph)[0]).dtype)
+    whole = whole_type(mesh, node_type(outputs(graph)[0]).dtype)
     if loss is None:
-        mean = write.zeros(whole, origin)
+        mean = write.zeros(whole)
     else:
         numerator = write.take("loss", loss.type, "loss")
         scale = write.take("scale", whole_type(mesh, loss.type.dtype), "scale")
-        summed = write.total(numerator, origin)
-        mean = write.emit("aten.mul.Tensor", (Ref(summed.name), Ref(scale.name)), summed.type, "mul", origin)
+        summed = write.total(numerator)
+        mean = write.emit("aten.mul.Tensor", (Ref(summed.name), Ref(scale.name)), summed.type)
     everyone = across.ranks if across is not None else ()
-    returns.append(("loss", write.among(mean, everyone, origin).name))
+    returns.append(("loss", write.among(mean, everyone).name))
     if squares or across is not None:
-        square = _together(list(squares.values()), write) if squares else write.zeros(whole, origin)
-        square = write.among(square, everyone, origin)
-        root = write.emit("aten.sqrt.default", (Ref(square.name),), square.type, "sqrt", origin)
+        # each group of equally split gradients is summed over its axes once
+        sums = [write.total(write.stacked_sum(group)) for group in squares.values()]
+        square = write.among(write.stacked_sum(sums) if sums else write.zeros(whole), everyone)
+        root = write.emit("aten.sqrt.default", (Ref(square.name),), square.type)
         returns.append(("grad_norm", root.name))
-    function = Function("reduce", tuple(write.parameters), tuple(write.lines), tuple(returns))
-    return Program(role, "REDUCE", mesh, (function,))
-
-
-def _together(groups: Sequence[Sequence[Value]], write: _Writer) -> Value:
-    """The sum of all squares; each group of equally split gradients is summed over its axes once."""
-    origin = Origin()
-    sums = []
-    for group in groups:
-        row = replace(group[0].type, shape=(len(group),))
-        stacked = write.emit("aten.stack.default", ([Ref(value.name) for value in group],), row, "stack", origin)
-        sums.append(
-            write.total(write.emit("aten.sum.default", (Ref(stacked.name),), group[0].type, "sum", origin), origin)
-        )
-    row = replace(sums[0].type, shape=(len(sums),))
-    stacked = write.emit("aten.stack.default", ([Ref(value.name) for value in sums],), row, "stack", origin)
-    return write.emit("aten.sum.default", (Ref(stacked.name),), sums[0].type, "sum", origin)
+    return write.program(role, "REDUCE", returns)

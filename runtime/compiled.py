@@ -25,7 +25,7 @@ from ..compiler.placement import TensorType
 from ..compiler.program import Function, Line, Program, Ref, argument_text, map_references
 from ..compiler.torch_private import Compiled, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ..grammar.codes_build import NO_COMPILER, NOT_COMPILED
-from .execute import Backend, Environment, Machine, _Step
+from .execute import Backend, Environment, Machine, _Step, last_uses, made_by, summed
 from .faults import RunError
 from .kernels import Site
 
@@ -108,23 +108,19 @@ class Regions:
         check_compiler(device)
         self.device = device
         self.seconds = 0.0
-        self._texts: set[str] = set()
+        self.texts: set[str] = set()
         self._codes: dict[tuple[Any, ...], _Code] = {}
 
     @property
     def distinct(self) -> int:
         """How many regions differ."""
-        return len(self._texts)
+        return len(self.texts)
 
     def machine(self, program: Program, backend: Backend, device: torch.device, **options: Any) -> Machine:
         """The machine of a program: compiled where there is much to do and nobody watches the lines."""
         if program.action not in _COMPILED_ACTIONS or options.get("watch") is not None:
             return Machine(program, backend, device, **options)
         return CompiledMachine(program, backend, device, regions=self, **options)
-
-    def add(self, region: _Region) -> None:
-        """Count a region."""
-        self._texts.add(region.text)
 
     def code(self, region: _Region, values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted) -> _Code:
         """The code of a region for values of these strides; compiled the first time.
@@ -154,19 +150,14 @@ class CompiledMachine(Machine):
         super().__init__(program, backend, device, **options)
 
     def _prepare(self, function: Function) -> list[_Step]:
-        groups, sums = _cut(function), _sums(function.lines)
-        returned = {name for _, name in function.returns}
-        last: dict[str, int] = {}
-        for index, group in enumerate(groups):
-            last.update((name, index) for name in (*_made(group), *_read(group)))
+        groups, sums = _cut(function), summed(function.lines)
         steps = []
-        for index, group in enumerate(groups):
-            dead = tuple(name for name in last if last[name] == index and name not in returned)
+        for group, dead in zip(groups, last_uses(function, groups), strict=True):
             awaited = tuple(sums.intersection(_read(group)))
             if len(group) == 1 and not _is_local(group[0]):
                 steps.append(self._step(group[0], function, _NOTHING_SPARE, awaited, dead))
                 continue
-            outputs = tuple(name for name in _made(group) if name not in dead)
+            outputs = tuple(name for name in made_by(group) if name not in dead)
             steps.append(_Step(group[-1], self._region(function, group, outputs, frozenset(dead)), awaited, ()))
         return steps
 
@@ -175,7 +166,7 @@ class CompiledMachine(Machine):
     ) -> Callable[[Sequence[Environment]], None]:
         inputs = tuple(dict.fromkeys(_read(lines)))
         region = _Region(lines, inputs, outputs, f"wide={self.wide}\n{self._text(function, lines, inputs, outputs)}")
-        self._regions.add(region)
+        self._regions.texts.add(region.text)
         runs = [self._compile(line, function, _NOTHING_SPARE) for line in lines]
 
         def body(*values: torch.Tensor) -> list[torch.Tensor]:
@@ -211,7 +202,7 @@ class CompiledMachine(Machine):
     def _text(self, function: Function, lines: Sequence[Line], inputs: Sequence[str], outputs: Sequence[str]) -> str:
         """Operators, types and how values flow; names and where lines come from are left out."""
         types = {name: value.type.text(self.mesh) for name, value in function.values().items()}
-        number = {name: f"v{at}" for at, name in enumerate((*inputs, *_made(lines)))}
+        number = {name: f"v{at}" for at, name in enumerate((*inputs, *made_by(lines)))}
         rows = [f"{number[name]}: {types[name]}" for name in inputs]
         for line in lines:
             items = [(None, item) for item in line.args] + list(line.kwargs)
@@ -251,29 +242,20 @@ def _cut(function: Function) -> list[tuple[Line, ...]]:
             groups.append(tuple(region))
             region = []
         under_way.difference_update(line.uses())
-        under_way.update(_sums([line]))
+        under_way.update(summed([line]))
         if _is_local(line):
             region.append(line)
             continue
-        if region and (line.op not in _OUTSIDE or not set(_made(region)).isdisjoint(line.uses())):
+        if region and (line.op not in _OUTSIDE or not set(made_by(region)).isdisjoint(line.uses())):
             groups.append(tuple(region))
             region = []
         groups.append((line,))
     return [*groups, tuple(region)] if region else groups
 
 
-def _made(lines: Sequence[Line]) -> list[str]:
-    return [value.name for line in lines for value in line.results if value is not None]
-
-
-def _sums(lines: Sequence[Line]) -> set[str]:
-    """What collectives make, which may arrive later."""
-    return {name for line in lines if line.op in COLLECTIVES for name in _made([line])}
-
-
 def _read(lines: Sequence[Line]) -> list[str]:
     """Names of what lines read and do not make."""
-    made = set(_made(lines))
+    made = set(made_by(lines))
     return [name for line in lines for name in line.uses() if name not in made]
 
 

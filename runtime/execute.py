@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -129,9 +129,7 @@ class Machine:
         self.backend, self.device, self.wide, self.kernels, self.watch = backend, device, wide, kernels, watch
         self.reuse = reuse
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
-        self._steps: dict[str, list[_Step]] = {}
-        for function in program.functions:
-            self._steps[function.name] = self._prepare(function)
+        self._steps = {function.name: self._prepare(function) for function in program.functions}
 
     def run(self, inputs: Sequence[Environment], function: str | None = None) -> list[Environment]:
         """The results by key of the main function, or of another; one a rank of this process.
@@ -159,26 +157,13 @@ class Machine:
         return [{key: environment[name] for key, name in function.returns} for environment in environments]
 
     def _prepare(self, function: Function) -> list[_Step]:
-        last: dict[str, int] = {}
-        for index, line in enumerate(function.lines):
-            for name in line.uses():
-                last[name] = index
-            for value in line.results:
-                if value is not None:
-                    last.setdefault(value.name, index)
-        returned = {name for _, name in function.returns}
-        dying: dict[int, list[str]] = {}
-        for name, index in last.items():
-            if name not in returned:
-                dying.setdefault(index, []).append(name)
         owned = [value.name for value in function.parameters if value.role.startswith("gradient ")]
         spares = spare_operands(function, owned) if self.reuse else [frozenset[str]()] * len(function.lines)
-        arriving = {line.results[0].name for line in function.lines if line.op in COLLECTIVES and line.results[0]}
-        steps = []
-        for index, (line, spare) in enumerate(zip(function.lines, spares, strict=True)):
-            awaited = tuple(arriving.intersection(line.uses()))
-            steps.append(self._step(line, function, spare, awaited, tuple(dying.get(index, ()))))
-        return steps
+        sums, dying = summed(function.lines), last_uses(function, [(line,) for line in function.lines])
+        return [
+            self._step(line, function, spare, tuple(sums.intersection(line.uses())), dead)
+            for line, spare, dead in zip(function.lines, spares, dying, strict=True)
+        ]
 
     def _step(
         self, line: Line, function: Function, spare: frozenset[str], awaited: tuple[str, ...], dead: tuple[str, ...]
@@ -294,6 +279,27 @@ class Machine:
         results = [value.type for value in line.results if value is not None]
         sites = [self.site(self.mesh, at, operands, results, self.device) for at in self.coordinates]
         return lambda lane, environment: kernel(sites[lane], *arguments(environment))
+
+
+def made_by(lines: Iterable[Line]) -> list[str]:
+    """Names of what lines make."""
+    return [value.name for line in lines for value in line.results if value is not None]
+
+
+def summed(lines: Iterable[Line]) -> set[str]:
+    """What collectives make, which may arrive later."""
+    return set(made_by(line for line in lines if line.op in COLLECTIVES))
+
+
+def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tuple[str, ...]]:
+    """For each group of a function's lines the names that nobody reads after it."""
+    last = {name: at for at, lines in enumerate(groups) for line in lines for name in (*line.uses(), *made_by([line]))}
+    returned = {name for _, name in function.returns}
+    found: list[list[str]] = [[] for _ in groups]
+    for name, at in last.items():
+        if name not in returned:
+            found[at].append(name)
+    return list(map(tuple, found))
 
 
 def _here() -> None:

@@ -21,6 +21,7 @@ from ..compiler.template import sizes_text
 from ..grammar.codes_build import BAD_DATA
 from .data import ByteText, CallableData, DataError, Source, read_batch
 from .faults import RunError
+from .holders import parameters_of
 from .random_batch import class_bounds
 from .tails import Tails
 
@@ -223,12 +224,7 @@ def _raised_at(error: BaseException | None) -> str:
 def input_types(build: Build) -> dict[str, TensorType]:
     """The type of each input in one microbatch."""
     programs = [build.programs[action] for action in ("F", "COUNT") if action in build.programs]
-    return {
-        value.role.removeprefix("input "): value.type
-        for program in programs
-        for value in program.main.parameters
-        if value.role.startswith("input ")
-    }
+    return {name: value.type for program in programs for name, value in parameters_of(program.main, "input").items()}
 
 
 def make_data(build: Build) -> Source:

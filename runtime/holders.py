@@ -8,16 +8,22 @@ import torch
 
 from ..compiler.mesh import Mesh
 from ..compiler.placement import Placement, assemble
+from ..compiler.program import Function, Value
 from ..compiler.roles import Role
 
 PARAMETERS, BUFFERS = ("parameter", "frozen"), ("buffer", "constant")
 """What roles of values that are bound to a model's tensors begin with."""
 
 
+def parameters_of(function: Function, *kinds: str) -> dict[str, Value]:
+    """What a function takes of values of some kinds (``input``, ``parameter``), by the values' own names."""
+    roles = ((value.role.partition(" "), value) for value in function.parameters)
+    return {name: value for (kind, _, name), value in roles if kind in kinds}
+
+
 def held(role: Role, kinds: Collection[str]) -> set[str]:
     """Names of the tensors of some kinds that a role's programs read."""
-    words = (value.role.split(" ", 1) for program in role.programs.values() for value in program.main.parameters)
-    return {word[1] for word in words if word[0] in kinds}
+    return {name for program in role.programs.values() for name in parameters_of(program.main, *kinds)}
 
 
 def owners_of(roles: Sequence[Role], parameters: Iterable[str]) -> dict[str, tuple[Role, ...]]:

@@ -18,6 +18,7 @@ from ..compiler.placement import TensorType, parse_type
 from ..compiler.task import TaskLines
 from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from .faults import RunError
+from .holders import BUFFERS, parameters_of
 from .optimizer import restore_optimizer
 from .state import Checkpoint, read_checkpoint
 
@@ -95,8 +96,7 @@ def open_build(path: Path | str) -> Build:
 
 def constants_of(build: Build) -> dict[str, TensorType]:
     """The types of a model's buffers and constants by name."""
-    roles = [(value.role.split(" ", 1), value.type) for value in build.programs["F"].main.parameters]
-    return {role[1]: type_ for role, type_ in roles if role[0] in ("buffer", "constant")}
+    return {name: value.type for name, value in parameters_of(build.programs["F"].main, *BUFFERS).items()}
 
 
 def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, list[str]]]:

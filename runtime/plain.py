@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, final
 
@@ -100,16 +100,11 @@ def counted_dropout(module: nn.Module, seed: int, step: int, microbatch: int = 0
         hooks.append(child.register_forward_hook(leave, always_call=True))
     try:
         # Kernels of attention that keep no weights draw their masks where nobody sees it.
-        with mode, sdpa_kernel(SDPBackend.MATH) if _drops_in_attention(module) else _nothing():
+        with mode, sdpa_kernel(SDPBackend.MATH) if _drops_in_attention(module) else nullcontext():
             yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _drops_in_attention(module: nn.Module) -> bool:

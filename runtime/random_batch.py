@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..compiler.placement import TensorType
 from ..compiler.program import Program, Ref
+from .holders import parameters_of
 
 
 def random_batch(reference: Program, microbatches: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
@@ -16,8 +15,7 @@ def random_batch(reference: Program, microbatches: int, generator: torch.Generat
     batches = []
     for index in range(microbatches):
         batch = {}
-        for value in _inputs(reference):
-            name = value.role.removeprefix("input ")
+        for name, value in parameters_of(reference.main, "input").items():
             bound, ignore = bounds.get(name, (2, None))
             batch[name] = _random(value.type, bound, generator)
             if ignore is not None:
@@ -27,10 +25,6 @@ def random_batch(reference: Program, microbatches: int, generator: torch.Generat
                 batch[name] = torch.where(drop, ignore, batch[name])
         batches.append(batch)
     return batches
-
-
-def _inputs(program: Program) -> list[Any]:
-    return [value for value in program.main.parameters if value.role.startswith("input ")]
 
 
 def _random(type_: TensorType, bound: int, generator: torch.Generator) -> torch.Tensor:
@@ -50,7 +44,7 @@ def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
     """For each input that holds numbers of rows or classes: how many there are, and the number that is ignored."""
     main = program.main
     values = main.values()
-    origin = {value.name: value.role.removeprefix("input ") for value in _inputs(program)}
+    origin = {value.name: name for name, value in parameters_of(main, "input").items()}
     found: dict[str, tuple[int, int | None]] = {}
     for line in main.lines:
         names = [item.name if isinstance(item, Ref) else "" for item in line.args]

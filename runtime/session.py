@@ -7,7 +7,6 @@ import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -110,9 +109,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -130,7 +127,7 @@ class Session:
             {name: type_ for name, type_ in constants.items() if name in buffered},
         )
 
-    def _take(self, whole: torch.Tensor, type_: TensorType, name: str = "") -> torch.Tensor:
+    def _take(self, whole: torch.Tensor, type_: TensorType, name: str) -> torch.Tensor:
         whole = grow(whole, self.pads.get(name, ()))
         return take(whole, type_.placement, self.mesh, self.coordinates).to(self.device)
 
@@ -274,15 +271,14 @@ class Session:
                 tensors[f"optimizer.{key}.{name}"] = whole
         tensors.update((f"buffer.{name}", value) for name, value in self._whole_buffers().items())
         facts = {"step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"]}
-        fault: list[RunError | None] = [None]
+        fault: RunError | None = None
         if self.rank == 0:
             try:
                 save_tensors(Path(path), tensors, facts)
             except RunError as error:
-                fault = [error]
-        failed = self.exchange([int(fault[0] is not None)])[0][0]
-        if failed:
-            raise fault[0] or RunError(BAD_BUILD, f"rank 0 could not write `{path}`")
+                fault = error
+        if self.exchange([int(fault is not None)])[0][0]:
+            raise fault or RunError(BAD_BUILD, f"rank 0 could not write `{path}`")
 
     def restore(self, path: Path | str) -> None:
         """Read what ``save`` wrote, under this plan or any other of the same model.
@@ -295,13 +291,12 @@ class Session:
         try:
             with checkpoint.tensors() as file:
                 read = {
-                    key: self._take(file.get_tensor(key), types[name], name if kind == "parameter" else "")
+                    f"{kind}.{name}": self._take(file.get_tensor(f"{kind}.{name}"), type_, name)
                     for kind, types, mine in (
                         ("parameter", self.types, self.state.parameters), ("buffer", self._updates, self.state.buffers)
                     )
-                    for name in types
+                    for name, type_ in types.items()
                     if name in mine
-                    for key in (f"{kind}.{name}",)
                 }  # fmt: skip
                 states = {
                     name: {slot: self._slot(file, slot, name) for slot in slots[name]}

@@ -18,7 +18,6 @@ from ..grammar.codes_build import BAD_STATE
 from .faults import RunError
 
 TENSORS, FACTS = "state.safetensors", "state.json"
-_NONE: Mapping[str, tuple[int, ...]] = {}
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
@@ -73,7 +72,7 @@ class Checkpoint:
         """The open file: ``get_tensor(name)``; use as a context."""
         return safe_open(self.folder / TENSORS, framework="pt")
 
-    def check(self, parameters: Mapping[str, tuple[int, ...]], buffers: Mapping[str, tuple[int, ...]] = _NONE) -> None:
+    def check(self, parameters: Mapping[str, tuple[int, ...]], buffers: Mapping[str, tuple[int, ...]]) -> None:
         """Hold the checkpoint against a model's parameters, and the buffers that its steps change.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from ..compiler.actions import AHEAD, Action
 from ..compiler.program import Program
 from .execute import Backend, Environment, Machine, Message, PeerLost, Sending
+from .holders import BUFFERS, PARAMETERS
 from .trace import Recorder
 
 Batch = Mapping[str, torch.Tensor]
@@ -92,9 +93,10 @@ class Stepper:
         return [StepResult(w.results["loss"], None, {}) for w in work]
 
     def _walk(
-        self, actions: Sequence[Action], states: Sequence[RankState], batches: Any, step: int, keep: bool = True
-    ) -> list[_Work]:
-        work = [_Work(keep) for _ in states]
+        self, actions: Sequence[Action], states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int,
+        keep: bool = True,
+    ) -> list[_Work]:  # fmt: skip
+        work = [_Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
         self._receives, self._sends = {}, []
         for index, action in enumerate(actions):
             self.current = action
@@ -104,7 +106,7 @@ class Stepper:
             handler = getattr(self, f"_{action.kind.lower().partition('_')[0]}")
             try:
                 with self.recorded(str(action), "wait" if action.kind.startswith("RECV") else "work", step):
-                    handler(action, states, batches, step, work)
+                    handler(action, step, work)
             except PeerLost as error:
                 raise error.during(f"action {action} of step {step + 1}") from error
             except RuntimeError as error:
@@ -131,15 +133,15 @@ class Stepper:
         like = [(type_.local(machine.mesh), machine.dtype(type_.dtype)) for type_ in types]
         self._receives[message] = self.backend.receive(message, like)
 
-    def _recv(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
+    def _recv(self, action: Action, step: int, work: Sequence[_Work]) -> None:
         message = Message.of(action, self.axis)
         main = self.machines[self._machine(action, message.kind)].program.main
         names = [value.role for value in main.parameters if value.role.startswith("received ")]
         for w, tensors in zip(work, self._receives.pop(message)(), strict=True):
             w.kept[action.stage, message.kind, action.microbatch] = dict(zip(names, tensors, strict=True))
-        self._note_saved(action.stage, states, batches, work)
+        self._note_saved(action.stage, work)
 
-    def _send(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
+    def _send(self, action: Action, step: int, work: Sequence[_Work]) -> None:
         message = Message.of(action, self.axis)
         pieces = [w.sent.pop((action.stage, message.kind, action.microbatch), []) for w in work]  # nothing may flow
         self._sends = [sending for sending in self._sends if not sending.done()]
@@ -153,17 +155,13 @@ class Stepper:
                     sending.wait()
         self._sends = []
 
-    def _note_saved(self, stage: int, states: Sequence[RankState], batches: Any, work: Sequence[_Work]) -> None:
+    def _note_saved(self, stage: int, work: Sequence[_Work]) -> None:
         """The bytes kept for a stage now, storages counted once; what the rank holds anyway does not count."""
         if not self.account:
             return
-        for w, state, parts in zip(work, states, batches, strict=True):
-            lasting = [
-                *state.parameters.values(),
-                *state.buffers.values(),
-                *(t for part in parts for t in part.values()),
-            ]
-            known = {tensor.untyped_storage().data_ptr() for tensor in lasting}
+        for w in work:
+            lasting = [w.state.parameters, w.state.buffers, *w.parts]
+            known = {tensor.untyped_storage().data_ptr() for table in lasting for tensor in table.values()}
             kept = [tensor.untyped_storage() for key, table in w.kept.items() if key[0] == stage
                     for tensor in table.values()]  # fmt: skip
             sizes = {storage.data_ptr(): storage.nbytes() for storage in kept if storage.data_ptr() not in known}
@@ -171,64 +169,60 @@ class Stepper:
 
     # ---- work
 
-    def _run(self, name: str, states: Sequence[RankState], work: Sequence[_Work], extra: Sequence[Environment]) -> Any:
+    def _run(
+        self, name: str, work: Sequence[_Work], extra: Sequence[Environment] = ()
+    ) -> Iterator[tuple[_Work, Environment]]:
+        """Each rank with what a program returns on it; ``extra`` is bound beside what the rank holds."""
         machine = self.machines[name]
         given = [
-            {value.name: _bind(value.role, state, w, more) for value in machine.program.main.parameters}
-            for state, w, more in zip(states, work, extra, strict=True)
+            {value.name: _bind(value.role, w, more) for value in machine.program.main.parameters}
+            for w, more in zip(work, extra or [{}] * len(work), strict=True)
         ]
         for more in extra:
             more.clear()  # values die within the program, after their last use
-        return machine.run(given)
+        return zip(work, machine.run(given), strict=True)
 
-    def _inputs(self, action: Action, batches: Any, step: int) -> list[Environment]:
+    def _inputs(self, action: Action, step: int, work: Sequence[_Work], *kinds: str) -> list[Environment]:
+        """What a microbatch's work reads: its random numbers' place, its inputs, and what was kept for it."""
         rng = torch.tensor([step, action.microbatch], dtype=torch.int64)
-        return [
-            {"rng": rng, **{f"input {name}": value for name, value in batch[action.microbatch].items()}}
-            for batch in batches
-        ]
+        found: list[Environment] = []
+        for w in work:
+            found.append({"rng": rng, **{f"input {name}": t for name, t in w.parts[action.microbatch].items()}})
+            for kind in kinds:
+                found[-1] |= w.kept.pop((action.stage, kind, action.microbatch), {})
+        return found
 
-    def _count(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
-        for w, made in zip(work, self._run("COUNT", states, work, self._inputs(action, batches, step)), strict=True):
+    def _count(self, action: Action, step: int, work: Sequence[_Work]) -> None:
+        for w, made in self._run("COUNT", work, self._inputs(action, step, work)):
             w.total("count", made["count"])
 
-    def _scale(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
-        for w, made in zip(work, self._run("SCALE", states, work, [{}] * len(work)), strict=True):
+    def _scale(self, action: Action, step: int, work: Sequence[_Work]) -> None:
+        for w, made in self._run("SCALE", work):
             w.totals["scale"] = made["scale"]
 
-    def _f(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
-        key = (action.stage, "F", action.microbatch)
-        extra = [
-            {**given, **w.kept.pop(key, {})} for given, w in zip(self._inputs(action, batches, step), work, strict=True)
-        ]
-        for state, w, made in zip(
-            states, work, self._run(self._machine(action, "F"), states, work, extra), strict=True
-        ):
+    def _f(self, action: Action, step: int, work: Sequence[_Work]) -> None:
+        for w, made in self._run(self._machine(action, "F"), work, self._inputs(action, step, work, "F")):
             if "loss" in made:
                 w.total("loss", made["loss"])
             # never a view of a parameter, which the update changes, or of a batch, which is its owner's
-            state.buffers.update((name, value.clone()) for name, value in _strip(made, "buffer ").items())
-            w.hand_over(key, made)
+            w.state.buffers.update((name, value.clone()) for name, value in _strip(made, "buffer ").items())
+            w.hand_over((action.stage, "F", action.microbatch), made)
             if w.keep:
                 w.kept[action.stage, "saved", action.microbatch] = {
                     k: v for k, v in made.items() if k.startswith("saved ")
                 }
-        self._note_saved(action.stage, states, batches, work)
+        self._note_saved(action.stage, work)
 
-    def _b(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
-        key = (action.stage, "B", action.microbatch)
-        inputs = self._inputs(action, batches, step)
-        extra = [{**given, **w.kept.pop((action.stage, "saved", action.microbatch)), **w.kept.pop(key, {})}
-                 for given, w in zip(inputs, work, strict=True)]  # fmt: skip
-        for w, made in zip(work, self._run(self._machine(action, "B"), states, work, extra), strict=True):
-            for name, gradient in w.hand_over(key, made).items():
+    def _b(self, action: Action, step: int, work: Sequence[_Work]) -> None:
+        for w, made in self._run(self._machine(action, "B"), work, self._inputs(action, step, work, "saved", "B")):
+            for name, gradient in w.hand_over((action.stage, "B", action.microbatch), made).items():
                 w.total(f"gradient {name}", gradient)
 
-    def _reduce(self, action: Action, states: Any, batches: Any, step: int, work: Sequence[_Work]) -> None:
+    def _reduce(self, action: Action, step: int, work: Sequence[_Work]) -> None:
         self._settle(step)
-        for w, state, given in zip(work, states, batches, strict=True):
-            w.own([*state.parameters.values(), *state.buffers.values(), *given[-1].values()])
-        for w, made in zip(work, self._run("REDUCE", states, work, [{}] * len(work)), strict=True):
+        for w in work:
+            w.own([*w.state.parameters.values(), *w.state.buffers.values(), *w.parts[-1].values()])
+        for w, made in self._run("REDUCE", work):
             w.results = made
 
     def _reduce_loss(self, work: Sequence[_Work]) -> None:
@@ -251,9 +245,12 @@ class Stepper:
 
 @dataclass(slots=True)
 class _Work:
-    """What one rank gathers during a step; ``keep`` what backward reads."""
+    """What one rank has and gathers during a step: its state, its part of each microbatch; ``keep`` what backward
+    reads."""
 
-    keep: bool = True
+    state: RankState
+    parts: Sequence[Batch]
+    keep: bool
     totals: dict[str, torch.Tensor] = field(default_factory=dict)
     kept: dict[Key, dict[str, torch.Tensor]] = field(default_factory=dict)
     sent: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
@@ -286,15 +283,15 @@ class _Work:
                 taken.add(value.untyped_storage().data_ptr())
 
 
-def _bind(role: str, state: RankState, work: _Work, extra: Environment) -> torch.Tensor:
+def _bind(role: str, work: _Work, extra: Environment) -> torch.Tensor:
     """What a program's parameter of a role is bound to."""
     kind, _, name = role.partition(" ")
     if role in extra:
         return extra[role]  # type: ignore[no-any-return]
-    if kind in ("parameter", "frozen"):
-        return state.parameters[name]
-    if kind in ("buffer", "constant"):
-        return state.buffers[name]
+    if kind in PARAMETERS:
+        return work.state.parameters[name]
+    if kind in BUFFERS:
+        return work.state.buffers[name]
     return work.totals[role]
 
 

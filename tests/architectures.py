@@ -19,8 +19,7 @@ class Recurrent(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[b, s]`` to ``[b, s, 16]``."""
-        result: torch.Tensor = self.head(self.gru(self.lstm(self.embed(tokens))[0])[0])
-        return result
+        return self.head(self.gru(self.lstm(self.embed(tokens))[0])[0])
 
 
 class Drawing(nn.Module):
@@ -37,8 +36,7 @@ class Drawing(nn.Module):
         made = self.inplace(self.channels(torch.relu(self.up(x)).unsqueeze(-1)).squeeze(-1) * 1.0)
         kept = torch.floor(0.8 + torch.rand(x.shape[0], 1))
         noise = torch.randn_like(made) * 0.1 + torch.empty_like(made).uniform_(-0.1, 0.1)
-        result: torch.Tensor = self.down(made * kept + noise * torch.bernoulli(torch.sigmoid(made)))
-        return result
+        return self.down(made * kept + noise * torch.bernoulli(torch.sigmoid(made)))
 
 
 class Painter(nn.Module):
@@ -57,8 +55,7 @@ class Painter(nn.Module):
         made = F.logsigmoid(self.mid(self.norm(self.down(x))))
         smaller = F.interpolate(F.max_pool2d(made, 2), scale_factor=2, mode="bilinear", align_corners=False)
         made = torch.cat([self.up(made + smaller), x], 1)
-        result: torch.Tensor = self.out(F.interpolate(F.adaptive_max_pool2d(made, 4), size=x.shape[2:], mode="nearest"))
-        return result
+        return self.out(F.interpolate(F.adaptive_max_pool2d(made, 4), size=x.shape[2:], mode="nearest"))
 
 
 class Waves(nn.Module):
@@ -75,10 +72,7 @@ class Waves(nn.Module):
         """``[b, 2, t]`` to ``[b, 4]``."""
         a, b = self.conv(F.pad(x, (2, 0))).chunk(2, 1)
         made = self.point(self.act(F.max_pool1d(a * torch.sigmoid(b), 2)))
-        result: torch.Tensor = self.head(
-            torch.cat([F.adaptive_avg_pool1d(made, 1), F.adaptive_max_pool1d(made, 1)], 1).flatten(1)
-        )
-        return result
+        return self.head(torch.cat([F.adaptive_avg_pool1d(made, 1), F.adaptive_max_pool1d(made, 1)], 1).flatten(1))
 
 
 class Recommender(nn.Module):
@@ -95,8 +89,7 @@ class Recommender(nn.Module):
         every = torch.stack(vectors, 1)
         i, j = torch.tril_indices(4, 4, -1)
         crossed = torch.bmm(every, every.transpose(1, 2))[:, i, j]
-        result: torch.Tensor = self.top(torch.cat([crossed, self.pair(vectors[0], vectors[1])], 1)).squeeze(1)
-        return result
+        return self.top(torch.cat([crossed, self.pair(vectors[0], vectors[1])], 1)).squeeze(1)
 
 
 class Readers(nn.Module):
@@ -114,8 +107,7 @@ class Readers(nn.Module):
         rows = made.flatten(0, 1)[which % 6] + made.mean(0).index_select(0, which % 6)
         heads = made.unflatten(-1, (2, 4)).transpose(1, 2)
         scores = torch.matmul(self.queries, heads.transpose(-1, -2)).softmax(-1)
-        result: torch.Tensor = self.head(one + rows + torch.matmul(scores, heads).sum(2).flatten(1))
-        return result
+        return self.head(one + rows + torch.matmul(scores, heads).sum(2).flatten(1))
 
 
 class Reordering(nn.Module):
@@ -127,8 +119,7 @@ class Reordering(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[b, 8]`` to ``[b, 4]``."""
-        result: torch.Tensor = self.head(x[:, torch.randperm(8)])
-        return result
+        return self.head(x[:, torch.randperm(8)])
 
 
 def mean_square(output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -22,33 +22,27 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
                                     "layer_types": ["sliding_attention", "full_attention"]}),
 }  # fmt: skip
 _SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TEXT = {"vocab_size": 64, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def decoder(name: str, kv_heads: int = 2) -> nn.Module:
-    """A decoder of two layers, four heads and two heads of keys and values."""
-    config, more = DECODERS[name]
-    made = getattr(transformers, config)(
-        **_SIZES, vocab_size=64, num_key_value_heads=kv_heads, max_position_embeddings=32, use_cache=False,
-        bos_token_id=1, eos_token_id=2, **more,
-    )  # fmt: skip
-    model: nn.Module = AutoModelForCausalLM.from_config(made)
-    return model
+def decoder(name: str, kv_heads: int = 2, heads: int = 4, **changes: Any) -> nn.Module:
+    """A decoder of two layers, four heads and two heads of keys and values; ``changes`` of its configuration."""
+    config, own = DECODERS[name]
+    sizes = {**_SIZES, "hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    made = getattr(transformers, config)(**{**_TEXT, **sizes, "max_position_embeddings": 32, **own, **changes})
+    return AutoModelForCausalLM.from_config(made)
 
 
-def gpt2() -> nn.Module:
+def gpt2(**changes: Any) -> nn.Module:
     """GPT-2 of two layers, its head tied to the embedding; its dropout stays."""
-    made = transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, use_cache=False, bos_token_id=1, eos_token_id=2
-    )
-    model: nn.Module = AutoModelForCausalLM.from_config(made)
-    return model
+    made = transformers.GPT2Config(**{**_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, **changes})
+    return AutoModelForCausalLM.from_config(made)
 
 
 def bert() -> nn.Module:
     """BERT as a masked language model."""
     made = transformers.BertConfig(**_SIZES, vocab_size=64, max_position_embeddings=32)
-    model: nn.Module = transformers.BertForMaskedLM(made)
-    return model
+    return transformers.BertForMaskedLM(made)
 
 
 def t5() -> nn.Module:
@@ -56,15 +50,13 @@ def t5() -> nn.Module:
     made = transformers.T5Config(
         d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, use_cache=False, decoder_start_token_id=0
     )
-    model: nn.Module = transformers.T5ForConditionalGeneration(made)
-    return model
+    return transformers.T5ForConditionalGeneration(made)
 
 
 def vit() -> nn.Module:
     """ViT with four patches of an image of 16 by 16."""
     made = transformers.ViTConfig(**_SIZES, image_size=16, patch_size=8, num_labels=6)
-    model: nn.Module = transformers.ViTForImageClassification(made)
-    return model
+    return transformers.ViTForImageClassification(made)
 
 
 class _Residual(nn.Module):
@@ -102,5 +94,4 @@ class ResNet(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = F.gelu(self.groups(self.depthwise(x)))
-        result: torch.Tensor = self.head(self.pool(x).flatten(1))
-        return result
+        return self.head(self.pool(x).flatten(1))

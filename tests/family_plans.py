@@ -42,25 +42,26 @@ def include(family: str) -> str:
 
 
 MODELS = {
-    "gpt2": ('"tests.family_models:gpt2"', TEXT, include("gpt2"), 6),
+    "gpt2": ('"tests.family_models:gpt2" (', TEXT, include("gpt2"), 6, 5),
     **{
-        name: (f'"tests.family_models:decoder" (name="{name}")', TEXT, include(family), reductions)
-        for name, family, reductions in (
-            ("llama", "llama", 6), ("mistral", "llama", 6), ("qwen2", "llama", 6), ("qwen3", "llama", 6),
-            ("phi3", "phi3", 6), ("olmo2", "olmo2", 10), ("gemma2", "gemma3", 6), ("gemma3", "gemma3", 6),
+        name: (f'"tests.family_models:decoder" (name="{name}"', TEXT, include(family), forward, backward)
+        for name, family, forward, backward in (
+            ("llama", "llama", 6, 5), ("mistral", "llama", 6, 5), ("qwen2", "llama", 6, 5), ("qwen3", "llama", 6, 5),
+            ("phi3", "phi3", 6, 5), ("olmo2", "olmo2", 10, 9), ("gemma2", "gemma3", 6, 5), ("gemma3", "gemma3", 6, 5),
         )
     },
-    "bert": ('"tests.family_models:bert"', TEXT, include("bert"), 6),
-    "t5": ('"tests.family_models:t5"', TEXT + PAIR, include("t5"), 13),
-    "vit": ('"tests.family_models:vit"', IMAGE + CLASSES, include("vit"), 4),
-    "convolutions": ('"tests.family_models:ResNet"', IMAGE, CONVOLUTIONS, 4),
+    "bert": ('"tests.family_models:bert" (', TEXT, include("bert"), 6, 5),
+    "t5": ('"tests.family_models:t5" (', TEXT + PAIR, include("t5"), 13, 12),
+    "vit": ('"tests.family_models:vit" (', IMAGE + CLASSES, include("vit"), 4, 4),
+    "convolutions": ('"tests.family_models:ResNet" (', IMAGE, CONVOLUTIONS, 4, 2),
 }  # fmt: skip
-"""Model, inputs, placements, and all-reduces of a forward over tp: two a layer (three of a decoder that reads an
-encoder), one of each embedding's lookup and one of the loss; for OLMo 2 two more a layer, of the squares that its norms
-of q and k add up; for a convolution split by its inputs its result and what the batch's mean is made of."""
+"""Model, inputs, placements, and all-reduces over tp of a forward and of its backward. Forward: two a layer (three of a
+decoder that reads an encoder), one of each embedding's lookup and one of the loss; for OLMo 2 two more a layer, of the
+squares that its norms of q and k add up; for a convolution split by its inputs its result and what the batch's mean is
+made of."""
 
 
-def plan_text(name: str) -> str:
-    """The plan of a model, with ``dp`` and ``tp`` to be given."""
-    model, inputs, lines, _ = MODELS[name]
-    return PLAN.format(model=model, inputs=inputs, lines=lines)
+def plan_text(name: str, more: str = "") -> str:
+    """The plan of a model made with ``more`` arguments, with ``dp`` and ``tp`` to be given."""
+    model, inputs, lines, *_ = MODELS[name]
+    return PLAN.format(model=f"{model}{more})", inputs=inputs, lines=lines)

@@ -53,25 +53,4 @@ class Mlp(nn.Module):
             y = F.silu(gate) * y
         y = ACTIVATIONS[self.kind](y)
         y = self.drop(y if self.norm is None else self.norm(y))
-        logits: torch.Tensor = self.head(x + self.down(y))
-        return logits
-
-
-def decoder(name: str, vocab: int = 51, tied: bool = False, ffn: int = 48, heads: int = 4, p: float = 0.1) -> nn.Module:
-    """A small Llama or GPT-2 of transformers."""
-    import transformers
-
-    if name == "gpt2":
-        config = transformers.GPT2Config(
-            n_embd=8 * heads, n_layer=1, n_head=heads, vocab_size=vocab, n_positions=32, use_cache=False,
-            attn_pdrop=p, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
-        made: nn.Module = transformers.GPT2LMHeadModel(config)
-        return made
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=ffn, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
-        vocab_size=vocab, max_position_embeddings=32, use_cache=False, tie_word_embeddings=tied,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    made = transformers.LlamaForCausalLM(config)
-    return made
+        return self.head(x + self.down(y))

@@ -16,8 +16,7 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, width] → [B, width]."""
-        made: Tensor = self.c(torch.tanh(self.b(F.gelu(self.a(x)))))
-        return made
+        return self.c(torch.tanh(self.b(F.gelu(self.a(x)))))
 
 
 def square(output: Tensor, wanted: Tensor) -> Tensor:
@@ -43,8 +42,7 @@ class Looked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, width] → [B, width]."""
-        made: Tensor = self.c(torch.tanh(self.b(self.same(self.a(x) * self.c.weight.detach().sum()))))
-        return made
+        return self.c(torch.tanh(self.b(self.same(self.a(x) * self.c.weight.detach().sum()))))
 
 
 class Tied(nn.Module):
@@ -62,5 +60,4 @@ class Tied(nn.Module):
         skip = made = self.drop(torch.tanh(first(x)))
         for layer in others:
             made = torch.tanh(layer(made)) + skip
-        normed: Tensor = self.norm(made)
-        return normed
+        return self.norm(made)

@@ -56,15 +56,13 @@ class Site:
 
     def replaced(self, *lines: Line, read: str | None = None) -> Programs:
         """The programs with other lines here; ``read`` is what later lines read in place of the result."""
-        old = self.line.results[0]
-        assert old is not None
+        old = self.line.results[0].name if self.line.results[0] is not None else ""
 
         def change(name: str) -> Ref:
-            return Ref(read if read is not None and name == old.name else name)
+            return Ref(read if read is not None and name == old else name)
 
         after = [
-            _reading(line, change) if old.name in line.uses() else line
-            for line in self.function.lines[self.index + 1 :]
+            _reading(line, change) if old in line.uses() else line for line in self.function.lines[self.index + 1 :]
         ]
         returns = tuple((key, change(name).name) for key, name in self.function.returns)
         body = (*self.function.lines[: self.index], *lines, *after)

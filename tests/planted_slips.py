@@ -10,7 +10,7 @@ from typing import Any
 from parc.compiler.actions import Action
 from parc.compiler.program import Cut, Line, Ref, Value
 from tests.planted_builds import GoodBuild
-from tests.planted_sites import Mutant, Programs, Site, sites, with_function
+from tests.planted_sites import Mutant, Programs, sites, with_function
 
 
 def _main(programs: Programs, action: str, **changes: Any) -> Programs:
@@ -183,12 +183,7 @@ def off_by_one(build: GoodBuild) -> Iterator[Mutant]:
                 line = replace(site.line, args=args)
                 value = next(v for v in line.results if v is not None)
                 named = f"{what} in {site.action} {site.function.name}: {value.name} = {line.op}, argument {place}"
-                yield Mutant("be off by one", named, _at(site, line))
-
-
-def _at(site: Site, line: Line) -> Programs:
-    lines = (*site.function.lines[: site.index], line, *site.function.lines[site.index + 1 :])
-    return with_function(site.programs, site.action, replace(site.function, lines=lines))
+                yield Mutant("be off by one", named, site.replaced(line))
 
 
 def _near(item: Any, position: bool) -> Iterator[tuple[str, Any]]:

@@ -42,14 +42,11 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)
         if self.side is not None:
-            gated: Tensor = self.down(self.activation(up) * self.side(x))
-            return gated
+            return self.down(self.activation(up) * self.side(x))
         if self.gate == "fused":
             first, second = up.chunk(2, -1)
-            halves: Tensor = self.down(self.activation(first) * second)
-            return halves
-        result: Tensor = self.down(self.activation(up))
-        return result
+            return self.down(self.activation(first) * second)
+        return self.down(self.activation(up))
 
 
 class RMSNorm(nn.Module):
@@ -139,8 +136,7 @@ class Attention(nn.Module):
             y = F.dropout(torch.softmax(scores, -1), self.dropout) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, self.mask == "causal", **options)
-        made: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
-        return made
+        return self.out(y.transpose(1, 2).reshape(x.shape))
 
 
 class Experts(nn.Module):
@@ -180,8 +176,7 @@ class Glu(nn.Module):
         self.up = nn.Linear(s.width, 2 * s.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        halves: Tensor = F.glu(self.up(x), -1)
-        return halves
+        return F.glu(self.up(x), -1)
 
 
 class Image(nn.Module):
@@ -196,8 +191,7 @@ class Image(nn.Module):
         y = self.conv(x.unflatten(-1, (self.heads, -1)).permute(0, 2, 1, 3))
         if self.pooled:
             y = y - F.avg_pool2d(y, 3, 1, 1)
-        turned: Tensor = y.permute(0, 2, 1, 3).flatten(2)
-        return turned
+        return y.permute(0, 2, 1, 3).flatten(2)
 
 
 class Positions(nn.Module):
@@ -211,8 +205,7 @@ class Positions(nn.Module):
         positions = torch.arange(x.shape[1])
         if self.batched:
             positions = positions.unsqueeze(0).expand(x.shape[0], -1)
-        turned: Tensor = x + self.table(positions)
-        return turned
+        return x + self.table(positions)
 
 
 class Running(nn.Module):
@@ -227,8 +220,7 @@ class Running(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.norm is not None:
-            normed: Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2)
-            return normed
+            return self.norm(x.transpose(1, 2)).transpose(1, 2)
         if self.assigned:
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
         else:
@@ -275,13 +267,11 @@ class Weighted(nn.Module):
         if kind == "tied_transposed":
             return F.linear(torch.tanh(x @ w), w)
         if kind == "rows":
-            rows: Tensor = F.linear(x.flatten(0, 1), w).unflatten(0, shape[:2])
-            return rows
+            return F.linear(x.flatten(0, 1), w).unflatten(0, shape[:2])
         if kind == "einsum":
             return torch.einsum("bsw,wv->bsv", x, w)
         if kind == "cat":
-            joined: Tensor = torch.cat([x @ w, x], -1).unflatten(-1, (2, -1)).sum(-2)
-            return joined
+            return torch.cat([x @ w, x], -1).unflatten(-1, (2, -1)).sum(-2)
         return x @ w
 
 
@@ -295,8 +285,7 @@ class Conv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.transpose(1, 2)
-        moved: Tensor = self.conv(F.pad(y, (2, 0)) if self.causal else y).transpose(1, 2)
-        return moved
+        return self.conv(F.pad(y, (2, 0)) if self.causal else y).transpose(1, 2)
 
 
 class Plain(nn.Module):

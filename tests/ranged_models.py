@@ -40,8 +40,7 @@ class Positions(nn.Module):
         total = x.shape[1]
         scores = (x @ x.transpose(1, 2)).masked_fill(self.mask[:total, :total] == 0, -1e4)
         x = (x + scores.softmax(-1) @ x)[:, total - length :]
-        logits: Tensor = self.head(x + self.down(torch.relu(self.up(x))))
-        return logits
+        return self.head(x + self.down(torch.relu(self.up(x))))
 
 
 class Pictures(nn.Module):
@@ -54,5 +53,4 @@ class Pictures(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         x = torch.relu(self.second(torch.relu(self.norm(self.first(pictures)))))
-        logits: Tensor = self.head(x.mean((2, 3)))
-        return logits
+        return self.head(x.mean((2, 3)))

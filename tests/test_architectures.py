@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
 
 from parc.advice import warnings_of
-from parc.checks import check_build
-from parc.compiler.plan import read_plan
-from parc.driver import Compiled, compile_plan
+from parc.driver import Compiled
 from parc.grammar.diagnostics import PlanError, render
-from parc.grammar.source import Source
+from tests.checked_plans import checked, compiled
 
 HEAD = """
 model "./architectures.py:{model}"
@@ -53,19 +50,16 @@ GATHERED = {("Readers", 2, 1)}
 def made(name: str, inputs: str, lines: str, dp: int, tp: int) -> Compiled:
     """A model under a plan."""
     text = HEAD.format(model=name, dp=dp, tp=tp) + inputs + "\n" + (lines if tp > 1 else "")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return compile_plan(read_plan(Source("some.parc", text)), Path(__file__).parent)
+    return compiled(text, Path(__file__).parent)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("name", MODELS)
 def test_operators_of_other_architectures_are_split(name: str, dp: int, tp: int) -> None:
-    compiled = made(name, *MODELS[name], dp, tp)
-    checked = check_build(compiled)
-    assert not checked.faults, "\n".join(map(str, checked.faults))
-    assert compiled.built.without_rule == ()
-    found = "\n".join(map(render, warnings_of(compiled)))
+    model = made(name, *MODELS[name], dp, tp)
+    checked(model)
+    assert model.built.without_rule == ()
+    found = "\n".join(map(render, warnings_of(model)))
     assert bool(found) == ((name, dp, tp) in GATHERED), found
 
 

@@ -13,10 +13,9 @@ from parc.cli import main
 from parc.compiler.contract import communication_table
 from parc.compiler.mesh import Mesh
 from parc.compiler.placement import Placement, Split, TensorType
-from parc.compiler.plan import read_plan
 from parc.desugar import desugar, layout
-from parc.driver import Compiled, compile_plan, stored_types
-from parc.grammar.source import Source
+from parc.driver import Compiled, stored_types
+from tests.checked_plans import compiled
 from tests.runtime.tiny import EXAMPLES, PLAN
 
 PLACED = """
@@ -31,11 +30,6 @@ row       blocks.*.mlp.down over tp
 vocab     embed, head over tp
 replicate norm.weight
 """
-
-
-def compiled(text: str) -> Compiled:
-    """The tiny GPT under a plan."""
-    return compile_plan(read_plan(Source("tiny.parc", text)), EXAMPLES)
 
 
 def messages(made: Compiled) -> list[dict[str, Any]]:

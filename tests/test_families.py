@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,59 +10,54 @@ import torch
 
 from parc.advice import warnings_of
 from parc.build import build as write
-from parc.checks import Checked, case_of, check_build, reread
+from parc.checks import case_of, reread
 from parc.compiler.include import families
 from parc.compiler.placement import take
-from parc.compiler.plan import read_plan
-from parc.driver import Compiled, compile_plan
-from parc.grammar.diagnostics import render
-from parc.grammar.source import Source
+from parc.driver import Compiled
+from parc.grammar.diagnostics import PlanError, Severity, render
 from parc.runtime.plain import reference
 from parc.runtime.random_batch import random_batch
 from parc.runtime.simulate import Simulation
 
+from .checked_plans import checked, compiled
 from .family_plans import MODELS, include, plan_text
 
+ROOT = Path(__file__).parent.parent
 
-def build(name: str, dp: int, tp: int) -> tuple[Compiled, Checked]:
-    """A model under its family's plan, checked."""
-    plan = read_plan(Source("family.parc", plan_text(name)), {"dp": str(dp), "tp": str(tp)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers, about its own future
-        compiled = compile_plan(plan, Path(__file__).parent.parent)
-        checked = check_build(compiled)
-    assert not checked.faults, "\n".join(map(str, checked.faults))
-    assert not warnings_of(compiled), "\n".join(map(render, warnings_of(compiled)))
-    return compiled, checked
+
+def build(name: str, dp: int, tp: int, more: str = "") -> tuple[Compiled, Counter[tuple[str, str, str]]]:
+    """A model under its family's plan, checked; and its collectives by axis, phase and operator."""
+    made = compiled(plan_text(name, more), ROOT, dp=dp, tp=tp)
+    found = [warning for warning in warnings_of(made) if warning.severity is not Severity.NOTE]
+    assert not found, "\n".join(map(render, found))
+    table = checked(made).report["communication"]
+    return made, Counter((row["axis"], row["phase"], row["op"]) for row in table)
 
 
 def test_every_family_is_tried() -> None:
     assert {include(family) for family in families()} == {
-        lines for _, _, lines, _ in MODELS.values() if lines.startswith("include")
+        lines for _, _, lines, *_ in MODELS.values() if lines.startswith("include")
     }
 
 
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_family_serves_its_models(name: str, dp: int) -> None:
-    _, checked = build(name, dp, 2)
-    table = [row for row in checked.report["communication"] if row["axis"] == "tp" and row["phase"] == "forward"]
-    assert {row["op"] for row in table} <= {"all_reduce", "row_max"}
-    assert sum(row["op"] == "all_reduce" for row in table) == MODELS[name][-1]
+    _, counts = build(name, dp, 2)
+    assert {op for _, _, op in counts} <= {"all_reduce", "row_max"}
+    assert (counts["tp", "forward", "all_reduce"], counts["tp", "backward", "all_reduce"]) == MODELS[name][3:]
 
 
 @pytest.mark.parametrize("name", ["convolutions", "t5"])
 def test_a_run_is_the_plain_modules(tmp_path: Path, name: str) -> None:
     """Losses of every step, and running statistics after them, which every rank has."""
     (tmp_path / "family.parc").write_text(plan_text(name))
-    defines = {"dp": "2", "tp": "2"}
-    write(tmp_path / "family.parc", tmp_path / "build", defines)
-    compiled = compile_plan(read_plan(Source("family.parc", plan_text(name)), defines), Path(__file__).parent.parent)
-    case = case_of(compiled, reread(compiled.built.programs))
+    made, _ = write(tmp_path / "family.parc", tmp_path / "build", {"dp": "2", "tp": "2"})
+    case = case_of(made, reread(made.built.programs))
     ranks, plain = Simulation(case), reference(tmp_path / "build")
     for step in range(3):
         batches = random_batch(case.reference, case.microbatches, torch.Generator().manual_seed(step))
-        kinds = {line.name: getattr(torch, line.dtype) for line in compiled.plan.inputs}
+        kinds = {line.name: getattr(torch, line.dtype) for line in made.plan.inputs}
         whole = {key: torch.cat([batch[key] for batch in batches]).to(kinds[key]) for key in batches[0]}
         losses, _ = ranks.step([{key: value.to(kinds[key]).to(value.dtype) for key, value in batch.items()}
                                 for batch in batches], step)  # fmt: skip
@@ -70,15 +65,50 @@ def test_a_run_is_the_plain_modules(tmp_path: Path, name: str) -> None:
     found = dict(plain.module.named_buffers())
     for buffer, pieces, type_ in ranks.buffers():
         for rank, piece in pieces.items():
-            part = take(found[buffer], type_.placement, compiled.mesh, compiled.mesh.coordinates(rank))
+            part = take(found[buffer], type_.placement, made.mesh, made.mesh.coordinates(rank))
             assert torch.allclose(piece.double(), part.double(), rtol=1e-4, atol=1e-5), f"{buffer} of rank {rank}"
     plain.close()
 
 
 def test_batch_statistics_are_those_of_all_data_ranks() -> None:
     """Two sums of each norm over dp forward and two backward, running statistics and all; none over tp."""
-    compiled, checked = build("convolutions", 2, 2)
-    norms = sum(name.endswith("running_mean") for name in compiled.captured.updates)
-    for phase, counts in (("forward", 1), ("backward", 0)):  # the count of targets
-        rows = [row for row in checked.report["communication"] if (row["axis"], row["phase"]) == ("dp", phase)]
-        assert sum(row["op"] == "all_reduce" for row in rows) == 2 * norms + counts, phase
+    made, counts = build("convolutions", 2, 2)
+    norms = sum(name.endswith("running_mean") for name in made.captured.updates)
+    assert counts["dp", "forward", "all_reduce"] == 2 * norms + 1  # the count of targets
+    assert counts["dp", "backward", "all_reduce"] == 2 * norms
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (4, 2), (2, 1), (4, 1), (6, 2)])
+def test_key_heads_above_and_below_the_ranks_move_nothing(name: str, tp: int, kv_heads: int) -> None:
+    _, counts = build(name, 1, tp, f", kv_heads={kv_heads}, heads={max(tp, 4)}, intermediate_size=48")
+    assert counts.pop(("tp", "forward", "all_reduce")) == 6 and counts.pop(("tp", "backward", "all_reduce")) == 5
+    counts.pop(("tp", "forward", "row_max"))
+    copies = 0 if kv_heads >= tp else 4 if name == "llama" else 8  # k and v of two layers; Qwen2 has biases
+    axis = "tp_1" if 1 < kv_heads < tp else "tp"
+    norms = {("tp", "step", "all_reduce"): 1, ("tp_0", "step", "all_reduce"): int(axis == "tp_1")}
+    assert counts == Counter({(axis, "step", "all_reduce"): copies}) + Counter(norms)
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [("olmo2", 2), ("gemma2", 1), ("qwen3", 2)])
+def test_few_key_heads_of_other_families_move_nothing(name: str, kv_heads: int) -> None:
+    _, counts = build(name, 2, 4, f", kv_heads={kv_heads}")
+    assert {op for _, _, op in counts} == {"all_reduce", "row_max"}
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "kv_heads", "said"),
+    [
+        (8, 4, 4, "tp=8 does not divide 4 heads"),
+        (8, 4, 2, "tp=8 does not divide 4 heads"),
+        (3, 6, 2, "tp=3 neither divides 2 heads of keys and values nor is a multiple of them"),
+        (2, 6, 3, "tp=2 neither divides 3 heads of keys and values nor is a multiple of them"),
+    ],
+)
+def test_heads_that_do_not_fit_the_ranks_are_refused(tp: int, heads: int, kv_heads: int, said: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        build("llama", 1, tp, f", kv_heads={kv_heads}, heads={heads}")
+    legal = {4: "1, 2, 4", 6: f"1, {kv_heads}, 6"}[heads]
+    text = str(refused.value)
+    assert text.startswith(f"error[P0112]: {said}\n  --> parc:llama:6:11\n") and text.endswith(f": {legal}")
+    assert "modeling_llama.py:" in text and "declared here" in text

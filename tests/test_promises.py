@@ -11,25 +11,17 @@ from parc.build import build
 from parc.checks import memory_of
 from parc.cli import main
 from parc.compiler.placement import parse_type
-from parc.compiler.plan import read_plan
-from parc.driver import Compiled, compile_plan, stored_types
+from parc.driver import stored_types
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
-from parc.grammar.source import Source
 from parc.promises import hold_promises
-from tests.runtime.tiny import DATA, EXAMPLES, PLAN, TENSOR
-
-BOTH = TENSOR.replace("tp=2", "dp=2, tp=2") + DATA.split("\n", 2)[2]
-
-
-def compiled(lines: str, placements: str = BOTH) -> Compiled:
-    """The tiny GPT with promises."""
-    return compile_plan(read_plan(Source("tiny.parc", PLAN + placements + lines)), EXAMPLES)
+from tests.checked_plans import compiled
+from tests.runtime.tiny import BOTH, EXAMPLES, PLAN, TENSOR
 
 
 def broken(lines: str, placements: str = BOTH) -> list[Diagnostic]:
     """What is said of promises that are not kept."""
     try:
-        hold_promises(compiled(lines, placements))
+        hold_promises(compiled(PLAN + placements + lines))
     except PlanError as error:
         return list(error.diagnostics)
     return []
@@ -88,7 +80,7 @@ def test_words_of_promises_that_match_nothing_are_errors() -> None:
 
 
 def test_a_budget_is_exact_and_names_what_is_large() -> None:
-    made = compiled("")
+    made = compiled(PLAN + BOTH)
     stored = {name: parse_type(text, made.mesh) for name, text in stored_types(made).items()}
     peak = memory_of(made, next(iter(made.roles().values())), stored).peak_bytes
     assert broken(f"budget memory {peak}B\n") == []
@@ -98,7 +90,7 @@ def test_a_budget_is_exact_and_names_what_is_large() -> None:
     assert "note: parameters " in text and "note: `embed.weight` f32[256/tp, 16], 8.2 kB" in text
     assert "`microbatches 4`" in found.help
     full = PLAN.replace("microbatches 2", "microbatches 8")
-    whole = compile_plan(read_plan(Source("tiny.parc", full + "mesh tp=2\nbudget memory 1KB\n")), EXAMPLES)
+    whole = compiled(full + "mesh tp=2\nbudget memory 1KB\n")
     with pytest.raises(PlanError, match="write `vocab embed over tp`"):
         hold_promises(whole)
 
@@ -124,7 +116,7 @@ def test_sums_among_stages_are_collectives_too() -> None:
 
     def told(promise: str) -> str:
         try:
-            hold_promises(compile_plan(read_plan(Source("tied.parc", tied + lines + promise)), EXAMPLES))
+            hold_promises(compiled(tied + lines + promise))
         except PlanError as error:
             return str(error)
         return ""
@@ -140,7 +132,7 @@ def test_a_budget_of_a_pipeline_is_kept_by_what_its_schedule_and_axes_allow(sche
     plan = PLAN.replace("schedule  micro", f"schedule {schedule} micro")
     lines = "mesh pp=2\nstage balanced over pp\nbudget memory 1KB\n"
     with pytest.raises(PlanError) as error:
-        hold_promises(compile_plan(read_plan(Source("tiny.parc", plan + lines)), EXAMPLES))
+        hold_promises(compiled(plan + lines))
     (found,) = error.value.diagnostics
     assert ("`microbatches 4`" in found.help) is advised
     assert "over pp" not in found.help

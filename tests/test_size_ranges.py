@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,18 +19,17 @@ from parc.checks import Checked, case_of, check_files, check_numbers, prove
 from parc.cli import main
 from parc.compiler.artifact import Build, BuildError, read_build
 from parc.compiler.mesh import Mesh
-from parc.compiler.plan import read_plan
 from parc.compiler.ranges import sample_points
 from parc.driver import Compiled, compile_plan, manifest_of, programs_of
 from parc.eager import compare_with_eager
 from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
-from parc.grammar.source import Source
 from parc.runtime.faults import RunError
 from parc.runtime.feed import Feed
 from parc.runtime.simulate import TOLERANCE, compare
 from parc.runtime.sizes import bound
 from parc.size_ranges import fixed
 from parc.verification import verify_build
+from tests.checked_plans import compiled
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import EXAMPLES, PLAN, TENSOR
 
@@ -53,9 +51,7 @@ vocab embed, head over tp
 
 
 def compiled_of(text: str) -> Compiled:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers, about its own future
-        return compile_plan(read_plan(Source("ranged.parc", text)), ROOT)
+    return compiled(text, ROOT)
 
 
 def positions(how: str = "", sizes: str = "B=4..16 by 4, S=4..28 by 4", length: int = 32) -> str:

@@ -7,33 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from parc.checks import rounding_of, static_faults
 from parc.compiler.capture import Captured, InputSpec, capture
-from parc.compiler.mesh import Mesh
-from parc.compiler.names import Names
-from parc.compiler.placement import Split, parse_type
+from parc.compiler.placement import parse_type
 from parc.compiler.plan import read_plan
-from parc.compiler.precision import regions
 from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recorded, record
-from parc.compiler.resolve import resolve
 from parc.compiler.roles import join
-from parc.driver import Compiled, frozen_parameters, optimizer_facts, stored_types, task_lines
+from parc.driver import Compiled, compile_captured, optimizer_facts, stored_types
 from parc.grammar.source import Source
-from parc.passes.pipeline import Request, build_programs
-from parc.passes.weights import names_of
-from parc.pipelines import pipeline_of, timelines_of
-from parc.runtime.backends.in_process import InProcess
-from parc.runtime.execute import Machine
-from parc.runtime.kernels import REFERENCE_KERNELS
+from parc.passes.heads import Copies
 from parc.runtime.random_batch import random_batch
-from parc.runtime.simulate import Agreement, Case, compare
+from parc.runtime.simulate import Agreement, Case, ReferenceRun, compare
 
 from .strategies import ModelSpec, RandomModel, filled, input_shapes
 
@@ -47,7 +37,6 @@ class Subject:
     spec: ModelSpec
     recorded: Recorded
     captured: Captured
-    names: Names
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
 
@@ -99,7 +88,7 @@ def subject(spec: ModelSpec) -> Subject:
         )
     model = filled(spec)
     buffers = {**dict(model.named_buffers()), **captured.constants}
-    return Subject(spec, recorded, captured, names_of(captured), dict(model.named_parameters()), buffers)
+    return Subject(spec, recorded, captured, dict(model.named_parameters()), buffers)
 
 
 def build(made: Subject, text: str) -> Compiled:
@@ -108,30 +97,7 @@ def build(made: Subject, text: str) -> Compiled:
     Raises:
         PlanError: the plan asks for what cannot be.
     """
-    plan = read_plan(Source("random.parc", text))
-    resolved = resolve(plan, made.names)
-    lines = task_lines(plan)
-    frozen = frozen_parameters(plan, made.recorded, made.captured, resolved)
-    kinds = {**dict.fromkeys(frozen, "frozen"), **dict.fromkeys(lines.inputs, "input")}
-    claims = tuple(
-        (
-            f"{kinds.get(seed.value, 'parameter')} {seed.value}",
-            seed.axis,
-            None if seed.dim is None else Split(seed.dim, seed.outer),
-            seed.span.line,
-        )
-        for seed in resolved.seeds
-    )
-    pads = {f"{'frozen' if name in frozen else 'parameter'} {name}": rows for name, rows in resolved.pads.items()}
-    pipeline = pipeline_of(plan, made.names, made.captured)
-    request = Request(claims, plan.microbatches, plan.seed, frozen, pads=pads, precision=regions(resolved.precision),
-                      pipeline=pipeline)  # fmt: skip
-    built = build_programs(made.captured, plan.mesh, request)
-    timelines = timelines_of(plan, "COUNT" in built.programs, pipeline, Path())
-    return Compiled(
-        plan, Path("."), plan.mesh, lines, made.recorded, made.captured, resolved, built, timelines, pipeline, {}, {},
-        frozen=frozen,
-    )  # fmt: skip
+    return compile_captured(read_plan(Source("random.parc", text)), Path(), made.recorded, made.captured, Copies())
 
 
 def case_of(made: Subject, compiled: Compiled) -> Case:
@@ -178,39 +144,21 @@ def check(made: Subject, text: str, steps: int = 2) -> tuple[Compiled, Agreement
     return compiled, agreement
 
 
-def eager_error(made: Subject, reference: Program) -> float:
+def eager_error(made: Subject, compiled: Compiled) -> float:
     """How far loss and gradients of the captured graph are from the module's own, relative to the largest."""
-    model = filled(made.spec).train()
-    batch = random_batch(reference, 1, torch.Generator().manual_seed(3))[0]
+    model, case = filled(made.spec).train(), case_of(made, compiled)
+    batch = random_batch(case.reference, 1, torch.Generator().manual_seed(3))[0]
     dtype, shape = input_shapes(made.spec)["x"]
     wide = torch.float64 if dtype == "float32" else torch.int64
     batch = {"x": torch.zeros(shape, dtype=wide), **batch}  # a model may read its other input alone
     output = call_loss(made.spec, model(*(batch[name] for name in ("x", "z") if name in batch)), batch)
     output.backward()
-    parameters = {name: value.detach().clone().requires_grad_() for name, value in made.parameters.items()}
-    machine = Machine(reference, InProcess(Mesh()), torch.device("cpu"), wide=True, kernels=REFERENCE_KERNELS)
-    buffers = {name: value.detach().clone() for name, value in made.buffers.items()}
-
-    def environment(function: str) -> dict[str, Any]:
-        given: dict[str, Any] = {}
-        for value in reference.function(function).parameters:
-            kind, _, name = value.role.partition(" ")
-            tables = {"input": batch, "parameter": parameters, "frozen": parameters}
-            table: Mapping[str, Any] = tables.get(kind, buffers)
-            given[value.name] = table[name]
-        return given
-
-    loss = machine.run([environment("forward")], "forward")[0]["loss"]
-    if any(function.name == "count" for function in reference.functions):
-        loss = loss / machine.run([environment("count")], "count")[0]["count"]
-    loss.backward()
-    pairs = [(loss, output)]
-    trained = {value.role for value in reference.function("forward").parameters}
+    loss, gradients = ReferenceRun(case).gradients([batch], 0)
+    pairs = [(loss, output.detach())]
+    trained = {value.role for value in case.reference.main.parameters}
     for name, expected in model.named_parameters():
-        if f"parameter {name}" not in trained:
-            continue
-        given = parameters[name].grad
-        zero = torch.zeros_like(expected)
-        pairs.append((zero if given is None else given, zero if expected.grad is None else expected.grad))
-    floor = max(float(e.detach().abs().max()) for _, e in pairs) * 1e-3
-    return max(float((g - e).detach().abs().max()) / max(float(e.detach().abs().max()), floor, 1e-30) for g, e in pairs)
+        if f"parameter {name}" in trained:
+            zero = torch.zeros_like(expected)
+            pairs.append((gradients.get(name, zero), zero if expected.grad is None else expected.grad))
+    floor = max(float(e.abs().max()) for _, e in pairs) * 1e-3
+    return max(float((g - e).abs().max()) / max(float(e.abs().max()), floor, 1e-30) for g, e in pairs)

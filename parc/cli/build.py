@@ -14,7 +14,6 @@ from parc.cli.terminal import print_json, say, show, size_text, stages, table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("plan", metavar="PLAN", type=Path)
     parser.add_argument("-o", dest="out", metavar="DIR", type=Path, help="default: <plan>.parc.build here")
     parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")

@@ -11,7 +11,6 @@ from parc.cli.terminal import say, show, stages
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("plan", metavar="PLAN", type=Path)
     parser.add_argument(
         "--static", action="store_true", help="statements, sizes and mesh alone; imports neither torch nor the model"

@@ -12,7 +12,6 @@ from parc.grammar.nearest import did_you_mean, listed
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("name", metavar="NAME", nargs="?", help="copy this example; without it, list them")
     parser.add_argument(
         "folder", metavar="DIR", nargs="?", type=Path, default=Path(), help="default: the current folder"
@@ -23,11 +22,8 @@ def run(given: argparse.Namespace) -> int:
     """The list on stdout; or copies of an example's files, none of which is there in another form."""
     plans = _plans()
     if given.name is None:
-        print(
-            table(
-                [(name, text.partition("\n")[0].partition(" - ")[2]) for name, text in plans.items()], ("example", "")
-            )
-        )
+        rows = [(name, text.partition("\n")[0].partition(" - ")[2]) for name, text in plans.items()]
+        print(table(rows, ("example", "")))
         return 0
     name = given.name.removesuffix(".parc")
     if name not in plans:

@@ -10,7 +10,6 @@ from parc.grammar.nearest import did_you_mean
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("code", metavar="CODE", help="as in error[P0107]")
 
 

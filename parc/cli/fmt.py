@@ -9,7 +9,6 @@ from parc.cli.terminal import say
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("plans", metavar="PLAN", type=Path, nargs="+", help="files to rewrite in place")
     parser.add_argument("--check", action="store_true", help="rewrite nothing; exit with 1 where a file would change")
 

@@ -12,12 +12,13 @@ from parc.cli.plan_arguments import add_defines, chosen_sizes, default_out, is_p
 from parc.cli.terminal import say
 
 if TYPE_CHECKING:
+    import torch
+
     from parc.compiler.artifact import Build
     from parc.runtime.train import Options
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.description = (
         "Train a build, or a plan. This imports the plan's model file, once it is found to be the one that was built, "
         "and runs it; a loss or data given as callables are imported too."
@@ -80,10 +81,10 @@ def run(given: argparse.Namespace) -> int:
     build = bound(open_build(target), given.sizes)
     options = _options(given, build)
     if options is None:
-        return _no_steps()
+        return 2
     nproc = _before_launch(given, build, options)
-    if nproc * given.nnodes == 1:
-        return _alone(given, build, options)
+    if nproc * given.nnodes == 1:  # one rank needs no other process
+        return _train(given, build, options, torch_device(given))
     return _launch(given, target, nproc)
 
 
@@ -101,16 +102,10 @@ def _options(given: argparse.Namespace, build: Build) -> Options | None:
     from parc.runtime.train import Options
 
     steps = given.steps or build.manifest["steps"]
-    return (
-        None
-        if steps is None
-        else Options(steps, given.metrics, given.save, given.save_every, given.resume, given.trace)
-    )
-
-
-def _no_steps() -> int:
-    say("parc run: the plan has no `steps` line: say how many with --steps K")
-    return 2
+    if steps is None:
+        say("parc run: the plan has no `steps` line: say how many with --steps K")
+        return None
+    return Options(steps, given.metrics, given.save, given.save_every, given.resume, given.trace)
 
 
 def _before_launch(given: argparse.Namespace, build: Build, options: Options) -> int:
@@ -137,7 +132,7 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     if options.resume is not None:
         open_checkpoint(build, options.resume)
     weights_of(build)
-    device = torch.device(given.device) if given.device else torch.device(default_device().type)
+    device = torch_device(given) or torch.device(default_device().type)
     check_device(device, nproc)
     if given.compile:
         check_compiler(device)
@@ -147,14 +142,17 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     return nproc
 
 
-def _alone(given: argparse.Namespace, build: Build, options: Options) -> int:
-    """One rank needs no other process."""
+def torch_device(given: argparse.Namespace) -> torch.device | None:
+    """The device that the person chose."""
     import torch
 
+    return torch.device(given.device) if given.device else None
+
+
+def _train(given: argparse.Namespace, build: Build, options: Options, device: torch.device | None) -> int:
     from parc.runtime.session import Session
     from parc.runtime.train import train
 
-    device = torch.device(given.device) if given.device else None
     return train(Session(build, device, compile=given.compile, trace=options.trace is not None), options)
 
 
@@ -196,20 +194,15 @@ def _rank(given: argparse.Namespace) -> int:
 
 
 def _train_rank(given: argparse.Namespace) -> int:
-    import torch
-
     from parc.runtime.opening import check_fits, open_build
     from parc.runtime.processes import join, launched, leave
-    from parc.runtime.session import Session
     from parc.runtime.sizes import bound
-    from parc.runtime.train import train
 
     build = bound(open_build(given.target), given.sizes)
     check_fits(build, launched())
     options = _options(given, build)
     if options is None:
-        return _no_steps()
-    device = join(torch.device(given.device) if given.device else None, float(given.timeout))
-    code = train(Session(build, device, compile=given.compile, trace=options.trace is not None), options)
+        return 2
+    code = _train(given, build, options, join(torch_device(given), float(given.timeout)))
     leave()
     return code

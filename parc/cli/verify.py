@@ -10,7 +10,6 @@ from parc.cli.terminal import print_json, say, show, stages
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("build", metavar="DIR", type=Path)
     parser.description = (
         "Prove and test a build again. The plan in the build is compiled anew, which imports the plan's model file "
@@ -36,15 +35,8 @@ def run(given: argparse.Namespace) -> int:
             found = verify_build(given.build, progress, locate=given.first_difference)
     if given.json:
         faults = [{"check": fault.check, "where": fault.where, "message": fault.message} for fault in found.faults]
-        print_json(
-            {
-                "checks": found.checks,
-                "numbers": found.numbers,
-                "altered": found.altered,
-                "faults": faults,
-                "first_difference": found.difference or None,
-            }
-        )
+        outcome = {"checks": found.checks, "numbers": found.numbers, "altered": found.altered, "faults": faults}
+        print_json({**outcome, "first_difference": found.difference or None})
     if found.faults:
         if found.difference:
             say(f"first difference: {found.difference}\n")

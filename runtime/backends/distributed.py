@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,10 +31,7 @@ Place = tuple[tuple[str, ...], tuple[int, ...] | None]
 
 
 def _ranks_of(axes: Sequence[str], mesh: Mesh) -> int:
-    count = 1
-    for axis in axes:
-        count *= mesh.size(axis)
-    return count
+    return math.prod(mesh.size(axis) for axis in axes)
 
 
 def _all_gather(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:

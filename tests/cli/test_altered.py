@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from parc.cli import main
+from tests.cli.commands import Captured, parc
 from tests.runtime.tiny import PLAN, TENSOR, build
-
-Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +28,6 @@ def copy(made: Path, tmp_path: Path) -> Path:
     """A copy of it, with its model."""
     shutil.copy(made.parent / "gpt.py", tmp_path)
     return Path(shutil.copytree(made, tmp_path / "build"))
-
-
-def parc(capsys: Captured, *words: object) -> tuple[int, str]:
-    """Exit code and stderr of a command."""
-    capsys.readouterr()
-    code = main([str(word) for word in words])
-    return code, capsys.readouterr().err
 
 
 def rehash(folder: Path) -> None:
@@ -56,7 +47,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], None], name: str = "ma
 
 
 def test_verify_accepts_what_was_built(capsys: Captured, copy: Path) -> None:
-    code, err = parc(capsys, "verify", copy)
+    code, _, err = parc(capsys, "verify", copy)
     assert code == 0, err
 
 
@@ -79,20 +70,20 @@ def test_verify_names_a_fact_that_is_not_the_plans(
     capsys: Captured, copy: Path, key: str, change: Callable[[dict[str, Any]], None]
 ) -> None:
     edit(copy, change)
-    code, err = parc(capsys, "verify", copy)
+    code, _, err = parc(capsys, "verify", copy)
     assert code == 5 and (f"`{key}` is" in err or key == "parameters"), err
 
 
 def test_verify_holds_the_report_and_every_number_of_a_program(capsys: Captured, copy: Path) -> None:
     edit(copy, lambda report: report["memory"][0].update(peak_bytes=1), "report.json")
-    code, err = parc(capsys, "verify", copy)
+    code, _, err = parc(capsys, "verify", copy)
     assert code == 5 and "`memory` is" in err
     program = copy / "programs" / "stage0.F.py"
     text = program.read_text()
     row = next(line for line in text.splitlines() if "native_layer_norm" in line and "1e-05" in line)
     program.write_text(text.replace(row, row.replace("1e-05", "1e-15")))
     rehash(copy)
-    code, err = parc(capsys, "verify", copy)
+    code, _, err = parc(capsys, "verify", copy)
     assert code == 5 and "recompilation: stage0.F.py" in err.replace("programs/", "") and "plan compiles to" in err, err
 
 
@@ -115,16 +106,16 @@ def test_a_file_of_another_form_is_said(
     capsys: Captured, copy: Path, command: str, name: str, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     edit(copy, change, name)
-    code, err = parc(capsys, command, copy)
+    code, _, err = parc(capsys, command, copy)
     assert code == 1 and "error[P0211]" in err and message in err, err
 
 
 def test_a_model_that_changed_is_not_imported(capsys: Captured, copy: Path) -> None:
     (copy.parent / "gpt.py").write_text("print('imported')\nopen(__file__ + '.ran', 'w')\n")
-    code, err = parc(capsys, "verify", copy)
+    code, _, err = parc(capsys, "verify", copy)
     assert code == 1 and "error[P0211]" in err and "changed since the build" in err
     assert not (copy.parent / "gpt.py.ran").exists()
-    code, err = parc(capsys, "verify", "--static", copy)
+    code, _, err = parc(capsys, "verify", "--static", copy)
     assert code == 0 and "shapes proved, types proved, communication proved; the model was not imported" in err
     assert not (copy.parent / "gpt.py.ran").exists()
     program = copy / "programs" / "stage0.B.py"

@@ -10,36 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from parc.cli import COMMANDS, main
+from parc.cli import COMMANDS
+from tests.cli.commands import Captured, parc
 from tests.runtime.tiny import DATA, PLAN, TENSOR, build
 
-Captured = pytest.CaptureFixture[str]
-
 MODELS = """
-import torch
-from torch import nn
-
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(256, 8)
-
-    def forward(self, tokens):
-        x = self.table(tokens)
-        if x.sum() > 0:
-            x = x * 2
-        return x @ self.table.weight.T
-
-
-def llama(use_cache):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                         num_attention_heads=2, num_key_value_heads=2, use_cache=use_cache)
-    return LlamaForCausalLM(config)
-
-
 def mean(output):
     return output.mean()
 
@@ -51,14 +26,6 @@ def sample(number, length=8):
 def fails():
     raise RuntimeError("no weights here")
 """
-
-
-def parc(capsys: Captured, *words: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
-    capsys.readouterr()
-    code = main([str(word) for word in words])
-    out = capsys.readouterr()
-    return code, out.out, out.err
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +203,11 @@ def test_mistakes_in_plans(
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ('"./models.py:Branches" ()', ["error[P0202]", "torch.where", "models.py:"]),
-        ('"./models.py:llama" (use_cache=true)', ["error[P0203]", "use_cache=False"]),
-        ('"./models.py:llama" ()', ["error[P0201]: `./models.py:llama` needs `use_cache`", "give each as"]),
+        ('"tests.family_models:decoder" (name="llama", use_cache=true)', ["error[P0203]", "use_cache=False"]),
+        (
+            '"tests.family_models:decoder" ()',
+            ["error[P0201]: `tests.family_models:decoder` needs `name`", "give each as"],
+        ),
         ('"./models.py:fails" ()', ["error[P0201]", "no weights here", 'raise RuntimeError("no weights here")']),
     ],
 )
@@ -256,7 +225,7 @@ def test_runs_that_cannot_start(capsys: Captured, made: Path, tmp_path: Path) ->
         return code, err
 
     code, err = run(made, "--nproc", 3)
-    assert code == 1 and "error[P0301]: 3 processes for a mesh of dp=2, which has 2 ranks" in err
+    assert code == 2 and "error[P0301]: 3 processes for a mesh of dp=2, which has 2 ranks" in err
     code, err = run(tmp_path / "missing")
     assert code == 1 and "error[P0211]: there is no build" in err and f"`parc build PLAN.parc -o {tmp_path}" in err
     code, err = run(made, "-D", "tp=2")

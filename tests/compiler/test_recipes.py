@@ -1,7 +1,6 @@
 """Recipes: every element has one value however it is asked for, torch's statistics, and nothing is allocated."""
 
 import copy
-import importlib
 import math
 import resource
 import time
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from parc.compiler.recipes import Recipe, RecipeError, initialize, record
+from tests.family_models import decoder, gpt2
 
 
 class Zoo(nn.Module):
@@ -257,16 +257,9 @@ def test_what_cannot_be_recorded_is_refused() -> None:
 
 def transformers_model(name: str) -> nn.Module:
     """A random-weight model of the transformers package, tiny."""
-    transformers = importlib.import_module("transformers")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
     if name == "gpt2":
-        config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=200, bos_token_id=0, eos_token_id=0)
-        model: nn.Module = transformers.GPT2LMHeadModel(config)
-        return model
-    config = transformers.LlamaConfig(
-        vocab_size=200, num_key_value_heads=2, tie_word_embeddings=name == "tied", **sizes
-    )
-    llama: nn.Module = transformers.LlamaForCausalLM(config)
+        return gpt2()
+    llama = decoder("llama", tie_word_embeddings=name == "tied")
     return llama.to(torch.bfloat16) if name == "tied" else llama
 
 

@@ -27,8 +27,7 @@ class Grouped(nn.Module):
         parts = self.qkv(x).split(self.rows, dim=-1) if self.fused else (self.q(x), self.k(x), self.v(x))
         q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        made: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return made
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Interleaved(nn.Module):
@@ -45,8 +44,7 @@ class Interleaved(nn.Module):
         q, k, v = rows[..., :-2, :], rows[..., [-2], :], rows[..., [-1], :]
         q, k, v = (part.expand(q.shape).flatten(2, 3).transpose(1, 2) for part in (q, k, v))
         weights = (q @ k.transpose(-1, -2) / self.size**0.5).softmax(-1)
-        made: torch.Tensor = self.out((weights @ v).transpose(1, 2).flatten(2))
-        return made
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
 class Einsum(nn.Module):
@@ -62,8 +60,7 @@ class Einsum(nn.Module):
         q = self.q(x).view(*x.shape[:2], self.groups, -1, self.size)
         k, v = (part.unflatten(-1, (-1, self.size)) for part in (self.k(x), self.v(x)))
         weights = torch.einsum("bngrd,bmgd->bgrnm", q, k).softmax(-1)
-        made: torch.Tensor = self.out(torch.einsum("bgrnm,bmgd->bngrd", weights, v).flatten(2))
-        return made
+        return self.out(torch.einsum("bgrnm,bmgd->bngrd", weights, v).flatten(2))
 
 
 class Model(nn.Module):
@@ -75,8 +72,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        made: torch.Tensor = self.head(x + self.attention(x))
-        return made
+        return self.head(x + self.attention(x))
 
 
 def grouped(heads: int = 8, groups: int = 4, fused: bool = True, size: int = 0) -> nn.Module:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from parc.compiler.contract import communication_table
-from parc.compiler.plan import read_plan
-from parc.driver import Compiled, compile_plan
-from parc.grammar.source import Source
+from parc.driver import Compiled
+from tests import checked_plans
+from tests.runtime.tiny import EXAMPLES
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LAYERS, WIDTH, BATCH, LENGTH, VOCAB = 2, 64, 8, 128, 512
 F32, I64 = 4, 8
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
@@ -23,8 +21,8 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
 @cache
 def compiled(plan: str, dp: int, tp: int, layers: int = LAYERS) -> Compiled:
     """An example's plan, with few layers."""
-    defines = {"dp": str(dp), "tp": str(tp), "layers": str(layers), "width": str(WIDTH)}
-    return compile_plan(read_plan(EXAMPLES / plan, defines), EXAMPLES)
+    text = (EXAMPLES / plan).read_text()
+    return checked_plans.compiled(text, dp=dp, tp=tp, layers=layers, width=WIDTH)
 
 
 def sent(made: Compiled) -> tuple[Counter[tuple[str, str, str]], Counter[tuple[str, str, str]]]:
@@ -45,21 +43,25 @@ def local_parameters(made: Compiled) -> list[int]:
 
 
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_llama_is_megatrons_closed_form(dp: int, tp: int) -> None:
-    made = compiled("llama.parc", dp, tp)
-    rows = BATCH // dp * LENGTH
-    activation = rows * WIDTH * F32
+@pytest.mark.parametrize(("plan", "batch", "microbatches"), [("llama.parc", BATCH, 1), ("gpt.parc", 16, 2)])
+def test_a_step_is_megatrons_closed_form(plan: str, batch: int, microbatches: int, dp: int, tp: int) -> None:
+    """Dropout, biases, a tied embedding and a fused qkv add nothing; each microbatch pays."""
+    made = compiled(plan, dp, tp)
+    rows = batch // microbatches // dp * LENGTH
+    activation = microbatches * rows * WIDTH * F32
     expected: dict[tuple[str, str, str], tuple[int, int]] = {}
     if tp > 1:
         # a layer: after the attention's output and after the MLP's; one for the embedding; the loss: the largest
         # logit of each row, then both its sums in one message
-        expected["tp", "forward", "all_reduce"] = (2 * LAYERS + 2, (2 * LAYERS + 1) * activation + 2 * rows * F32)
-        expected["tp", "forward", "row_max"] = (1, rows * F32)
+        inner, sums = 2 * LAYERS + 1, microbatches * rows * F32
+        expected["tp", "forward", "all_reduce"] = (microbatches * (inner + 1), inner * activation + 2 * sums)
+        expected["tp", "forward", "row_max"] = (microbatches, sums)
         # a layer: before its queries, keys and values, and before its MLP; one before the head
-        expected["tp", "backward", "all_reduce"] = (2 * LAYERS + 1, (2 * LAYERS + 1) * activation)
+        expected["tp", "backward", "all_reduce"] = (microbatches * inner, inner * activation)
         expected["tp", "step", "all_reduce"] = (1, F32)  # the norm of the split gradients
     if dp > 1:
         parameters = local_parameters(made)
+        assert plan != "gpt.parc" or len(parameters) == 12 * LAYERS + 4  # the tied matrix once
         expected["dp", "forward", "all_reduce"] = (1, I64)  # how many targets count
         expected["dp", "step", "all_reduce"] = (len(parameters) + 1, (sum(parameters) + 1) * F32)  # and the loss
     counts, sizes = sent(made)
@@ -69,9 +71,8 @@ def test_llama_is_megatrons_closed_form(dp: int, tp: int) -> None:
 @pytest.mark.parametrize(("dp", "tp", "kv_heads"), [(1, 4, 2), (2, 4, 1), (1, 8, 2)])
 def test_few_key_heads_cost_one_sum_of_their_gradients_a_step(dp: int, tp: int, kv_heads: int) -> None:
     """As in Megatron-LM each group of ranks keeps a copy of its key head; beside that nothing changes."""
-    defines = {"dp": str(dp), "tp": str(tp), "layers": str(LAYERS), "width": str(WIDTH)}
     text = (EXAMPLES / "llama.parc").read_text().replace("kv_heads=4", f"kv_heads={kv_heads}")
-    counts, sizes = sent(compile_plan(read_plan(Source("llama.parc", text), defines), EXAMPLES))
+    counts, sizes = sent(checked_plans.compiled(text, dp=dp, tp=tp, layers=LAYERS, width=WIDTH))
     usual, usual_sizes = sent(compiled("llama.parc", dp, tp if tp < 8 else 4))
     inner = [key for key in usual if key[1] != "step"]
     assert {key: (counts[key], sizes[key]) for key in counts if key[1] != "step"} == {
@@ -91,30 +92,6 @@ def test_a_layer_adds_two_and_two(layers: int) -> None:
         ("tp", "backward", "all_reduce"): 2,
         ("dp", "step", "all_reduce"): 9,
     }
-
-
-@pytest.mark.parametrize(("dp", "tp"), MESHES)
-def test_gpt_block_is_two_and_two(dp: int, tp: int) -> None:
-    """Dropout, biases, a tied embedding and a fused qkv add nothing; each microbatch pays."""
-    made = compiled("gpt.parc", dp, tp)
-    microbatches, batch = 2, 16
-    rows = batch // dp // microbatches * 128
-    activation = microbatches * rows * WIDTH * F32
-    expected: dict[tuple[str, str, str], tuple[int, int]] = {}
-    if tp > 1:
-        inner = 2 * LAYERS + 1
-        sums = 2 * microbatches * rows * F32
-        expected["tp", "forward", "all_reduce"] = (microbatches * (inner + 1), inner * activation + sums)
-        expected["tp", "forward", "row_max"] = (microbatches, microbatches * rows * F32)
-        expected["tp", "backward", "all_reduce"] = (microbatches * inner, inner * activation)
-        expected["tp", "step", "all_reduce"] = (1, F32)
-    if dp > 1:
-        parameters = local_parameters(made)
-        assert len(parameters) == 12 * LAYERS + 4  # the tied matrix once
-        expected["dp", "forward", "all_reduce"] = (1, I64)
-        expected["dp", "step", "all_reduce"] = (len(parameters) + 1, (sum(parameters) + 1) * F32)
-    counts, sizes = sent(made)
-    assert {key: (counts[key], sizes[key]) for key in counts} == expected
 
 
 @pytest.mark.parametrize("plan", ["llama.parc", "gpt.parc"])

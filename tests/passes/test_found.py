@@ -161,7 +161,7 @@ def test_found(name: str) -> None:
     made = subject(spec)
     compiled, _ = check(made, plan_text(spec, mesh, lines))
     if not spec.drops:
-        assert eager_error(made, compiled.built.reference) <= TOLERANCE
+        assert eager_error(made, compiled) <= TOLERANCE
 
 
 def test_ranks_that_share_a_process_clip_once() -> None:

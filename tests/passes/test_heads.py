@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from parc.advice import warnings_of
-from parc.checks import check_build
 from parc.compiler.contract import messages
-from parc.compiler.plan import read_plan
 from parc.desugar import desugar
-from parc.driver import Compiled, compile_plan
+from parc.driver import Compiled
 from parc.grammar.diagnostics import PlanError, Severity
-from parc.grammar.source import Source
 from parc.twins import find_twin
+
+from ..checked_plans import checked, compiled
 
 PLAN = """
 model     "./fused.py:{model}" ({arguments})
@@ -43,9 +42,8 @@ row    attention.linear2 over tp
 def build(model: str, arguments: str, lines: str, tp: int, dp: int = 1) -> Compiled:
     """A model under its plan; every check of a build must pass."""
     text = PLAN.format(model=model, arguments=arguments, dp=dp, tp=tp) + lines
-    made = compile_plan(read_plan(Source("fused.parc", text)), Path(__file__).parent)
-    checked = check_build(made)
-    assert not checked.faults, "\n".join(map(str, checked.faults))
+    made = compiled(text, Path(__file__).parent)
+    checked(made)
     return made
 
 
@@ -86,7 +84,8 @@ def test_few_keys_that_are_fused_with_queries_are_gathered_once_where_they_becom
     assert moved(made) == {**sums, ("forward", "all_gather"): 2, ("backward", "reduce_scatter"): 2}
     assert [warning.code.name for warning in warnings_of(made)] == ["P0220"]
     twin, differences = find_twin(made, made.built.programs)
-    assert not differences and not check_build(twin).faults
+    assert not differences
+    checked(twin)
 
 
 def test_the_encoder_layer_of_torch_moves_sums_alone() -> None:
@@ -129,4 +128,4 @@ def test_heads_and_parts_that_do_not_fit_are_refused(
     with pytest.raises(PlanError) as refused:
         build(model, arguments, lines, tp)
     text = str(refused.value)
-    assert said in text and "--> fused.parc:" in text and "help: " in text
+    assert said in text and "--> plan.parc:" in text and "help: " in text

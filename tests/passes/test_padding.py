@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from parc.checks import check_build, static_faults
+from parc.checks import static_faults
 from parc.compiler.factors import OpCall, Operand
 from parc.compiler.mesh import Mesh
 from parc.compiler.neutral import LOOKUPS, REDUCTIONS, is_neutral
@@ -22,21 +21,21 @@ from parc.compiler.pad_point import UNKNOWN
 from parc.compiler.padded_tensors import grow, real_entries, shrink, spread
 from parc.compiler.padding import Pad
 from parc.compiler.placement import Placement, Split, TensorType, assemble, parse_type, take
-from parc.compiler.plan import read_plan
 from parc.compiler.typing import infer
 from parc.desugar import desugar
-from parc.driver import Compiled, compile_plan, stored_types
-from parc.grammar.source import Source
+from parc.driver import Compiled, stored_types
 from parc.runtime.kernels import KERNELS, Site
 from parc.twins import find_twin
 
+from .. import checked_plans
+from ..checked_plans import checked
 from ..padded_models import ACTIVATIONS
 
 TESTS = Path(__file__).parent.parent
 VOCAB = "vocab embed, head over tp pad"
 MLP = "column up over tp pad\nrow down over tp pad"
 GATED = "column up over tp rows (2 f/tp) pad\nrow down over tp pad"
-PLAN = """model "./padded_models.py:{model}" ({arguments})
+PLAN = """model "./{model}" ({arguments})
 input {name} int64 [B, S]
 input targets int64 [B, S]
 sizes B=4, S=6
@@ -48,13 +47,12 @@ shard {name}, targets [B/dp, _]
 """
 
 
-def compiled(lines: str, arguments: str = "width=8", dp: int = 1, tp: int = 4, model: str = "Mlp") -> Compiled:
+def compiled(lines: str, arguments: str = "width=8", dp: int = 1, tp: int = 4, model: str = "") -> Compiled:
     """The small model, or one of transformers, under a plan."""
-    name, logits = ("tokens", "output") if model == "Mlp" else ("input_ids", "output.logits")
+    name, logits = ("input_ids", "output.logits") if model else ("tokens", "output")
+    model = f"family_models.py:{model}" if model else "padded_models.py:Mlp"
     text = PLAN.format(model=model, arguments=arguments, dp=dp, tp=tp, lines=lines, name=name, logits=logits)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers, about its own future
-        return compile_plan(read_plan(Source("padded.parc", text)), TESTS)
+    return checked_plans.compiled(text, TESTS)
 
 
 def operators(made: Compiled) -> Counter[str]:
@@ -66,10 +64,9 @@ def operators(made: Compiled) -> Counter[str]:
 
 def holds(made: Compiled) -> Counter[str]:
     """Every check of a build must pass; its operators."""
-    checked = check_build(made)
-    assert not checked.faults, "\n".join(map(str, checked.faults))
-    assert checked.agreement is not None and checked.agreement.largest <= 1e-10
-    assert checked.report["checks"]["padding"] == "proved"
+    found = checked(made)
+    assert found.agreement is not None and found.agreement.largest <= 1e-10
+    assert found.report["checks"]["padding"] == "proved"
     return operators(made)
 
 
@@ -126,14 +123,14 @@ include "parc:llama" (tp=2)"""
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "dp", "lines"),
+    ("model", "more", "dp", "lines"),
     [
-        ("llama", ", ffn=49, tied=true", 2, LLAMA),
-        ("gpt2", "", 1, 'include "parc:gpt2" (tp=4)'),
+        ("decoder", ', name="llama", kv_heads=4, intermediate_size=49, tie_word_embeddings=true', 2, LLAMA),
+        ("gpt2", ", n_layer=1", 1, 'include "parc:gpt2" (tp=4)'),
     ],
 )
-def test_models_of_transformers(name: str, more: str, dp: int, lines: str) -> None:
-    found = holds(compiled(lines, f'name="{name}", vocab=51{more}', dp, 4 // dp, "decoder"))
+def test_models_of_transformers(model: str, more: str, dp: int, lines: str) -> None:
+    found = holds(compiled(lines, f"vocab_size=51{more}", dp, 4 // dp, model))
     assert found["fill_pad"] == 2 and not found["all_gather"]
 
 
@@ -144,7 +141,7 @@ shard **.attn.c_proj.weight [(h/tp d=8) pad, _]"""
 
 @pytest.mark.parametrize("p", [0.0, 0.25])
 def test_heads(p: float) -> None:
-    found = holds(compiled(HEADS, f'name="gpt2", vocab=52, heads=3, p={p}', 1, 2, "decoder"))
+    found = holds(compiled(HEADS, f"vocab_size=52, n_layer=1, n_embd=24, n_head=3, attn_pdrop={p}", 1, 2, "gpt2"))
     assert (found["cut_pad"] > 0) == (found["all_gather"] > 0) == (p > 0)  # weights are dropped by their numbers
 
 
@@ -154,7 +151,7 @@ def test_a_plan_in_primitives_says_pad() -> None:
     assert "embed.weight, head.weight [_/tp pad, _]" in text
     made = compiled(GATED, "gated=true, hidden=9", 2, 2)
     assert "up.weight [(2 _/tp) pad, _]" in desugar(made)
-    again = compile_plan(read_plan(Source("again.parc", desugar(made))), TESTS)
+    again = checked_plans.compiled(desugar(made), TESTS)
     assert (again.resolved.pads, stored_types(again)) == (made.resolved.pads, stored_types(made))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,22 +80,21 @@ def of(**types: AxisType) -> Placement:
     return Placement.of(MESH, types)
 
 
-def test_what_shrinks_comes_before_what_sends() -> None:
-    path = cheapest_path(of(dp=Split(0)), of(tp=Split(1)), SHAPE, MESH, flows=False)
-    assert path == ((("tp", Split(1)),), (("dp", "I"),))
+PATHS: dict[str, tuple[dict[str, AxisType], dict[str, AxisType], tuple[Changes, ...]]] = {
+    "what shrinks comes before what sends": (
+        {"dp": Split(0)}, {"tp": Split(1)}, ((("tp", Split(1)),), (("dp", "I"),)),
+    ),
+    "inner axes are gathered first": ({"dp": Split(0), "tp": Split(0, 2)}, {}, ((("tp", "I"),), (("dp", "I"),))),
+    "sums over several axes are one message": ({"dp": "P", "tp": "P"}, {}, ((("dp", "I"), ("tp", "I")),)),
+    "a sum goes straight to its split": ({"dp": "P"}, {"dp": Split(1)}, ((("dp", Split(1)),),)),
+}  # fmt: skip
 
 
-def test_inner_axes_are_gathered_first() -> None:
-    path = cheapest_path(of(dp=Split(0), tp=Split(0, 2)), of(), SHAPE, MESH, flows=False)
-    assert path == ((("tp", "I"),), (("dp", "I"),))
-
-
-def test_sums_over_several_axes_are_one_message() -> None:
-    assert cheapest_path(of(dp="P", tp="P"), of(), SHAPE, MESH, flows=True) == ((("dp", "I"), ("tp", "I")),)
-
-
-def test_a_sum_goes_straight_to_its_split() -> None:
-    assert cheapest_path(of(dp="P"), of(dp=Split(1)), SHAPE, MESH, flows=True) == ((("dp", Split(1)),),)
+@pytest.mark.parametrize("rule", PATHS)
+@pytest.mark.parametrize("flows", [False, True])
+def test_the_cheapest_way_is_taken(rule: str, flows: bool) -> None:
+    have, want, path = PATHS[rule]
+    assert cheapest_path(of(**have), of(**want), SHAPE, MESH, flows) == path
 
 
 def test_axes_in_each_others_way_take_turns() -> None:

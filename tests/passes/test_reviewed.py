@@ -161,6 +161,15 @@ BUILT = {
         """,
         T,
     ),
+    "a region without gradients": (
+        """
+        def forward(self, x):
+            with torch.no_grad():
+                fixed = self.fc(x)
+            return (self.fc(x) * fixed).mean()
+        """,
+        X,
+    ),
 }
 
 
@@ -231,28 +240,6 @@ def test_microbatches_add_up_or_are_averaged_with_a_word(tmp_path: Path, name: s
     (line,) = compiled.built.programs["SCALE"].main.lines
     assert line.args == ([], scale)
     assert codes(compiled) == ["P0217"] * warned
-
-
-def test_a_region_without_gradients(tmp_path: Path) -> None:
-    body = """
-        def forward(self, x):
-            with torch.no_grad():
-                fixed = self.fc(x)
-            return (self.fc(x) * fixed).mean()
-    """
-    made(tmp_path, body, f"{X}\n{DATA.format('x')}")
-
-
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_recurrent_layers(tmp_path: Path, kind: str) -> None:
-    body = f"""
-        def more(self):
-            self.layer = nn.{kind}(8, 8, batch_first=True)
-
-        def forward(self, x):
-            return self.layer(self.fc(x))[0].square().mean()
-    """
-    made(tmp_path, body, X)
 
 
 def test_parameters_of_a_narrow_dtype(tmp_path: Path) -> None:

@@ -8,47 +8,35 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor import config
 
 import parc
-from parc.cli import main
+from parc.checks import case_of
 from parc.compiler import counter
 from parc.compiler.artifact import Build
-from parc.compiler.padded_tensors import grow
-from parc.compiler.padding import pads_from
-from parc.compiler.placement import parse_type, take
 from parc.compiler.roles import SINGLE
 from parc.compiler.torch_private import compile_graph, fake_mode
+from parc.driver import Compiled
 from parc.grammar.codes_build import NO_COMPILER
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compiled import Regions, check_compiler
 from parc.runtime.execute import Machine
 from parc.runtime.faults import RunError
-from parc.runtime.feed import Feed
 from parc.runtime.opening import mesh_of, open_build
-from parc.runtime.step import RankState, Stepper
+from parc.runtime.simulate import Simulation
+from parc.runtime.step import Stepper
+from tests.checked_plans import compiled
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, batch, build
+from tests.runtime.tiny import BOTH, DATA, PLAN, batch, build
 
 CPU = torch.device("cpu")
 STEPS = 10
-BOTH = f"{DATA.replace('dp=2', 'dp=2, tp=2')}{TENSOR.replace('mesh      tp=2', '')}"
-LLAMA = """
-from transformers import LlamaConfig, LlamaForCausalLM
-
-
-def model():
-    return LlamaForCausalLM(LlamaConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
-        vocab_size=256, max_position_embeddings=8, attention_dropout=0.2, use_cache=False, tie_word_embeddings=False,
-    ))
-"""
-LLAMA_PLAN = (
+LLAMA = (
     PLAN.replace("tokens", "input_ids")
     .replace("(output, targets)", "(output.logits, targets)")
-    .replace("./gpt.py:GPT", "./llama.py:model")
-    .replace("(layers=2, width=16, heads=2, vocab=256, length=8, dropout=0.1)", "()")
-)
+    .replace("./gpt.py:GPT", "tests.family_models:decoder")
+    .replace("layers=2, width=16, heads=2, vocab=256, length=8, dropout=0.1",
+             'name="llama", kv_heads=1, heads=2, vocab_size=256, attention_dropout=0.2')
+)  # fmt: skip
 
 
 ODD = """
@@ -85,38 +73,24 @@ def gpt(folder: Path) -> Path:
     return build(folder, BOTH, name="gpt")
 
 
-def train(made: Build, machine: Callable[..., Machine]) -> list[list[float]]:
+def train(made: Compiled, machine: Callable[..., Machine]) -> list[list[float]]:
     """The losses and norms of all ranks in this process over ``STEPS`` steps of plain descent."""
-    mesh = mesh_of(made)
-    module = parc.reference(made.path).module
-    pads = pads_from(made.manifest["padding"])
-    named = {**module.state_dict(), **dict(module.named_buffers())}
-    state = {name: grow(value, pads.get(name, ())) for name, value in named.items()}
-    types = {name: parse_type(text, mesh) for name, text in made.manifest["parameters"].items()}
-    constants = {value.role.split(" ", 1)[1]: value.type for value in made.programs["F"].main.parameters
-                 if value.role.startswith(("buffer ", "constant "))}  # fmt: skip
-    places = [mesh.coordinates(rank) for rank in range(mesh.world)]
-    states = [
-        RankState(*({n: take(state[n].clone(), t.placement, mesh, at) for n, t in table.items()}
-                    for table in (types, constants)))
-        for at in places
-    ]  # fmt: skip
-    feeds = [Feed(made, mesh, at, CPU) for at in places]
-    stepper = Stepper(made.programs, made.roles[SINGLE].actions, InProcess(mesh), CPU, machine)
+    simulation = Simulation(case_of(made, made.built.programs), float64=False, machine=machine)
     rows = []
     for step in range(STEPS):
-        given = dict(zip((line["name"] for line in made.manifest["inputs"]), batch(step).values(), strict=True))
-        results = stepper.gradients(states, [feed.cut(given) for feed in feeds], step)
-        for state_, result in zip(states, results, strict=True):
+        halves = zip(*(value.chunk(2) for value in batch(step).values()), strict=True)
+        parts = [dict(zip((line.name for line in made.plan.inputs), half, strict=True)) for half in halves]
+        results = simulation.run(Stepper.gradients, parts, step)
+        for state, result in zip(simulation.states, results, strict=True):
             for name, gradient in result.gradients.items():
-                state_.parameters[name] -= 0.5 * gradient
+                state.parameters[name] -= 0.5 * gradient
         rows.append([float(number) for r in results for number in (r.loss, r.grad_norm) if number is not None])
     return rows
 
 
-def hold(compiled: list[list[float]], plain: list[list[float]]) -> None:
+def hold(found: list[list[float]], plain: list[list[float]]) -> None:
     """Numbers are equal within what float32 leaves open."""
-    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=2e-5, atol=1e-6)
 
 
 def test_a_gpt_with_dropout_on_real_ranks_of_which_one_compiles_each_region(folder: Path, gpt: Path) -> None:
@@ -144,8 +118,7 @@ def session(path: str, cache: str) -> tuple[list[list[float]], str, int]:
 
 
 def test_a_llama_with_attention_dropout_on_all_ranks_of_one_process(folder: Path) -> None:
-    (folder / "llama.py").write_text(LLAMA)
-    made = open_build(build(folder, DATA.replace("tokens", "input_ids"), LLAMA_PLAN, name="llama"))
+    made = compiled(LLAMA + DATA.replace("tokens", "input_ids"), folder)
     hold(train(made, Regions(CPU).machine), train(made, Machine))
 
 
@@ -154,8 +127,10 @@ def test_padded_parameters_on_all_ranks_of_one_process(folder: Path) -> None:
     plan = PLAN.replace("./gpt.py:GPT", "./odd.py:Odd").replace("vocab=256", "vocab=257")
     plan = plan.replace("(layers=2, width=16, heads=2, vocab=257, length=8, dropout=0.1)", "()")
     lines = "mesh tp=2\nvocab embed, head over tp pad\ncolumn up over tp pad\nrow down over tp pad\n"
-    made = open_build(build(folder, lines, plan, name="odd"))
-    used = {line.op for program in made.programs.values() for function in program.functions for line in function.lines}
+    made = compiled(plan + lines, folder)
+    used = {
+        line.op for program in made.built.programs.values() for function in program.functions for line in function.lines
+    }
     assert {"parc.fill_pad.default", "parc.cut_pad.default", "parc.grow_pad.default"} <= used
     hold(train(made, Regions(CPU).machine), train(made, Machine))
 
@@ -185,30 +160,7 @@ def test_compiled_dropout_keeps_the_same_bits(folder: Path) -> None:
             assert torch.equal(mask, counter.keep_mask(key, index, p))
 
 
-def test_a_machine_without_a_compiler_is_told_so(gpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
-        assert main(["run", str(gpt), "--compile", "--device", "cpu"]) == 1
-    assert capsys.readouterr().err.splitlines()[:2] == [
-        "error[P0305]: --compile needs a C++ compiler (`no-such-compiler`), which is not here",
-        "help: install g++, or set CXX to a C++ compiler; or run without it",
-    ]
+def test_a_gpu_without_a_compiler_is_told_so() -> None:
     with pytest.raises(RunError, match="needs Triton, with support of `cuda`") as caught:
         check_compiler(torch.device("cuda"))
     assert caught.value.code is NO_COMPILER
-
-
-def test_a_compiler_that_fails_is_quoted(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = tmp_path / "g++"
-    broken.write_text(
-        '#!/bin/sh\ncase "$1" in -*) exec g++ "$@";; esac\necho "x.cpp:1: error: no Python.h" >&2\nexit 1\n'
-    )
-    broken.chmod(0o755)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    one = build(folder, ONE, name="one")
-    with config.patch({"cpp.cxx": (None, str(broken))}):
-        assert main(["run", str(one), "--compile", "--device", "cpu", "--steps", "1"]) == 1
-    err = capsys.readouterr().err
-    assert "error[P0306]: the lines from gpt.py:84 on cannot be compiled" in err
-    assert "error: no Python.h" in err and "run without --compile" in err and "Traceback" not in err

@@ -106,16 +106,3 @@ def test_a_batch_without_targets_is_said(folder: Path) -> None:
             session.step(nothing)
         assert caught.value.notes[0].startswith("every target of the batch is ignored")
         assert caught.value.exit_code == 4
-
-
-def test_too_large_an_update_shows_in_the_next_step(folder: Path) -> None:
-    with parc.load(build(folder, ONE, PLAN.replace("lr 1e-2", "lr 1e30"), "steep")) as session:
-        session.step(batch(0))
-        with pytest.raises(RunError, match="step 2: ") as caught:
-            session.step(batch(1))
-        assert caught.value.notes[0].startswith("the first is ")
-
-
-def test_a_finite_run_is_left_alone(folder: Path) -> None:
-    with parc.load(build(folder, ONE, PLAN_OF_BROKEN)) as session:
-        assert session.step(broken_batch(None)).loss > 0

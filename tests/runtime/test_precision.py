@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,18 @@ import torch
 
 import parc
 from parc.advice import warnings_of
-from parc.checks import case_of, check_build, memory_of, prove
+from parc.checks import case_of, memory_of, prove
 from parc.compiler.cost import Memory, local_bytes
-from parc.compiler.placement import parse_type, take
-from parc.compiler.plan import read_plan
+from parc.compiler.placement import parse_type
 from parc.compiler.precision import base_name
 from parc.compiler.program import Line, Program
-from parc.driver import Compiled, compile_plan, stored_types
-from parc.grammar.source import Source
-from parc.runtime.backends.in_process import InProcess
-from parc.runtime.step import RankState, Stepper, StepResult
+from parc.driver import Compiled, stored_types
+from parc.runtime.simulate import Simulation
+from parc.runtime.step import Stepper, StepResult
+from tests.checked_plans import checked, compiled
 from tests.runtime.ranks import run_ranks
-from tests.runtime.tiny import DATA, EXAMPLES, PLAN, TENSOR, batch, build
+from tests.runtime.tiny import BOTH, PLAN, TENSOR, batch, build
 
-BOTH = TENSOR.replace("tp=2", "dp=2, tp=2") + DATA.split("\n", 2)[2]
 BF16 = "precision bf16\n"
 NORM = """
 from torch import nn
@@ -44,12 +41,6 @@ class Norm(nn.Module):
 """
 
 
-@cache
-def compiled(plan: str, folder: Path = EXAMPLES) -> Compiled:
-    """A plan's programs."""
-    return compile_plan(read_plan(Source("tiny.parc", plan)), folder)
-
-
 def lines(program: Program) -> Iterator[tuple[Line, list[torch.dtype], list[torch.dtype]]]:
     """Every operator with the floating types that it reads and makes."""
     for function in program.functions:
@@ -62,9 +53,7 @@ def lines(program: Program) -> Iterator[tuple[Line, list[torch.dtype], list[torc
 
 
 def test_messages_and_activations_halve_and_what_a_step_sums_stays(tmp_path: Path) -> None:
-    whole, half = compiled(PLAN + BOTH), compiled(PLAN + BOTH + BF16)
-    checked, before = check_build(half), check_build(whole)
-    assert not checked.faults, "\n".join(map(str, checked.faults))
+    whole, half = (checked(compiled(PLAN + BOTH + more)).report for more in ("", BF16))
 
     def sent(report: dict[str, Any]) -> dict[tuple[str, str, str], int]:
         found: dict[tuple[str, str, str], int] = {}
@@ -73,15 +62,15 @@ def test_messages_and_activations_halve_and_what_a_step_sums_stays(tmp_path: Pat
             found[key] = found.get(key, 0) + row["bytes"] * row["count_per_step"]
         return found
 
-    wide, narrow = sent(before.report), sent(checked.report)
+    wide, narrow = sent(whole), sent(half)
     assert wide.keys() == narrow.keys()
     loss = 2 * 2 * (8 * 8 // 2 // 2) * 4  # of two microbatches: two sums of every token of a rank, in float32
     assert 2 * (narrow["tp", "forward", "all_reduce"] - loss) == wide["tp", "forward", "all_reduce"] - loss
     assert 2 * narrow["tp", "backward", "all_reduce"] == wide["tp", "backward", "all_reduce"]
     for key in (("dp", "step", "all_reduce"), ("dp", "forward", "all_reduce"), ("tp", "forward", "row_max")):
         assert narrow[key] == wide[key]
-    assert [entry["directive"] for entry in checked.report["numerics"]] == ["precision bf16"]
-    assert before.report["numerics"] == []
+    assert [entry["directive"] for entry in half["numerics"]] == ["precision bf16"]
+    assert whole["numerics"] == []
 
 
 def test_what_is_kept_for_backward_takes_half_and_the_rest_as_much() -> None:
@@ -137,9 +126,6 @@ def test_later_lines_win_and_name_modules() -> None:
 
 def at_their_types(made: Compiled, given: dict[str, torch.Tensor]) -> list[StepResult]:
     """A step of all ranks at the types that programs declare, every line held to its own."""
-    case, mesh = case_of(made, made.built.programs), made.mesh
-    types = {name: parse_type(text, mesh) for name, text in case.stored.items()}
-    inputs = {v.role: v.type for v in made.built.programs["F"].main.parameters}
 
     def hold(line: Line, environments: Any) -> None:
         for environment in environments:
@@ -147,16 +133,10 @@ def at_their_types(made: Compiled, given: dict[str, torch.Tensor]) -> list[StepR
                 if value is not None:
                     assert environment[value.name].dtype == value.type.dtype, str(line)
 
-    stepper = Stepper(case.programs, case.actions, InProcess(mesh), torch.device("cpu"), watch=hold)
-    states, batches = [], []
-    for rank in range(mesh.world):
-        at = mesh.coordinates(rank)
-        parameters = {n: take(case.parameters[n].to(t.dtype), t.placement, mesh, at) for n, t in types.items()}
-        states.append(RankState(parameters, dict(case.buffers)))
-        parts = [{name: value.chunk(case.microbatches)[i] for name, value in given.items()}
-                 for i in range(case.microbatches)]  # fmt: skip
-        batches.append([{n: take(v, inputs[f"input {n}"].placement, mesh, at) for n, v in p.items()} for p in parts])
-    return stepper.gradients(states, batches, 0)
+    case = case_of(made, made.built.programs)
+    chunks = {name: value.chunk(case.microbatches) for name, value in given.items()}
+    batches = [{name: parts[i] for name, parts in chunks.items()} for i in range(case.microbatches)]
+    return Simulation(case, hold, float64=False).run(Stepper.gradients, batches, 0)
 
 
 def test_ranks_together_compute_what_one_rank_does() -> None:
@@ -293,8 +273,7 @@ def small(folder: Path, model: str, more: str) -> Compiled:
 @pytest.mark.parametrize("way", ["add", "fill", "where"])
 def test_rows_that_a_mask_leaves_nothing_are_numbers(tmp_path: Path, way: str) -> None:
     made = small(tmp_path, f'Masked" (way="{way}")\n#', BF16)
-    checked = check_build(made)
-    assert not checked.faults, "\n".join(map(str, checked.faults))
+    checked(made)
     (half, _), (whole, _) = at_their_types(made, TOKENS), at_their_types(
         small(tmp_path, f'Masked" (way="{way}")\n#', ""), TOKENS
     )  # fmt: skip
@@ -307,8 +286,7 @@ def test_a_model_of_narrow_weights_gets_float32_ones_to_update(tmp_path: Path) -
     assert [found.code.name for found in warnings_of(plain)] == ["P0223"]
     assert not warnings_of(kept)
     for made, name in ((plain, "bf16"), (kept, "f32")):
-        checked = check_build(made)
-        assert not checked.faults, "\n".join(map(str, checked.faults))
+        checked(made)
         assert all(text.startswith(f"{name}[") for text in stored_types(made).values())
     (found, _) = at_their_types(kept, TOKENS)
     assert found.loss.dtype == torch.float32
@@ -318,8 +296,7 @@ def test_a_model_of_narrow_weights_gets_float32_ones_to_update(tmp_path: Path) -
 @pytest.mark.parametrize("line", ["", BF16])
 def test_the_models_own_casts_stay(tmp_path: Path, line: str) -> None:
     made = small(tmp_path, "Cast", line)
-    checked = check_build(made)
-    assert not checked.faults, "\n".join(map(str, checked.faults))
+    checked(made)
     at_their_types(made, TOKENS)
     products = [makes for line, _, makes in lines(made.built.programs["F"]) if "mm" in line.op]
     assert products == [[torch.bfloat16], [torch.float32]]

@@ -13,9 +13,10 @@ from parc.compiler.precision import Rounding, base_name
 from parc.compiler.program import Function, Line, Program, Ref, Value, map_references
 from parc.compiler.verify_precision import check_precision
 from parc.driver import Compiled, stored_types
+from tests.checked_plans import compiled
 from tests.planted_sites import with_function
-from tests.runtime.test_precision import BF16, BOTH, compiled
-from tests.runtime.tiny import PLAN
+from tests.runtime.test_precision import BF16
+from tests.runtime.tiny import BOTH, PLAN
 
 
 def rounded(function: Function, name: str) -> Function:

@@ -44,13 +44,12 @@ def train(path: str, first: int, checkpoint: str, restore: bool) -> dict[str, An
     with parc.load(path) as session:
         if restore:
             session.restore(checkpoint)
-        begin = {name: value.clone() for name, value in session.state.parameters.items()}
         reports = [session.step(batch(step)) for step in range(first, first + STEPS)]
         before = session.step_number, session.evaluate(batch(0))
         assert before == (session.step_number, session.evaluate(batch(0)))
         if not restore:
             session.save(checkpoint)
-        return {"reports": reports, "weights": session.state_dict(), "begin": begin, "rank": session.rank}
+        return {"reports": reports, "weights": session.state_dict()}
 
 
 def hold(reports: list[parc.StepReport], expected: list[parc.StepReport]) -> None:
@@ -114,19 +113,6 @@ def test_two_real_ranks_are_bitwise_the_two_in_one_process(builds: dict[str, Pat
     for (loss, found), expected in zip(run_ranks(gradients, 2, str(builds[plan])), simulated, strict=True):
         assert torch.equal(loss, expected.loss)
         assert all(torch.equal(found[name], value) for name, value in expected.gradients.items())
-
-
-def test_initial_weights_are_the_same_on_every_plan(builds: dict[str, Path]) -> None:
-    first = run_ranks(gather, 2, str(builds["tp"]))[0]
-    expected = parc.reference(builds["one"]).module.state_dict()
-    assert first.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in first.items())
-
-
-def gather(path: str) -> dict[str, torch.Tensor]:
-    """The whole initial weights, put together from all ranks."""
-    with parc.load(path) as session:
-        return session.state_dict()
 
 
 def test_batches_that_are_not_the_plans_are_refused(builds: dict[str, Path]) -> None:

@@ -111,4 +111,4 @@ def test_targets_must_be_those_that_the_loss_ignores() -> None:
 
 
 def test_samples_of_gpt2_are_apart_with_its_dropout_of_attention() -> None:
-    assert not tail_fault(reference(compiled("", 'name="gpt2"', 1, 1, "decoder")), {"targets": -100})
+    assert not tail_fault(reference(compiled("", "n_layer=1", 1, 1, "gpt2")), {"targets": -100})

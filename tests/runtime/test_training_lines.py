@@ -8,23 +8,16 @@ import pytest
 import torch
 
 import parc
-from parc.checks import check_build, static_faults
+from parc.checks import static_faults
 from parc.compiler.artifact import read_build
 from parc.compiler.placement import parse_type
-from parc.compiler.plan import read_plan
-from parc.driver import Compiled, compile_plan, stored_types
+from parc.driver import Compiled, stored_types
 from parc.grammar.diagnostics import PlanError
-from parc.grammar.source import Source
 from parc.runtime.optimizer import make_optimizer, rate
-from tests.runtime.tiny import DATA, EXAMPLES, PLAN, TENSOR, batch, build
+from tests.checked_plans import checked, compiled
+from tests.runtime.tiny import BOTH, DATA, PLAN, TENSOR, batch, build
 
 FROZEN = "freeze blocks.0, embed\n"
-BOTH = TENSOR.replace("tp=2", "dp=2, tp=2") + DATA.split("\n", 2)[2]
-
-
-def compiled(plan: str) -> Compiled:
-    """The tiny GPT under a plan."""
-    return compile_plan(read_plan(Source("tiny.parc", plan)), EXAMPLES)
 
 
 def gradients(made: Compiled) -> set[str]:
@@ -40,9 +33,7 @@ def test_frozen_parameters_have_no_gradient_on_any_plan(placements: str) -> None
     assert "blocks.1.mlp.up.weight" in trained and "position.weight" in trained
     roles = {value.role for value in made.built.programs["REDUCE"].main.parameters}
     assert {role for role in roles if role.startswith("gradient ")} == {f"gradient {name}" for name in trained}
-    checked = check_build(made)
-    assert not checked.faults, "\n".join(map(str, checked.faults))
-    (memory,) = checked.report["memory"]
+    (memory,) = checked(made).report["memory"]
     assert memory["optimizer"] == 2 * memory["gradients"] < 2 * memory["parameters"]
 
 
@@ -101,9 +92,7 @@ def test_gradients_are_added_up_in_the_plans_type(tmp_path: Path) -> None:
         reduce = made.built.programs["REDUCE"].main
         kept = {reduce.values()[name].type.dtype for key, name in reduce.returns if key.startswith("gradient")}
         assert kept == {torch.float32}
-        checked = check_build(made)
-        assert not checked.faults, "\n".join(map(str, checked.faults))
-        (memory,) = checked.report["memory"]
+        (memory,) = checked(made).report["memory"]
         assert 2 * memory["gradients"] == memory["parameters"]
     path = build(tmp_path, "", narrow)
     session, plain = parc.load(path), parc.reference(path)
@@ -143,15 +132,10 @@ vocab table, head over tp
 
 def test_what_the_model_does_not_train_is_frozen_and_something_must_be_trained(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text(FREEZER)
-
-    def made(more: str) -> Compiled:
-        return compile_plan(read_plan(Source("half.parc", HALF + more)), tmp_path)
-
-    found = made("")
+    found = compiled(HALF, tmp_path)
     assert gradients(found) == {"head.weight", "head.bias"}
-    checked = check_build(found)
-    assert not checked.faults, "\n".join(map(str, checked.faults))
+    checked(found)
     with pytest.raises(PlanError) as caught:
-        made("freeze head")
+        compiled(HALF + "freeze head", tmp_path)
     (fault,) = caught.value.diagnostics
     assert fault.code.name == "P0214" and fault.primary is not None and fault.primary.span.text == "head"

@@ -40,6 +40,7 @@ column    blocks.*.mlp.up over tp
 row       blocks.*.mlp.down over tp
 vocab     embed, head over tp
 """
+BOTH = TENSOR.replace("tp=2", "dp=2, tp=2") + DATA.split("\n", 2)[2]
 
 
 def build(folder: Path, placements: str, plan: str = PLAN, name: str = "build") -> Path:
