@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..grammar.codes_placement import NO_WEIGHT, NOTHING_MATCHED
@@ -14,6 +14,7 @@ from .constraints import SplitWeights
 from .pattern import ANY_DEPTH, Pattern
 
 Shape = tuple[int, ...]
+OPTIONAL = "a `?` at the end lets a pattern match nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Names:
     tied: dict[str, str] = field(default_factory=dict)
     pieces: Callable[[str, int], tuple[int, ...]] = lambda name, dim: ()
     """The sizes of the pieces into which the model takes apart what a dim of a parameter becomes, if it does."""
+    smaller: bool = False
+    """Whether the model is a twin, which may lack what the plan's own model has: patterns may match nothing."""
 
     def canonical(self, name: str) -> str:
         """The one name of a parameter or input."""
@@ -66,8 +69,9 @@ def find_values(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
     pattern = Pattern(word.text)
     known = (*names.all_parameters, *names.inputs)
     found = pattern.of(known)
-    if found or pattern.optional:
-        return tuple(dict.fromkeys(map(names.canonical, found)))
+    if found or pattern.optional or names.smaller:
+        idle = _idle(word, "parameter or input", pattern, found, known, names)
+        return idle or tuple(dict.fromkeys(map(names.canonical, found)))
     modules = pattern.of(sorted(names.modules))
     inside = [name for name in known if modules and name.startswith(f"{modules[0]}.")]
     help_ = f"it is a module: name its parameters, as {listed(inside[:3], 'or')}" if inside else ""
@@ -79,13 +83,14 @@ def find_parameters(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
     pattern = Pattern(word.text)
     modules = pattern.of(sorted(names.modules, key=_natural))
     inside = [name for name in names.all_parameters if any(name.startswith(f"{module}.") for module in modules)]
-    found = tuple(dict.fromkeys(map(names.canonical, [*pattern.of(names.all_parameters), *inside])))
-    if found or pattern.optional:
-        return found
+    own = pattern.of(names.all_parameters)
+    found = tuple(dict.fromkeys(map(names.canonical, [*own, *inside])))
+    known = (*sorted(names.modules, key=_natural), *names.all_parameters)
+    if found or pattern.optional or names.smaller:
+        return _idle(word, "module or parameter", pattern, (*modules, *own), known, names) or found
     if modules:
         message = f"the module `{modules[0]}` has no parameters"
         return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help="name modules that have, or parameters")
-    known = (*sorted(names.modules, key=_natural), *names.all_parameters)
     return _nothing(word, "module or parameter", pattern, known, "")
 
 
@@ -96,14 +101,15 @@ def find_modules(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
     pattern = Pattern(word.text)
     known = sorted(names.modules, key=_natural)
     found = pattern.of(known)
-    if not found and not pattern.optional:
+    if not found and not pattern.optional and not names.smaller:
         inside = next((name for name in names.tied if name.startswith(f"{word.text}.")), "")
         first = names.tied.get(inside, "").removesuffix(inside.removeprefix(word.text))
         same = first in names.modules
         return _nothing(
             word, "module", pattern, known, f"it is `{first}` under another name: write that" if same else ""
         )
-    return tuple(name for name in found if not any(name.startswith(f"{outer}.") for outer in found))
+    idle = _idle(word, "module", pattern, found, known, names)
+    return idle or tuple(name for name in found if not any(name.startswith(f"{outer}.") for outer in found))
 
 
 def find_weights(line: SplitWeights, word: Word, names: Names) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:
@@ -111,14 +117,17 @@ def find_weights(line: SplitWeights, word: Word, names: Names) -> tuple[tuple[We
     pattern = Pattern(word.text)
     parameters = set(names.all_parameters)
     modules = pattern.of(sorted(names.modules, key=_natural))
+    own = pattern.of(names.all_parameters)
     weights = [
         (f"{module}.weight", f"{module}.bias" if f"{module}.bias" in parameters else None)
         for module in modules
         if f"{module}.weight" in parameters
-    ] or [(name, None) for name in pattern.of(names.all_parameters)]
-    if not weights and not modules and not pattern.optional:
-        known = (*sorted(names.modules, key=_natural), *names.all_parameters)
+    ] or [(name, None) for name in own]
+    known = (*sorted(names.modules, key=_natural), *names.all_parameters)
+    if not weights and not modules and not pattern.optional and not names.smaller:
         return (), (_nothing(word, "module or parameter", pattern, known, ""),)
+    if (idle := _idle(word, "module or parameter", pattern, (*modules, *own), known, names)) is not None:
+        return (), (idle,)
     if not weights and modules:
         inside = [name for name in names.all_parameters if name.startswith(f"{modules[0]}.")]
         children = [name.removesuffix(".weight") for name in inside if name.endswith(".weight")]
@@ -155,11 +164,25 @@ def _check_role(line: SplitWeights, word: Word, name: str, names: Names) -> Diag
     return Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_)
 
 
+def _idle(
+    word: Word, what: str, pattern: Pattern, found: Sequence[str], known: Iterable[str], names: Names
+) -> Diagnostic | None:
+    """The error that a pattern matches nothing with one of its alternatives."""
+    if pattern.optional or names.smaller:
+        return None
+    for alternative, alone, instead in pattern.idle(found):
+        help_ = f"did you mean `{instead}`?" if instead else ""
+        error = _nothing(word, what, Pattern(alone), known, help_)
+        message = f"`{alternative or alone}` in `{word.text}` matches no {what}"
+        return replace(error, message=message, notes=(OPTIONAL,))
+    return None
+
+
 def _nothing(word: Word, what: str, pattern: Pattern, known: Iterable[str], help_: str) -> Diagnostic:
     if not help_:
         nearest = pattern.nearest(known)
         help_ = f"did you mean {listed(nearest, 'or')}?" if nearest else "names are those of the model's own modules"
-    notes = ("a `?` at the end lets a pattern match nothing",) if pattern.wild else ()
+    notes = (OPTIONAL,) if pattern.wild else ()
     message = f"`{word.text}` matches no {what}" if pattern.wild else f"no {what} is called `{word.text}`"
     return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help=help_, notes=notes)
 

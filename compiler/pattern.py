@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,6 +11,7 @@ from ..grammar.nearest import nearest
 
 ANY_DEPTH = "**"
 WILD = re.compile(r"[*{\[]")
+BRACES = re.compile(r"\{([^}]*)\}")
 INDEX = re.compile(r"\[([0-9]+)\.\.([0-9]+)(?::([0-9]+))?\]")
 Segment = Callable[[str], bool]
 
@@ -50,6 +51,34 @@ class Pattern:
             return tuple(name for name in names if name == exact)
         segments = self.segments
         return tuple(name for name in names if _fits(segments, tuple(name.split("."))))
+
+    def idle(self, found: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+        """Alternatives that none of the names that fit needs: a word of braces, or of each range the first such number;
+        the pattern with it alone; and the pattern with as much of the range as there is, if it begins with all of that.
+
+        >>> list(Pattern("a.[0..3].{q,k}").idle(["a.0.q", "a.1.q"]))
+        [('k', 'a.[0..3].k', ''), ('2', 'a.2.{q,k}', 'a.[0..1].{q,k}')]
+        """
+
+        def used(text: str) -> bool:
+            return any(map(Pattern(text).matches, found))
+
+        for braces in BRACES.finditer(self.text):
+            before, after = self.text[: braces.start()], self.text[braces.end() :]
+            for word in dict.fromkeys(braces[1].split(",")):
+                if not used(alone := f"{before}{word}{after}"):
+                    yield word, alone, ""
+        for index in INDEX.finditer(self.text):
+            before, after = self.text[: index.start()], self.text[index.end() :]
+            numbers = range(int(index[1]), int(index[2]) + 1, max(int(index[3] or 1), 1))
+            there = {int(part) for name in found for part in name.split(".") if part.isdecimal()}
+            there = {number for number in there if number in numbers and used(f"{before}{number}{after}")}
+            missing = next((number for number in numbers if number not in there), None)
+            if missing is not None:
+                step = f":{index[3]}" if index[3] else ""
+                begins = there and max(there) < missing
+                instead = f"{before}[{index[1]}..{max(there)}{step}]{after}" if begins else ""
+                yield str(missing), f"{before}{missing}{after}", instead
 
     def nearest(self, names: Iterable[str]) -> tuple[str, ...]:
         """Up to three patterns that do match and differ from this one in the first segment that fails, or in all."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from ..grammar.codes_placement import NOT_PADDED, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
+from ..grammar.codes_placement import IDLE_AXIS, NOT_PADDED, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
 from ..grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ..grammar.source import Span
 from ..grammar.syntax import Word
@@ -70,10 +70,29 @@ def resolve(
     )
     if any(diagnostic.is_error for diagnostic in resolver.diagnostics):
         raise PlanError(resolver.diagnostics)
+    resolver.diagnostics += _idle_axes(plan, resolver.seeds.found.values())
     return Resolved(
         tuple(seed for seed in resolver.seeds.found.values() if plan.mesh.size(seed.axis) > 1),
         tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.seeds.pads.items()), precision,
     )  # fmt: skip
+
+
+def _idle_axes(plan: Plan, seeds: Iterable[Seed]) -> Iterator[Diagnostic]:
+    """A warning for every axis of several ranks that splits nothing and has no stages."""
+    seeds = tuple(seeds)
+    used = {seed.axis for seed in seeds if seed.dim is not None} | {line.axis.text for line in plan.stages}
+    batch = next((line for line in plan.inputs if BATCH in line.dims), None)
+    placed = {seed.value for seed in seeds}
+    for axis, size in plan.mesh.axes:
+        if size == 1 or axis in used:
+            continue
+        help_ = "name it in a line that places weights or inputs"
+        if batch is not None and batch.name not in placed:
+            dims = ", ".join(f"{BATCH}/{axis}" if dim == BATCH else "_" for dim in batch.dims)
+            help_ = f"write `shard {batch.name} [{dims}]`"
+        message = f"the axis `{axis}` splits nothing: its {size} ranks do the same work"
+        label = Label(plan.mesh_spans[axis])
+        yield Diagnostic(IDLE_AXIS, message, label, help=f"{help_}, or leave the axis out", severity=Severity.WARNING)
 
 
 class _Resolver:

@@ -1,4 +1,4 @@
-"""Codes of messages about where tensors live: axes, names, dims and conflicts (P01xx)."""
+"""Codes of messages about where tensors live: axes, names, dims and conflicts (P01xx, P0248)."""
 
 from __future__ import annotations
 
@@ -102,4 +102,12 @@ PARTS_UNKNOWN = Code(
     " are those that the model takes the dim apart in, or are given.",
     example="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (h/tp d + g/tp d)",
     instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (h/tp=4 d=2 + g/tp=8 d)",
+)
+IDLE_AXIS = Code(
+    name="P0248",
+    title="an axis that splits nothing",
+    why="ranks differ in what they hold of inputs and weights, or in their stage: those along an axis that no line uses"
+    " compute the same, each for itself.",
+    example="mesh dp=2, tp=2\nshard tokens, targets [B/dp, _]",
+    instead="mesh dp=2, tp=2\nshard tokens, targets [B/dp, _]\ncolumn blocks.*.mlp.up over tp",
 )

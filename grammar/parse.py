@@ -38,6 +38,7 @@ from .syntax import (
 
 MAX_NESTING = 16
 MAX_NUMBER = 40  # characters
+GLUED = re.compile(r'"[^"]*"|([\w*.}]*[\w*}])(\[[0-9]+\.\.[0-9]+(?::[0-9]+)?\])')
 CLOSES = {")": "(", "]": "[", "}": "{"}
 
 
@@ -69,7 +70,7 @@ def parse_lines(source: Source) -> Iterator[Line]:
         if not text[:end].strip(" \t\r") and (end == len(text) or comment is not None):
             yield Line(None, comment)
         else:
-            yield _parse_line(source, start, text, comment)
+            yield _parse_line(source, start, text, end, comment)
         start += len(text) + 1
 
 
@@ -82,7 +83,7 @@ def parse_value(source: Source) -> Item | None:
     return items[0] if len(items) == 1 else None
 
 
-def _parse_line(source: Source, start: int, text: str, comment: str | None) -> Line:
+def _parse_line(source: Source, start: int, text: str, end: int, comment: str | None) -> Line:
     def malformed(message: str, at: int, to: int, help_: str) -> Line:
         label = Label(Span(source, start + at, start + to))
         return Line(None, comment, Diagnostic(MALFORMED, message, label, help=help_))
@@ -91,6 +92,10 @@ def _parse_line(source: Source, start: int, text: str, comment: str | None) -> L
     if unbalanced is not None:
         message, at, help_ = unbalanced
         return malformed(message, at, at + 1, help_)
+    glued = next((found for found in GLUED.finditer(text[:end]) if found[1]), None)
+    if glued is not None:
+        help_ = f"write `{glued[1]}.{glued[2]}`"
+        return malformed("a range of numbers is a segment of its own, after a `.`", *glued.span(2), help_)
     parser = _parser()
     try:
         tree = parser(text)

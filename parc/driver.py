@@ -135,7 +135,10 @@ def compile_plan(
             recorded, captured = capture_plan(at, task_lines(at), folder, overrides, sizes is not None)
         progress("passes")
         with _timed(seconds, "passes"):
-            made = compile_captured(at, folder, recorded, captured, copies, longer, plan if sizes else None, choices)
+            made = compile_captured(
+                at, folder, recorded, captured, copies, longer, plan if sizes else None, choices,
+                smaller=overrides is not None,
+            )  # fmt: skip
         return replace(made, overrides=dict(overrides or {}), seconds=seconds)
 
     if not moving(plan.sizes):
@@ -148,14 +151,15 @@ def compile_plan(
 
 def compile_captured(
     plan: Plan, folder: Path, recorded: Recorded, captured: Captured, copies: Copies | None = None,
-    longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None,
+    longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
 ) -> Compiled:  # fmt: skip
-    """Run every pass on a captured model; ``declared`` is the plan with the ranges of which its sizes are a choice.
+    """Run every pass on a captured model; ``declared`` is the plan with the ranges of which its sizes are a choice; a
+    ``smaller`` model may lack what the plan names.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
-    lines, names = task_lines(plan), names_of(captured)
+    lines, names = task_lines(plan), replace(names_of(captured), smaller=smaller)
     pipeline = pipeline_of(plan, names, captured)
     pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
     if copies is None:  # what must divide depends on what several ranks keep

@@ -57,8 +57,9 @@ capitals stand for one phrase, what is in `[]` may be left out, and ` | ` separa
 - **`$name`** stands for the value a `let` gives, in any item and inside strings; `-D name=value` on the command line
   replaces that value, and nothing else.
 - **Names** are dotted paths of modules, parameters or inputs. In patterns `*` is one segment or a part of one, `**`
-  any number of segments, `{q,k}` alternatives, `[0..3]` a range of numbers with both ends, `[0..31:2]` every second.
-  A pattern that matches nothing is an error, unless it ends in `?`.
+  any number of segments, `{q,k}` alternatives, `[0..3]` a range of numbers with both ends (`blocks.[0..3].mlp.up`),
+  `[0..31:2]` every second. A pattern that matches nothing is an error, and so is one with an alternative or a number
+  that matches nothing, unless it ends in `?`.
 - **Layouts** have one entry for each dim: `_` is whole, `B/dp` is split over the mesh axis dp, `B/dp/tp` over dp and
   each part over tp, `...` is the rest. A dim that is a product is written as sub-dims, major first: `(3 h/tp d)` is
   three times heads times head size, split so that every rank has its heads of all three; `h/tp=8` and `d=64` give
