@@ -206,6 +206,9 @@ def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
     """The manifest of a folder that a person named otherwise, perhaps."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except NotADirectoryError:
+        made = f"a build of it is made by `parc build {named}`" if named.suffix == ".parc" else "name a build's folder"
+        raise BuildError(f"`{named}` is a file, not the folder of a build", made) from None
     except FileNotFoundError:
         message = f"`{named}` is not a build: it has no {MANIFEST}" if path.exists() else f"there is no build `{named}`"
         help_ = path_meant(named, _is_target, f"make it of a plan: `parc build PLAN.parc -o {named}`")

@@ -21,12 +21,18 @@ from .mesh import Mesh
 
 INCLUDE = "include"
 FAMILY = "parc:"
+NAME_A_PLAN = "name a plan file, as `gpt.parc`"
 
 
 def families() -> tuple[str, ...]:
     """The names of the families that parc ships."""
     folder = files(__name__.partition(".")[0]) / "plans"
     return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".parc")))
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a file is a plan by its name."""
+    return path.suffix == ".parc"
 
 
 def read_source(path: Path) -> Source:
@@ -38,7 +44,7 @@ def read_source(path: Path) -> Source:
     text, reason = read_text(path)
     if text is None:
         message = f"`{path}` cannot be read: {reason}"
-        help_ = path_meant(path, lambda other: other.suffix == ".parc", "name a plan file, as `gpt.parc`")
+        help_ = path_meant(path, is_plan, NAME_A_PLAN)
         raise PlanError([Diagnostic(UNREADABLE, message, help=help_)])
     return Source(path.name, text, path=path)
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..grammar.codes_language import MISSING_STATEMENT, REPEATED, UNKNOWN_VERB
+from ..grammar.codes_language import MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
 from ..grammar.diagnostics import Diagnostic, Label, PlanError
 from ..grammar.format import format_statements
-from ..grammar.nearest import did_you_mean, listed
+from ..grammar.nearest import did_you_mean, listed, path_meant
 from ..grammar.source import Source, Span
-from ..grammar.substitute import LET
+from ..grammar.substitute import IN_STRING, LET
 from ..grammar.syntax import Binding, Phrase, Statement, Word
 from ..grammar.usage import parse_usage
 from .constraints import Fix, SplitWeights
@@ -34,7 +34,7 @@ from .directives.sizes import SizeRange, Sizes
 from .directives.stage import Stage
 from .directives.steps import Steps
 from .directives.verify import Verify
-from .include import Expanded, read_source
+from .include import NAME_A_PLAN, Expanded, is_plan, read_source
 from .mesh import Mesh
 from .promises import Promise
 
@@ -92,13 +92,29 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
     defines = dict(defines or {})
     expanded = Expanded(source, defines)
     directives, errors = _read_directives(expanded.statements)
+    wrong = [*expanded.diagnostics, *errors]
+    if wrong and not directives and source.path is not None and source.path.suffix != ".parc":
+        message = f"`{source.path}` is no plan: none of its lines is one of a plan"
+        raise PlanError([Diagnostic(UNREADABLE, message, help=path_meant(source.path, is_plan, NAME_A_PLAN))])
     axes = merged([found for found in directives if isinstance(found, MeshLine)])
     scope = Scope(directives, mesh_of(axes), _broken(expanded, directives))
-    found = [*expanded.diagnostics, *errors, *_check(scope, source)]
+    found = [*wrong, *_check(scope, source)]
+    found = [_with_defines(diagnostic, defines) for diagnostic in found]
     found.sort(key=_position)
     if any(diagnostic.is_error for diagnostic in found):
         raise PlanError(found)
     return _assemble(source, _kept(expanded.statements, axes), defines, scope, axes, tuple(found))
+
+
+def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnostic:
+    """A message about a ``$name`` of the plan, with the ``-D`` that gives its value."""
+    span = diagnostic.primary.span if diagnostic.primary is not None else None
+    if span is None or next(span.includes, None) is not None:
+        return diagnostic
+    names = [name for name in IN_STRING.findall(span.text) if name in defines]
+    given = [Source(f"-D {name}", f"{name}={defines[name]}") for name in names]
+    labels = (Label(Span(source, 0, len(source.text)), "given here") for source in given)
+    return replace(diagnostic, related=(*labels, *diagnostic.related))
 
 
 def _kept(statements: Sequence[Statement], axes: tuple[Binding, ...]) -> tuple[Statement, ...]:

@@ -77,6 +77,12 @@ def resolve(
     )  # fmt: skip
 
 
+def _one_cause(first: Diagnostic, other: Diagnostic) -> bool:
+    """Whether two inputs are as long, and do not divide by the same axes."""
+    uneven = first.code is UNEVEN_SHARD is other.code and "`pad`" not in first.help
+    return uneven and bool(first.related) and (first.help, first.related) == (other.help, other.related)
+
+
 def _idle_axes(plan: Plan, seeds: Iterable[Seed]) -> Iterator[Diagnostic]:
     """A warning for every axis of several ranks that splits nothing and has no stages."""
     seeds = tuple(seeds)
@@ -155,7 +161,14 @@ class _Resolver:
             alike.setdefault((error.code.name, spans), []).append(error)
         for first, *others in alike.values():
             more = f"the same holds for {len(others)} more that the pattern matches"
-            self.diagnostics.append(replace(first, notes=(*first.notes, more)) if others else first)
+            first = replace(first, notes=(*first.notes, more)) if others else first
+            at = next((at for at, found in enumerate(self.diagnostics) if _one_cause(found, first)), None)
+            if at is None:
+                self.diagnostics.append(first)
+            else:
+                what, line = first.message.partition(" has ")[0], first.primary.span.line if first.primary else 0
+                note = f"the same holds for {what}, line {line}"
+                self.diagnostics[at] = replace(self.diagnostics[at], notes=(*self.diagnostics[at].notes, note))
 
     def _fix(self, line: Fix, word: Word) -> Iterator[Seed | Diagnostic]:
         found = find_values(word, self._names)

@@ -207,11 +207,11 @@ def _attention(c: Canonicalizer, node: Any) -> None:
 
 def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     """``mean`` becomes a sum of token losses over the count of targets that are not ignored."""
-    names = ("logits", "targets", "weight", "reduction", "ignore", "smoothing")
-    given = {**dict(zip(names, node.args, strict=False))}
-    given.update({"ignore": -100, "reduction": 1} | given | dict(node.kwargs))
-    logits, targets = given["logits"], given["targets"]
-    plain = given.get("weight") is None and not given.get("smoothing") and not targets.meta["val"].is_floating_point()
+    names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    given: dict[str, Any] = {"ignore_index": -100, "reduction": 1, "label_smoothing": 0.0}
+    given |= {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    logits, targets = given["self"], given["target"]
+    plain = given.get("weight") is None and not targets.meta["val"].is_floating_point()
     rank = logits.meta["val"].dim()
     if not plain or rank < 2:
         return
@@ -220,8 +220,14 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
         logits = c.emit(node, aten.reshape.default, logits, [-1, shape_of(logits)[-1]])
         targets = c.emit(node, aten.reshape.default, targets, [-1])
         logits.args, targets.args = (logits.args[0], list(shape_of(logits))), (targets.args[0], list(shape_of(targets)))
-    ignore, reduction = int(given.get("ignore_index", given["ignore"])), given["reduction"]
+    ignore, reduction, smoothing = int(given["ignore_index"]), given["reduction"], float(given["label_smoothing"])
     losses = c.emit(node, OPS.token_loss.default, logits, targets, ignore)
+    if smoothing:  # that part of the loss is the mean over all classes
+        every = c.emit(node, aten.sum.dim_IntList, c.emit(node, aten.log_softmax.int, logits, -1), [-1])
+        every = c.emit(node, aten.mul.Tensor, every, c.emit(node, aten.ne.Scalar, targets, ignore))
+        losses = c.emit(node, aten.mul.Tensor, losses, 1 - smoothing)
+        every = c.emit(node, aten.mul.Tensor, every, -smoothing / shape_of(logits)[-1])
+        losses = c.emit(node, aten.add.Tensor, losses, every)
     if reduction == 0:
         c.replace(node, losses if rank == 2 else c.emit(node, aten.reshape.default, losses, list(shape_of(node))))
         return

@@ -143,7 +143,11 @@ def _mixes_samples(total: fx.Node) -> bool:
 
 
 def _is_token_loss(total: fx.Node) -> bool:
-    return isinstance(total.args[0], fx.Node) and total.args[0].target is torch.ops.parc.token_loss.default
+    """Whether a sum is over the losses of targets; those that are smoothed have a part of each added."""
+    losses: Any = total.args[0]
+    if losses.target is aten.add.Tensor and isinstance(losses.args[0], fx.Node) and not _mixes_samples(total):
+        losses = _scaled(losses.args[0])
+    return isinstance(losses, fx.Node) and losses.target is torch.ops.parc.token_loss.default
 
 
 def _denominator(loss: fx.Node) -> fx.Node | None:
