@@ -98,8 +98,7 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
         raise PlanError([Diagnostic(UNREADABLE, message, help=path_meant(source.path, is_plan, NAME_A_PLAN))])
     axes = merged([found for found in directives if isinstance(found, MeshLine)])
     scope = Scope(directives, mesh_of(axes), _broken(expanded, directives))
-    found = [*wrong, *_check(scope, source)]
-    found = [_with_defines(diagnostic, defines) for diagnostic in found]
+    found = [_with_defines(diagnostic, defines) for diagnostic in (*wrong, *_check(scope, source))]
     found.sort(key=_position)
     if any(diagnostic.is_error for diagnostic in found):
         raise PlanError(found)

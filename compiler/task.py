@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -110,7 +111,17 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
         return cross_entropy
     function = load_callable(lines.target, folder)
     check_arguments(function, lines.target, (), len(lines.operands))
+    if isinstance(function, FunctionType):
+        function = _with_lines(function)
     return lambda output, inputs: function(*(_operand(name, output, inputs) for name in lines.operands))
+
+
+def _with_lines(function: FunctionType) -> FunctionType:
+    """The same function under the one name of functions whose lines an export records: a model's ``forward``."""
+    code = function.__code__.replace(co_name="forward")
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def _operand(name: str, output: Any, inputs: Mapping[str, torch.Tensor]) -> Any:

@@ -284,3 +284,35 @@ def test_a_fault_of_parcs_own_says_what_to_report(capsys: Captured, monkeypatch:
     monkeypatch.setattr("parc.cli.explain.CODES", None)
     code, _, err = parc(capsys, "explain", "P0107")
     assert code == 3 and "Please report" in err and "parc 0." in err and "TypeError" in err
+
+
+def test_what_is_no_plan_and_no_build_is_said_once(capsys: Captured, plan: Path) -> None:
+    code, _, err = parc(capsys, "build", plan.parent / "gpt.py")
+    assert code == 1 and err.count("error[") == 1 and "gpt.py` is no plan" in err and "help: name a plan file" in err
+    code, _, err = parc(capsys, "verify", plan)
+    assert code == 1 and "tiny.parc` is a file, not the folder of a build" in err and f"parc build {plan}" in err
+
+
+def test_a_value_of_the_command_line_is_shown_where_it_was_given(capsys: Captured, plan: Path) -> None:
+    code, _, err = parc(capsys, "check", plan, "-D", "tp=two")
+    assert code == 1 and err.count("error[") == 1 and "::: -D tp:1:1" in err and "1 | tp=two" in err
+
+
+def test_a_batch_that_does_not_divide_is_said_once(capsys: Captured, plan: Path) -> None:
+    text = plan.read_text().replace(
+        "mesh      tp=$tp", "mesh dp=5, tp=$tp\nshard tokens [B/dp, _]\nshard targets [B/dp, _]"
+    )
+    plan.write_text(text)
+    code, _, err = parc(capsys, "check", plan)
+    assert code == 1 and err.count("error[") == 1 and "= note: the same holds for dim 0 of `targets`, line " in err
+
+
+def test_a_smaller_model_may_lack_what_a_pattern_names(plan: Path) -> None:
+    from parc.compiler.plan import read_plan
+    from parc.driver import compile_plan
+
+    text = plan.read_text().replace("blocks.*", "blocks.[0..1]")
+    assert "blocks.[0..1]" in text
+    plan.write_text(text + "replicate blocks.1.mlp.down.bias\n")
+    compiled = compile_plan(read_plan(plan), plan.parent, overrides={"layers": 1})
+    assert "blocks.0.mlp.up" in compiled.captured.modules and "blocks.1" not in compiled.captured.modules

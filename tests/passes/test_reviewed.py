@@ -276,3 +276,27 @@ def test_a_build_with_custom_operators_opens_in_another_process(tmp_path: Path) 
     (tmp_path / "models.py").write_text("raise SystemExit('imported')")
     again = subprocess.run(words, check=False, **here)  # type: ignore[call-overload]
     assert again.returncode == 1 and "changed since the build" in again.stderr and "imported" not in again.stderr
+
+
+@pytest.mark.parametrize("lines", ["mesh dp=2\nshard x, y [B/dp, ...]", "mesh tp=2\ncolumn fc over tp"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_smoothed_loss_is_split_as_a_plain_one(tmp_path: Path, reduction: str, lines: str) -> None:
+    body = f"""
+        class Model(Base):
+            def forward(self, x):
+                return self.fc(x)
+
+
+        def smoothed(output, y, *, part=0.1):
+            rows, targets = output.flatten(0, -2), y.flatten()
+            loss = F.cross_entropy(rows, targets, ignore_index=1, label_smoothing=part, reduction="{reduction}")
+            return loss if loss.dim() == 0 else loss.sum()
+    """
+    inputs = f'{X}\ninput y int64 [B, 4]\nloss "./models.py:smoothed"(output, y)\nschedule microbatches 2'
+    compiled, checked = made(tmp_path, body, f"{inputs}\n{lines}")
+    assert checked.report["numbers"]["loss"] < 1e-10
+    if "dp" in lines:
+        assert codes(compiled) == []
+    else:  # its classes are gathered, and the loss's line says where
+        found = [warning for warning in warnings_of(compiled) if warning.code.name == "P0209"]
+        assert found and all(" at models.py:" in warning.message for warning in found)
