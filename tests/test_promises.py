@@ -28,7 +28,7 @@ def broken(lines: str, placements: str = BOTH) -> list[Diagnostic]:
 
 
 KEPT = """
-forbid any in blocks.*.{norm1,norm2,drop}
+forbid any in blocks.*.{norm1,norm2}
 forbid all_to_all in **
 forbid all_gather in **
 forbid any in blocks.** over dp
