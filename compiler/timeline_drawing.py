@@ -147,7 +147,7 @@ def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
     x = right
     for kind in reversed(WORK):
         for chunk in reversed(range(min(chunks, 3))):
-            text = f"{names[kind]} {chunk}" if chunks > 1 else names[kind]
+            text = str(chunk) if chunk else f"{names[kind]}, chunk 0" if chunks > 1 else names[kind]
             yield _words(x, 22, text, "end", _GREY)
             x -= 8 * len(text) + 20
             yield f'<rect x="{x:.1f}" y="15" width="14" height="14" rx="3" fill="{_COLORS[kind][chunk]}"/>'
@@ -155,10 +155,11 @@ def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
 
 
 def _axis(makespan: float, scale: float, bottom: float, unit: str) -> Iterator[str]:
-    """Ticks at round times, at most one every 60 pixels or so."""
+    """Ticks at round times, at most one every 60 pixels or so, and the unit at the end."""
     power = 10 ** floor(log10(makespan * 60 / (makespan * scale)))
     step = next(power * n for n in (1, 2, 5, 10) if power * n * scale >= 60)
     for tick in range(int(makespan / step + 1e-9) + 1):
         x = _LEFT + tick * step * scale
         yield f'<path d="M{x:.1f} {_TOP} V{bottom}" stroke="#d5dbe3"/>'
-        yield _words(x, bottom + 14, f"{tick * step:g} {unit}".rstrip(), "middle", _GREY)
+        yield _words(x, bottom + 14, f"{tick * step:g}", "middle", _GREY)
+    yield _words(_LEFT + makespan * scale + 24, bottom + 14, unit, "start", _GREY)

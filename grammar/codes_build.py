@@ -209,6 +209,16 @@ NOT_POLYNOMIAL = Code(
     instead=_MODEL.format(body="return x / x.shape[1]"),
     language="python",
 )
+NO_FUNCTION = Code(
+    name="P0227",
+    title="a result that is no function of the inputs",
+    why="one graph is built, and what the model's code takes from elsewhere (Python's `random`, NumPy's, a counter that"
+    " a call moves, the clock) would be a constant in it. parc ran the module twice, on the same inputs and weights and"
+    " with the same seeds of torch, and its results differ.",
+    example=_MODEL.format(body="return x * random.random()"),
+    instead=_MODEL.format(body="return x * torch.rand(())"),
+    language="python",
+)
 LEFT_STEP = Code(
     name="P0230",
     title="a session that an error left in the middle of a step",

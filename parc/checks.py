@@ -36,7 +36,7 @@ from parc.compiler.verify_schedule import check_timelines
 from parc.compiler.verify_stages import check_stages
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, Progress, compile_plan, optimizer_facts, stored, stored_types
-from parc.eager import EagerAgreement, compare_with_eager
+from parc.eager import EagerAgreement, compare_with_eager, not_finite
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.format import format_statements
 from parc.runtime.holders import BUFFERS, parameters_of
@@ -171,7 +171,11 @@ def reread_roles(compiled: Compiled) -> dict[str, Role]:
 
 def check_numbers(compiled: Compiled, checked: Checked) -> None:
     """Train all ranks and the captured graph in float64; a large build by its twin. Of sizes that have ranges, where
-    everything else is checked too; for one step at those that are not the largest."""
+    everything else is checked too; for one step at those that are not the largest.
+
+    Raises:
+        PlanError: what the model or its loss makes of random batches is not finite, or no function of them.
+    """
     subject, on = compiled, "the build itself"
     if is_large(compiled):
         subject, differences = find_twin(compiled, compiled.built.programs)
@@ -190,12 +194,14 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
         with one_thread():
             eager = compare_with_eager(at, case)
             agreement = compare(case, 1 if checked.agreement else _STEPS)
+        if agreement.not_finite:
+            raise PlanError([not_finite(at.plan, agreement.not_finite)])
         checked.agreement = checked.agreement or agreement
         errors = {
             "steps": agreement.steps,
             "loss": agreement.loss, "gradient": agreement.gradient, "parameter": agreement.updated,
             "parameter_beyond_rounding": agreement.parameter,
-            "eager_loss": eager.loss, "eager_gradient": eager.gradient,
+            "eager_loss": eager.loss, "eager_gradient": eager.gradient, "eager_buffer": eager.buffer,
         }  # fmt: skip
         found.update((name, max(found.get(name, 0), error)) for name, error in errors.items())
         where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
@@ -205,7 +211,8 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
 
 def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iterator[Fault]:
     if not eager.holds:
-        message = f"differs from the eager module: loss by {eager.loss:.1e}, gradients by {eager.gradient:.1e}"
+        buffers = f", buffers by {eager.buffer:.1e}" if eager.buffer else ""
+        message = f"differs from the eager module: loss by {eager.loss:.1e}, gradients by {eager.gradient:.1e}{buffers}"
         yield Fault("numbers", f"the captured graph{at}", message)
     for kind, where in agreement.worst.items():
         error = getattr(agreement, kind)

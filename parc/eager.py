@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from parc.compiler.plan import Plan
+from parc.compiler.program import Line
 from parc.compiler.recipes import initialize
 from parc.compiler.task import caller, loss_function, model_builder
 from parc.driver import Compiled
-from parc.grammar.codes_build import NOT_FINITE
+from parc.grammar.codes_build import NO_FUNCTION, NOT_FINITE
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.plan_capture import failure, input_specs
+from parc.runtime.execute import Environment
+from parc.runtime.faults import Watcher
 from parc.runtime.plain import counted_dropout
 from parc.runtime.random_batch import random_batch
 from parc.runtime.simulate import Case, ReferenceRun
@@ -25,58 +32,151 @@ _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 @dataclass(frozen=True, slots=True)
 class EagerAgreement:
-    """Relative differences of the loss and of all gradients together (by norm)."""
+    """Relative differences of the loss, of all gradients together (by norm), and of the buffer that is most apart."""
 
     loss: float
     gradient: float
+    buffer: float
     tolerance: float = TOLERANCE
 
     @property
     def holds(self) -> bool:
         """Whether the captured graph is the module's."""
-        return self.loss <= self.tolerance and self.gradient <= min(10 * self.tolerance, 5e-2)
+        return self.loss <= self.tolerance and max(self.gradient, self.buffer) <= min(10 * self.tolerance, 5e-2)
 
 
 def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
     """One microbatch of random data through the module as the user wrote it, and through the captured graph; in float64
-    where float32 rounds too much to tell (batch statistics of few elements, layer upon layer)."""
-    found = _compare(compiled, case, wide=False)
-    return found if found.holds else min(found, _compare(compiled, case, wide=True), key=lambda a: a.loss + a.gradient)
+    where float32 rounds too much to tell (batch statistics of few elements, layer upon layer).
 
-
-def _compare(compiled: Compiled, case: Case, wide: bool) -> EagerAgreement:
-    overrides = compiled.overrides
-    module = initialize(model_builder(compiled.lines, compiled.folder, overrides), compiled.plan.seed)
-    module = module.double() if wide else module
-    call, loss_of = caller(module, compiled.lines), loss_function(compiled.lines, compiled.folder)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and name not in compiled.frozen)
-    (batch,) = random_batch(case.reference, 1, torch.Generator().manual_seed(0))
+    Raises:
+        PlanError: the module fails, its numbers are not finite, or it has others for the same inputs.
+    """
     specs = input_specs(compiled.plan)
+    (batch,) = random_batch(case.reference, 1, torch.Generator().manual_seed(0))
     inputs = {
         name: batch[name].to(spec.dtype) if name in batch else torch.zeros(spec.shape, dtype=spec.dtype)
         for name, spec in specs.items()  # the graph has no input that nothing reads
     }
-    if wide:
-        inputs = {name: as_wide(value) for name, value in inputs.items()}
     try:
-        with counted_dropout(module, compiled.plan.seed, 0, 0):
-            eager = loss_of(call(module, inputs), inputs)
-        eager.backward()
+        eager = _eager(compiled, inputs)
     except Exception as error:
         raise PlanError([failure(compiled.plan, error)]) from error
-    expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    loss, gradients = ReferenceRun(case, wide).gradients([inputs], 0)
-    difference = torch.stack([
-        (gradients.get(name, torch.zeros_like(value)) - value).double().norm() for name, value in expected.items()
-    ]).norm()  # fmt: skip
-    whole = torch.stack([value.double().norm() for value in expected.values()]).norm()
-    if not (eager.isfinite() and whole.isfinite()):
-        what = "gradients are" if eager.isfinite() else "loss is"
-        message = f"the model's {what} not finite on random inputs"
-        help_ = "let it compute something finite of any numbers: clamp what a logarithm, a root or a division takes"
-        raise PlanError([Diagnostic(NOT_FINITE, message, Label(compiled.plan.model.span), help=help_)])
-    apart = (loss - eager.detach()).abs() / eager.detach().abs().clamp_min(1e-12)
+    if found := _fault(compiled, case, inputs, eager):
+        raise PlanError([found])
     types = {value.type.dtype for function in case.reference.functions for value in function.values().values()}
     tolerance = max(_TOLERANCES.get(dtype, TOLERANCE) for dtype in types)
-    return EagerAgreement(float(apart), float(difference / whole.clamp_min(1e-30)), tolerance)
+    captured = _captured(case, inputs)
+    agreement = _agreement(captured, eager, tolerance)
+    if agreement.holds:
+        return agreement
+    wider = {name: as_wide(value) for name, value in inputs.items()}
+    precise = _captured(case, wider, wide=True)
+    try:
+        again = _agreement(precise, _eager(compiled, wider, wide=True), tolerance)
+    except Exception:  # code that makes float32 tensors itself: how much float32 rounds in the graph is what it may
+        rounds = _agreement(captured, precise, tolerance)
+        return replace(agreement, tolerance=min(max(tolerance, 4 * rounds.loss, rounds.gradient, rounds.buffer), 5e-2))
+    return min(agreement, again, key=lambda a: a.loss + a.gradient + a.buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Loss, gradients, updated buffers; of the eager module also what it returned, and that and the loss once more."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    output: tuple[torch.Tensor, ...] = ()
+    again: tuple[torch.Tensor, ...] = ()
+
+
+def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = False) -> _Result:
+    module = initialize(model_builder(compiled.lines, compiled.folder, compiled.overrides), compiled.plan.seed)
+    module = module.double() if wide else module
+    call, loss_of = caller(module, compiled.lines), loss_function(compiled.lines, compiled.folder)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name not in compiled.frozen)
+    buffers = {name: value.clone() for name, value in module.named_buffers(remove_duplicate=False)}
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        """What the model returns, and last the loss."""
+        given = {name: value.clone() for name, value in inputs.items()}
+        with torch.random.fork_rng(devices=()), counted_dropout(module, compiled.plan.seed, 0, 0):
+            torch.manual_seed(compiled.plan.seed)
+            output = call(module, given)
+            loss = loss_of(output, given)
+        return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), loss
+
+    *output, loss = forward()
+    loss.backward()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    updated = {name: value.detach().clone() for name, value in module.named_buffers(remove_duplicate=False)
+               if name in buffers and not torch.equal(value, buffers[name])}  # fmt: skip
+    for name, value in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, value)
+    return _Result(loss.detach(), gradients, updated, tuple(output), forward())
+
+
+def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> Diagnostic | None:
+    """What makes the eager module itself one that nothing can be held against."""
+    of_model = any(bool(value.isnan().any()) for value in eager.output)
+    if not bool(eager.loss.isfinite()):
+        watcher = Watcher(0, lambda: None)
+        _captured(case, inputs, watch=watcher.watch("F"))
+        bad = watcher.found()
+        notes = (bad.what.removesuffix(" on rank 0"), *bad.notes) if bad is not None else ()
+        return not_finite(compiled.plan, f"the loss is {float(eager.loss)} on a batch of random data", of_model, notes)
+    for name, value in eager.gradients.items():
+        if not bool(value.isfinite().all()):
+            message = f"the gradient of `{name}` is not finite on a batch of random data (the loss is {eager.loss:.6g})"
+            return not_finite(compiled.plan, message, of_model=True)
+    *output, loss = eager.again
+    if torch.allclose(loss, eager.loss, rtol=1e-5, atol=0):
+        return None
+    same = len(output) == len(eager.output) and all(map(torch.equal, output, eager.output))
+    line = compiled.plan.loss if same else compiled.plan.model
+    message = f"the loss is {eager.loss:.6g}, and {loss:.6g} of the same inputs, weights and seeds of torch"
+    help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make what changes an input"
+    notes = (
+        "does the code read Python's `random`, NumPy's, a counter or the clock? a build has one graph for all steps",
+    )
+    return Diagnostic(NO_FUNCTION, message, Label(line.arguments.statement.span), help=help_, notes=notes)
+
+
+def not_finite(plan: Plan, message: str, of_model: bool = False, notes: tuple[str, ...] = ()) -> Diagnostic:
+    """The error of numbers of a test that are NaN or infinite, at the model's line or at its loss's."""
+    help_ = "keep it finite for such data: clamp what a logarithm, a root or a division takes"
+    line = plan.model if of_model else plan.loss
+    return Diagnostic(NOT_FINITE, message, Label(line.arguments.statement.span), help=help_, notes=notes)
+
+
+def _agreement(found: _Result, expected: _Result, tolerance: float) -> EagerAgreement:
+    made, wanted = found.gradients, expected.gradients
+    difference = torch.stack([
+        (made.get(name, torch.zeros_like(value)) - value).double().norm() for name, value in wanted.items()
+    ]).norm()  # fmt: skip
+    whole = torch.stack([value.double().norm() for value in wanted.values()]).norm()
+    apart = (found.loss - expected.loss).abs() / expected.loss.abs().clamp_min(1e-12)
+    buffers = [_apart(found.buffers.get(name), value) for name, value in expected.buffers.items()]
+    gradient = float(difference / whole.clamp_min(1e-30))
+    return EagerAgreement(float(apart), gradient, max(buffers, default=0.0), tolerance)
+
+
+def _apart(found: torch.Tensor | None, expected: torch.Tensor) -> float:
+    """How far an updated buffer is from what it should be, relative to that; of a missing one nothing is known."""
+    if found is None or found.shape != expected.shape:
+        return math.inf
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def _captured(
+    case: Case,
+    inputs: Mapping[str, torch.Tensor],
+    wide: bool = False,
+    watch: Callable[[Line, Sequence[Environment]], None] | None = None,
+) -> _Result:
+    run = ReferenceRun(case, wide, watch)
+    loss, gradients = run.gradients([inputs], 0)
+    return _Result(loss, gradients, run.buffers)

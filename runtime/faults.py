@@ -111,8 +111,9 @@ class Watcher:
         if "*" in module and self._called_by:
             module = complete_module(module, self._called_by)
         phase = {"F": "forward", "B": "backward"}.get(action, "reduction")
-        where = f"`{module}`" if module else "the model's own code"
-        notes = [f"`{line.op}` at {line.origin.source or 'no line of the model'}, {phase}"]
+        source = line.origin.source
+        where = f"`{module}`" if module else "the model's own code" if source else "the loss"
+        notes = [f"`{line.op}`{f' at {source}' if source else ''}, {phase}"]
         if line.origin.plan:
             notes.append(f"placed by line {line.origin.plan} of the plan")
         return Bad(order, self.rank, f"the first is {kind} made in {where} on rank {self.rank}", tuple(notes))

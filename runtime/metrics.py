@@ -48,14 +48,15 @@ class MetricsFile:
 
 @final
 class ProgressDisplay:
-    """Loss, tokens a second and seconds a step on stderr: a bar on a terminal, else a line now and then.
+    """Loss, tokens or samples (``what``) a second, seconds a step on stderr: a bar on a terminal, else lines at times.
 
     Without a terminal the first and the last step have a line, and those between at least ``every_s`` seconds after
     the line before.
     """
 
-    def __init__(self, steps: int, every_s: float = 5.0, console: Console | None = None) -> None:
+    def __init__(self, steps: int, what: str = "tokens", every_s: float = 5.0, console: Console | None = None) -> None:
         self._steps = steps
+        self._what = what
         self._every_s = every_s
         self._console = console or Console(stderr=True, file=sys.stderr)
         self._shown_at = -math.inf
@@ -85,9 +86,9 @@ class ProgressDisplay:
         """Show a line of words."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
-    def step(self, step: int, loss: float, tokens: int, step_s: float) -> None:
-        """Show one finished step: its number from 1, its loss, how many tokens it had, and the seconds it took."""
-        figures = f"loss {loss:.4f}  {tokens / max(step_s, 1e-9):,.0f} tokens/s  {step_s:.3f} s/step"
+    def step(self, step: int, loss: float, count: int, step_s: float) -> None:
+        """Show one finished step: its number from 1, its loss, how many tokens or samples it had, and its seconds."""
+        figures = f"loss {loss:.4f}  {count / max(step_s, 1e-9):,.0f} {self._what}/s  {step_s:.3f} s/step"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, figures=figures)
             return

@@ -59,6 +59,8 @@ class Agreement:
     """The error of updated parameters as it is; ``parameter`` is what exceeds AdamW's amplification of rounding."""
     worst: dict[str, str] = field(default_factory=dict)
     steps: int = 0
+    not_finite: str = ""
+    """What of the captured graph itself is not a finite number, and when; nothing is compared with that."""
 
     @property
     def largest(self) -> float:
@@ -82,9 +84,13 @@ class ReferenceRun:
     """The captured graph trained on one device, microbatch by microbatch, one denominator for the whole step; in the
     model's own types where not in ``float64``."""
 
-    def __init__(self, case: Case, float64: bool = True) -> None:
+    def __init__(
+        self, case: Case, float64: bool = True, watch: Callable[[Line, Sequence[dict[str, Any]]], None] | None = None
+    ) -> None:
         self.case = case
-        self.machine = Machine(case.reference, InProcess(Mesh()), CPU, wide=float64, kernels=REFERENCE_KERNELS)
+        self.machine = Machine(
+            case.reference, InProcess(Mesh()), CPU, wide=float64, kernels=REFERENCE_KERNELS, watch=watch
+        )
         self.counts = any(function.name == "count" for function in case.reference.functions)
         frozen = {value.role for value in case.reference.main.parameters}
         copied = wide if float64 else torch.clone
@@ -290,6 +296,13 @@ def compare(case: Case, steps: int = 3) -> Agreement:
     for step in range(steps):
         batches = random_batch(case.reference, case.microbatches, generator)
         loss, gradients = reference.step(batches, step)
+        wrong = [
+            f"the gradient of `{name}` is not finite" for name, value in gradients.items() if not value.isfinite().all()
+        ]
+        wrong = [f"the loss is {float(loss)}"] if not loss.isfinite() else wrong
+        if wrong:
+            agreement.not_finite = f"{wrong[0]} on a batch of random data, after {step} updates"
+            return agreement
         losses, found = simulation.step(batches, step)
         for rank, value in enumerate(losses):
             error = float((value - loss).abs() / loss.abs().clamp_min(1e-30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -15,7 +16,9 @@ from typing import Any, Self, final
 
 import torch
 
+from ..compiler.artifact import Build
 from .metrics import MetricsFile, ProgressDisplay
+from .optimizer import rate
 from .processes import launched
 from .session import Session
 from .trace import write_trace
@@ -68,6 +71,7 @@ def train(session: Session, options: Options) -> int:
         RunError: data, checkpoints or numbers are at fault.
     """
     first = session.rank == 0
+    what, count = work_per_step(session.build)
     session.last_step = options.steps
     if options.resume is not None:
         session.restore(options.resume)
@@ -81,12 +85,15 @@ def train(session: Session, options: Options) -> int:
             append = options.resume is not None
             metrics = stack.enter_context(MetricsFile(options.metrics, run_facts(session), append))
         if first:
-            display = stack.enter_context(ProgressDisplay(options.steps))
+            display = stack.enter_context(ProgressDisplay(options.steps, what))
         if display is not None and session.step_number >= options.steps:
             done = f"`{options.resume}` is at step {session.step_number}, and the last is {options.steps}"
             display.say(f"{done}: nothing is left to train; `--steps K` trains on until step K")
-        elif display is not None and session.regions is not None:
-            display.say(f"compiling {session.regions.distinct} distinct regions in the first step…")
+        elif display is not None:
+            if said := rate_ends(session.build, options.steps):
+                display.say(said)
+            if session.regions is not None:
+                display.say(f"compiling {session.regions.distinct} distinct regions in the first step…")
         started = session.step_number
         saved = session.step_number if options.resume == options.save else -1
         asked = 0
@@ -96,16 +103,15 @@ def train(session: Session, options: Options) -> int:
             step_s = time.perf_counter() - start
             rows = session.exchange([stop.signal, peak_bytes(session.device)])
             asked = max(row[0] for row in rows)
-            tokens = tokens_per_step(session)
             if metrics is not None:
                 metrics.step(
-                    report.step, report.loss, grad_norm=report.grad_norm, lr=report.lr, tokens=tokens, step_s=step_s,
-                    tokens_per_s=tokens / step_s, peak_bytes=[row[1] for row in rows],
+                    report.step, report.loss, grad_norm=report.grad_norm, lr=report.lr, step_s=step_s,
+                    **{what: count, f"{what}_per_s": count / step_s}, peak_bytes=[row[1] for row in rows],
                 )  # fmt: skip
             if display is not None and session.regions is not None and report.step == started + 1:
                 display.say(f"compiled in {session.regions.seconds:.1f} s; the next run finds them in Inductor's cache")
             if display is not None:
-                display.step(report.step, report.loss, tokens, step_s)
+                display.step(report.step, report.loss, count, step_s)
             if options.save is not None and options.save_every and report.step % options.save_every == 0:
                 session.save(options.save)
                 saved = report.step
@@ -120,12 +126,22 @@ def train(session: Session, options: Options) -> int:
     return 128 + asked if asked else 0
 
 
-def tokens_per_step(session: Session) -> int:
-    """Entries of the plan's first input in one step's whole batch: tokens, where it holds tokens."""
-    sizes, total = session.build.manifest["sizes"], 1
-    for dim in session.build.manifest["inputs"][0]["dims"]:
-        total *= int(sizes.get(dim, dim)) if isinstance(dim, str) else dim
-    return total
+def work_per_step(build: Build) -> tuple[str, int]:
+    """What a step's whole batch has, and how many: ``tokens``, where the plan's first input holds whole numbers in two
+    dims, else ``samples``."""
+    sizes, line = build.manifest["sizes"], build.manifest["inputs"][0]
+    if len(line["dims"]) == 2 and "int" in line["dtype"]:
+        return "tokens", math.prod(int(sizes.get(dim, dim)) for dim in line["dims"])
+    return "samples", int(sizes.get("B", 1))
+
+
+def rate_ends(build: Build, steps: int) -> str:
+    """What to say of a run of more steps than the plan's, after some of which the learning rate moves no more."""
+    line, planned = build.manifest["optimizer"], build.manifest["steps"] or 0
+    if line["over"] is None or steps <= max(line["over"], planned):
+        return ""
+    end = f"the learning rate falls to {rate(line, steps):g} at step {line['over']} and stays there"
+    return f"{end}; `over {steps}` in the plan's `optimizer` line ends its fall with this run"
 
 
 def peak_bytes(device: torch.device) -> int:
