@@ -213,7 +213,7 @@ NO_FUNCTION = Code(
     name="P0227",
     title="a result that is no function of the inputs",
     why="one graph is built, and what the model's code takes from elsewhere (Python's `random`, NumPy's, a counter that"
-    " a call moves, the clock) would be a constant in it. parc ran the module twice, on the same inputs and weights and"
+    " calls move, the clock) would be a constant in it. parc ran the module twice, on the same inputs and weights and"
     " with the same seeds of torch, and its results differ.",
     example=_MODEL.format(body="return x * random.random()"),
     instead=_MODEL.format(body="return x * torch.rand(())"),

@@ -10,8 +10,9 @@ from parc.compiler.artifact import check_out, json_text, write_build
 from parc.compiler.plan import read_plan
 from parc.driver import Compiled, Progress, compile_plan, files_of, manifest_of
 from parc.initial_weights import check_weights
-from parc.plan_data import check_data
+from parc.plan_data import check_data, check_sample
 from parc.promises import hold_promises
+from parc.runtime.feed import input_types
 
 
 class Refused(Exception):
@@ -38,6 +39,7 @@ def build(
     compiled = compile_plan(plan, folder, progress=progress)
     check_weights(compiled.plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled)
+    check_sample(plan, folder, input_types(compiled.built.programs))
     checked = check_build(compiled, progress)
     if checked.faults:
         raise Refused(checked)

@@ -10,11 +10,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
+from ..compiler.directives.sizes import SizeRange
 from ..grammar.nearest import did_you_mean
 
 
@@ -107,6 +108,25 @@ class CallableData:
         return dict(sample)
 
 
+def misfit(
+    sample: Mapping[str, Tensor], number: int, inputs: Sequence[Mapping[str, Any]], sizes: Mapping[str, SizeRange]
+) -> tuple[str, str] | None:
+    """The first input whose tensor in a sample is not what its ``input`` line says, and what it is instead; inputs that
+    the sample does not hold are left out."""
+    for line in inputs:
+        value, dims = sample.get(line["name"]), line["dims"][line["dims"][:1] == ["B"] :]  # a sample has no batch dim
+        if value is None:
+            continue
+        wanted = [SizeRange(dim, dim) if isinstance(dim, int) else sizes[dim] for dim in dims]
+        found = _form(value.dtype, value.shape)
+        fits = len(wanted) == value.dim() and all(size in w.values for size, w in zip(value.shape, wanted, strict=True))
+        if found.split()[0] != line["dtype"] or not fits:
+            declared = f"input {line['name']} {line['dtype']} [{', '.join(map(str, line['dims']))}]"
+            text = f"`{line['name']}` of sample {number} is {found}, but `{declared}` asks for {line['dtype']}"
+            return line["name"], f"{text} [{', '.join(map(str, wanted))}]"
+    return None
+
+
 def read_batch(source: Source, step: int, batch: int, rows: Sequence[int] | slice) -> dict[str, Tensor]:
     """The given rows of the batch of one optimizer step, stacked: each tensor [len(rows), *sample's shape].
 
@@ -175,6 +195,8 @@ def _meant(pattern: str, root: Path) -> str:
 
 
 def _shown(form: Mapping[str, tuple[torch.dtype, torch.Size]]) -> str:
-    return ", ".join(
-        f"{name}: {str(dtype).removeprefix('torch.')}{list(shape)}" for name, (dtype, shape) in form.items()
-    )
+    return ", ".join(f"{name}: {_form(*found)}" for name, found in form.items())
+
+
+def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -15,11 +15,13 @@ import torch
 
 from ..compiler.artifact import Build
 from ..compiler.callables import CallableError, check_arguments, load_callable
+from ..compiler.directives.sizes import SizeRange
 from ..compiler.mesh import Mesh
 from ..compiler.placement import TensorType, dim_index, take
+from ..compiler.program import Program
 from ..compiler.template import sizes_text
 from ..grammar.codes_build import BAD_DATA
-from .data import ByteText, CallableData, DataError, Source, read_batch
+from .data import ByteText, CallableData, DataError, Source, misfit, read_batch
 from .faults import RunError
 from .holders import parameters_of
 from .random_batch import class_bounds
@@ -27,6 +29,7 @@ from .tails import Tails
 
 Parts = list[dict[str, torch.Tensor]]
 """One rank's part of each microbatch of a step."""
+MISFIT_HELP = "change what the data gives, or the plan's `input` and `sizes` lines"
 
 
 @final
@@ -35,7 +38,7 @@ class Feed:
 
     def __init__(self, build: Build, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device) -> None:
         self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
-        self.types = input_types(build)
+        self.types = input_types(build.programs)
         self._count = int(build.manifest["microbatches"])
         self._batched = {line["name"]: line["dims"][:1] == ["B"] for line in build.manifest["inputs"]}
         self._bounds = class_bounds(build.reference)
@@ -65,7 +68,7 @@ class Feed:
                 raise RunError(BAD_DATA, f"the batch has no `{name}`", needs)
             value, rows = batch[name], type_.shape[0] if self._batched[name] else 0
             shape = (rows * self._count, *type_.shape[1:]) if rows else type_.shape
-            self._check(name, value, shape, "of a whole step's batch")
+            self._check(name, value, shape)
             for index, part in enumerate(parts):
                 piece = value[index * rows : (index + 1) * rows] if rows else value
                 part[name] = take(piece, type_.placement, self._mesh, self._coordinates).to(self._device)
@@ -136,14 +139,19 @@ class Feed:
             held = f"samples hold {', '.join(f'`{name}`' for name in samples)}"
             help_ = f"name inputs as the data does: {held}"
             raise RunError(BAD_DATA, f"samples have no `{missing[0]}`", help_, [self._line] if self._line else [])
+        first = {name: value[0] for name, value in samples.items()}
+        lines = [line for line in self._build.manifest["inputs"] if line["name"] in self.types]
+        sizes = {name: SizeRange(value, value) for name, value in self._build.manifest["sizes"].items()}
+        if wrong := misfit(first, step * size + rows[0], lines, sizes):
+            notes = [self._line] if self._line else []
+            raise RunError(BAD_DATA, wrong[1], self._sizes_of(wrong[0], first[wrong[0]].shape) or MISFIT_HELP, notes)
         parts: Parts = [{} for _ in range(self._count)]
         for (name, index), numbers in wanted.items():
             type_ = self.types[name]
             at = torch.searchsorted(torch.tensor(rows), numbers)
             value = samples[name].index_select(0, at)
             value = value if self._batched[name] else value[0]
-            shape = (len(at) if self._batched[name] else type_.shape[0], *type_.shape[1:])
-            self._check(name, value, shape, "of a rank's rows", self._sizes_of(name, value.shape))
+            self._check_numbers(name, value)
             parts[index][name] = self._cut_rest(value, type_, 1 if self._batched[name] else 0)
         return parts
 
@@ -158,11 +166,12 @@ class Feed:
         return value.contiguous()
 
     def _sizes_of(self, name: str, shape: Sequence[int]) -> str:
-        """How to run the build at the sizes of samples, where it was made for those too."""
+        """How to run the build at a sample's sizes, where it was made for those too."""
         ranges = self._build.template.ranges if self._build.template is not None else {}
         dims = next(line["dims"] for line in self._build.manifest["inputs"] if line["name"] == name)
+        dims = dims[self._batched[name] :]
         pairs = zip(dims, shape, strict=True) if len(dims) == len(shape) else ()
-        found = {dim: size for dim, size in pairs if dim in ranges and dim != "B"}
+        found = {dim: size for dim, size in pairs if dim in ranges}
         if all(self._build.manifest["sizes"][dim] == size for dim, size in found.items()):
             return ""
         if not all(size in ranges[dim].values for dim, size in found.items()):
@@ -170,16 +179,20 @@ class Feed:
         words = ",".join(f"{dim}={size}" for dim, size in found.items())
         return f"`parc run --sizes {words}` runs the build at the samples' sizes"
 
-    def _check(self, name: str, value: Any, shape: tuple[int, ...], what: str, help: str = "") -> None:
-        """Shape, dtype, and that class numbers are below what they index: a split table would not notice."""
+    def _check(self, name: str, value: Any, shape: tuple[int, ...]) -> None:
+        """Shape and dtype of a whole step's batch, and its numbers."""
         type_ = self.types[name]
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != type_.dtype:
             have = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             wanted = f"{type_.dtype} {list(shape)}".replace("torch.", "")
             raise RunError(
                 BAD_DATA, f"`{name}` is {have.replace('torch.', '')}, not {wanted}",
-                help or f"the shape {what} follows from the plan's `input` and `sizes` lines",
+                "the shape of a whole step's batch follows from the plan's `input` and `sizes` lines",
             )  # fmt: skip
+        self._check_numbers(name, value)
+
+    def _check_numbers(self, name: str, value: torch.Tensor) -> None:
+        """That class numbers are below what they index: a split table would not notice."""
         if name in self._bounds:
             bound, ignore = self._bounds[name]
             wrong = (value < 0) | (value >= bound)
@@ -221,10 +234,10 @@ def _raised_at(error: BaseException | None) -> str:
     return f"raised at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
 
 
-def input_types(build: Build) -> dict[str, TensorType]:
-    """The type of each input in one microbatch."""
-    programs = [build.programs[action] for action in ("F", "COUNT") if action in build.programs]
-    return {name: value.type for program in programs for name, value in parameters_of(program.main, "input").items()}
+def input_types(programs: Mapping[str, Program]) -> dict[str, TensorType]:
+    """The type of each input that the programs read, in one microbatch."""
+    found = [programs[action] for action in ("F", "COUNT") if action in programs]
+    return {name: value.type for program in found for name, value in parameters_of(program.main, "input").items()}
 
 
 def make_data(build: Build) -> Source:
@@ -237,21 +250,22 @@ def make_data(build: Build) -> Source:
     if line is None:
         raise RunError(BAD_DATA, "the plan has no `data` line", 'add one, e.g. `data bytes "{stdlib}/*.py"`')
     try:
-        source = open_data(line, build.manifest["inputs"], build.manifest["sizes"], build.folder)
+        manifest = build.manifest
+        return open_data(line, manifest["inputs"], manifest["loss"]["operands"], manifest["sizes"], build.folder)
     except (CallableError, DataError) as error:
         notes = [note for note in (where, _raised_at(error.__cause__)) if note]
         message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)
         raise RunError(BAD_DATA, message, error.help, notes) from error
-    if line["callable"] is not None:
-        return source
-    names = byte_inputs(build.manifest["inputs"], build.manifest["loss"]["operands"])
-    return lambda number: {names.get(name, name): value for name, value in source(number).items()}
 
 
 def open_data(
-    line: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], folder: Path
+    line: Mapping[str, Any],
+    inputs: Sequence[Mapping[str, Any]],
+    operands: Sequence[str],
+    sizes: Mapping[str, int],
+    folder: Path,
 ) -> Source:
-    """The samples of a ``data`` line, their tensors by the names that the data gives them; none is read.
+    """The samples of a ``data`` line, their tensors by the plan's inputs; none is read.
 
     Raises:
         CallableError: the callable cannot be had, or takes other arguments.
@@ -263,7 +277,9 @@ def open_data(
         check_arguments(function, target, arguments, 1)
         return CallableData(lambda index: function(index, **arguments))
     first = inputs[0]["dims"]
-    return ByteText(line["globs"], folder, int(sizes.get(first[-1], first[-1]) if first else 0))
+    text = ByteText(line["globs"], folder, int(sizes.get(first[-1], first[-1]) if first else 0))
+    names = byte_inputs(inputs, operands)
+    return lambda number: {names.get(name, name): value for name, value in text(number).items()}
 
 
 def byte_inputs(inputs: Sequence[Mapping[str, Any]], operands: Sequence[str]) -> dict[str, str]:

@@ -48,7 +48,7 @@ class MetricsFile:
 
 @final
 class ProgressDisplay:
-    """Loss, tokens or samples (``what``) a second, seconds a step on stderr: a bar on a terminal, else lines at times.
+    """Loss, tokens or samples (``what``) a second and seconds a step on stderr: a bar on a terminal, else some lines.
 
     Without a terminal the first and the last step have a line, and those between at least ``every_s`` seconds after
     the line before.

@@ -301,7 +301,7 @@ def compare(case: Case, steps: int = 3) -> Agreement:
         ]
         wrong = [f"the loss is {float(loss)}"] if not loss.isfinite() else wrong
         if wrong:
-            agreement.not_finite = f"{wrong[0]} on a batch of random data, after {step} updates"
+            agreement.not_finite = f"{wrong[0]} in step {step + 1} on random data"
             return agreement
         losses, found = simulation.step(batches, step)
         for rank, value in enumerate(losses):

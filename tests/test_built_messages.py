@@ -22,6 +22,7 @@ from parc.runtime.faults import RunError
 from tests.runtime.tiny import EXAMPLES, ONE, PLAN, TENSOR, build
 
 MODELS = """
+import itertools
 import math
 import types
 
@@ -46,6 +47,7 @@ for op in (scale, double):
     op.register_autograd(lambda ctx, grad: grad * 2)
 parc.register_rule("said.double.default", "a b -> a b")
 
+COUNTER = itertools.count(1)
 WAYS = {
     "branch": lambda x: x * 2 if x.sum() > 0 else x,
     "cache": lambda x: types.SimpleNamespace(past_key_values=(x,)),
@@ -56,6 +58,7 @@ WAYS = {
     "halves": lambda x: nn.functional.avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2),
     "pairs": lambda x: torch.tanh(x.unflatten(1, (-1, 2))).flatten(1, 2),
     "shuffled": lambda x: x[:, torch.randperm(x.shape[1])],
+    "counter": lambda x: x * next(COUNTER),
     "root": lambda x: x / math.sqrt(x.shape[1]),
     "plain": lambda x: x,
 }
@@ -156,6 +159,7 @@ COMMANDS = {
     "P0224": Case(change=("(output, targets)", "(output.logits, targets)"), lines=ONE),
     "P0225": Case("pairs", ("S=8", "S=4..8 by 2"), "mesh tp=2\nshard tokens, targets [_, S/tp]\n"),
     "P0226": Case("root", ("S=8", "S=4..8 by 2"), ONE),
+    "P0227": Case("counter", lines=ONE, words=("build", "tiny.parc")),
     "P0233": Case("plain", (LOSS, '"./models.py:logged"(output, targets)'), ONE, ("build", "tiny.parc")),
     "P0240": Case(change=GPIPE, lines="mesh pp=2\nstage before embed over pp\n"),
     "P0241": Case(change=GPIPE, lines="mesh pp=16\nstage balanced over pp\n"),
@@ -273,6 +277,7 @@ def test_every_code_is_produced_and_looks_as_it_did(place: Path) -> None:
     text = "\n\n".join(f"# {code}\n{text}" for code, text in sorted(found.items())) + "\n"
     text = text.replace(str(place), "FOLDER").replace(torch.__version__.partition("+")[0], "TORCH")
     text = re.sub(r"by \d\.\de[+-]\d+$", "by ERROR", text, flags=re.MULTILINE)
+    text = re.sub(r"the loss is [\d.]+, and [\d.]+ of", "the loss is ONE, and ANOTHER of", text)
     text = re.sub(r"^ +[~^]+\n", "", text, flags=re.MULTILINE)  # a traceback's marks are Python's own
     if not GOLDEN.exists():
         GOLDEN.write_text(text, encoding="utf-8")

@@ -19,7 +19,7 @@ class Data(Directive):
     in one is the folder of the running Python's standard library. The input named `tokens`, else the first whole-number
     input that the loss does not use, gets the bytes; the one named `targets`, else the first that the loss uses, the
     byte after each. `"package.module:name" (name=value)`: a callable that is given the global number of a sample (and
-    the arguments) and returns its inputs by name.
+    the arguments) and returns its inputs by name. `parc check` and `parc build` look at sample 0, where it can be made.
     """
 
     USAGE = "data bytes GLOBS | CALLABLE [ARGS]"

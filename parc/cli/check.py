@@ -31,8 +31,9 @@ def run(given: argparse.Namespace) -> int:
         from parc.checks import prove
         from parc.driver import compile_plan
         from parc.initial_weights import check_weights
-        from parc.plan_data import check_data
+        from parc.plan_data import check_data, check_sample
         from parc.promises import hold_promises
+        from parc.runtime.feed import input_types
 
         folder = given.plan.resolve().parent
         check_data(plan, folder)
@@ -42,6 +43,7 @@ def run(given: argparse.Namespace) -> int:
     show(warnings_of(compiled))
     check_weights(plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled)
+    check_sample(plan, compiled.folder, input_types(compiled.built.programs))
     if faults:
         return show_refusal(faults)
     say(

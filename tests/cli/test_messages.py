@@ -23,6 +23,14 @@ def sample(number, length=8):
     raise RuntimeError("no sample is read")
 
 
+def narrow(number):
+    return {"tokens": torch.zeros(8, dtype=torch.int32), "targets": torch.zeros(8, dtype=torch.int64)}
+
+
+def misnamed(number):
+    return {"tokens": torch.zeros(8, dtype=torch.int64), "labels": torch.zeros(8, dtype=torch.int64)}
+
+
 def fails():
     raise RuntimeError("no weights here")
 """
@@ -177,6 +185,11 @@ def test_check(capsys: Captured, plan: Path) -> None:
          ["error[P0303]: `./models.py:sample` takes no `lenght`", "tiny.parc:8:33", "did you mean `length`?"]),
         (('bytes "*.py"', '"./models.py:fails" ()'), (),
          ["error[P0303]: `./models.py:fails` takes 0 arguments by position, and is given 1"]),
+        (('bytes "*.py"', '"./models.py:narrow" ()'), (),
+         ["error[P0303]: `tokens` of sample 0 is int32 [8], but `input tokens int64 [B, S]` asks for int64 [8]",
+          "tiny.parc:8:1", 'data      "./models.py:narrow" ()']),
+        (('bytes "*.py"', '"./models.py:misnamed" ()'), (),
+         ["error[P0303]: the data's sample 0 holds `tokens`, `labels`, and no `targets`", "tiny.parc:8:1"]),
         (('bytes "*.py"', 'bytes "*.py", "txets/*.md"'), (),
          ['error[P0303]: no file matches "txets/*.md" in', "tiny.parc:8:25", "did you mean `texts`?"]),
         (("B=8, S=8", "B=8, S=1000000"), (), ["error[P0303]: 3 files hold", "tiny.parc:8:1"]),

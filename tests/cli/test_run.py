@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 
 import parc
 from parc.cli import main
+from parc.runtime.opening import open_build
+from parc.runtime.train import work_per_step
 from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, build
 
 SAMPLES = """
@@ -113,6 +116,29 @@ def test_a_run_with_nothing_left_to_train_says_so(
         assert main(["run", str(folder / "one"), "--steps", str(last), "--resume", str(checkpoint)]) == 0
         said = f"`{checkpoint}` is at step 2, and the last is {last}: nothing is left to train; `--steps K` trains on"
         assert capsys.readouterr().err == f"{said} until step K\n"
+
+
+def test_steps_after_the_rates_fall_are_announced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = str(build(folder, ONE, PLAN.replace("lr 1e-2", "lr cosine 1e-2 to 1e-4"), name="falls"))
+    for steps, announced in ((3, False), (4, True)):
+        capsys.readouterr()
+        assert main(["run", made, "--steps", str(steps)]) == 0
+        said = "the learning rate falls to 0.0001 at step 3 and stays there; `over 4` in the plan's `optimizer` line"
+        assert capsys.readouterr().err.startswith(said) == announced
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ({"dims": ["B", "S"], "dtype": "int64"}, ("tokens", 64)),
+        ({"dims": ["B", 3, "S"], "dtype": "uint8"}, ("samples", 8)),
+        ({"dims": ["B", "S"], "dtype": "float32"}, ("samples", 8)),
+        ({"dims": ["B"], "dtype": "int64"}, ("samples", 8)),
+    ],
+)
+def test_tokens_are_counted_of_text_alone(folder: Path, first: dict[str, Any], expected: tuple[str, int]) -> None:
+    made = open_build(folder / "one")
+    assert work_per_step(replace(made, manifest={**made.manifest, "inputs": [first]})) == expected
 
 
 def test_a_padded_plan_goes_on_from_its_own_checkpoint_and_so_does_an_unpadded_one(tmp_path: Path) -> None:

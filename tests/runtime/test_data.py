@@ -91,7 +91,7 @@ def test_ranks_read_their_rows_and_no_others() -> None:
 def test_samples_of_another_form_are_refused() -> None:
     with pytest.raises(DataError, match="sample 4 is not a dict of tensors"):
         read_batch(CallableData(lambda number: {"x": number}), 1, 4, [0])  # type: ignore[dict-item]
-    with pytest.raises(DataError, match=r"sample 5 is x: int64\[5\], but 4 is x: int64\[4\]"):
+    with pytest.raises(DataError, match=r"sample 5 is x: int64 \[5\], but 4 is x: int64 \[4\]"):
         read_batch(CallableData(lambda number: {"x": torch.arange(number)}), 1, 4, [0, 1])
     with pytest.raises(DataError, match="at least one row"):
         read_batch(CallableData(lambda number: {}), 0, 4, [])

@@ -88,7 +88,11 @@ def test_a_sample_that_fails_is_said_only_when_it_is_needed(made: Build) -> None
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('data "samples:sample" (length=9)', r"`tokens` is int64 \[2, 9\], not int64 \[2, 8\]"),
+        (
+            'data "samples:sample" (length=9)',
+            r"`tokens` of sample 0 is int64 \[9\], but `input tokens int64 \[B, S\]` asks for int64 \[8\]"
+            r"[^\n]*\n  line \d+ of the build's plan.parc: data \"samples:sample\"",
+        ),
         ('data bytes "*.none"', 'no file matches "\\*.none"'),
         ('data "samples:nothing" ()', "the data's callable: `samples` has no `nothing`"),
         ("", "the plan has no `data` line"),

@@ -1,0 +1,128 @@
+"""What of the user's own code nothing can be held against, and a model that does not run in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parc.checks import case_of, check_build
+from parc.compiler.plan import read_plan
+from parc.compiler.program_text import parse_program
+from parc.driver import Compiled, compile_plan
+from parc.eager import compare_with_eager
+from parc.grammar.diagnostics import PlanError
+
+MODELS = """
+import random
+
+import torch
+from torch import nn
+
+
+class Timed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.time, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, tokens):
+        time = self.time(torch.arange(16, dtype=torch.float32) / 16)
+        return self.head(nn.functional.gelu(self.table(tokens) + time))
+
+
+class Random(Timed):
+    def forward(self, tokens):
+        return super().forward(tokens) * random.random()
+
+
+class Counts(Timed):
+    def forward(self, tokens):
+        self.calls += 1
+        return super().forward(tokens) * self.calls
+
+
+class Moves(Timed):
+    def forward(self, tokens):
+        self.seen.add_(1)
+        return super().forward(tokens) * self.seen
+
+
+class Log(Timed):
+    def forward(self, tokens):
+        return super().forward(tokens).log()
+
+
+class Root(Timed):
+    def forward(self, tokens):
+        return super().forward(tokens) + (self.time.weight - self.time.weight).abs().sqrt().sum()
+
+
+def mean(output):
+    return output.square().mean()
+
+
+def drawn(output):
+    return output.square().mean() * random.random()
+
+
+def minus(output):
+    return (output.square().mean() - 1e9).log()
+"""
+PLAN = """
+model "./models.py:Timed" ()
+input tokens int64 [B, S]
+sizes B=4, S=4
+loss "./models.py:mean" (output)
+optimizer sgd lr 1e-2
+"""
+
+
+def compiled(folder: Path, *changes: tuple[str, str]) -> Compiled:
+    """The plan with changes."""
+    text = PLAN
+    for change in changes:
+        assert change[0] in text
+        text = text.replace(*change)
+    (folder / "models.py").write_text(MODELS)
+    (folder / "timed.parc").write_text(text)
+    return compile_plan(read_plan(folder / "timed.parc"), folder)
+
+
+def test_a_model_that_does_not_run_in_float64_is_compared_in_float32(tmp_path: Path) -> None:
+    made = compiled(tmp_path)
+    case = case_of(made, made.built.programs)
+    assert compare_with_eager(made, case).holds
+    text = case.reference.text()
+    assert "aten.gelu.default(" in text
+    other = parse_program(text.replace("aten.gelu.default(", "aten.silu.default("), "model")
+    agreement = compare_with_eager(made, replace(case, reference=other))
+    assert not agreement.holds and agreement.tolerance < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "line", "text"),
+    [
+        ([("Timed", "Random")], "P0227", 2, "of the same inputs, weights and seeds of torch"),
+        ([("Timed", "Counts")], "P0227", 2, "of the same inputs, weights and seeds of torch"),
+        ([("mean", "drawn")], "P0227", 5, "of the same inputs, weights and seeds of torch"),
+        ([("Timed", "Log")], "P0233", 2, "the loss is nan on a batch of random data"),
+        ([("mean", "minus")], "P0233", 5, "the loss is nan on a batch of random data"),
+        ([("Timed", "Root")], "P0233", 2, "the gradient of `time.weight` is not finite"),
+        ([("1e-2", "1e200")], "P0233", 5, "in step 2 on random data"),
+    ],
+)
+def test_faults_of_the_users_code_are_said_at_its_line(
+    tmp_path: Path, changes: list[tuple[str, str]], code: str, line: int, text: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        check_build(compiled(tmp_path, *changes))
+    (found,) = caught.value.diagnostics
+    assert found.code.name == code and text in found.message, found.message
+    assert found.primary is not None and found.primary.span.line == line
+
+
+def test_a_result_that_follows_a_buffer_is_a_function(tmp_path: Path) -> None:
+    assert not check_build(compiled(tmp_path, ("Timed", "Moves"))).faults
