@@ -283,7 +283,7 @@ def test_samples_of_another_size_say_how_to_run_at_theirs(gpt: Path) -> None:
     def said(size: int, dtype: str = "int64") -> str:
         line = {"globs": [], "callable": "./sized.py:sample", "arguments": {"size": size, "dtype": dtype}}
         feed = Feed(replace(made, manifest={**made.manifest, "data": line}), Mesh(()), {}, torch.device("cpu"))
-        with pytest.raises(RunError, match="`tokens` is ") as error:
+        with pytest.raises(RunError, match="`tokens` of sample 0 is ") as error:
             feed.next(0, 1)
         return error.value.help
 
