@@ -40,7 +40,8 @@ from parc.eager import EagerAgreement, compare_with_eager, not_finite
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.format import format_statements
 from parc.runtime.holders import BUFFERS, parameters_of
-from parc.runtime.simulate import TOLERANCE, Agreement, Case, compare
+from parc.runtime.reference_run import Case
+from parc.runtime.simulate import TOLERANCE, Agreement, compare
 from parc.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.twins import find_twin, is_large, twin_text
 

@@ -13,7 +13,8 @@ from parc.compiler.program import Line
 from parc.runtime.faults import complete_module
 from parc.runtime.holders import together
 from parc.runtime.random_batch import random_batch
-from parc.runtime.simulate import TOLERANCE, Case, ReferenceRun, Simulation
+from parc.runtime.reference_run import Case, ReferenceRun
+from parc.runtime.simulate import TOLERANCE, Simulation
 from parc.runtime.step import Stepper
 
 _SAME = {

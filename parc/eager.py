@@ -21,8 +21,8 @@ from parc.runtime.execute import Environment
 from parc.runtime.faults import Watcher
 from parc.runtime.plain import counted_dropout
 from parc.runtime.random_batch import random_batch
-from parc.runtime.simulate import Case, ReferenceRun
-from parc.runtime.simulate import wide as as_wide
+from parc.runtime.reference_run import Case, ReferenceRun
+from parc.runtime.reference_run import wide as as_wide
 
 TOLERANCE = 1e-4
 """Of float32 results: eager and captured run the same operators, but not always the same kernels."""

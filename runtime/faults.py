@@ -112,7 +112,7 @@ class Watcher:
             module = complete_module(module, self._called_by)
         phase = {"F": "forward", "B": "backward"}.get(action, "reduction")
         source = line.origin.source
-        where = f"`{module}`" if module else "the model's own code" if source else "the loss"
+        where = f"`{module}`" if module else "the model's own code or the loss" if source else "the loss"
         notes = [f"`{line.op}`{f' at {source}' if source else ''}, {phase}"]
         if line.origin.plan:
             notes.append(f"placed by line {line.origin.plan} of the plan")

@@ -16,7 +16,8 @@ from parc.compiler.program import Program
 from parc.compiler.program_text import ProgramError, parse_program
 from parc.driver import compile_plan
 from parc.grammar.source import Source
-from parc.runtime.simulate import TOLERANCE, Case, compare
+from parc.runtime.reference_run import Case
+from parc.runtime.simulate import TOLERANCE, compare
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its words on shapes that do not fit
 

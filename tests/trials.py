@@ -23,7 +23,8 @@ from parc.driver import Compiled, compile_captured, optimizer_facts, stored_type
 from parc.grammar.source import Source
 from parc.passes.heads import Copies
 from parc.runtime.random_batch import random_batch
-from parc.runtime.simulate import Agreement, Case, ReferenceRun, compare
+from parc.runtime.reference_run import Case, ReferenceRun
+from parc.runtime.simulate import Agreement, compare
 
 from .strategies import ModelSpec, RandomModel, filled, input_shapes
 

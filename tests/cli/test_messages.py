@@ -15,6 +15,9 @@ from tests.cli.commands import Captured, parc
 from tests.runtime.tiny import DATA, PLAN, TENSOR, build
 
 MODELS = """
+import torch
+
+
 def mean(output):
     return output.mean()
 

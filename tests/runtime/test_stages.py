@@ -28,8 +28,9 @@ from parc.runtime.faults import RunError
 from parc.runtime.launch import _outcome
 from parc.runtime.opening import open_build
 from parc.runtime.plain import reference
+from parc.runtime.reference_run import Case
 from parc.runtime.session import Session
-from parc.runtime.simulate import TOLERANCE, Case, Simulation, compare
+from parc.runtime.simulate import TOLERANCE, Simulation, compare
 from tests.runtime.ranks import run_ranks
 from tests.runtime.staged import MICROBATCHES, batch, roles, staged, write
 
