@@ -119,13 +119,15 @@ def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
 
 
 def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
-    """The ``eps`` of a norm that names none, as a number: a run in another dtype would read its own."""
+    """``eps`` as the number that torch adds, also where the norm names none: a run in another dtype would read its own,
+    which shows where what is normed is as small."""
     x, shape, *rest = node.args
     weight, eps = [*rest, None, None][:2]
-    if eps is None and isinstance(x, fx.Node):
+    if isinstance(x, fx.Node):
         dtype = x.meta["val"].dtype
         wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype  # what torch computes in
-        node.args, node.kwargs = (x, shape, weight, torch.finfo(wide).eps), {}
+        eps = torch.finfo(wide).eps if eps is None else float(torch.tensor(eps, dtype=wide))
+        node.args, node.kwargs = (x, shape, weight, eps), {}
 
 
 def _matmul(c: Canonicalizer, node: fx.Node) -> None:

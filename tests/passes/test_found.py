@@ -152,6 +152,14 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         ["shard x, y [B/dp, _]", "freeze embed.weight", "stage before layers.0 over pp",
          "schedule 1f1b microbatches 2"],
     ),
+    "a norm of what is as small as its eps adds the eps that torch adds": (
+        ModelSpec(
+            Sizes(batch=4, length=4, heads=2, head=2, vocab=8), "tokens",
+            (Layer("experts", (2, True), 0, 0, "times"), Layer("torch_rms_norm", (False,))), "cross_entropy",
+        ),
+        {"dp": 2, "tp": 2},
+        [],
+    ),
 }  # fmt: skip
 
 
