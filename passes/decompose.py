@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..compiler.ops import OPS
+from ..compiler.precision import is_narrow
 
 if TYPE_CHECKING:
     from .canonicalize import Canonicalizer
@@ -119,15 +120,13 @@ def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
 
 
 def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
-    """``eps`` as the number that torch adds, also where the norm names none: a run in another dtype would read its own,
-    which shows where what is normed is as small."""
+    """A norm that names no ``eps`` adds that of its dtype: a run in another dtype would read its own."""
     x, shape, *rest = node.args
     weight, eps = [*rest, None, None][:2]
-    if isinstance(x, fx.Node):
-        dtype = x.meta["val"].dtype
-        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype  # what torch computes in
-        eps = torch.finfo(wide).eps if eps is None else float(torch.tensor(eps, dtype=wide))
-        node.args, node.kwargs = (x, shape, weight, eps), {}
+    if eps is None:
+        dtype = x.meta["val"].dtype  # type: ignore[union-attr]
+        eps = torch.finfo(torch.float32 if is_narrow(dtype) else dtype).eps  # of what torch computes in
+    node.args, node.kwargs = (x, shape, weight, eps), {}
 
 
 def _matmul(c: Canonicalizer, node: fx.Node) -> None:

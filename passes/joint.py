@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from ..compiler.mesh import Mesh
 from ..compiler.ops import OPS
 from ..compiler.placement import Placement, TensorType, along, parse_kind
+from ..compiler.precision import is_narrow
 from ..compiler.program import Origin
 from ..compiler.torch_private import proxy_node, trace, tracing_graph
 from ..compiler.typing import infer, place_created
@@ -98,8 +99,8 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
     for node in segment.nodes:
         uses = {operand: _use(env[operand], operand, node, record, graph) for operand in node.all_input_nodes}
         args, kwargs = substitute((node.args, dict(node.kwargs)), uses.__getitem__)
-        target: Any = node.target
-        value = env[node] = target(*_foldable(target, args), **kwargs)
+        target: Any = _FORMS.get(node.target, node.target)
+        value = env[node] = target(*args, **kwargs)
         record.claim(graph, node.meta["origin"])
         if not isinstance(value, torch.Tensor):
             continue
@@ -110,13 +111,29 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
             value.register_hook(_arrival(node, node, record, graph))
 
 
-def _foldable(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Operands of a product as torch folds them into one of matrices. Where nothing asks for the gradient of the
-    smaller one, it would else repeat it for entries that do not lie in order, as a tensor that no type says how to
-    split."""
-    if target not in (aten.linear.default, aten.matmul.default) or args[0].dim() < 3 or args[1].dim() > 2:
-        return args
-    return args if args[1].requires_grad else (args[0].contiguous(), *args[1:])
+def _folding(product: Any) -> Callable[..., Any]:
+    """A product as torch folds it into one of matrices. Where nothing asks for the gradient of the smaller operand, it
+    would else repeat it for entries that do not lie in order, as a tensor that no type says how to split."""
+
+    def folded(x: torch.Tensor, other: torch.Tensor, *bias: torch.Tensor) -> Any:
+        return product(x if x.dim() < 3 or other.dim() > 2 or other.requires_grad else x.contiguous(), other, *bias)
+
+    return folded
+
+
+def _rms_norm(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """torch's own composition; torch writes ``eps`` rounded to the dtype, which a run in another would show."""
+    wide = x.to(torch.float32) if is_narrow(x.dtype) else x
+    mean = wide.pow(2).mean([*range(-len(shape), 0)], keepdim=True)
+    normed: torch.Tensor = wide * aten.add.Scalar(mean, eps).rsqrt()
+    return (normed if weight is None else normed * weight).to(x.dtype)
+
+
+_FORMS: Mapping[Any, Callable[..., Any]] = {
+    **{product: _folding(product) for product in (aten.linear.default, aten.matmul.default)},
+    aten.rms_norm.default: _rms_norm,
+}
+"""Operator → how it is traced, where torch's own trace would not do."""
 
 
 def _use(value: Any, operand: fx.Node, reader: fx.Node, record: _Record, graph: fx.Graph) -> Any:
