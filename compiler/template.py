@@ -60,6 +60,10 @@ class Expression:
         return repr(float(1 / value if self.kind == "/" else value)) if self.kind else str(value)
 
 
+def _expressions(text: str) -> set[Expression]:
+    return {Expression.parse(words) for words in _PLACE.findall(text)}
+
+
 def sizes_text(sizes: Mapping[str, object]) -> str:
     """``B=8, S=128..512 by 128``."""
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -97,12 +101,12 @@ class Template:
             ValueError: what stands in braces is nothing that parc writes.
         """
         for name, text in texts.items():
-            for words in set(_PLACE.findall(text)):
-                try:
-                    unknown = Expression.parse(words).size.names - ranges.keys()
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
-                if unknown or not Expression.parse(words).size.names:
+            try:
+                found = _expressions(text)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            for words in found:
+                if not words.size.names or words.size.names - ranges.keys():
                     raise ValueError(f"{name}: `{words}` is of no size that has a range")
         return cls(ranges, texts)
 
@@ -123,6 +127,10 @@ class Template:
             every = zip_longest(*(file[name].split("\n") for file in files), fillvalue="")
             texts[name] = "\n".join(_merged_row(row, name, ranges, points, fitted) for row in every)
         return cls(ranges, texts)
+
+    def expressions(self) -> set[Expression]:
+        """All that stand in the texts."""
+        return set().union(*map(_expressions, self.texts.values()))
 
     def at(self, sizes: Sizes) -> dict[str, str]:
         """The texts of ordinary programs, bound to sizes.

@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import sympy
 import torch
 import torch.export._trace
 import torch.utils.checkpoint
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import TorchFunctionMode
+from torch.utils._sympy.value_ranges import ValueRanges
 
 Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -65,6 +67,36 @@ def compiler_cache() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
+
+
+class SymbolicSizes:
+    """Fake tensors whose sizes are expressions, in sympy, of whole numbers between bounds, both included."""
+
+    def __init__(self, bounds: Mapping[str, tuple[int, int]]) -> None:
+        from torch._dynamo.source import ConstantSource
+
+        self._env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self._env)
+        self.symbols: dict[str, sympy.Symbol] = {}
+        self._highest: dict[sympy.Symbol, int] = {}
+        for name, (low, high) in bounds.items():
+            symbol = self._env.create_unspecified_symbol(high, ConstantSource(name), DimDynamic.DYNAMIC)
+            self._env.var_to_range[symbol] = ValueRanges(low, high)
+            self.symbols[name], self._highest[symbol] = symbol, high
+
+    def size(self, expression: sympy.Expr) -> Any:
+        """What operators take for the number that an expression is."""
+        return self._env.create_symintnode(expression, hint=int(expression.subs(self._highest)))
+
+    def expression(self, size: Any) -> sympy.Expr:
+        """The expression that such a number is."""
+        return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+    def assumed(self) -> list[sympy.Basic]:
+        """What operators took for granted since it was last asked: it holds of the upper bounds."""
+        found = [guard.expr for guard in self._env.guards]
+        self._env.guards.clear()
+        return found
 
 
 def fake_mode() -> FakeTensorMode:

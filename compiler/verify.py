@@ -69,7 +69,7 @@ def check_program(program: Program) -> list[Fault]:
         values = {value.name: value for value in function.parameters}
         for line in function.lines:
             if line.calls_function:
-                found = tuple(_call_faults(line, values, known[line.op]))
+                found = tuple(call_faults(line, values, known[line.op]))
             else:
                 found = _answer(question_of(line, values, program.mesh))
             names = ", ".join(value.name for value in line.made)
@@ -96,7 +96,7 @@ def _unread(function: Function) -> Iterator[str]:
             yield from unread
 
 
-def _call_faults(line: Line, values: Mapping[str, Value], called: Function) -> Iterator[tuple[str, str]]:
+def call_faults(line: Line, values: Mapping[str, Value], called: Function) -> Iterator[tuple[str, str]]:
     given = [values[name].type for name in line.uses()]
     if given != [value.type for value in called.parameters]:
         yield "types", f"calls `{called.name}` with operands of other types than it takes"
@@ -151,11 +151,11 @@ def follow(
 
 @lru_cache(maxsize=8192)
 def _answer(question: Question) -> Answer:
-    judge = _collective_faults if question.line.op in COLLECTIVES else _operator_faults
+    judge = collective_faults if question.line.op in COLLECTIVES else _operator_faults
     return tuple(judge(question))
 
 
-def _collective_faults(q: Question) -> Iterator[tuple[str, str]]:
+def collective_faults(q: Question) -> Iterator[tuple[str, str]]:
     line, mesh = q.line, q.mesh
     source, *options = line.args or (None,)
     if not isinstance(source, Ref) or len(q.operands) != 1 or line.kwargs:
@@ -236,7 +236,7 @@ def _made_otherwise(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Se
     op = q.line.op
     expected = [None if t is None else (t.dtype, shape) for t, shape in zip(q.declared, wanted, strict=True)]
     try:
-        made = _fake(op, call, shapes, q.operands)
+        made = made_of_shapes(call, shapes, q.operands, _fake_mode())
     except Exception as problem:  # whatever an operator raises for operands that it does not take
         return f"{op} does not take these shapes: {(str(problem).strip() or type(problem).__name__).splitlines()[0]}"
     return "" if made == expected else f"{op} makes {_shape_text(made)}, not {_shape_text(expected)}"
@@ -247,10 +247,13 @@ def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def _fake(op: str, call: OpCall, shapes: Sequence[Any], types: Sequence[TensorType]) -> list[Any]:
-    with _fake_mode():
+def made_of_shapes(
+    call: OpCall, shapes: Sequence[Any], types: Sequence[TensorType], mode: FakeTensorMode
+) -> list[tuple[torch.dtype, Any] | None]:
+    """Dtype and shape of what an operator makes of operands of these shapes."""
+    with mode:
         tensors = [torch.empty(s, dtype=t.dtype) for s, t in zip(shapes, types, strict=True)]
-        made = operator(op)(*fill_operands(call.args, tensors), **fill_operands(dict(call.kwargs), tensors))
+        made = operator(call.op)(*fill_operands(call.args, tensors), **fill_operands(dict(call.kwargs), tensors))
     made = made if isinstance(made, (tuple, list)) else [made]
     return [None if x is None else (x.dtype, tuple(x.shape)) for x in made]
 
@@ -259,8 +262,11 @@ def _shape_text(made: Sequence[Any]) -> str:
     return "; ".join("-" if item is None else f"{str(item[0]).removeprefix('torch.')}{list(item[1])}" for item in made)
 
 
-def call_of(line: Line, operands: Sequence[TensorType], results: Sequence[TensorType], size: Any) -> OpCall:
-    """The line as a call, its sizes read by ``size`` (whole or a rank's)."""
+def call_of(
+    line: Line, operands: Sequence[TensorType], results: Sequence[TensorType], size: Callable[[Cut], Any],
+    number: Callable[[int], Any] = int,
+) -> OpCall:  # fmt: skip
+    """The line as a call, its sizes read by ``size`` (whole or a rank's), all other whole numbers by ``number``."""
     counter = iter(range(len(operands)))
 
     def read(item: Any) -> Any:
@@ -270,7 +276,7 @@ def call_of(line: Line, operands: Sequence[TensorType], results: Sequence[Tensor
             return size(item)
         if isinstance(item, (list, tuple)):
             return type(item)(read(inner) for inner in item)
-        return item
+        return number(item) if type(item) is int else item
 
     args = tuple(read(item) for item in line.args)
     kwargs = {key: read(item) for key, item in line.kwargs}

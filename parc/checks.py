@@ -33,6 +33,7 @@ from parc.compiler.verify import Fault, check_program
 from parc.compiler.verify_padding import check_padding
 from parc.compiler.verify_precision import check_precision
 from parc.compiler.verify_schedule import check_timelines
+from parc.compiler.verify_sizes import size_faults
 from parc.compiler.verify_stages import check_stages
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, Progress, compile_plan, optimizer_facts, stored, stored_types
@@ -123,7 +124,8 @@ def prove(compiled: Compiled) -> list[Fault]:
     Raises:
         PlanError: something does not divide at a size that the plan declares.
     """
-    errors = compiled.template.faults(compiled.mesh) if compiled.template is not None else []
+    template = compiled.template
+    errors = template.faults(compiled.mesh) or size_faults(template, compiled.mesh) if template is not None else []
     if errors:
         raise PlanError([fault_diagnostic(compiled.plan, fault) for fault in errors])
     faults = []
@@ -318,7 +320,9 @@ def check_files(build: Build) -> list[Fault]:
     pads = pads_from(build.manifest["padding"])
     lines = regions((line["type"], line["modules"], line["line"]) for line in build.manifest["precision"])
     rounding = Rounding(lines, getattr(torch, build.manifest["accumulate"]))
-    faults = [fault.fault() for fault in build.template.faults(mesh)] if build.template is not None else []
+    template = build.template
+    errors = template.faults(mesh) or size_faults(template, mesh) if template is not None else []
+    faults = [fault.fault() for fault in errors]
     for at in build.cases() if not faults else ():
         faults += static_faults(at.programs, types, mesh, (), microbatches, at.reference, pads, rounding, at.roles)
     return faults

@@ -1,0 +1,181 @@
+"""Shapes at all sizes that a plan declares, proved: operators run on tensors whose sizes are expressions of sympy.
+
+What a line makes must be, as an expression, what the program says; and what torch takes for granted on the way (that
+one size is below another, that none is 1) must hold for every choice of sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import sympy
+
+from .collectives import COLLECTIVES
+from .mesh import Mesh
+from .placement import TensorType
+from .program import Cut, Line, Program
+from .program_text import parse_program
+from .ranges import Polynomial, choices_of
+from .template import ShapeFault, Template
+from .torch_private import SymbolicSizes
+from .verify import Question, call_faults, call_of, collective_faults, made_of_shapes, question_of
+
+_MOST_CHOICES = 1 << 20
+_INTEGER = re.compile(r"-?\d+")
+_OWN = ("aten.", "parc.")
+_EXACT = {"Mod": sympy.Mod, "PythonMod": sympy.Mod, "FloorDiv": lambda a, b: sympy.floor(a / b)}
+"""torch's functions of sizes, in sympy's own, which knows more of them."""
+
+
+def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
+    """What is not as declared at some sizes, of a template whose numbers are whole everywhere (``Template.faults``).
+
+    Operators of other libraries, whose shape functions may take no expressions, are held at a few sizes, as all are.
+    """
+    sizes, numbers = _generic(template, mesh)
+    proof = _Proof(template, numbers)
+    faults: dict[str, ShapeFault] = {}
+    for file, text in template.at(sizes).items():
+        for line, message in proof.faults(parse_program(text, file)):
+            names = ", ".join(value.name for value in line.made)
+            fault = ShapeFault(file, names, line.origin.module, line.origin.plan, message, divides=False)
+            faults.setdefault(message, fault)
+    return list(faults.values())
+
+
+def _generic(template: Template, mesh: Mesh) -> tuple[dict[str, int], dict[int, Polynomial]]:
+    """Sizes, declared or not, at which each number of the programs stands for one expression; and these."""
+    found = {expression.size for expression in template.expressions() if not expression.kind}
+    fixed = {int(number) for text in template.texts.values() for number in _INTEGER.findall(text)}
+    # at multiples of these all are whole, and so are their parts
+    below = mesh.world * math.lcm(*(factor.denominator for size in found for _, factor in size.terms))
+    for first in itertools.count(1000, 1000):
+        ranges = enumerate(template.ranges.items())
+        sizes = {name: size.step * below * int(sympy.prime(first + place)) for place, (name, size) in ranges}
+        numbers = {int(size.at(sizes)): size for size in found}
+        if len(numbers) == len(found) and fixed.isdisjoint(numbers):
+            break
+    return sizes, numbers
+
+
+class _Proof:
+    """Looks at lines of programs at generic sizes, equal ones once; ``numbers``: the expressions that theirs stand
+    for."""
+
+    def __init__(self, template: Template, numbers: Mapping[int, Polynomial]) -> None:
+        self.ranges, self.numbers = template.ranges, numbers
+        steps = {name: (size.low // size.step, size.high // size.step) for name, size in self.ranges.items()}
+        self.symbolic = SymbolicSizes(steps)
+        self.known: dict[Question, str] = {}
+
+    def faults(self, program: Program) -> Iterator[tuple[Line, str]]:
+        """Lines with what is wrong with them."""
+        called = {function.name: function for function in program.functions}
+        for function in program.functions:
+            values = function.values()
+            for line in function.lines:
+                if line.calls_function:
+                    found = next((message for _, message in call_faults(line, values, called[line.op])), "")
+                else:
+                    question = question_of(line, values, program.mesh)
+                    if question not in self.known:
+                        self.known[question] = self.wrong(question)
+                    found = self.known[question]
+                if found:
+                    yield line, found
+
+    def wrong(self, q: Question) -> str:
+        """What is wrong with a line, "" if nothing. Equal numbers are equal expressions here, so that what only moves a
+        value is judged by its numbers."""
+        op, mesh = q.line.op, q.mesh
+        if op in COLLECTIVES:
+            return next((message for _, message in collective_faults(q)), "")
+        for local in (False, True) if op.startswith(_OWN) else ():
+            wanted = [None if type_ is None else self.shape(type_, mesh, local) for type_ in q.declared]
+            shapes = [[self.size(size) for size in self.shape(type_, mesh, local)] for type_ in q.operands]
+            cut = partial(self.cut, mesh, local)
+            call = call_of(q.line, q.operands, q.results, cut, lambda number: self.size(self.expression(number)))
+            try:
+                made = [None if x is None else list(map(self.symbolic.expression, x[1]))
+                        for x in made_of_shapes(call, shapes, q.operands, self.symbolic.mode)]  # fmt: skip
+            except Exception as problem:  # whatever an operator raises for operands that it does not take
+                reason = str(problem).strip() or type(problem).__name__
+                return f"{op} does not take all sizes: {self.named(reason.splitlines()[0])}"
+            pairs = zip(itertools.chain(*filter(None, made)), itertools.chain(*filter(None, wanted)), strict=True)
+            if not all(self.holds(sympy.Eq(*pair)) for pair in pairs):
+                return f"{op} makes {'; '.join(map(self.text, made))}, not {'; '.join(map(self.text, wanted))}"
+            for condition in self.symbolic.assumed():
+                if not self.holds(condition):
+                    return f"{op} makes this of sizes with {self.text(condition)} alone"
+        return ""
+
+    # ---- numbers as expressions, in steps of the sizes
+
+    def expression(self, number: int) -> sympy.Expr:
+        """What a number of the program stands for."""
+        size = self.numbers.get(number)
+        if size is None:
+            return sympy.Integer(number)
+        terms = (
+            sympy.Rational(factor.numerator, factor.denominator)
+            * math.prod((self.ranges[name].step * self.symbolic.symbols[name]) ** power for name, power in monomial)
+            for monomial, factor in size.terms
+        )
+        return sympy.Add(*terms)
+
+    def cut(self, mesh: Mesh, local: bool, cut: Cut) -> Any:
+        """A size in an argument, as a number: whole, or a rank's."""
+        return self.size(self.expression(cut.size) / (math.prod(map(mesh.size, cut.axes)) if local else 1))
+
+    def shape(self, type_: TensorType, mesh: Mesh, local: bool) -> list[sympy.Expr]:
+        """The dims of a value, which its text gives as sums of products such as ``(2 {S}/tp + 64/tp)``."""
+        dims = re.findall(r"[^\[\],]+", type_.text(mesh).partition("[")[2].rpartition("]")[0])
+        return [sympy.Add(*(self.stretch(part, mesh, local) for part in dim.strip(" ()").split(" + "))) for dim in dims]
+
+    def stretch(self, text: str, mesh: Mesh, local: bool) -> sympy.Expr:
+        made = sympy.Integer(1)
+        for number, axes in re.findall(r"(-?\d+)((?:/\w+)*)", text):
+            ways = math.prod(mesh.size(axis) for name in axes.split("/")[1:] for axis in mesh.parts(name))
+            made *= self.expression(int(number)) / (ways if local else 1)
+        return made
+
+    def size(self, expression: sympy.Expr) -> Any:
+        """A number, or what torch takes for one."""
+        return self.symbolic.size(expression) if expression.free_symbols else int(expression)
+
+    def text(self, found: Any) -> str:
+        """Expressions in the names of the sizes."""
+        if isinstance(found, list):
+            return f"[{', '.join(map(self.text, found))}]"
+        names = {symbol: sympy.Symbol(name) / self.ranges[name].step for name, symbol in self.symbolic.symbols.items()}
+        return "-" if found is None else str(found.subs(names))
+
+    def named(self, text: str) -> str:
+        """torch's own words in the names of the sizes."""
+        for name, symbol in self.symbolic.symbols.items():
+            step = self.ranges[name].step
+            text = text.replace(str(symbol), name if step == 1 else f"({name}/{step})")
+        return text
+
+    # ---- for all sizes
+
+    def holds(self, condition: sympy.Basic) -> bool:
+        """Whether a condition is true of all declared sizes: in sympy, or of one after the other."""
+        exact = condition.replace(lambda e: type(e).__name__ in _EXACT, lambda e: _EXACT[type(e).__name__](*e.args))
+        if isinstance(exact, sympy.Eq):
+            exact = sympy.Eq(sympy.expand(exact.lhs - exact.rhs), 0)
+        if exact in (True, False):
+            return bool(exact)
+        moving = {
+            name: self.ranges[name] for name, symbol in self.symbolic.symbols.items() if symbol in exact.free_symbols
+        }
+        if choices_of(moving) > _MOST_CHOICES:
+            return False
+        test = sympy.lambdify([self.symbolic.symbols[name] for name in moving], exact, "math")
+        return all(test(*(value // size.step for value, size in zip(choice, moving.values(), strict=True)))
+                   for choice in itertools.product(*(size.values for size in moving.values())))  # fmt: skip
