@@ -120,15 +120,17 @@ def _assigned_in_place(model: nn.Module) -> Iterator[None]:
     found = [(path, module, name, value) for path, module in model.named_modules()
              for name, value in module.named_buffers(recurse=False)]  # fmt: skip
     yield
+    assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
     for path, module, name, value in found:
         made: Any = getattr(module, name, None)
         if made is not value:
             now, then = (_name_type(tensor) for tensor in (made, value))
             if now != then:
-                raise CaptureError(
-                    "other", f"the buffer `{f'{path}.{name}' if path else name}` becomes {now}, not {then}"
-                )
-            setattr(module, name, value.copy_(made.detach()))
+                called = f"{path}.{name}" if path else name
+                raise CaptureError("other", f"the buffer `{called}` becomes {now}, not {then}")
+            assigned.append((module, name, value, made.detach().clone()))  # it may be another buffer, assigned too
+    for module, name, value, made in assigned:
+        setattr(module, name, value.copy_(made))
 
 
 def capture(

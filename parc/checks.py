@@ -37,7 +37,7 @@ from parc.compiler.verify_sizes import size_faults
 from parc.compiler.verify_stages import check_stages
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, Progress, compile_plan, optimizer_facts, stored, stored_types
-from parc.eager import EagerAgreement, compare_with_eager, not_finite
+from parc.eager import CLAMP, EagerAgreement, compare_with_eager, not_finite
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.format import format_statements
 from parc.runtime.holders import BUFFERS, parameters_of
@@ -198,7 +198,10 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
             eager = compare_with_eager(at, case)
             agreement = compare(case, 1 if checked.agreement else _STEPS)
         if agreement.not_finite:
-            raise PlanError([not_finite(at.plan, agreement.not_finite)])
+            line, help_ = (
+                (at.plan.optimizer, "take a smaller learning rate") if agreement.steps else (at.plan.loss, CLAMP)
+            )
+            raise PlanError([not_finite(line, agreement.not_finite, help_)])
         checked.agreement = checked.agreement or agreement
         errors = {
             "steps": agreement.steps,

@@ -59,7 +59,7 @@ def check_sample(plan: Plan, folder: Path, read: Container[str]) -> None:
     if line is None or facts is None:
         return
     inputs = [fact for fact in input_facts(plan) if fact["name"] in read]
-    sizes = {name: size.high for name, size in plan.sizes.items()}
+    sizes = {name: size.low for name, size in plan.sizes.items()}
     try:
         sample = open_data(facts, input_facts(plan), plan.loss.operands, sizes, folder)(0)
     except DataError as error:

@@ -101,7 +101,7 @@ class CallableData:
         """
         try:
             sample = self._function(number)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"making sample {number} failed: {type(error).__name__}: {error}") from error
         if not isinstance(sample, Mapping) or not all(isinstance(value, Tensor) for value in sample.values()):
             raise DataError(f"sample {number} is not a dict of tensors: {type(sample).__name__}")

@@ -46,6 +46,20 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
+def largest(tensor: torch.Tensor) -> float:
+    """The largest magnitude of what is finite."""
+    finite = tensor.detach().double().abs()
+    finite = finite[finite.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The largest difference of two entries; equal infinities are not apart."""
+    first, second = first.detach().double(), second.detach().double()
+    apart = torch.where(first == second, 0.0, (first - second).abs())
+    return float(apart.max()) if apart.numel() else 0.0
+
+
 class ReferenceRun:
     """The captured graph trained on one device, microbatch by microbatch, one denominator for the whole step; in the
     model's own types where not in ``float64``."""
@@ -59,12 +73,12 @@ class ReferenceRun:
         )
         self.counts = any(function.name == "count" for function in case.reference.functions)
         frozen = {value.role for value in case.reference.main.parameters}
-        copied = wide if float64 else torch.clone
+        self._copied = wide if float64 else lambda value: value.detach().clone()
         self.parameters = {
-            name: copied(value).requires_grad_(f"frozen {name}" not in frozen)
+            name: self._copied(value).requires_grad_(f"frozen {name}" not in frozen)
             for name, value in case.parameters.items()
         }
-        self.buffers = {name: copied(value) for name, value in case.buffers.items()}
+        self.buffers = {name: self._copied(value) for name, value in case.buffers.items()}
         self.optimizer = make_optimizer(self.parameters, case.optimizer)
 
     def _environment(
@@ -96,7 +110,7 @@ class ReferenceRun:
             (made_["loss"] * scale).backward()
             total += made_["loss"].detach() * scale
             self.buffers.update(
-                {k.removeprefix("buffer "): wide(v) for k, v in made_.items() if k.startswith("buffer ")}
+                {k.removeprefix("buffer "): self._copied(v) for k, v in made_.items() if k.startswith("buffer ")}
             )
         return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -140,12 +140,24 @@ class Session:
             RunError: the batch is not one of the plan's, the data cannot be read, or an earlier error left a step.
         """
         at = self._by_sizes(batch)
-        parts = at.feed.cut(batch) if batch is not None else []
+        parts = at.feed.cut(batch) if batch is not None else self._next(at)
         with self._together.doing(f"step {self.step_number + 1}", self.state):
-            parts = parts or at.feed.next(self.step_number, self.last_step)
             self._given = at, parts, dict(self.state.buffers)
             (result,) = at.stepper.gradients([self.state], [parts], self.step_number)
         return result
+
+    def _next(self, at: AtSizes) -> Parts:
+        """This rank's part of the plan's next batch. Where one rank has none, no rank begins the step."""
+        parts: Parts = []
+        fault: RunError | None = None
+        try:
+            parts = at.feed.next(self.step_number, self.last_step)
+        except RunError as error:
+            fault = error
+        if any(row[0] for row in self.exchange([int(fault is not None)])):
+            first = next(filter(None, everywhere(fault, self.world)))
+            raise fault or first
+        return parts
 
     def update(self, result: StepResult, lr: float | None = None) -> StepReport:
         """Apply the optimizer to what ``gradients`` gave, after a look at the numbers.
@@ -228,8 +240,8 @@ class Session:
 
         Collective: every rank calls it, every rank gets it.
         """
-        self._together.check()
-        whole = {**self._whole_parameters(), **self._whole_buffers()}
+        with self._together.doing("a gathering of weights", self.state):
+            whole = {**self._whole_parameters(), **self._whole_buffers()}
         for alias, name in self.build.manifest["aliases"].items():
             if name in whole:
                 whole[alias] = whole[name]
@@ -251,6 +263,21 @@ class Session:
             for name, type_ in self._updates.items()
         }
 
+    def _whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All that a checkpoint holds."""
+        for name, value in self._whole_parameters().items():
+            yield f"parameter.{name}", value
+        slots = self._gatherer.slots(self.state.parameters, self.optimizer)
+        for name, type_ in self.types.items():
+            parameter = self.state.parameters.get(name)
+            mine = {} if parameter is None else self.optimizer.state.get(parameter, {})
+            like = type_, self._owners[name], self.pads.get(name, ())
+            for key, number in slots.get(name, {}).items():
+                whole = self._gatherer.whole(mine.get(key), *like) if number is None else number
+                yield f"optimizer.{key}.{name}", whole
+        for name, value in self._whole_buffers().items():
+            yield f"buffer.{name}", value
+
     def save(self, path: Path | str) -> None:
         """Write parameters, optimizer state and the step number, whole and by the model's names (safetensors, JSON).
 
@@ -259,17 +286,8 @@ class Session:
         Raises:
             RunError: ``path`` holds something else, or cannot be written.
         """
-        self._together.check()
-        tensors = {f"parameter.{name}": value for name, value in self._whole_parameters().items()}
-        slots = self._gatherer.slots(self.state.parameters, self.optimizer)
-        for name, type_ in self.types.items():
-            parameter = self.state.parameters.get(name)
-            mine = {} if parameter is None else self.optimizer.state.get(parameter, {})
-            like = type_, self._owners[name], self.pads.get(name, ())
-            for key, number in slots.get(name, {}).items():
-                whole = self._gatherer.whole(mine.get(key), *like) if number is None else number
-                tensors[f"optimizer.{key}.{name}"] = whole
-        tensors.update((f"buffer.{name}", value) for name, value in self._whole_buffers().items())
+        with self._together.doing("a checkpoint", self.state):
+            tensors = dict(self._whole_state())
         facts = {"step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"]}
         fault: RunError | None = None
         if self.rank == 0:

@@ -19,7 +19,7 @@ from .backends.in_process import InProcess, Meeting
 from .holders import BUFFERS, held, owners_of, parameters_of, place, together
 from .optimizer import make_optimizer, rate, update
 from .random_batch import random_batch
-from .reference_run import CPU, Batches, Case, ReferenceRun, wide
+from .reference_run import CPU, Batches, Case, ReferenceRun, largest, largest_difference, wide
 from .step import RankState, Stepper, StepResult
 
 TOLERANCE = 1e-10
@@ -254,10 +254,11 @@ def _compare_state(
         apart = raw - slack.get(name, 0.0) if kept else float("inf")
         agreement.note("parameter", max(apart, spread[name]) / max(top, 1e-30), f"step {step}, {name}")
     moved = [name.removeprefix("buffer ") for name, _ in case.reference.function("forward").returns[1:]]
-    floor = 1e-3 * max((_largest(reference.buffers[name]) for name in moved), default=0.0)
+    floor = 1e-3 * max((largest(reference.buffers[name]) for name in moved), default=0.0)
+    floor = max(floor, 1e-3 * top)  # of a mean that is 0 rounding is all there is
     for name, pieces, type_ in simulation.buffers():
         expected = reference.buffers[name]
         for rank, piece in pieces.items():
             part = simulation.part(expected, type_, rank)
-            apart = _largest(piece.double() - part.double()) / max(_largest(expected), floor, 1e-30)
+            apart = largest_difference(piece, part) / max(largest(expected), floor, 1e-30)
             agreement.note("parameter", apart, f"step {step}, buffer {name}, rank {rank}")

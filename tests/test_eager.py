@@ -99,7 +99,7 @@ def test_a_model_that_does_not_run_in_float64_is_compared_in_float32(tmp_path: P
     assert "aten.gelu.default(" in text
     other = parse_program(text.replace("aten.gelu.default(", "aten.silu.default("), "model")
     agreement = compare_with_eager(made, replace(case, reference=other))
-    assert not agreement.holds and agreement.tolerance < 1e-3
+    assert not agreement.holds and max(agreement.allowed) <= 1e-3
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_model_that_does_not_run_in_float64_is_compared_in_float32(tmp_path: P
         ([("Timed", "Log")], "P0233", 2, "the loss is nan on a batch of random data"),
         ([("mean", "minus")], "P0233", 5, "the loss is nan on a batch of random data"),
         ([("Timed", "Root")], "P0233", 2, "the gradient of `time.weight` is not finite"),
-        ([("1e-2", "1e200")], "P0233", 5, "in step 2 on random data"),
+        ([("1e-2", "1e200")], "P0233", 6, "in step 2 on random data"),
     ],
 )
 def test_faults_of_the_users_code_are_said_at_its_line(

@@ -38,7 +38,7 @@ def _all_gather(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], 
     _, dim, outer = args
     piece = piece.contiguous()
     pieces = [torch.empty_like(piece) for _ in range(_ranks_of(axes, backend.mesh))]
-    dist.all_gather(pieces, piece, group=backend.group(axes))
+    backend.meet(dist.all_gather, pieces, piece, axes=axes)
     return join_dim(pieces, dim, outer)
 
 
@@ -46,7 +46,7 @@ def _exchange(backend: Distributed, parts: list[torch.Tensor], axes: tuple[str, 
     """Send part i to the group's i-th rank; the parts received, stacked in rank order."""
     sent = torch.stack(parts)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=backend.group(axes))
+    backend.meet(dist.all_to_all_single, received, sent, axes=axes)
     return received
 
 
@@ -59,7 +59,7 @@ def _reduce_scatter(
     parts = [slice_dim(piece, ranks, index, dim, outer) for index in range(ranks)]
     if backend.native_reduce_scatter:
         result = torch.empty_like(parts[0])
-        dist.reduce_scatter(result, parts, group=backend.group(axes))
+        backend.meet(dist.reduce_scatter, result, parts, axes=axes)
         return result
     return _exchange(backend, parts, axes).sum(0)
 
@@ -87,7 +87,7 @@ def _regroup(
     sent = torch.cat([rows.index_select(0, chosen) for chosen in given])
     received = torch.empty_like(sent)
     sizes = [len(chosen) for chosen in taken], [len(chosen) for chosen in given]
-    dist.all_to_all_single(received, sent, *sizes, group=backend.group(axes))
+    backend.meet(dist.all_to_all_single, received, sent, *sizes, axes=axes)
     result = torch.empty_like(received)
     result[torch.cat(taken)] = received
     return result.movedim(0, dim).contiguous()
@@ -96,7 +96,7 @@ def _regroup(
 def _row_max(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
     peak = piece.amax(-1, keepdim=True)
     if axes:
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=backend.group(axes))
+        backend.meet(dist.all_reduce, peak, op=dist.ReduceOp.MAX, axes=axes)
     return peak
 
 
@@ -192,6 +192,8 @@ class Distributed:
                 if rank in chosen:
                     self._groups[axes, members] = made
         self._channels: dict[tuple[int, str], Any] = {}
+        self._what = ""
+        """What a collective that is under way would wait for."""
         self._waiter: _Waiter | None = None
         if axis:
             self._open_channels(axis)
@@ -254,14 +256,20 @@ class Distributed:
         (piece,) = pieces
         row = COLLECTIVES[op]
         axes, members = row.axes(args), row.members(args)
-        what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
+        self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
         if op not in ("parc.all_reduce", "parc.all_reduce_among"):
-            with _naming(what):
-                return [RUN[op](self, piece, args, axes)], None
+            return [RUN[op](self, piece, args, axes)], None
         result = piece if spare and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
-        with _naming(what):
-            work = dist.all_reduce(result, group=self.group(axes, members), async_op=True)
-        return [result], _wait_for([work], what)
+        work = self.meet(dist.all_reduce, result, axes=axes, members=members, async_op=True)
+        return [result], _wait_for([work], self._what)
+
+    def meet(
+        self, run: Callable[..., Any], *args: Any, axes: tuple[str, ...], members: tuple[int, ...] | None = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """One of torch's collectives with the other ranks of a group; its error says what was waited for."""
+        with _naming(self._what):
+            return run(*args, group=self.group(axes, members), **options)
 
     def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
         """Start to send."""
@@ -319,8 +327,6 @@ def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:
 def _naming(what: str) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
         raise PeerLost(what, error) from error
 
