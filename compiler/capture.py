@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 from torch.utils._pytree import tree_map_only
 
+from .assigned_buffers import assigned_in_place, beside_makers, named_twice
+from .capture_faults import CaptureError, explain
 from .placement import is_supported
 from .program import Origin
 from .torch_private import EverySlice, detach_without_gradients, quiet, without_checkpoints
@@ -59,22 +60,11 @@ class Captured:
         while pending:
             node = pending.pop()
             value = node.meta.get("val")
-            stops = node.target is torch.ops.aten.detach.default
+            stops = node.target is aten.detach.default
             if node not in seen and not stops and (not isinstance(value, torch.Tensor) or value.is_floating_point()):
                 seen.add(node)
                 pending += node.all_input_nodes
         return {name for name, node in self.placeholders("parameter").items() if node in seen}
-
-
-class CaptureError(Exception):
-    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output``, ``field``, ``checkpoint`` or
-    ``other``, and ``help`` a way out that its kind alone does not tell."""
-
-    def __init__(self, kind: str, message: str, source: str = "", in_loss: bool = False, help: str = "") -> None:
-        super().__init__(message)
-        self.kind, self.help = kind, help
-        self.source = source
-        self.in_loss = in_loss
 
 
 LossFunction = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -97,7 +87,7 @@ class _Step(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
         inputs = dict(zip(self._names, values, strict=True))
-        with self._mode, _assigned_in_place(self.model):  # assigned after all that reads them
+        with self._mode, assigned_in_place(self.model):  # assigned after all that reads them
             output = self._call(self.model, inputs)
             if getattr(output, "past_key_values", None) is not None:
                 raise CaptureError("cache", "the model returns a key/value cache")
@@ -108,29 +98,6 @@ class _Step(nn.Module):
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise CaptureError("output", f"the loss is {what}, not a single number")
         return loss
-
-
-@contextmanager
-def _assigned_in_place(model: nn.Module) -> Iterator[None]:
-    """Buffers that the model's code assigns (``self.mean = ...``) are written in place: a trace sees only that.
-
-    Raises:
-        CaptureError: what is assigned is no tensor of the buffer's shape and dtype.
-    """
-    found = [(path, module, name, value) for path, module in model.named_modules()
-             for name, value in module.named_buffers(recurse=False)]  # fmt: skip
-    yield
-    assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
-    for path, module, name, value in found:
-        made: Any = getattr(module, name, None)
-        if made is not value:
-            now, then = (_name_type(tensor) for tensor in (made, value))
-            if now != then:
-                called = f"{path}.{name}" if path else name
-                raise CaptureError("other", f"the buffer `{called}` becomes {now}, not {then}")
-            assigned.append((module, name, value, made.detach().clone()))  # it may be another buffer, assigned too
-    for module, name, value, made in assigned:
-        setattr(module, name, value.copy_(made))
 
 
 def capture(
@@ -164,7 +131,12 @@ def capture(
     except CaptureError:
         raise
     except Exception as error:
-        raise _explain(error, step.stage.in_loss) from error
+        if isinstance(error, AssertionError) and (names := named_twice(model)):
+            what = f"the buffers of `{names[0]}` are those of `{names[1]}` too, and the forward writes one of them"
+            raise CaptureError(
+                "other", what, help="give the module one name: keep it in one attribute or list"
+            ) from None
+        raise explain(error, step.stage.in_loss) from error
     captured = _read(exported, step, tuple(inputs))
     _select_by_tensors(captured.graph)
     check_values(captured.graph)
@@ -230,35 +202,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _name_type(value: object) -> str:
-    return f"{_name(value.dtype)} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
 def _at(node: fx.Node, message: str, kind: str = "other") -> CaptureError:
     origin = node.meta.get("origin", Origin())
     return CaptureError(kind, f"in `{origin.module}`: {message}" if origin.module else message, origin.source)
-
-
-def _explain(error: Exception, in_loss: bool) -> CaptureError:
-    name, text = type(error).__name__, str(error)
-    source = user_frame(error)
-    for cause in (error, error.__cause__, error.__context__):
-        if isinstance(cause, CaptureError):
-            return cause
-    if "DataDependent" in name or "GuardOnDataDependent" in name or "data-dependent" in text.lower():
-        return CaptureError("control", "the model's control flow depends on the values of tensors", source, in_loss)
-    first = text.strip().split("\n")[0] if text.strip() else name
-    return CaptureError("other", f"{name}: {first}", source, in_loss)
-
-
-def user_frame(error: BaseException) -> str:
-    """``file:line`` of the innermost frame outside torch."""
-    found = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        path = frame.f_code.co_filename
-        if "/torch/" not in path and not path.startswith(("<", _OURS)):
-            found = f"{path}:{line}"
-    return found
 
 
 def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str, ...]) -> Captured:
@@ -295,6 +241,8 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
         elif spec.kind is OutputKind.USER_OUTPUT:
             values[""] = value
     updates = tuple(name for name in values if name)
+    buffers = {role.removeprefix("buffer "): node for role, node in canonical_nodes.items()}
+    beside_makers({name: values[name] for name in updates}, buffers, graph)
     graph.output((values[""], *(values[name] for name in updates)))
     modules = frozenset(name for name, _ in step.model.named_modules() if name)
     constants = {name.removeprefix("model."): value for name, value in exported.constants.items()}
@@ -327,7 +275,6 @@ def _is_loss(node: fx.Node) -> bool:
 
 
 _HERE = str(Path(__file__).parent)
-_OURS = str(Path(__file__).parent.parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 

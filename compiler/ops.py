@@ -146,7 +146,7 @@ def _(grad: Any, logits: Any, peak: Any, targets: Any) -> Any:
 
 @_fake("square_sum")
 def _(x: Any) -> Any:
-    return x.new_empty(())
+    return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @_fake("fill_pad")

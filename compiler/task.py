@@ -15,7 +15,8 @@ from torch import nn
 
 from ..grammar.nearest import listed, nearest
 from .callables import check_arguments, load_callable
-from .capture import CallModel, CaptureError, LossFunction
+from .capture import CallModel, LossFunction
+from .capture_faults import CaptureError
 
 
 @dataclass(frozen=True, slots=True)

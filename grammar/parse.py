@@ -38,7 +38,7 @@ from .syntax import (
 
 MAX_NESTING = 16
 MAX_NUMBER = 40  # characters
-GLUED = re.compile(r'"[^"]*"|([\w*.}]*[\w*}])(\[[0-9]+\.\.[0-9]+(?::[0-9]+)?\])')
+GLUED = re.compile(r'"[^"]*"|(?<![\w*.}])([\w*.}]*[\w*}])(\[[0-9]+\.\.[0-9]+(?::[0-9]+)?\])')
 CLOSES = {")": "(", "]": "[", "}": "{"}
 
 

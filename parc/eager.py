@@ -123,7 +123,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     loss.backward()
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     updated = {name: value.detach().clone() for name, value in module.named_buffers(remove_duplicate=False)
-               if name in buffers and not torch.equal(value, buffers[name])}  # fmt: skip
+               if name in buffers and buffers[name].numel() and not torch.equal(value, buffers[name])}  # fmt: skip
     for name, value in buffers.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, value)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from parc.compiler.callables import CallableError
-from parc.compiler.capture import Captured, CaptureError, InputSpec, capture, user_frame
+from parc.compiler.capture import Captured, InputSpec, capture
+from parc.compiler.capture_faults import CaptureError, user_frame
 from parc.compiler.directive import Directive
 from parc.compiler.plan import Plan
 from parc.compiler.recipes import Recorded, record
@@ -89,7 +90,7 @@ def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
         "cache": (RETURNED_CACHE, "give the model `use_cache=False`, or return its logits or its loss alone"),
         "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),
         "field": (NO_FIELD, error.help),
-    }.get(error.kind, (CAPTURE_FAILED, ""))
+    }.get(error.kind, (CAPTURE_FAILED, error.help))
     line = plan.loss if error.kind == "output" or error.in_loss else plan.model
     notes = [f"at {error.source}"] if error.source else []
     if error.__cause__ is not None and error.kind == "other":

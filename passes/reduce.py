@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import torch
 from torch import fx
@@ -137,6 +138,8 @@ def _reduce(
     write, returns = Writer(mesh, across), []
     stored = {n.meta["role"].removeprefix("parameter "): n for n in graph.nodes if n.op == "placeholder"}
     squares: dict[tuple[str, ...], list[Value]] = {}
+    trained = (node_type(node).dtype for node in stored.values() if node.meta["role"].startswith("parameter "))
+    dtype = reduce(torch.promote_types, trained, torch.float32)  # of the norm, alike in all roles
     # all sums first: on a real network they run side by side
     reduced = []
     for name, gradient in gradients.items():
@@ -150,8 +153,12 @@ def _reduce(
         if across is not None and name in across.elsewhere:
             continue
         split = value.type.placement.split_axes()
-        partial = replace(whole_type(mesh, value.type.dtype), placement=Placement.of(mesh, dict.fromkeys(split, "P")))
+        squared = torch.promote_types(value.type.dtype, torch.float32)
+        partial = replace(whole_type(mesh, squared), placement=Placement.of(mesh, dict.fromkeys(split, "P")))
         square = write.emit("parc.square_sum.default", (Ref(value.name),), partial, origin)
+        if squared != dtype:
+            wide = replace(partial, dtype=dtype)
+            square = write.emit("aten._to_copy.default", (Ref(square.name),), wide, origin, "widen", dtype=dtype)
         squares.setdefault(split, []).append(square)
     whole = whole_type(mesh, node_type(outputs(graph)[0]).dtype)
     if loss is None:
@@ -166,7 +173,7 @@ def _reduce(
     if squares or across is not None:
         # each group of equally split gradients is summed over its axes once
         sums = [write.total(write.stacked_sum(group)) for group in squares.values()]
-        square = write.among(write.stacked_sum(sums) if sums else write.zeros(whole), everyone)
+        square = write.among(write.stacked_sum(sums) if sums else write.zeros(whole_type(mesh, dtype)), everyone)
         root = write.emit("aten.sqrt.default", (Ref(square.name),), square.type)
         returns.append(("grad_norm", root.name))
     return write.program(role, "REDUCE", returns)

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..compiler.ops import OPS
 from ..compiler.program import Function, Line, Value
-from .calls import computes
+from .calls import computes, outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,11 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     free = _free(graph)
     stages = _stages(graph, pipeline, free)
     wanted: dict[fx.Node, set[int]] = {node: {stage} for node, stage in stages.items()}
+    homes = _homes(graph, stages)
     for node in reversed(list(graph.nodes)):
         if node in free:
-            wanted[node] = {stage for user in node.users for stage in wanted.get(user, ())} or {0}
+            wanted[node] = {stage for user in node.users for stage in wanted.get(user, ())}
+            wanted[node] |= {homes[node]} if node in homes else set()
     made = fx.Graph()
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -59,7 +61,20 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     for stage, _, node in sorted(rows, key=lambda row: row[:2]):
         copy(node, stage)
     copy(graph.output_node(), len(pipeline.cuts))
+    end = made.output_node()
+    for value, stage in homes.items():
+        if value in free:
+            end.replace_input_with(copies[value, min(wanted[value])], copies[value, stage])
     return made
+
+
+def _homes(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """For each new value of a buffer the stage that reads the old one."""
+    _, *values = outputs(graph)
+    buffers = {node.meta["role"]: node for node in graph.find_nodes(op="placeholder")}
+    readers = (buffers[f"buffer {name}"].users for name in graph.output_node().meta.get("updates", ()))
+    return {value: max((stages.get(user, 0) for user in users), default=0)
+            for value, users in zip(values, readers, strict=True)}  # fmt: skip
 
 
 def _seen_from(copies: Mapping[tuple[fx.Node, int], fx.Node], operand: fx.Node, stage: int,

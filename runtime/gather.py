@@ -26,6 +26,16 @@ def everywhere(value: Made, world: int) -> list[Made]:
     return found
 
 
+def exchange(row: Sequence[int], world: int, device: torch.device) -> list[list[int]]:
+    """Every rank's row of numbers, in rank order, on every rank."""
+    if world == 1:
+        return [list(row)]
+    mine = torch.tensor(row, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(rows, mine)
+    return [[int(number) for number in other.tolist()] for other in rows]
+
+
 @final
 class Gatherer:
     """Gathers on the rank ``rank``, of whose peers ``roles`` says what each runs. All ranks call alike."""

@@ -241,7 +241,7 @@ def _grow_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padd
 
 
 def _square_sum(site: Site, x: torch.Tensor) -> torch.Tensor:
-    flat = x.reshape(-1)
+    flat = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
     return torch.dot(flat, flat)
 
 

@@ -17,14 +17,14 @@ from ..compiler.artifact import Build
 from ..compiler.padded_tensors import grow
 from ..compiler.padding import pads_from
 from ..compiler.placement import TensorType, parse_type, take
-from ..grammar.codes_build import BAD_BUILD, BAD_STATE
+from ..grammar.codes_build import BAD_STATE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
 from .compiled import Regions
 from .execute import Backend, Machine
 from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
 from .feed import Feed, Parts
-from .gather import Gatherer, everywhere
+from .gather import Gatherer, everywhere, exchange
 from .holders import BUFFERS, held, keepers_of, owners_of
 from .initial import Initial
 from .kernels import KERNELS, Kernel
@@ -77,7 +77,7 @@ class Session:
         self._owners = owners_of(self._roles, self.types)
         self.recorder = Recorder(self.device) if trace else None
         self.step_number = 0
-        self._together = Together(self.rank, self.world)
+        self._together = Together(self.rank, self.world, self.device)
         self.last_step: int | None = manifest["steps"]  # no data is read ahead beyond it
         programs = [program for role in self._roles for program in role.programs.values()]
         self.backend: Backend = InProcess(self.mesh)
@@ -140,24 +140,14 @@ class Session:
             RunError: the batch is not one of the plan's, the data cannot be read, or an earlier error left a step.
         """
         at = self._by_sizes(batch)
-        parts = at.feed.cut(batch) if batch is not None else self._next(at)
+        if batch is None:
+            parts = self._together.agreed(lambda: at.feed.next(self.step_number, self.last_step))
+        else:
+            parts = at.feed.cut(batch)
         with self._together.doing(f"step {self.step_number + 1}", self.state):
             self._given = at, parts, dict(self.state.buffers)
             (result,) = at.stepper.gradients([self.state], [parts], self.step_number)
         return result
-
-    def _next(self, at: AtSizes) -> Parts:
-        """This rank's part of the plan's next batch. Where one rank has none, no rank begins the step."""
-        parts: Parts = []
-        fault: RunError | None = None
-        try:
-            parts = at.feed.next(self.step_number, self.last_step)
-        except RunError as error:
-            fault = error
-        if any(row[0] for row in self.exchange([int(fault is not None)])):
-            first = next(filter(None, everywhere(fault, self.world)))
-            raise fault or first
-        return parts
 
     def update(self, result: StepResult, lr: float | None = None) -> StepReport:
         """Apply the optimizer to what ``gradients`` gave, after a look at the numbers.
@@ -195,12 +185,7 @@ class Session:
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row of numbers, in rank order, on every rank."""
         self._together.check()
-        if self.world == 1:
-            return [list(row)]
-        mine = torch.tensor(row, dtype=torch.int64, device=self.device)
-        rows = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(rows, mine)
-        return [[int(number) for number in other.tolist()] for other in rows]
+        return exchange(row, self.world, self.device)
 
     def write_trace(self, path: Path | str) -> None:
         """Write what every rank did and when, for Perfetto or chrome://tracing.
@@ -289,14 +274,7 @@ class Session:
         with self._together.doing("a checkpoint", self.state):
             tensors = dict(self._whole_state())
         facts = {"step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"]}
-        fault: RunError | None = None
-        if self.rank == 0:
-            try:
-                save_tensors(Path(path), tensors, facts)
-            except RunError as error:
-                fault = error
-        if self.exchange([int(fault is not None)])[0][0]:
-            raise fault or RunError(BAD_BUILD, f"rank 0 could not write `{path}`")
+        self._together.agreed(lambda: save_tensors(Path(path), tensors, facts) if self.rank == 0 else None)
 
     def restore(self, path: Path | str) -> None:
         """Read what ``save`` wrote, under this plan or any other of the same model.

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import TypeVar, cast, final
+
+import torch
 
 from ..grammar.codes_build import LEFT_STEP
 from .faults import RunError
+from .gather import everywhere, exchange
 from .step import RankState
+
+Made = TypeVar("Made")
 
 
 @final
 class Together:
     """What one of ``world`` ranks does with the others."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+        self.rank, self.world, self.device = rank, world, device
         self._left = ""
         """What an error ended before it was done, where other ranks took part in it."""
 
@@ -30,6 +35,24 @@ class Together:
             message = f"{self._left} ended with an error on rank {self.rank}, and other ranks may still be in it"
             help_ = "end all processes; start again from the last checkpoint, by `session.restore` or `--resume`"
             raise RunError(LEFT_STEP, message, help_)
+
+    def agreed(self, make: Callable[[], Made]) -> Made:
+        """What every rank makes by itself; where one fails, none goes on.
+
+        Raises:
+            RunError: the first rank's that failed, on all of them.
+        """
+        self.check()
+        fault: RunError | None = None
+        made: Made | None = None
+        try:
+            made = make()
+        except RunError as error:
+            fault = error
+        if any(row[0] for row in exchange([int(fault is not None)], self.world, self.device)):
+            faults = everywhere(fault, self.world)
+            raise fault or next(filter(None, faults))
+        return cast(Made, made)
 
     @contextmanager
     def doing(self, what: str, state: RankState) -> Iterator[None]:

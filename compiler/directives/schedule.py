@@ -164,7 +164,10 @@ class Schedule(Directive):
         every = sorted({*low, *(parts // n for n in low)})
         above = bisect(every, self.microbatches)
         for side in (reversed(every[:above]), every[above:]):
-            fits = (n for n in side if ranks == 1 or not problem(self.name, ranks * self.chunks, n, self.chunks))
+            few = (n for n in side if n * ranks * self.chunks <= MOST_WORK)
+            # what a schedule accepts depends on whole rounds of the ranks, and not on how many
+            fits = (n for n in few if ranks == 1 or not problem(
+                self.name, ranks * self.chunks, n if n < ranks else ranks + n % ranks, self.chunks))  # fmt: skip
             yield from islice(fits, 1)
 
     def _check_accumulate(self) -> Iterator[Diagnostic]:

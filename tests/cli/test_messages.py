@@ -23,7 +23,7 @@ def mean(output):
 
 
 def sample(number, length=8):
-    raise RuntimeError("no sample is read")
+    raise RuntimeError("the samples are elsewhere")
 
 
 def narrow(number):

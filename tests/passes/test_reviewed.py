@@ -257,6 +257,27 @@ def test_parameters_of_a_narrow_dtype(tmp_path: Path) -> None:
     made(tmp_path, body, f"{X}\n{DATA.format('x')}")
 
 
+@pytest.mark.parametrize(
+    "lines", [DATA.format("x"), "mesh pp=2\nstage before last over pp\nschedule gpipe microbatches 2"]
+)
+@pytest.mark.parametrize(("first", "last"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float64")])
+def test_parameters_of_several_dtypes_have_one_norm(tmp_path: Path, first: str, last: str, lines: str) -> None:
+    body = f"""
+        def more(self):
+            self.fc.to(torch.{first})
+            self.last = nn.Linear(8, 8).to(torch.{last})
+
+        def forward(self, x):
+            h = self.fc(x.to(torch.{first})).tanh()
+            return self.last(h.to(torch.{last})).float().square().mean()
+    """
+    compiled, _ = made(tmp_path, body, f"{X}\n{lines}".replace("sgd lr 0.1", "sgd lr 0.1 clip 0.01"))
+    for role in compiled.roles().values():
+        values = role.programs["REDUCE"].main.values()
+        norm = values[dict(role.programs["REDUCE"].main.returns)["grad_norm"]]
+        assert norm.type.dtype == (torch.float64 if last == "float64" else torch.float32)
+
+
 @pytest.mark.parametrize("lines", ["", DATA.format("x"), "mesh tp=2\ncolumn fc over tp"])
 def test_custom_operators_without_a_rule_are_computed_whole(tmp_path: Path, lines: str) -> None:
     compiled, _ = made(tmp_path, OPERATORS, f"{X}\n{lines}")
