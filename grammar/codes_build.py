@@ -215,7 +215,7 @@ NO_FUNCTION = Code(
     why="one graph is built, and what the model's code takes from elsewhere (Python's `random`, NumPy's, a counter that"
     " calls move, the clock) would be a constant in it. parc ran the module twice, on the same inputs and weights and"
     " with the same seeds of torch, and its results differ.",
-    example=_MODEL.format(body="return x * random.random()"),
+    example=_MODEL.format(body="import random\n\n        return x * random.random()"),
     instead=_MODEL.format(body="return x * torch.rand(())"),
     language="python",
 )

@@ -130,7 +130,7 @@ def work_per_step(build: Build) -> tuple[str, int]:
     """What a step's whole batch has, and how many: ``tokens``, where the plan's first input holds whole numbers in two
     dims, else ``samples``."""
     sizes, line = build.manifest["sizes"], build.manifest["inputs"][0]
-    if len(line["dims"]) == 2 and "int" in line["dtype"]:
+    if len(line["dims"]) == 2 and line["dtype"] in ("int32", "int64"):
         return "tokens", math.prod(int(sizes.get(dim, dim)) for dim in line["dims"])
     return "samples", int(sizes.get("B", 1))
 
