@@ -14,6 +14,7 @@ import torch
 import torch.export._trace
 import torch.utils.checkpoint
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -76,13 +77,20 @@ class SymbolicSizes:
         from torch._dynamo.source import ConstantSource
 
         self._env = ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self._env)
+        self._mode = FakeTensorMode(shape_env=self._env)
         self.symbols: dict[str, sympy.Symbol] = {}
         self._highest: dict[sympy.Symbol, int] = {}
         for name, (low, high) in bounds.items():
             symbol = self._env.create_unspecified_symbol(high, ConstantSource(name), DimDynamic.DYNAMIC)
             self._env.var_to_range[symbol] = ValueRanges(low, high)
             self.symbols[name], self._highest[symbol] = symbol, high
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        """Within it tensors are fake. Operators that are made of others are taken apart in Python: torch's own code of
+        some reads sizes as numbers, which would settle them."""
+        with enable_python_dispatcher(), self._mode:
+            yield
 
     def size(self, expression: sympy.Expr) -> Any:
         """What operators take for the number that an expression is."""
@@ -93,10 +101,8 @@ class SymbolicSizes:
         return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
     def assumed(self) -> list[sympy.Basic]:
-        """What operators took for granted since it was last asked: it holds of the upper bounds."""
-        found = [guard.expr for guard in self._env.guards]
-        self._env.guards.clear()
-        return found
+        """What operators took for granted: it holds of the upper bounds."""
+        return [guard.expr for guard in self._env.guards]
 
 
 def fake_mode() -> FakeTensorMode:

@@ -8,6 +8,7 @@ contribution to a gradient that was forgotten in a sum is one.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, TypeVar
@@ -248,7 +249,7 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def made_of_shapes(
-    call: OpCall, shapes: Sequence[Any], types: Sequence[TensorType], mode: FakeTensorMode
+    call: OpCall, shapes: Sequence[Any], types: Sequence[TensorType], mode: AbstractContextManager[Any]
 ) -> list[tuple[torch.dtype, Any] | None]:
     """Dtype and shape of what an operator makes of operands of these shapes."""
     with mode:

@@ -69,8 +69,8 @@ class _Proof:
 
     def __init__(self, template: Template, numbers: Mapping[int, Polynomial]) -> None:
         self.ranges, self.numbers = template.ranges, numbers
-        steps = {name: (size.low // size.step, size.high // size.step) for name, size in self.ranges.items()}
-        self.symbolic = SymbolicSizes(steps)
+        self.steps = {name: (size.low // size.step, size.high // size.step) for name, size in self.ranges.items()}
+        self.symbolic = SymbolicSizes(self.steps)
         self.known: dict[Question, str] = {}
 
     def faults(self, program: Program) -> Iterator[tuple[Line, str]]:
@@ -96,13 +96,14 @@ class _Proof:
         if op in COLLECTIVES:
             return next((message for _, message in collective_faults(q)), "")
         for local in (False, True) if op.startswith(_OWN) else ():
+            self.symbolic = SymbolicSizes(self.steps)  # what one operator takes for granted is no other's
             wanted = [None if type_ is None else self.shape(type_, mesh, local) for type_ in q.declared]
             shapes = [[self.size(size) for size in self.shape(type_, mesh, local)] for type_ in q.operands]
             cut = partial(self.cut, mesh, local)
             call = call_of(q.line, q.operands, q.results, cut, lambda number: self.size(self.expression(number)))
             try:
                 made = [None if x is None else list(map(self.symbolic.expression, x[1]))
-                        for x in made_of_shapes(call, shapes, q.operands, self.symbolic.mode)]  # fmt: skip
+                        for x in made_of_shapes(call, shapes, q.operands, self.symbolic.mode())]  # fmt: skip
             except Exception as problem:  # whatever an operator raises for operands that it does not take
                 reason = str(problem).strip() or type(problem).__name__
                 return f"{op} does not take all sizes: {self.named(reason.splitlines()[0])}"
