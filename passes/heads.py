@@ -32,10 +32,12 @@ _VIEWS = {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.defaul
 @dataclass(frozen=True, slots=True)
 class Copies:
     """What is kept by several ranks of an axis: ``sizes`` of the sub-axes that an axis is factored into, and by value
-    and axis how many of these, major first, split the value; on the others it is whole."""
+    and axis how many of these, major first, split the value; on the others it is whole, or, where heads are ``fused``
+    with more in one value, they are gathered."""
 
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kept: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    fused: Mapping[tuple[str, str], int] = field(default_factory=dict)
     notes: tuple[Diagnostic, ...] = ()
 
     def parts(self, mesh: Mesh) -> dict[tuple[str, str], int]:
@@ -52,14 +54,19 @@ class Copies:
             found |= along(kept, Split(seed.dim, seed.outer), mesh)
         return found
 
+    def gathers(self, seeds: Iterable[Seed], mesh: Mesh) -> list[tuple[Seed, tuple[str, ...]]]:
+        """Of seeds of what is fused the sub-axes over which its few heads are gathered."""
+        found = [(seed, self.fused.get((seed.value, seed.axis))) for seed in seeds]
+        return [(seed, mesh.parts(seed.axis)[number:]) for seed, number in found if number is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
     """A split parameter that attention reads as ``count`` heads since ``source``; ``meets`` are its attentions.
 
     One head is a dim that is never taken apart: attention contracts it. Where it is ``fused`` with queries, ``most``
-    are these. Where the model itself sees them in groups, ``count`` is that of the groups, each of so many:
-    ``grouped``.
+    are these, and ``few`` the values in which fewer heads are taken out of the whole. Where the model itself sees them
+    in groups, ``count`` is that of the groups, each of so many: ``grouped``.
     """
 
     seed: Seed
@@ -68,6 +75,7 @@ class _Heads:
     source: str
     meets: frozenset[fx.Node]
     grouped: int = 1
+    few: frozenset[Key] = frozenset()
 
     @property
     def fused(self) -> bool:
@@ -82,7 +90,7 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed], pads: Pad
     two computed values. The most heads among them are the queries'; ranks must divide those. Fewer heads either
     divide by the ranks too, or divide them: then the axis is factored, and the heads are split over its major part.
     Where queries are fused with them in one weight, whose parts are split alike, the minor part splits each head, which
-    is gathered where it is taken apart. Padded heads divide.
+    is gathered where it is taken out of the whole. Padded heads divide.
 
     Raises:
         PlanError: heads do not fit the ranks.
@@ -91,10 +99,11 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed], pads: Pad
     seeds = [seed for seed in seeds if seed.dim is not None and (seed.value, seed.dim) not in padded]
     if not seeds:
         return Copies()
-    follower = Follower(captured)
+    follower = Follower(canonicalize(captured.graph))
     errors: list[Diagnostic] = []
     sizes: dict[str, tuple[int, ...]] = {}
     kept: dict[tuple[str, str], int] = {}
+    fused: dict[tuple[str, str], int] = {}
     notes: list[Diagnostic] = []
     for axis in plan.mesh.names:
         own = [s for s in seeds if s.axis == axis and s.value in follower.parameters]
@@ -111,21 +120,30 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed], pads: Pad
         elif few:
             if len(chain) > 1:
                 sizes[axis] = tuple(more // less for less, more in pairwise([1, *chain]))
-            alone = [heads for heads in few if not heads.fused]
-            kept.update({(h.seed.value, axis): chain.index(h.count) + 1 if h.count > 1 else 0 for h in alone})
+            for heads in few:
+                number = chain.index(heads.count) + 1 if heads.count > 1 else 0
+                (fused if heads.fused else kept)[heads.seed.value, axis] = number
             notes += _notes(few, axis, ranks, sizes.get(axis, ()))
     if errors:
         raise PlanError(errors)
-    return Copies(sizes, kept, tuple(notes))
+    return Copies(sizes, kept, fused, tuple(notes))
+
+
+def few_heads(graph: fx.Graph, fused: Sequence[tuple[Seed, Sequence[str]]]) -> frozenset[tuple[Key, str]]:
+    """The values in which heads that are fused with more are taken out of the whole, and axes to gather them over."""
+    if not fused:
+        return frozenset()
+    follower = Follower(graph)
+    found = [(follower.heads(seed), axes) for seed, axes in fused if seed.value in follower.parameters]
+    return frozenset((key, axis) for heads, axes in found if heads for key in heads.few for axis in axes)
 
 
 class Follower:
-    """Follows a dim of a parameter forward through a graph, by the rules of its operators."""
+    """Follows a dim of a parameter forward through a canonical graph, by the rules of its operators."""
 
-    def __init__(self, captured: Captured) -> None:
-        graph = canonicalize(captured.graph)
-        roles = {node.meta["role"]: node for node in graph.nodes if node.op == "placeholder"}
-        self.parameters = {role.split(" ", 1)[1]: node for role, node in roles.items() if role.startswith("parameter ")}
+    def __init__(self, graph: fx.Graph) -> None:
+        roles = [(*node.meta["role"].split(" ", 1), node) for node in graph.nodes if node.op == "placeholder"]
+        self.parameters = {name: node for kind, name, node in roles if kind in ("parameter", "frozen")}
         self.rules: dict[fx.Node, OpRule] = {}
         self.readers: dict[Key, list[fx.Node]] = {}
         self.computed: set[fx.Node] = {
@@ -171,13 +189,15 @@ class Follower:
         """The heads that a split parameter becomes, if attention reads it."""
         assert seed.dim is not None
         counts: dict[int, str] = {}
+        taken: set[tuple[Key, int]] = set()
         meets: set[fx.Node] = set()
         grouped = 1
-        start = (self.parameters[seed.value], 0), seed.dim, seed.outer, False
-        pending: list[tuple[Key, int, Outer, bool]] = [start]
+        parameter = self.parameters[seed.value], 0
+        # last, until heads are counted: what was taken out of a value of several parts, if only by passing it on
+        pending: list[tuple[Key, int, Outer, Key | None]] = [(parameter, seed.dim, seed.outer, parameter)]
         seen = set(pending)
         while pending:
-            key, dim, outer, counted = pending.pop()
+            key, dim, outer, last = pending.pop()
             for reader in self.readers.get(key, ()):
                 rule = self.rule(reader)
                 for operand, dims in zip(operands_of(reader), rule.operands, strict=True):
@@ -185,29 +205,39 @@ class Follower:
                     if part is None:
                         continue
                     contracted = self.contracted(reader)
+                    one = part[0] in contracted or part[0] in rule.whole
                     if contracted:
                         meets.add(reader)
-                        if not counted and (part[0] in contracted or part[0] in rule.whole):
+                        if last and one:
                             counts.setdefault(1, reader.meta["origin"].source)
+                    alone = sum(any(part[0] in names for names in dims) for dims in rule.operands) == 1
+                    # needed whole, or of values of one head
+                    if last and outer == 1 and (one or (contracted and alone)):
+                        taken.add((last, 1))
                     if part[0] in rule.whole:
                         continue
                     count = _each(part[1], rule.sizes[part[0]])
                     size = _each(outer, math.prod(rule.sizes[name] for name in dims[dim]))
-                    apart = not counted and count != size and str(reader.target) in _VIEWS
-                    if apart:
+                    apart = count != size and str(reader.target) in _VIEWS
+                    if last and apart:
                         counts.setdefault(count, reader.meta["origin"].source)
+                        taken.add((last, count))
                         inner = dims[dim][dims[dim].index(part[0]) + 1 : -1]
                         grouped = max(grouped, math.prod(int(rule.sizes[name]) for name in inner))
                     places = [(i, from_factor(rule, result, *part)) for i, result in enumerate(rule.results)]
                     for index, place in places:
-                        entry = ((reader, index), *place, counted or apart) if place is not None else None
+                        made = reader, index
+                        onward = made if last and outer != 1 else last
+                        entry = (made, *place, None if apart else onward) if place else None
                         if entry is not None and entry not in seen:
                             seen.add(entry)
                             pending.append(entry)
         if not meets:
             return None
         most = max(counts, default=1)
-        return _Heads(seed, math.gcd(*counts) or 1, most, next(iter(counts.values()), ""), frozenset(meets), grouped)
+        few = frozenset(key for key, count in taken if count < most)
+        source = next(iter(counts.values()), "")
+        return _Heads(seed, math.gcd(*counts) or 1, most, source, frozenset(meets), grouped, few)
 
     def contracted(self, node: fx.Node) -> set[str]:
         """Factors over which the operator multiplies two computed values and adds up, as attention does."""
@@ -283,7 +313,7 @@ def _notes(few: Sequence[_Heads], axis: str, ranks: int, sizes: Sequence[int]) -
         then = "gradients of the copies are summed once a step"
         if fused:
             shared = f"{ranks // count} ranks keep a part of {'each' if count > 1 else 'it'}"
-            then = "fused with queries, it is split as they are, and its results are gathered where they become heads"
+            then = "fused with queries, it is split as they are, and its results are gathered where they are taken out"
         message = f"{_heads(count)} of keys and values for {ranks} ranks of `{axis}`: {shared}"
         parts = listed(f"{axis}_{i}={size}" for i, size in enumerate(sizes))
         notes = [f"`{axis}` is seen as {parts}" if sizes else "", then]

@@ -147,7 +147,7 @@ class Partition:
             size = math.prod(local) * fake(key).dtype.itemsize
             for name in self.mesh.joined(axes):
                 axis = self.mesh.parts(name)[0]
-                heads = (key, axis) in self.placed.few
+                heads = (key, axis) in self.placed.gathered
                 self.reshards.append(
                     Reshard(key[0].name, have[axis], want[axis], name, cause, size, self.reader, heads)
                 )

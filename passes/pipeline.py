@@ -16,6 +16,7 @@ from ..compiler.precision import Regions
 from ..compiler.program import Program
 from ..compiler.roles import SINGLE as ROLE
 from ..compiler.roles import Programs, join
+from ..compiler.seeds import Seed
 from .assemble import Steps, assemble, assemble_count, assemble_scale
 from .calls import computes, outputs
 from .canonicalize import canonicalize
@@ -23,6 +24,7 @@ from .choices import Choices
 from .constants import fold_constants
 from .draws import uncounted
 from .fuse import fuse_bias
+from .heads import few_heads
 from .lift import lift_parameters
 from .loss import split_loss, stop_gradients
 from .own_rules import check_registered, explained
@@ -49,6 +51,8 @@ class Request:
     seed: int
     frozen: frozenset[str] = frozenset()
     accumulate: torch.dtype = torch.float32
+    fused: Sequence[tuple[Seed, Sequence[str]]] = ()
+    """Splits of parameters in which few heads are fused with more, and over which axes these are gathered."""
     pads: Pads = field(default_factory=dict)
     """Dims of parameters, by role, that are longer in programs than in the model."""
     precision: Regions = ()
@@ -146,7 +150,7 @@ def _roles(shared: Programs, made: Steps, mesh: Mesh, pipeline: Pipeline | None)
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:
     nodes = {node.meta["role"]: node for node in graph.nodes if node.op == "placeholder"}
     claims = [Claim((nodes[role], 0), axis, split, line) for role, axis, split, line in request.claims if role in nodes]
-    placed = propagate(graph, mesh, claims)
+    placed = propagate(graph, mesh, claims, few_heads(graph, request.fused))
     partition = Partition(graph, mesh, placed, request.choices)
     typed = partition.run()
     lift_parameters(typed)

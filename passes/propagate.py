@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from torch import fx
 
@@ -37,15 +36,15 @@ class Placed:
     parts: dict[fx.Node, dict[str, Part]] = field(default_factory=dict)
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
     lines: dict[fx.Node, int] = field(default_factory=dict)
-    few: set[tuple[Key, str]] = field(default_factory=set)
-    """Values that are heads, fewer than others in the same weight, by axes that split them."""
+    gathered: frozenset[tuple[Key, str]] = frozenset()
+    """Values that are put together over an axis before anyone reads them."""
     without_rule: list[fx.Node] = field(default_factory=list)
 
 
 class _Propagation:
-    def __init__(self, graph: fx.Graph, mesh: Mesh) -> None:
+    def __init__(self, graph: fx.Graph, mesh: Mesh, gathered: frozenset[tuple[Key, str]]) -> None:
         self.mesh = mesh
-        self.placed = Placed()
+        self.placed = Placed(gathered=gathered)
         self.whole: set[tuple[Key, str]] = set()
         self.claimed: dict[tuple[Key, str], Split] = {}
         self.order = [node for node in graph.nodes if computes(node)]
@@ -100,7 +99,9 @@ class _Propagation:
         ranks = self.mesh.size(axis)
         best: tuple[int, Part] | None = None
         found = [
-            (key, dims, split) for key, dims, _ in self.terms[node] if (split := self.placed.splits[key].get(axis))
+            (key, dims, split)
+            for key, dims, is_operand in self.terms[node]
+            if (split := self.placed.splits[key].get(axis)) and not (is_operand and (key, axis) in self.placed.gathered)
         ]
         parts = to_factors(rule, [(dims, split.dim, split.outer) for _, dims, split in found], ranks, guess=False)
         for (key, _, _), part in zip(found, parts, strict=True):
@@ -115,7 +116,7 @@ class _Propagation:
         """Whether the factor nests with the other axes on it, and the result may be split so."""
         rule = self.placed.rules[node]
         others = [(outer, a) for a, (name, outer) in self.placed.parts[node].items() if name == part[0]]
-        if not self.disjoint([*others, (part[1], axis)], rule.sizes[part[0]]) or self.inside_heads(node, axis, part[0]):
+        if not self.disjoint([*others, (part[1], axis)], rule.sizes[part[0]]):
             return False
         for key, dims, is_operand in self.terms[node]:
             if is_operand:
@@ -127,32 +128,6 @@ class _Propagation:
             if have is not None and at is not None and have != Split(*at):
                 return False
         return True
-
-    def inside_heads(self, node: fx.Node, axis: str, factor: str) -> bool:
-        """Whether parts of few heads end here, and are put together once, not by everyone who reads one: where heads,
-        split over the major sub-axes, are taken out of their dim, and this minor one would split each; and where they
-        are repeated or met by more."""
-        parts = self.placed.parts[node]
-        majors = {parts[a][0] for a in takewhile(axis.__ne__, self.mesh.parts(self.mesh.owner(axis))) if a in parts}
-        made = max(value.numel() for value in tensors_of(node))
-        return any(
-            made > tensors_of(key[0])[key[1]].numel() or not majors.isdisjoint(names[:-1])
-            for key, dims, _ in self.terms[node] if (key, axis) in self.placed.few
-            for names in dims if names[-1:] == (factor,)
-        )  # fmt: skip
-
-    def follow_few(self, node: fx.Node, axis: str) -> None:
-        """Where queries are fused with fewer keys, what is smaller is followed from where it is taken out, to where
-        heads are taken out of it that the axis splits whole."""
-        rule, (factor, outer) = self.placed.rules[node], self.placed.parts[node][axis]
-        members = rule.sums.get(factor, ())
-        most = max((rule.sizes[name] for name in members), default=0)
-        smaller = {(name,) for name in members if rule.sizes[name] != most}
-        read = [dims for key, dims, is_operand in self.terms[node] if is_operand and (key, axis) in self.placed.few]
-        follows = bool(read) and not any(factor in names[:-1] for dims in read for names in dims)
-        for key, dims, is_operand in self.terms[node]:
-            if not is_operand and (follows or (not isinstance(outer, int) and not smaller.isdisjoint(dims))):
-                self.placed.few.add((key, axis))
 
     def visit(self, node: fx.Node, line: int) -> list[fx.Node]:
         """Settle the node's factors, and split what they imply; the operators to look at again."""
@@ -169,7 +144,6 @@ class _Propagation:
                 at = from_factor(rule, dims, *parts[axis])
                 if at is not None:
                     again += self.place(key, axis, Split(*at), line)
-            self.follow_few(node, axis)
         return again
 
     def settle(self, start: Iterable[fx.Node], line: int) -> None:
@@ -184,13 +158,16 @@ class _Propagation:
             forward = not forward
 
 
-def propagate(graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim]) -> Placed:
+def propagate(
+    graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim], gathered: frozenset[tuple[Key, str]] = frozenset()
+) -> Placed:
     """Placements of all values, from the plan's claims.
 
     Both directions to a fixed point, one claim's line after the other: an earlier line has its way where two would
-    split one value or operator differently. Claims over axes of size 1 hold trivially.
+    split one value or operator differently. Claims over axes of size 1 hold trivially. What is ``gathered`` over an
+    axis splits none of its readers there.
     """
-    state = _Propagation(graph, mesh)
+    state = _Propagation(graph, mesh, gathered)
     real = [claim for claim in claims if mesh.size(claim.axis) > 1]
     for claim in real:
         if claim.split is None:

@@ -9,6 +9,7 @@ from torch import fx
 from ..compiler.capture import Captured
 from ..compiler.names import Names, WeightUse
 from .calls import computes, operands_of, rule_of
+from .canonicalize import canonicalize
 from .heads import Follower
 
 _LOOKUPS = {"aten.embedding.default"}
@@ -19,7 +20,7 @@ _THROUGH = {"aten.t.default", "aten.transpose.int", "aten.permute.default", "ate
 def names_of(captured: Captured) -> Names:
     """The names that a plan's lines can speak of, with how the graph uses each weight."""
     parameters = captured.placeholders("parameter")
-    follower = cache(lambda: Follower(captured))
+    follower = cache(lambda: Follower(canonicalize(captured.graph)))
     uses: dict[str, WeightUse] = {}
     for name, node in parameters.items():
         others = [alias for alias, canonical in captured.aliases.items() if canonical == name]

@@ -10,13 +10,15 @@ WIDTH, VOCAB = 32, 48
 
 
 class Grouped(nn.Module):
-    """Queries, keys and values one after the other, in one weight or in three; keys are never repeated."""
+    """Queries, keys, values and maybe a gate a head one after the other, in one weight, or the first three in three;
+    keys are never repeated."""
 
-    def __init__(self, heads: int, groups: int, fused: bool, size: int) -> None:
+    def __init__(self, heads: int, groups: int, fused: bool, size: int, gated: bool) -> None:
         super().__init__()
         self.size = size or WIDTH // heads
         self.rows = [heads * self.size, groups * self.size, groups * self.size]
         if fused:
+            self.rows += [heads] * gated
             self.qkv = nn.Linear(WIDTH, sum(self.rows))
         else:
             self.q, self.k, self.v = (nn.Linear(WIDTH, rows) for rows in self.rows)
@@ -25,9 +27,29 @@ class Grouped(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(x).split(self.rows, dim=-1) if self.fused else (self.q(x), self.k(x), self.v(x))
-        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts[:3])
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        for gate in parts[3:]:
+            y = y * gate.sigmoid().unsqueeze(-1)
+        return self.out(y.flatten(2))
+
+
+class Gated(nn.Module):
+    """Values and one gate a head in one weight, as layers of state spaces have them: nothing attends."""
+
+    def __init__(self, heads: int, repeat: bool) -> None:
+        super().__init__()
+        self.rows, self.repeat = [WIDTH, heads], repeat
+        self.both, self.out = nn.Linear(WIDTH, WIDTH + heads), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, gates = self.both(x).split(self.rows, dim=-1)
+        each = WIDTH // self.rows[1]
+        if self.repeat:
+            gates = gates.repeat_interleave(each, -1)
+        else:
+            gates = gates.unsqueeze(-1).expand(*gates.shape, each).flatten(2)
+        return self.out(values * gates.sigmoid())
 
 
 class Interleaved(nn.Module):
@@ -75,9 +97,14 @@ class Model(nn.Module):
         return self.head(x + self.attention(x))
 
 
-def grouped(heads: int = 8, groups: int = 4, fused: bool = True, size: int = 0) -> nn.Module:
+def grouped(heads: int = 8, groups: int = 4, fused: bool = True, size: int = 0, gated: bool = False) -> nn.Module:
     """A model with grouped attention."""
-    return Model(Grouped(heads, groups, fused, size))
+    return Model(Grouped(heads, groups, fused, size, gated))
+
+
+def gated(heads: int = 8, repeat: bool = True) -> nn.Module:
+    """A model whose mixing is gates."""
+    return Model(Gated(heads, repeat))
 
 
 def interleaved(heads: int = 8, groups: int = 4) -> nn.Module:

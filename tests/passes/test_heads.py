@@ -28,6 +28,7 @@ shard     tokens, targets [B/dp, _]
 vocab     embed, head over tp
 """
 CONCATENATED = "column attention.qkv over tp rows (h/tp d + g/tp d + g/tp d)\nrow attention.out over tp"
+WITH_GATES = CONCATENATED.replace("g/tp d)", "g/tp d + h/tp)")
 APART = "column attention.{q,k,v} over tp\nrow attention.out over tp"
 INTERLEAVED = "column attention.qkv over tp rows (g/tp 4 d)\nrow attention.out over tp"
 ENCODER = """
@@ -61,6 +62,7 @@ def moved(made: Compiled) -> Counter[tuple[str, str]]:
         ("grouped", "heads=8, groups=4", CONCATENATED, 2),
         ("grouped", "heads=8, groups=4", CONCATENATED, 4),
         ("grouped", "heads=4, groups=4", CONCATENATED, 2),
+        ("grouped", "heads=8, groups=4, gated=true", WITH_GATES, 4),
         ("grouped", "heads=8, groups=2, fused=false", APART, 4),
         ("grouped", "heads=8, groups=1, fused=false", APART, 4),
         ("grouped", "heads=6, groups=2, fused=false", APART, 6),  # 10 rows of keys
@@ -75,10 +77,13 @@ def test_attention_is_one_sum_forward_and_one_back(model: str, arguments: str, l
     assert moved(made) == {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
 
 
-@pytest.mark.parametrize(("groups", "tp"), [(2, 4), (1, 4), (2, 8)])
-def test_few_keys_that_are_fused_with_queries_are_gathered_once_where_they_become_heads(groups: int, tp: int) -> None:
-    made = build("grouped", f"heads=8, groups={groups}, size=8", CONCATENATED, tp)
-    rows = f'"f32[(64/tp + {8 * groups}/tp + {8 * groups}/tp), 32]"'
+@pytest.mark.parametrize(("groups", "tp", "gated"), [(2, 4, False), (1, 4, False), (2, 8, False), (2, 4, True)])
+def test_few_keys_that_are_fused_with_queries_are_gathered_once_where_they_are_taken_out(
+    groups: int, tp: int, gated: bool
+) -> None:
+    arguments = f"heads=8, groups={groups}, size=8, gated={str(gated).lower()}"
+    made = build("grouped", arguments, WITH_GATES if gated else CONCATENATED, tp)
+    rows = f'"f32[(64/tp + {8 * groups}/tp + {8 * groups}/tp{" + 8/tp" * gated}), 32]"'
     assert rows in made.built.programs["F"].text()
     sums = {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
     assert moved(made) == {**sums, ("forward", "all_gather"): 2, ("backward", "reduce_scatter"): 2}
@@ -86,6 +91,15 @@ def test_few_keys_that_are_fused_with_queries_are_gathered_once_where_they_becom
     twin, differences = find_twin(made, made.built.programs)
     assert not differences
     checked(twin)
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+@pytest.mark.parametrize("repeat", ["true", "false"])
+def test_what_is_fused_with_more_and_is_no_heads_of_keys_stays_split(repeat: str, tp: int) -> None:
+    lines = "column attention.both over tp rows (v/tp=32 + g/tp=8)\nrow attention.out over tp"
+    made = build("gated", f"heads=8, repeat={repeat}", lines, tp)
+    assert not warnings_of(made)
+    assert moved(made) == {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
 
 
 def test_the_encoder_layer_of_torch_moves_sums_alone() -> None:
