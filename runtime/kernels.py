@@ -80,9 +80,14 @@ def _scale(q: torch.Tensor, scale: float | None) -> float:
     return float(q.shape[-1]) ** -0.5 if scale is None else scale
 
 
-def _flash(q: torch.Tensor, p: float) -> bool:
+def _flash(q: torch.Tensor, v: torch.Tensor, p: float) -> bool:
     """Whether torch's own CPU kernel, which keeps no scores, can do the work."""
-    return q.device.type == "cpu" and p == 0 and q.shape[-1] > 0
+    return q.device.type == "cpu" and p == 0 and q.shape[-1] == v.shape[-1] > 0
+
+
+def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Heads as that kernel reads them without looking: each entry beside the last."""
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -94,8 +99,9 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 def _attention(site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: Any, p: float) -> Any:
     heads = q.shape[1]
     k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
-    if _flash(q, p):
+    if _flash(q, v, p):
         bias = _additive(mask, q.dtype)
+        q, k, v = _rows(q, k, v)
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     scores = _scores(q.to(_wide(q)), k.to(_wide(q)), mask, causal, _scale(q, scale))
     lse = torch.logsumexp(scores, -1)
@@ -125,8 +131,9 @@ def _attention_backward(
 ) -> Any:
     heads, groups = q.shape[1], k.shape[1]
     k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
-    if _flash(q, p):
+    if _flash(q, v, p):
         bias = _additive(mask, q.dtype)
+        grad, q, k, v, out = _rows(grad, q, k, v, out)
         gq, gk, gv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
