@@ -28,7 +28,7 @@ from .directives.mesh import MeshLine, merged, mesh_of
 from .directives.model import Model
 from .directives.optimizer import Optimizer
 from .directives.precision import Precision
-from .directives.schedule import Schedule
+from .directives.schedule import BATCH, Schedule
 from .directives.seed import Seed as SeedLine
 from .directives.sizes import SizeRange, Sizes
 from .directives.stage import Stage
@@ -76,6 +76,11 @@ class Plan:
     stages: tuple[Stage, ...] = ()
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
     warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
+
+    @property
+    def unbatched(self) -> frozenset[str]:
+        """Inputs whose first dim is not the batch."""
+        return frozenset(line.name for line in self.inputs if line.dims[:1] != (BATCH,))
 
     def text(self) -> str:
         """The plan as built: every ``$name`` and ``include`` replaced, in canonical form."""

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from .mesh import Mesh
 from .padding import Pads, padded_shape
 from .placement import TensorType
-from .program import Cut, Function, Line, Program, Value
+from .program import Cut, Function, Program, Value
+from .sample_flow import combination
 from .scaling import check_scaling
 from .verify import Fault
 
@@ -124,18 +125,19 @@ def _saved_faults(programs: Mapping[str, Program]) -> Iterator[Fault]:
 
 
 def check_reference(
-    programs: Mapping[str, Program], reference: Program, microbatches: int, pads: Pads = MappingProxyType({})
-) -> list[Fault]:
+    programs: Mapping[str, Program], reference: Program, microbatches: int, pads: Pads = MappingProxyType({}),
+    summed: bool | None = None,
+) -> list[Fault]:  # fmt: skip
     """What the captured graph demands of a step: the values it reads and updates, whole shapes as captured but for what
     is padded; its own random streams; a gradient for exactly the parameters that its loss depends on; its way to
-    average."""
+    average, which is read off it where ``summed`` does not say whether losses add up."""
     captured = reference.functions[-1]
     return [
         *_outside_faults(programs, reference, pads),
         *_stream_faults(programs["F"], captured),
         *_position_faults(programs["F"], captured),
         *_gradient_faults(programs["B"], captured),
-        *_average_faults(programs["SCALE"], reference, microbatches),
+        *_average_faults(programs["SCALE"], reference, microbatches, summed),
     ]
 
 
@@ -222,62 +224,15 @@ def _gradient_faults(backward: Program, captured: Function) -> Iterator[Fault]:
         yield Fault("types", f"B {name}", "the loss does not depend on it, but it gets a gradient")
 
 
-def _average_faults(scale: Program, reference: Program, microbatches: int) -> Iterator[Fault]:
+def _average_faults(scale: Program, reference: Program, microbatches: int, summed: bool | None) -> Iterator[Fault]:
     """Where no count of targets divides the loss, a sum over samples is added up over microbatches, and any other loss
     averaged."""
     if len(reference.functions) > 1:
         if not any(value.role == "count" for value in scale.main.parameters):
             yield Fault("types", "SCALE", "does not read the count of targets")
         return
-    captured = reference.functions[-1]
-    wanted = 1.0 if _is_sum(captured, dict(captured.returns)["loss"]) else 1.0 / microbatches
+    summed = combination(reference) == "sum" if summed is None else summed
+    wanted = 1.0 if summed else 1.0 / microbatches
     line = scale.main.lines[0] if len(scale.main.lines) == 1 else None
     if line is None or line.op != "aten.full.default" or line.args != ([], wanted):
         yield Fault("types", "SCALE", f"the loss is to be scaled by {wanted}")
-
-
-def _is_sum(function: Function, name: str) -> bool:
-    """Whether a value is a sum over samples, or a combination of such sums by constants."""
-    makers = {value.name: line for line in function.lines for value in line.made}
-    line = makers.get(name)
-    if line is None:
-        return False
-    uses = list(line.uses())
-    if line.op in _SUMS:
-        inner = makers.get(uses[0])
-        return (inner is not None and inner.op == "parc.token_loss.default") or not _mixes_samples(function, line)
-    if line.op in ("aten.add.Tensor", "aten.sub.Tensor"):
-        return len(uses) == 2 and all(_is_sum(function, side) for side in uses)
-    if line.op in ("aten.div.Tensor", "aten.div.Scalar") and len(uses) == 1:
-        inner = makers.get(uses[0])
-        return (inner is None or inner.op not in _SUMS) and _is_sum(function, uses[0])
-    types = function.values()
-    widens = line.op == "aten._to_copy.default" and (
-        types[uses[0]].type.dtype.itemsize <= types[name].type.dtype.itemsize
-    )
-    scales = line.op in ("aten.mul.Tensor", "aten.mul.Scalar", "aten.neg.default")
-    return (widens or scales) and len(uses) == 1 and _is_sum(function, uses[0])
-
-
-_SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
-
-
-def _mixes_samples(function: Function, total: Line) -> bool:
-    """Whether what is summed comes from a reduction over dim 0 of what comes from an input."""
-    types, needed = function.values(), set(total.uses())
-    for line in reversed(function.lines):
-        if any(value.name in needed for value in line.made):
-            needed.update(line.uses())
-    sampled = {value.name for value in function.parameters if value.role.startswith("input")}
-    for line in function.lines:
-        made = [value.name for value in line.made]
-        uses = list(line.uses())
-        if sampled.isdisjoint(uses):
-            continue
-        sampled.update(made)
-        if line.op.startswith(("aten.sum.", "aten.amax.")) and not needed.isdisjoint(made):
-            rank = max(len(types[uses[0]].type.shape), 1)
-            dims = line.args[1] if len(line.args) > 1 else ()
-            if not dims or any(dim % rank == 0 for dim in dims):
-                return True
-    return False

@@ -17,7 +17,7 @@ from parc.compiler.artifact import REFERENCE_FILE, Build, program_file
 from parc.compiler.contract import communication_table
 from parc.compiler.cost import Memory, estimate_memory
 from parc.compiler.directives.precision import WHOLE
-from parc.compiler.directives.schedule import ACCUMULATE
+from parc.compiler.directives.schedule import ACCUMULATE, BATCH
 from parc.compiler.mesh import Mesh
 from parc.compiler.padding import Pads, pads_from, real_shape
 from parc.compiler.placement import TensorType, parse_type
@@ -27,6 +27,7 @@ from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
 from parc.compiler.recipes import Recipe
 from parc.compiler.roles import SINGLE, Role, join
+from parc.compiler.sample_flow import combination
 from parc.compiler.template import sizes_text
 from parc.compiler.timeline import simulate
 from parc.compiler.verify import Fault, check_program
@@ -62,7 +63,7 @@ class Checked:
 def static_faults(
     programs: Mapping[str, Program], types: Mapping[str, TensorType], mesh: Mesh, actions: Sequence[Action],
     microbatches: int, reference: Program, pads: Pads = MappingProxyType({}), rounding: Rounding | None = None,
-    roles: Mapping[str, Role] | None = None,
+    roles: Mapping[str, Role] | None = None, summed: bool | None = None,
 ) -> list[Fault]:  # fmt: skip
     """Shapes, types, communication, padding of a build's programs, and where they may round: from these and the
     captured graph alone. Where several ``roles`` share the step out, ``programs`` are those that theirs join to."""
@@ -77,7 +78,7 @@ def static_faults(
         faults += check_stages({name: role.programs for name, role in roles.items()}, mesh, axis)
     if not faults:
         faults += check_bindings(programs, types)
-        faults += check_reference(programs, reference, microbatches, pads)
+        faults += check_reference(programs, reference, microbatches, pads, summed)
         faults += check_precision(programs, reference, rounding or Rounding())
         faults += check_padding(programs, pads, types)
         faults += check_schedule(roles, microbatches, counts="COUNT" in programs)
@@ -129,12 +130,14 @@ def prove(compiled: Compiled) -> list[Fault]:
     if errors:
         raise PlanError([fault_diagnostic(compiled.plan, fault) for fault in errors])
     faults = []
+    several = compiled.plan.microbatches > 1  # as at the largest sizes, where samples can be followed
+    summed = several and combination(compiled.built.reference, compiled.plan.unbatched) == "sum"
     for at in compiled.cases():
         roles = reread_roles(at)
         programs = join({name: role.programs for name, role in roles.items()})
         faults += static_faults(
             programs, stored(at), at.mesh, (), at.plan.microbatches, at.built.reference, at.resolved.pads,
-            rounding_of(at), roles,
+            rounding_of(at), roles, summed,
         )  # fmt: skip
     return faults
 
@@ -326,6 +329,10 @@ def check_files(build: Build) -> list[Fault]:
     template = build.template
     errors = template.faults(mesh) or size_faults(template, mesh) if template is not None else []
     faults = [fault.fault() for fault in errors]
+    unbatched = [line["name"] for line in build.manifest["inputs"] if line["dims"][:1] != [BATCH]]
+    summed = microbatches > 1 and combination(build.reference, unbatched) == "sum"
     for at in build.cases() if not faults else ():
-        faults += static_faults(at.programs, types, mesh, (), microbatches, at.reference, pads, rounding, at.roles)
+        faults += static_faults(
+            at.programs, types, mesh, (), microbatches, at.reference, pads, rounding, at.roles, summed
+        )
     return faults

@@ -179,7 +179,7 @@ def compile_captured(
     pads = {f"{kinds.get(name, 'parameter')} {name}": rows for name, rows in resolved.pads.items()}
     request = Request(
         claims, plan.microbatches, plan.seed, frozen, getattr(torch, ACCUMULATE[plan.accumulate]),
-        copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline, choices,
+        copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline, plan.unbatched, choices,
     )  # fmt: skip
     try:
         built = build_programs(captured, mesh, request)

@@ -31,6 +31,8 @@ def write_functional(graph: fx.Graph) -> None:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable and schema.name.endswith("_"):
             node.target = _returning(schema)
+        if node.target is aten.convolution_backward.default and not node.args[10][2]:
+            node.update_arg(3, None)  # the bias's sizes, which another dim's may equal by chance
 
 
 def _returning(schema: Any) -> Any:

@@ -228,6 +228,7 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
         losses = c.emit(node, aten.mul.Tensor, losses, 1 - smoothing)
         every = c.emit(node, aten.mul.Tensor, every, -smoothing / shape_of(logits)[-1])
         losses = c.emit(node, aten.add.Tensor, losses, every)
+    losses.meta["token_losses"] = True  # nothing but a loss of each target, zero where it is ignored
     if reduction == 0:
         c.replace(node, losses if rank == 2 else c.emit(node, aten.reshape.default, losses, list(shape_of(node))))
         return

@@ -16,14 +16,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class SplitLoss:
-    """``graph`` has the numerator as its first output. ``count`` is a graph of the inputs alone, or None: then
-    ``summed`` tells whether microbatches are added up (a sum) or averaged (any other loss). ``plain`` tells whether the
-    whole batch's loss is surely what they make so."""
+    """``graph`` has the numerator as its first output. ``count`` is a graph of the inputs alone, or None."""
 
     graph: fx.Graph
     count: fx.Graph | None
-    summed: bool
-    plain: bool = True
 
 
 def split_loss(graph: fx.Graph) -> SplitLoss:
@@ -34,8 +30,7 @@ def split_loss(graph: fx.Graph) -> SplitLoss:
     mean = _unscaled(loss)
     denominator = _denominator(mean)
     if denominator is None:
-        kind = _kind(loss)
-        return SplitLoss(graph, None, kind == "sum", kind is not None)
+        return SplitLoss(graph, None)
     count = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     made_of = ancestors([denominator])
@@ -49,7 +44,7 @@ def split_loss(graph: fx.Graph) -> SplitLoss:
     else:  # what scales the mean scales its numerator
         mean.replace_all_uses_with(numerator)
     graph.eliminate_dead_code()
-    return SplitLoss(graph, count, False)
+    return SplitLoss(graph, count)
 
 
 def stop_gradients(graph: fx.Graph) -> None:
@@ -107,49 +102,6 @@ def _width(node: fx.Node) -> int:
     return dtype.itemsize
 
 
-def _kind(node: fx.Node) -> str | None:
-    """How the losses of parts of a batch make the whole's: ``"sum"``, ``"mean"``, or None where that is not sure."""
-    if node.target in (aten.add.Tensor, aten.sub.Tensor):
-        kinds = {_kind(side) if isinstance(side, fx.Node) else None for side in node.args[:2]}
-        return kinds.pop() if len(kinds) == 1 else None
-    if node.target in (aten.sum.default, aten.sum.dim_IntList):
-        return "sum" if _is_token_loss(node) or not _mixes_samples(node) else None
-    inner = _scaled(node)
-    if inner is None:
-        return None
-    divided = node.target in (aten.div.Tensor, aten.div.Scalar)
-    if divided and inner.target in (aten.sum.default, aten.sum.dim_IntList):
-        # a sum over as many as it is divided by is a mean; any other number may come from the size of the batch
-        return "mean" if inner.all_input_nodes[0].meta["val"].numel() == node.args[1] else None
-    return _kind(inner)
-
-
-def _mixes_samples(total: fx.Node) -> bool:
-    """Whether what is summed was made by a reduction over dim 0 of what comes from an input, so that a sum over parts
-    of a batch may not be the whole's."""
-    from_input: set[fx.Node] = set()
-    for node in total.graph.nodes:
-        read = node.op == "placeholder" and node.meta["role"].startswith("input")
-        if read or any(operand in from_input for operand in node.all_input_nodes):
-            from_input.add(node)
-    for node in ancestors([total]):
-        if node is total or node not in from_input or not str(node.target).startswith(("aten.sum.", "aten.amax.")):
-            continue
-        dims: Any = node.args[1] if len(node.args) > 1 else []
-        rank = node.all_input_nodes[0].meta["val"].dim()
-        if not dims or any(dim % max(rank, 1) == 0 for dim in dims):
-            return True
-    return False
-
-
-def _is_token_loss(total: fx.Node) -> bool:
-    """Whether a sum is over the losses of targets; those that are smoothed have a part of each added."""
-    losses: Any = total.args[0]
-    if losses.target is aten.add.Tensor and isinstance(losses.args[0], fx.Node) and not _mixes_samples(total):
-        losses = _scaled(losses.args[0])
-    return isinstance(losses, fx.Node) and losses.target is torch.ops.parc.token_loss.default
-
-
 def _denominator(loss: fx.Node) -> fx.Node | None:
     """The count that a mean cross entropy is divided by, where the loss is just that."""
     if loss.target is not aten.div.Tensor:
@@ -159,4 +111,5 @@ def _denominator(loss: fx.Node) -> fx.Node | None:
         return None
     read = (node.meta["role"] for node in ancestors([count]) if node.op == "placeholder")
     inputs_only = all(role.startswith("input") for role in read)
-    return count if _is_token_loss(total) and inputs_only else None
+    losses: Any = total.args[0]
+    return count if losses.meta.get("token_losses") and inputs_only else None

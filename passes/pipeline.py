@@ -16,6 +16,7 @@ from ..compiler.precision import Regions
 from ..compiler.program import Program
 from ..compiler.roles import SINGLE as ROLE
 from ..compiler.roles import Programs, join
+from ..compiler.sample_flow import combination
 from ..compiler.seeds import Seed
 from .assemble import Steps, assemble, assemble_count, assemble_scale
 from .calls import computes, outputs
@@ -57,6 +58,8 @@ class Request:
     """Dims of parameters, by role, that are longer in programs than in the model."""
     precision: Regions = ()
     pipeline: Pipeline | None = None
+    unbatched: frozenset[str] = frozenset()
+    """Inputs whose first dim is not the batch."""
     choices: Choices | None = None
     """Of a plan with ranges of sizes: what was chosen at its largest sizes."""
 
@@ -118,7 +121,9 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         programs["COUNT"] = assemble_count(counted, mesh, ROLE)
         count_type = node_type(outputs(counted)[0])
     dtype: torch.dtype = node_type(outputs(typed)[0]).dtype
-    parts = 1 if loss.summed else request.microbatches
+    adds = combination(reference, request.unbatched) if request.microbatches > 1 else "sum"
+    adds = request.choices.make("microbatches", adds) if request.choices is not None else adds
+    parts = 1 if adds == "sum" else request.microbatches
     programs["SCALE"] = assemble_scale(count_type, dtype, parts, mesh, ROLE)
     sums = request.accumulate if request.microbatches > 1 else None
     if request.pipeline is not None:
@@ -126,8 +131,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         typed.output_node().meta["updates"] = captured.updates
     roles = _roles(programs, assemble(typed, mesh, request.seed, sums, request.pipeline), mesh, request.pipeline)
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
-    averaged = request.microbatches > 1 and not loss.plain
-    return Built(reference, join(roles), roles, tuple(reshards), missing, averaged)
+    return Built(reference, join(roles), roles, tuple(reshards), missing, averaged=adds is None)
 
 
 def _roles(shared: Programs, made: Steps, mesh: Mesh, pipeline: Pipeline | None) -> dict[str, Programs]:

@@ -1,0 +1,144 @@
+"""Losses of microbatches beside the whole batch's: what they do not add up to is warned of, and little else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parc.advice import warnings_of
+from parc.checks import case_of, prove
+from parc.driver import Compiled
+from parc.runtime.simulate import Simulation
+
+from ..checked_plans import compiled
+
+MODELS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, norm=False):
+        super().__init__()
+        self.fc = nn.Linear(8, 5)
+        self.norm = nn.BatchNorm1d(5) if norm else nn.Identity()
+
+    def forward(self, x):
+        return self.norm(self.fc(x))
+
+
+class Masked(Model):
+    def forward(self, x, mask):
+        return (self.fc(x) @ mask).softmax(-1).square()
+
+
+class OneOfEach(Model):
+    def forward(self, x, y):
+        return self.fc(x)[torch.arange(x.shape[0]), y]
+"""
+PLAN = """
+model "./models.py:{model}" (norm={norm})
+input x float32 [B, 8]
+input y int64 [B]
+{inputs}
+sizes B=8
+loss "./models.py:{loss}"(output, y)
+optimizer sgd lr 0.1
+schedule microbatches {microbatches}
+"""
+EACH = 'F.cross_entropy(out, y, reduction="none")'
+ADDED = {
+    "smoothed": "F.cross_entropy(out, y, label_smoothing=0.1)",
+    "smoothed_sum": "F.cross_entropy(out, y, label_smoothing=0.1, reduction='sum')",
+    "smoothed_multiple": "-F.cross_entropy(out, y, label_smoothing=0.1) / 2",
+    "mean_of_sums": "out.square().sum(-1).mean()",
+    "mean_of_a_multiple": "(2 * out.square().sum()) / out.numel()",
+    "mean_over_samples_first": "out.mean(0).sum()",
+    "products_of_each_sample": "torch.bmm(out[:, :, None], out[:, None]).square().mean()",
+    "two_views_of_each": "torch.cat([out, 2 * out]).chunk(2)[1].square().mean()",
+    "with_what_no_sample_reaches": "out.square().mean() + 1.0",
+}
+MIXED = {
+    "token_losses_beside_all_others": f"({EACH} * 0.9 + out.square().mean(-1)[:, None]).sum() / (y != -100).sum()",
+    "token_losses_and_running_sums": f"({EACH} * 1.0 + out.cumsum(0).square().sum(-1)).sum() / (y != -100).sum()",
+    "contrastive": "F.cross_entropy(out @ out.T, torch.arange(out.shape[0]))",
+    "twins": "(out.T @ out / 10 - torch.eye(5)).square().sum()",
+    "mean_of_twins": "torch.einsum('bi, bj -> ij', out, out).square().mean()",
+    "logsumexp": "out.logsumexp(0).mean()",
+    "spread": "out.std(0).sum()",
+    "flipped": "(out - out.flip(0)).square().mean()",
+    "sorted_": "(out - out.sort(0).values).square().mean()",
+    "first": "(out - out[:1]).square().mean()",
+    "distances": "torch.cdist(out, out).mean()",
+    "square_of_a_mean": "out.mean(0).square().mean()",
+    "mean_of_a_sum": "out.sum(0).mean()",
+    "sum_and_what_no_sample_reaches": "out.square().sum() + 1.0",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("losses")
+    losses = [f"def {name}(out, y):\n    return {text}\n" for name, text in {**ADDED, **MIXED}.items()]
+    (made / "models.py").write_text("\n\n".join([MODELS, *losses]))
+    return made
+
+
+def built(
+    folder: Path, loss: str, microbatches: int, model: str = "Model", norm: bool = False, inputs: str = ""
+) -> Compiled:
+    words = {"model": model, "norm": str(norm).lower(), "inputs": inputs, "loss": loss, "microbatches": microbatches}
+    made = compiled(PLAN.format(**words), folder)
+    assert not prove(made)
+    return made
+
+
+def warned(made: Compiled) -> bool:
+    """Whether the plan is told that its microbatches may not add up, and nothing else."""
+    codes = [warning.code.name for warning in warnings_of(made)]
+    assert set(codes) <= {"P0217"}
+    return bool(codes)
+
+
+def loss_of(made: Compiled, microbatches: int) -> float:
+    generator = torch.Generator().manual_seed(5)
+    x, y = torch.randn(8, 8, generator=generator).double(), torch.randint(0, 5, (8,), generator=generator)
+    parts = [{"x": a, "y": b} for a, b in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)]
+    return float(Simulation(case_of(made, made.built.programs)).step(parts, 0)[0][0])
+
+
+@pytest.mark.parametrize("loss", [*ADDED, *MIXED])
+def test_microbatches_make_the_whole_batchs_loss_or_a_warning(folder: Path, loss: str) -> None:
+    parts, whole = built(folder, loss, 2), built(folder, loss, 1)
+    assert not warned(whole)
+    equal = loss_of(parts, 2) == pytest.approx(loss_of(whole, 1), rel=1e-9)
+    assert (equal, warned(parts)) == (loss in ADDED, loss in MIXED)
+
+
+@pytest.mark.parametrize("loss", ["smoothed", "mean_of_sums"])
+def test_batch_statistics_are_a_microbatchs_in_a_mean(folder: Path, loss: str) -> None:
+    made = built(folder, loss, 2, norm=True)
+    assert not warned(made)
+    assert ("COUNT" in made.built.programs) == (loss == "smoothed")
+
+
+def test_batch_statistics_in_a_sum_are_warned_of(folder: Path) -> None:
+    assert warned(built(folder, "smoothed_sum", 2, norm=True))
+
+
+def test_an_input_without_the_batch_belongs_to_all_samples(folder: Path) -> None:
+    assert not warned(built(folder, "mean_of_sums", 2, "Masked", inputs="input mask float32 [5, 5]"))
+
+
+def test_one_of_each_samples_entries_keeps_samples_apart(folder: Path) -> None:
+    assert not warned(built(folder, "mean_over_samples_first", 2, "OneOfEach"))
+
+
+@pytest.mark.parametrize("loss", ["smoothed", "mean_of_sums", "smoothed_sum"])
+def test_microbatches_of_one_sample_add_up(folder: Path, loss: str) -> None:
+    parts, whole = built(folder, loss, 8), built(folder, loss, 1)
+    assert not warned(parts)
+    assert loss_of(parts, 8) == pytest.approx(loss_of(whole, 1), rel=1e-9)
