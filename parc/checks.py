@@ -130,7 +130,7 @@ def prove(compiled: Compiled) -> list[Fault]:
     if errors:
         raise PlanError([fault_diagnostic(compiled.plan, fault) for fault in errors])
     faults = []
-    several = compiled.plan.microbatches > 1  # as at the largest sizes, where samples can be followed
+    several = compiled.plan.microbatches > 1
     summed = several and combination(compiled.built.reference, compiled.plan.unbatched) == "sum"
     for at in compiled.cases():
         roles = reread_roles(at)

@@ -122,7 +122,6 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         count_type = node_type(outputs(counted)[0])
     dtype: torch.dtype = node_type(outputs(typed)[0]).dtype
     adds = combination(reference, request.unbatched) if request.microbatches > 1 else "sum"
-    adds = request.choices.make("microbatches", adds) if request.choices is not None else adds
     parts = 1 if adds == "sum" else request.microbatches
     programs["SCALE"] = assemble_scale(count_type, dtype, parts, mesh, ROLE)
     sums = request.accumulate if request.microbatches > 1 else None
