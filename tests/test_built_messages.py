@@ -206,9 +206,10 @@ def runs(folder: Path) -> list[str]:
                 session.step()
         said.append(render(stopped.value.diagnostic()))
     session._together.world = 2  # as if there were another rank, which no test of messages needs
-    for _ in range(2):
-        with pytest.raises(RunError) as stopped:
-            session.step()
+    with pytest.raises(ZeroDivisionError), session._together.doing("step 1", session.state):
+        session.step_number /= 0
+    with pytest.raises(RunError) as stopped:
+        session.exchange([0])
     return [*said, render(stopped.value.diagnostic())]
 
 
