@@ -30,6 +30,7 @@ from parc.runtime.sizes import bound
 from parc.size_ranges import fixed
 from parc.verification import verify_build
 from tests.checked_plans import compiled
+from tests.family_plans import plan_text
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import EXAMPLES, PLAN, TENSOR
 
@@ -115,6 +116,12 @@ def test_pictures_of_many_heights_and_widths() -> None:
     assert {"H-2", "H/2-1", "W/2-1", "4*H*W-8*H-8*W+16"} <= expressions(compiled)
     assert prove(compiled) == []
     hold(compiled, {"H": 12, "W": 22})
+
+
+def test_batches_as_large_as_a_layer_has_channels() -> None:
+    """At B=16 over dp a size of the one cannot be told from one of the other, which tp splits."""
+    text = plan_text("convolutions").replace("B=8, S=8", "B=8..32 by 8").replace("dp = 1", "dp = 2")
+    assert prove(compiled_of(text)) == []
 
 
 def test_fixed_sizes_make_no_template() -> None:
