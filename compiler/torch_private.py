@@ -71,19 +71,20 @@ def compiler_cache() -> str:
 
 
 class SymbolicSizes:
-    """Fake tensors whose sizes are expressions, in sympy, of whole numbers between bounds, both included."""
+    """Fake tensors whose sizes are expressions, in sympy, of whole numbers: ``{name: (least, one, most)}``. Where an
+    operator asks for more than these bounds, it is told what holds of the ``one``."""
 
-    def __init__(self, bounds: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, numbers: Mapping[str, tuple[int, int, int]]) -> None:
         from torch._dynamo.source import ConstantSource
 
         self._env = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._env)
         self.symbols: dict[str, sympy.Symbol] = {}
-        self._highest: dict[sympy.Symbol, int] = {}
-        for name, (low, high) in bounds.items():
-            symbol = self._env.create_unspecified_symbol(high, ConstantSource(name), DimDynamic.DYNAMIC)
+        self._ones: dict[sympy.Symbol, int] = {}
+        for name, (low, one, high) in numbers.items():
+            symbol = self._env.create_unspecified_symbol(one, ConstantSource(name), DimDynamic.DYNAMIC)
             self._env.var_to_range[symbol] = ValueRanges(low, high)
-            self.symbols[name], self._highest[symbol] = symbol, high
+            self.symbols[name], self._ones[symbol] = symbol, one
 
     @contextmanager
     def mode(self) -> Iterator[None]:
@@ -94,14 +95,14 @@ class SymbolicSizes:
 
     def size(self, expression: sympy.Expr) -> Any:
         """What operators take for the number that an expression is."""
-        return self._env.create_symintnode(expression, hint=int(expression.subs(self._highest)))
+        return self._env.create_symintnode(expression, hint=int(expression.subs(self._ones)))
 
     def expression(self, size: Any) -> sympy.Expr:
         """The expression that such a number is."""
         return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
     def assumed(self) -> list[sympy.Basic]:
-        """What operators took for granted: it holds of the upper bounds."""
+        """What operators were told, beside the bounds."""
         return [guard.expr for guard in self._env.guards]
 
 

@@ -1,7 +1,7 @@
 """Shapes at all sizes that a plan declares, proved: operators run on tensors whose sizes are expressions of sympy.
 
-What a line makes must be, as an expression, what the program says; and what torch takes for granted on the way (that
-one size is below another, that none is 1) must hold for every choice of sizes.
+What a line makes must be, as an expression, what the program says, by whatever way torch goes at some sizes (one of
+several kernels, a slice that is cut short).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,13 @@ from .mesh import Mesh
 from .placement import TensorType
 from .program import Cut, Line, Program
 from .program_text import parse_program
-from .ranges import Polynomial, choices_of
+from .ranges import Polynomial
 from .template import ShapeFault, Template
 from .torch_private import SymbolicSizes
 from .verify import Question, call_faults, call_of, collective_faults, made_of_shapes, question_of
 
 _MOST_CHOICES = 1 << 20
+_MOST_WAYS = 16
 _INTEGER = re.compile(r"-?\d+")
 _OWN = ("aten.", "parc.")
 _EXACT = {"Mod": sympy.Mod, "PythonMod": sympy.Mod, "FloorDiv": lambda a, b: sympy.floor(a / b)}
@@ -70,8 +71,9 @@ class _Proof:
     def __init__(self, template: Template, numbers: Mapping[int, Polynomial]) -> None:
         self.ranges, self.numbers = template.ranges, numbers
         self.steps = {name: (size.low // size.step, size.high // size.step) for name, size in self.ranges.items()}
-        self.symbolic = SymbolicSizes(self.steps)
         self.known: dict[Question, str] = {}
+        self.read: set[str] = set()
+        """The sizes that the line at hand depends on."""
 
     def faults(self, program: Program) -> Iterator[tuple[Line, str]]:
         """Lines with what is wrong with them."""
@@ -92,11 +94,20 @@ class _Proof:
     def wrong(self, q: Question) -> str:
         """What is wrong with a line, "" if nothing. Equal numbers are equal expressions here, so that what only moves a
         value is judged by its numbers."""
-        op, mesh = q.line.op, q.mesh
-        if op in COLLECTIVES:
+        if q.line.op in COLLECTIVES:
             return next((message for _, message in collective_faults(q)), "")
-        for local in (False, True) if op.startswith(_OWN) else ():
-            self.symbolic = SymbolicSizes(self.steps)  # what one operator takes for granted is no other's
+        own = q.line.op.startswith(_OWN)
+        return next(filter(None, (self.wrong_on(q, local) for local in (False, True) if own)), "")
+
+    def wrong_on(self, q: Question, local: bool) -> str:
+        """What is wrong on whole shapes, or on a rank's. An operator may go different ways at different sizes: it is
+        run at sizes for each of these, and holds for all that would go that way."""
+        op, mesh, left = q.line.op, q.mesh, None
+        self.read = set()
+        for _ in range(_MOST_WAYS):
+            at: dict[str, int] = dict(zip(sorted(self.read), left[0], strict=True)) if left else {}
+            self.symbolic = SymbolicSizes({name: (low, at.get(name, high), high)
+                                           for name, (low, high) in self.steps.items()})  # fmt: skip
             wanted = [None if type_ is None else self.shape(type_, mesh, local) for type_ in q.declared]
             shapes = [[self.size(size) for size in self.shape(type_, mesh, local)] for type_ in q.operands]
             cut = partial(self.cut, mesh, local)
@@ -108,12 +119,24 @@ class _Proof:
                 reason = str(problem).strip() or type(problem).__name__
                 return f"{op} does not take all sizes: {self.named(reason.splitlines()[0])}"
             pairs = zip(itertools.chain(*filter(None, made)), itertools.chain(*filter(None, wanted)), strict=True)
-            if not all(self.holds(sympy.Eq(*pair)) for pair in pairs):
-                return f"{op} makes {'; '.join(map(self.text, made))}, not {'; '.join(map(self.text, wanted))}"
-            for condition in self.symbolic.assumed():
-                if not self.holds(condition):
-                    return f"{op} makes this of sizes with {self.text(condition)} alone"
-        return ""
+            same = [form for pair in pairs if (form := _exact(sympy.Eq(*pair))) != sympy.true]
+            way = [form for guard in self.symbolic.assumed() if (form := _exact(guard)) != sympy.true]
+            if not same and not way:
+                return ""
+            names = sorted(self.read)
+            if left is None:
+                every = [range(low, high + 1) for low, high in map(self.steps.__getitem__, names)]
+                if math.prod(map(len, every)) > _MOST_CHOICES:
+                    return f"{op} is not proved to make {self.texts(wanted)}: there are too many sizes to try them all"
+                left = [*itertools.product(*every)]
+            symbols = [self.symbolic.symbols[name] for name in names]
+            test, holds = (sympy.lambdify(symbols, sympy.And(*forms), "math") for forms in (way, same))
+            if not all(holds(*choice) for choice in left if test(*choice)):
+                return f"{op} makes {self.texts(made)}, not {self.texts(wanted)}"
+            left = [choice for choice in left if not test(*choice)]
+            if not left:
+                return ""
+        return f"{op} goes more than {_MOST_WAYS} ways at different sizes"
 
     # ---- numbers as expressions, in steps of the sizes
 
@@ -122,6 +145,7 @@ class _Proof:
         size = self.numbers.get(number)
         if size is None:
             return sympy.Integer(number)
+        self.read |= size.names
         terms = (
             sympy.Rational(factor.numerator, factor.denominator)
             * math.prod((self.ranges[name].step * self.symbolic.symbols[name]) ** power for name, power in monomial)
@@ -156,6 +180,9 @@ class _Proof:
         names = {symbol: sympy.Symbol(name) / self.ranges[name].step for name, symbol in self.symbolic.symbols.items()}
         return "-" if found is None else str(found.subs(names))
 
+    def texts(self, found: Sequence[list[sympy.Expr] | None]) -> str:
+        return "; ".join(map(self.text, found))
+
     def named(self, text: str) -> str:
         """torch's own words in the names of the sizes."""
         for name, symbol in self.symbolic.symbols.items():
@@ -163,20 +190,8 @@ class _Proof:
             text = text.replace(str(symbol), name if step == 1 else f"({name}/{step})")
         return text
 
-    # ---- for all sizes
 
-    def holds(self, condition: sympy.Basic) -> bool:
-        """Whether a condition is true of all declared sizes: in sympy, or of one after the other."""
-        exact = condition.replace(lambda e: type(e).__name__ in _EXACT, lambda e: _EXACT[type(e).__name__](*e.args))
-        if isinstance(exact, sympy.Eq):
-            exact = sympy.Eq(sympy.expand(exact.lhs - exact.rhs), 0)
-        if exact in (True, False):
-            return bool(exact)
-        moving = {
-            name: self.ranges[name] for name, symbol in self.symbolic.symbols.items() if symbol in exact.free_symbols
-        }
-        if choices_of(moving) > _MOST_CHOICES:
-            return False
-        test = sympy.lambdify([self.symbolic.symbols[name] for name in moving], exact, "math")
-        return all(test(*(value // size.step for value, size in zip(choice, moving.values(), strict=True)))
-                   for choice in itertools.product(*(size.values for size in moving.values())))  # fmt: skip
+def _exact(condition: sympy.Basic) -> sympy.Basic:
+    """A condition in sympy's own functions, simplified."""
+    found = condition.replace(lambda e: type(e).__name__ in _EXACT, lambda e: _EXACT[type(e).__name__](*e.args))
+    return sympy.Eq(sympy.expand(found.lhs - found.rhs), 0) if isinstance(found, sympy.Eq) else found
