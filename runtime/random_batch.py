@@ -21,7 +21,7 @@ def random_batch(reference: Program, microbatches: int, generator: torch.Generat
             if ignore is not None:
                 share = 0.1 + 0.5 * index / microbatches
                 drop = torch.rand(value.type.shape, generator=generator) < share
-                drop.view(-1)[0] = False
+                drop.view(-1)[[0, -1]] = False  # a loss may leave the first position of each sample out, or the last
                 batch[name] = torch.where(drop, ignore, batch[name])
         batches.append(batch)
     return batches
