@@ -6,11 +6,16 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from ..compiler.ops import OPS
 from ..compiler.program import Function, Line, Value
 from .calls import computes, outputs
+
+aten = torch.ops.aten
+
+_ENDS = (OPS.convert.default, OPS.cut_pad.default, aten._to_copy.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +39,9 @@ class Pipeline:
 def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     """The graph with ``meta["stage"]`` on every operator, stage by stage.
 
-    A stage is what lies between two cuts. An operator that reads a later stage's value moves there, and a conversion
-    that stands last before the graph's end (a sum over ranks of a buffer's new value) to the stage that makes its
-    operand. What no parameter reaches (positions, rotary tables, masks) is computed in every stage that reads it, never
-    sent.
+    A stage is what lies between two cuts. An operator that reads a later stage's value moves there, and what gives a
+    buffer's new value the form in which it is kept (a sum over ranks, without padding) to the stage that makes it. What
+    no parameter reaches (positions, rotary tables, masks) is computed in every stage that reads it, never sent.
     """
     free = _free(graph)
     stages = _stages(graph, pipeline, free)
@@ -107,7 +111,7 @@ def _stages(graph: fx.Graph, pipeline: Pipeline, free: set[fx.Node]) -> dict[fx.
     found: dict[fx.Node, int] = {}
     last: set[fx.Node] = {graph.output_node()}
     for node in reversed(nodes):
-        if node.target is OPS.convert.default and last.issuperset(node.users):
+        if node.target in _ENDS and last.issuperset(node.users):
             last.add(node)
     for index, node in enumerate(nodes):
         if node in free:

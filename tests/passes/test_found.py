@@ -160,6 +160,15 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
         {"dp": 2, "tp": 2},
         [],
     ),
+    "statistics that are padded are updated in the stage that makes them": (
+        ModelSpec(
+            Sizes(batch=4, length=6, heads=1, head=4, vocab=8), "tokens",
+            (Layer("linear", (False,), 0, 0, "einsum"), Layer("running", ("batch_norm",), 0, 0, "einsum")),
+            "cross_entropy", 2,
+        ),
+        {"pp": 2, "tp": 4},
+        ["column layers.0 over tp rows (2 n/tp) pad", "stage before head over pp", "schedule 1f1b microbatches 2"],
+    ),
 }  # fmt: skip
 
 
