@@ -37,6 +37,7 @@ def losses_of(metrics: Path) -> list[float]:
 def plain_losses(build: Path) -> list[float]:
     """The losses of the user's own module on one device: the same weights, dropout and data."""
     torch.set_num_threads(2)
+    console.print("[bold]the plain module, on one device, beside it[/bold]")
     plain = parc.reference(build)
     losses = []
     with console.status("the plain module on one device") as status:

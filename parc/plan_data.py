@@ -65,7 +65,7 @@ def check_sample(plan: Plan, folder: Path, read: Container[str]) -> None:
     except DataError as error:
         if error.__cause__ is not None:
             return  # a build may be made where the data is not; a run says what is missing
-        raise PlanError([Diagnostic(BAD_DATA, str(error), Label(line.span))]) from None
+        raise PlanError([Diagnostic(BAD_DATA, str(error), Label(line.span), help=error.help)]) from None
     held = f"the data's sample 0 holds {', '.join(f'`{name}`' for name in sample)}"
     found = next(((f"{held}, and no `{fact['name']}`", "name inputs as the data does") for fact in inputs
                   if fact["name"] not in sample), None)  # fmt: skip

@@ -103,8 +103,12 @@ class CallableData:
             sample = self._function(number)
         except (Exception, SystemExit) as error:
             raise DataError(f"making sample {number} failed: {type(error).__name__}: {error}") from error
-        if not isinstance(sample, Mapping) or not all(isinstance(value, Tensor) for value in sample.values()):
-            raise DataError(f"sample {number} is not a dict of tensors: {type(sample).__name__}")
+        found = sample.items() if isinstance(sample, Mapping) else [("", sample)]
+        wrong = next((f"{f'`{name}`' if name else 'it'} is {type(value).__name__}" for name, value in found
+                      if not isinstance(value, Tensor)), "")  # fmt: skip
+        if wrong or not isinstance(sample, Mapping):
+            help_ = "return tensors by the names of inputs, a number as `torch.tensor(3)`"
+            raise DataError(f"sample {number} is not a dict of tensors: {wrong or 'it is a tensor'}", help_)
         return dict(sample)
 
 

@@ -133,7 +133,7 @@ class Feed:
                 samples = read_batch(source, step, size, rows)
         except DataError as error:
             notes = [note for note in (self._line, _raised_at(error.__cause__)) if note]
-            raise RunError(BAD_DATA, f"step {step + 1}: {error}", notes=notes) from error
+            raise RunError(BAD_DATA, f"step {step + 1}: {error}", error.help, notes) from error
         missing = [name for name in self.types if name not in samples]
         if missing:
             held = f"samples hold {', '.join(f'`{name}`' for name in samples)}"

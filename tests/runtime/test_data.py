@@ -89,8 +89,11 @@ def test_ranks_read_their_rows_and_no_others() -> None:
 
 
 def test_samples_of_another_form_are_refused() -> None:
-    with pytest.raises(DataError, match="sample 4 is not a dict of tensors"):
-        read_batch(CallableData(lambda number: {"x": number}), 1, 4, [0])  # type: ignore[dict-item]
+    others = {"`x` is int": {"x": 3}, "it is list": [3], "it is a tensor": torch.zeros(3)}
+    for said, sample in others.items():
+        with pytest.raises(DataError, match=f"sample 4 is not a dict of tensors: {said}") as error:
+            read_batch(CallableData(dict.fromkeys(range(8), sample).__getitem__), 1, 4, [0])  # type: ignore[arg-type]
+        assert "torch.tensor(3)" in error.value.help
     with pytest.raises(DataError, match=r"sample 5 is x: int64 \[5\], but 4 is x: int64 \[4\]"):
         read_batch(CallableData(lambda number: {"x": torch.arange(number)}), 1, 4, [0, 1])
     with pytest.raises(DataError, match="at least one row"):
