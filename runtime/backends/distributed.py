@@ -327,6 +327,8 @@ def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:
 def _naming(what: str) -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:  # its own, not another rank's
+        raise
     except RuntimeError as error:
         raise PeerLost(what, error) from error
 
