@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
 
 from torch import fx
@@ -43,7 +43,7 @@ def cuts_of(plan: Plan, names: Names, captured: Captured) -> tuple[Cut, ...]:
         if errors := [*check(found, view)]:
             raise PlanError(errors)
     cuts = tuple(sorted(found, key=view.begin))
-    if errors := [*_empty(cuts, view)] or [*_cycles(cuts, captured)]:
+    if errors := [*_empty(cuts, view)] or [*_cycles(cuts, captured, view)]:
         raise PlanError(errors)
     return cuts
 
@@ -156,9 +156,9 @@ def _empty(cuts: Sequence[Cut], view: _View) -> Iterator[Diagnostic]:
             yield Diagnostic(EMPTY_STAGE, message, Label(cut.span), related, help=help_)
 
 
-def _states(captured: Captured) -> Iterator[tuple[str, list[fx.Node]]]:
+def _states(captured: Captured, held: Collection[fx.Node]) -> Iterator[tuple[str, list[fx.Node]]]:
     """Each buffer that the forward updates, with the operators that read it, also by way of copies and views, and the
-    one that makes its new value."""
+    one that makes its new value, if that is not computed wherever it is wanted."""
     buffers = captured.placeholders("buffer")
     outputs = captured.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
@@ -167,14 +167,14 @@ def _states(captured: Captured) -> Iterator[tuple[str, list[fx.Node]]]:
         for node in nodes:  # grows
             if isinstance(node, fx.Node) and node is not value and operations_of(node) == 0:
                 nodes += [user for user in node.users if user not in nodes]
-        yield name, [node for node in nodes if isinstance(node, fx.Node) and node.op == "call_function"]
+        yield name, [node for node in nodes if node in held and node.op == "call_function"]
 
 
-def _cycles(cuts: Sequence[Cut], captured: Captured) -> Iterator[Diagnostic]:
+def _cycles(cuts: Sequence[Cut], captured: Captured, view: _View) -> Iterator[Diagnostic]:
     """An error for each buffer that one stage reads and another updates."""
     stages = stage_of_nodes(captured, cuts)
     said: set[Cut] = set()
-    for name, nodes in _states(captured):
+    for name, nodes in _states(captured, view.held):
         lying = sorted({stages[node] for node in nodes})
         if len(lying) > 1 and cuts[lying[0]] not in said:
             cut = cuts[lying[0]]
@@ -212,7 +212,7 @@ def _places(captured: Captured, view: _View, span: Span) -> list[Cut]:
     cycle of state, and of places with no work between them only one."""
     owners = {name.rpartition(".")[0] for name in (*captured.placeholders("parameter"), *captured.aliases)}
     crossings, index = view.crossings(), {node: at for at, node in enumerate(view.nodes)}
-    lying = [[index[node] for node in nodes] for _, nodes in _states(captured)]
+    lying = [[index[node] for node in nodes] for _, nodes in _states(captured, view.held)]
     best: dict[int, Cut] = {}
     for module in sorted(view.ends, key=lambda name: (len(name), name)):
         outer = _NUMBERED.match(module)

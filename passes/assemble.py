@@ -195,8 +195,8 @@ def assemble(
                for v in line.results if v is not None}  # fmt: skip
     read_in = {name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True) for name in line.uses()}
     # a buffer that becomes what the program is given does so where its old value is read
-    for key, name in results:
-        made_in.setdefault(name, read_in.get(main.parameters[key].name, 0) if key in main.parameters else 0)
+    lying = [made_in.get(name, read_in.get(main.parameters[key].name, 0) if key in main.parameters else 0)
+             for key, name in results]  # fmt: skip
     kept = {f"buffer {name}" for name in buffers}  # B has them as F read them, not as it left them
     backward_parameters = [
         replace(v, role=f"saved {v.name}") if not v.role or v.role in kept else v for v in reads.values()
@@ -209,7 +209,8 @@ def assemble(
              for piece in backwards]  # fmt: skip
     forwards = split_lines(
         list(main.parameters.values()), main.forward.lines, main.forward.stages,
-        [[*(pair for pair in results if made_in[pair[1]] == stage), *saved[stage]] for stage in range(count)],
+        [[*(pair for pair, at in zip(results, lying, strict=True) if at == stage), *saved[stage]]
+         for stage in range(count)],
     )  # fmt: skip
     unique = list({pair.forward.name: pair for pair in pairs.values()}.values())
     work = []
@@ -224,8 +225,7 @@ def assemble(
         ]  # fmt: skip
         work.append((programs[0], programs[1]))
     reads_of = [{value.role for value in piece.parameters} for piece in forwards]
-    last = made_in[results[0][1]]
-    reduce = reductions(graph, mesh, gradients, main.bind(loss), reads_of, last, pipeline)
+    reduce = reductions(graph, mesh, gradients, main.bind(loss), reads_of, lying[0], pipeline)
     return Steps(tuple(work), tuple(reduce))
 
 

@@ -213,6 +213,7 @@ class _Padder:
         with value.fake_mode:
             node.meta["val"] = target(value, *args[1:])
         node.meta["origin"] = reader.meta.get("origin", x.meta.get("origin"))
+        node.meta["kept"] = reader.op == "output" or reader.meta.get("kept", False)
         (self.extras[node, 0],) = follow(call_of(node), [self.extras.get(key_of(x), ())], [value.dtype])
         if key_of(x)[0] in self.pure:
             self.pure.add(node)

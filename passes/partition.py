@@ -55,6 +55,7 @@ class Partition:
         self.reshards: list[Reshard] = []
         self.origin = Origin()
         self.reader = "output"
+        self.kept = False
         self.block: str | None = None
         self.last_block: str | None = None
         self.hoisted = plan_hoist(graph, mesh, placed, self._find_gradients())
@@ -274,7 +275,8 @@ class Partition:
         """A node of the typed graph; several results become ``getitem`` nodes."""
         self.last_block = self.block
         made = self.graph.call_function(target, args, dict(kwargs))
-        made.meta = {"types": [self.type_of(key, p) for key, p in results], "origin": self.origin, "block": self.block}
+        made.meta = {"types": [self.type_of(key, p) for key, p in results], "origin": self.origin, "block": self.block,
+                     "kept": self.kept}  # fmt: skip
         if len(results) == 1 and not isinstance(results[0][0][0].meta.get("val"), (tuple, list)):
             self.forms.setdefault(results[0][0], {})[results[0][1]] = made
             return made
@@ -305,10 +307,10 @@ class Partition:
                 origin = node.meta["origin"]  # a cast names the line that asked for it
                 self.origin = replace(origin, plan=origin.plan or self.placed.lines.get(node, 0))
                 self.block = node.meta.get("block")
-                self.reader = str(node.target)
+                self.reader, self.kept = str(node.target), node.meta.get("kept", False)
                 self.operator(node)
         loss, *updates = outputs(self.source)
-        self.block, self.reader = None, "output"
+        self.block, self.reader, self.kept = None, "output", True
         state = self.state[key_of(loss)]
         target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
         results = [self.convert(key_of(loss), target)]

@@ -191,7 +191,7 @@ class _Narrowing:
             with self.graph.inserting_before(near), self.mode:
                 made = self.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
                 made.meta["val"] = aten._to_copy.default(value.meta["val"], dtype=dtype)
-            made.meta["origin"] = origin
+            made.meta |= {"origin": origin, "kept": near.op == "output"}
             self.flow[made] = _Flow.NARROW
             self.cast[value, dtype] = made
         return self.cast[value, dtype]

@@ -6,16 +6,10 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
-from ..compiler.ops import OPS
 from ..compiler.program import Function, Line, Value
 from .calls import computes, outputs
-
-aten = torch.ops.aten
-
-_ENDS = (OPS.convert.default, OPS.cut_pad.default, aten._to_copy.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +44,7 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     for node in reversed(list(graph.nodes)):
         if node in free:
             wanted[node] = {stage for user in node.users for stage in wanted.get(user, ())}
-            wanted[node] |= {homes[node]} if node in homes else set()
+            wanted[node] |= {stage for value, stage in homes if value is node}
     made = fx.Graph()
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -65,20 +59,20 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     for stage, _, node in sorted(rows, key=lambda row: row[:2]):
         copy(node, stage)
     copy(graph.output_node(), len(pipeline.cuts))
-    end = made.output_node()
-    for value, stage in homes.items():
-        if value in free:
-            end.replace_input_with(copies[value, min(wanted[value])], copies[value, stage])
+    loss, *_ = outputs(made)
+    kept = [copies[value, stage] if value in free else _seen_from(copies, value, stage, wanted)
+            for value, stage in homes]  # fmt: skip
+    made.output_node().args = ((loss, *kept),)
     return made
 
 
-def _homes(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """For each new value of a buffer the stage that reads the old one."""
+def _homes(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> list[tuple[fx.Node, int]]:
+    """Each buffer's new value, which may be another's too, and the stage that reads the old one."""
     _, *values = outputs(graph)
     buffers = {node.meta["role"]: node for node in graph.find_nodes(op="placeholder")}
     readers = (buffers[f"buffer {name}"].users for name in graph.output_node().meta.get("updates", ()))
-    return {value: max((stages.get(user, 0) for user in users), default=0)
-            for value, users in zip(values, readers, strict=True)}  # fmt: skip
+    return [(value, max((stages.get(user, 0) for user in users), default=0))
+            for value, users in zip(values, readers, strict=True)]  # fmt: skip
 
 
 def _seen_from(copies: Mapping[tuple[fx.Node, int], fx.Node], operand: fx.Node, stage: int,
@@ -105,19 +99,16 @@ def _free(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _stages(graph: fx.Graph, pipeline: Pipeline, free: set[fx.Node]) -> dict[fx.Node, int]:
-    """Stages of all operators but free ones."""
+    """Stages of all operators but free ones. What a pass put at the graph's end, to give an output the form in which it
+    is kept (``meta["kept"]``), goes with what it reads."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     places = [_place(nodes, module, after, pipeline.modules) for module, after in pipeline.cuts]
     found: dict[fx.Node, int] = {}
-    last: set[fx.Node] = {graph.output_node()}
-    for node in reversed(nodes):
-        if node.target in _ENDS and last.issuperset(node.users):
-            last.add(node)
     for index, node in enumerate(nodes):
         if node in free:
             continue
         operands = [found[operand] for operand in node.all_input_nodes if operand in found]
-        follows = operands and (node.target is operator.getitem or node in last)
+        follows = operands and (node.target is operator.getitem or node.meta.get("kept"))
         found[node] = max(operands) if follows else max([sum(place <= index for place in places), *operands])
     return found
 

@@ -51,9 +51,17 @@ class Net(nn.Module):
     def __init__(self, a="", b=""):
         super().__init__()
         self.a, self.b = Part(a), Part(b)
+        self.register_buffer("start", torch.full((8,), 0.5))
 
     def forward(self, x):
-        return self.b(torch.tanh(self.a(x, x)), x)
+        y = self.b(torch.tanh(self.a(x, x)), x)
+        if "one" in (self.a.lines, self.b.lines):
+            self.a.now = self.b.now = x.mean(0)
+        if "reset" in (self.a.lines, self.b.lines):
+            self.a.now = self.b.now = self.start
+        if self.a.lines == "last":
+            self.a.now = self.b.now = self.a.before
+        return y
 
 
 class Twice(nn.Module):
@@ -97,7 +105,7 @@ def compiled(folder: Path, model: str, stages: bool = False) -> Compiled:
 
 @pytest.mark.parametrize("stages", [False, True], ids=["one stage", "stages"])
 @pytest.mark.parametrize("where", ["a", "b"])
-@pytest.mark.parametrize("lines", ["shift", "swap", "moves", "input", "other", "cache", "infinite"])
+@pytest.mark.parametrize("lines", ["shift", "swap", "moves", "input", "other", "cache", "infinite", "one", "reset", "last"])
 def test_what_a_forward_assigns_is_kept(tmp_path: Path, lines: str, where: str, stages: bool) -> None:
     assert not check_build(compiled(tmp_path, f'Net" ({where}="{lines}")', stages)).faults
 
