@@ -105,7 +105,9 @@ def compiled(folder: Path, model: str, stages: bool = False) -> Compiled:
 
 @pytest.mark.parametrize("stages", [False, True], ids=["one stage", "stages"])
 @pytest.mark.parametrize("where", ["a", "b"])
-@pytest.mark.parametrize("lines", ["shift", "swap", "moves", "input", "other", "cache", "infinite", "one", "reset", "last"])
+@pytest.mark.parametrize(
+    "lines", ["shift", "swap", "moves", "input", "other", "cache", "infinite", "one", "reset", "last"]
+)
 def test_what_a_forward_assigns_is_kept(tmp_path: Path, lines: str, where: str, stages: bool) -> None:
     assert not check_build(compiled(tmp_path, f'Net" ({where}="{lines}")', stages)).faults
 

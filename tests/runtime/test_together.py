@@ -61,6 +61,49 @@ def test_a_batch_that_one_rank_cannot_read_ends_the_step_on_all_before_it_begins
     assert (tmp_path / "checkpoint" / "state.json").is_file()
 
 
+_TEXT = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(128, 8), nn.Linear(8, 128)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+"""
+_TEXT_PLAN = """\
+model "./net.py:Net" ()
+input tokens int64 [B, S]
+input targets int64 [B, S]
+sizes B=2, S=4
+loss cross_entropy(output, targets)
+optimizer sgd lr 0.1
+data bytes "text"
+mesh dp=2
+shard tokens, targets [B/dp, _]
+"""
+
+
+def through_the_text(path: str) -> tuple[str, int]:
+    with parc.load(path) as session, pytest.raises(parc.RunError) as error:
+        while True:
+            session.step()
+    session.state_dict()
+    return error.value.message, session.step_number
+
+
+def test_text_that_one_rank_cannot_take_ends_the_step_on_all(tmp_path: Path) -> None:
+    """One byte of the text is beyond the classes: in one window, which one rank reads."""
+    (tmp_path / "net.py").write_text(_TEXT)
+    (tmp_path / "net.parc").write_text(_TEXT_PLAN)
+    (tmp_path / "text").write_bytes(b"a" * 38 + b"\xe9" + b"b" * 40)
+    assert main(["build", str(tmp_path / "net.parc"), "-o", str(tmp_path / "build")]) == 0
+    first, second = run_ranks(through_the_text, 2, str(tmp_path / "build"))
+    assert first == second and "holds 233, but the model knows 0 to 127" in first[0]
+
+
 def unwritable(path: str, folder: str) -> list[str]:
     with parc.load(path) as session:
         said = []
