@@ -65,16 +65,6 @@ def beside_makers(updates: Mapping[str, fx.Node], buffers: Mapping[str, fx.Node]
             last = node
 
 
-def named_twice(model: nn.Module) -> tuple[str, str] | None:
-    """Two names of modules that hold one buffer: torch's export cannot write such a one."""
-    first: dict[int, str] = {}
-    for name, value in model.named_buffers(remove_duplicate=False):
-        owner = name.rpartition(".")[0]
-        if (known := first.setdefault(id(value), owner)) != owner:
-            return known, owner
-    return None
-
-
 def _name_type(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__

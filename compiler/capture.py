@@ -16,7 +16,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 from torch.utils._pytree import tree_map_only
 
-from .assigned_buffers import assigned_in_place, beside_makers, named_twice
+from .assigned_buffers import assigned_in_place, beside_makers
+from .attribute_tensors import attribute_tensors, check_memory, not_kept
 from .capture_faults import CaptureError, explain
 from .placement import is_supported
 from .program import Origin
@@ -83,11 +84,13 @@ class _Step(nn.Module):
         self._call = call
         self._loss = loss
         self._names = names
+        self.attributes = attribute_tensors(model)
         self.stage = SimpleNamespace(in_loss=False)  # how far a call came: a trace puts attributes back
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
         inputs = dict(zip(self._names, values, strict=True))
-        with self._mode, assigned_in_place(self.model):  # assigned after all that reads them
+        # assigned after all that reads them
+        with self._mode, assigned_in_place(self.model), self.attributes.pointing():
             output = self._call(self.model, inputs)
             if getattr(output, "past_key_values", None) is not None:
                 raise CaptureError("cache", "the model returns a key/value cache")
@@ -127,20 +130,39 @@ def capture(
             exported = torch.export.export(step, values, strict=False)
             if not detach_without_gradients(exported.graph_module):
                 raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` lie in each other")
+            _check_constants(exported)
             exported = exported.run_decompositions({})
     except CaptureError:
         raise
     except Exception as error:
-        if isinstance(error, AssertionError) and (names := named_twice(model)):
-            what = f"the buffers of `{names[0]}` are those of `{names[1]}` too, and the forward writes one of them"
-            raise CaptureError(
-                "other", what, help="give the module one name: keep it in one attribute or list"
-            ) from None
+        if isinstance(error, AssertionError):  # what torch says of one memory that is written under two names
+            check_memory(model, frozenset(name for name, _ in model.named_buffers()))
         raise explain(error, step.stage.in_loss) from error
+    finally:
+        step.attributes.point()
     captured = _read(exported, step, tuple(inputs))
+    check_memory(model, frozenset(captured.updates))
+    for name, node in captured.placeholders("buffer").items():
+        if name in step.attributes.assigned and node.users:
+            raise not_kept(name)
     _select_by_tensors(captured.graph)
     check_values(captured.graph)
     return captured
+
+
+def _check_constants(exported: torch.export.ExportedProgram) -> None:
+    """See that a forward reads no tensor of an object that is no module: torch computes with it as if it had numbers.
+
+    Raises:
+        CaptureError: it does.
+    """
+    names = exported.graph_signature.inputs_to_lifted_tensor_constants
+    for node in exported.graph.find_nodes(op="placeholder"):
+        if isinstance(exported.constants.get(names.get(node.name, "")), FakeTensor) and node.users:
+            reader = next(iter(node.users))
+            what = f"in `{_module_path(reader)}`: a tensor is read that was made with the model, and no module holds it"
+            help_ = "keep it in an attribute of a module, or register it as a buffer"
+            raise CaptureError("other", what, _source(reader), help=help_)
 
 
 def _select_by_tensors(graph: fx.Graph) -> None:

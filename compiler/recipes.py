@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from .attribute_tensors import attribute_tensors
 from .recipe_nodes import Draw, Result
 from .recipe_trace import RecipeError, Recorder, truncated_normals_by
 from .recipe_values import Read, Replay, reachable
@@ -58,7 +59,6 @@ class Recorded:
 
     module: nn.Module
     recipes: dict[str, Recipe]  # parameters and buffers by every name they have; tied ones share one recipe
-    attributes: dict[str, Recipe]  # tensors that are neither, kept as plain attributes of a module
     mode: FakeTensorMode  # of the module's tensors: capture goes on under it
 
 
@@ -87,7 +87,9 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copy.deepcopy
         with truncated_normals_by(recorder), mode, recorder:
             module = build()
+    attributes = attribute_tensors(module)
     _make_fake(module, mode, recorder)
+    attributes.point()
     known: dict[tuple[int, ...], Recipe] = {}
 
     def recipe_of(name: str, tensor: Tensor) -> Recipe:
@@ -105,8 +107,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
 
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     recipes = {name: recipe_of(name, tensor) for name, tensor in tensors}
-    attributes = {name: recipe_of(name, tensor) for name, tensor in _plain_tensors(module)}
-    return Recorded(module, recipes, attributes, mode)
+    return Recorded(module, recipes, mode)
 
 
 def initialize(build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -114,11 +115,11 @@ def initialize(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     recorded = record(build, seed)
     with torch.random.fork_rng(devices=[]):
         module = build()
-    targets = {**dict(module.named_parameters()), **dict(module.named_buffers()), **dict(_plain_tensors(module))}
+    attribute_tensors(module)
+    targets = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():
         for name, tensor in targets.items():
-            recipe = recorded.recipes.get(name) or recorded.attributes[name]
-            value = recipe.whole()
+            value = recorded.recipes[name].whole()
             # Expanded memory cannot be written; and a size may come from a random number.
             if (0 in tensor.stride() and tensor.numel() > 1) or tensor.shape != value.shape:
                 tensor.data = value.to(tensor.device)
@@ -136,11 +137,3 @@ def _make_fake(module: nn.Module, mode: FakeTensorMode, recorder: Recorder) -> N
                     fake: Any = mode.from_tensor(tensor, static_shapes=True)
                     recorder.adopt(fake, tensor)
                     table[name] = fake
-
-
-def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that are attributes of a module without being parameters or buffers of it."""
-    for path, child in module.named_modules():
-        for name, value in vars(child).items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                yield f"{path}.{name}".lstrip("."), value

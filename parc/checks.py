@@ -25,7 +25,6 @@ from parc.compiler.plan import Plan
 from parc.compiler.precision import Rounding, regions
 from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
-from parc.compiler.recipes import Recipe
 from parc.compiler.roles import SINGLE, Role, join
 from parc.compiler.sample_flow import combination
 from parc.compiler.template import sizes_text
@@ -243,7 +242,7 @@ def one_thread() -> Iterator[None]:
 def case_of(compiled: Compiled, programs: Mapping[str, Program], roles: Mapping[str, Role] | None = None) -> Case:
     """What the simulator needs of a compiled plan; of a pipeline's also what its ``roles`` run."""
     types = stored_types(compiled)
-    recipes: dict[str, Recipe] = {**compiled.recorded.attributes, **compiled.recorded.recipes}
+    recipes = compiled.recorded.recipes
     constants = compiled.captured.constants  # which capture found in the code
     buffers = {name: recipes[name].whole() if name in recipes else constants[name]
                for name in parameters_of(programs["F"].main, *BUFFERS)}  # fmt: skip

@@ -272,11 +272,9 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
 
 def constant_facts(compiled: Compiled) -> dict[str, Any]:
     """Tensors that capture found written in the model's code: no module holds them, so a run reads them here."""
-    known = {**compiled.recorded.attributes, **compiled.recorded.recipes}
     return {
         name: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
         for name, value in sorted(compiled.captured.constants.items())
-        if name not in known
     }
 
 

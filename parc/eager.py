@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_leaves
 
+from parc.compiler.attribute_tensors import attribute_tensors
 from parc.compiler.directive import Directive
 from parc.compiler.program import Line
 from parc.compiler.recipes import initialize
@@ -105,6 +106,7 @@ class _Result:
 def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = False) -> _Result:
     module = initialize(model_builder(compiled.lines, compiled.folder, compiled.overrides), compiled.plan.seed)
     module = module.double() if wide else module
+    attributes = attribute_tensors(module)
     call, loss_of = caller(module, compiled.lines), loss_function(compiled.lines, compiled.folder)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in compiled.frozen)
@@ -115,7 +117,8 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
         given = {name: value.clone() for name, value in inputs.items()}
         with torch.random.fork_rng(devices=()), counted_dropout(module, compiled.plan.seed, 0, 0):
             torch.manual_seed(compiled.plan.seed)
-            output = call(module, given)
+            with attributes.pointing():
+                output = call(module, given)
             loss = loss_of(output, given)
         return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), loss
 

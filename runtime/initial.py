@@ -56,7 +56,7 @@ class Initial:
     ) -> None:
         self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
         recorded = record(model_builder(lines, build.folder), int(build.manifest["seed"]))
-        self._recipes = {**recorded.attributes, **recorded.recipes}
+        self._recipes = recorded.recipes
         self.kept = [name for name in recorded.module.state_dict() if name in recorded.recipes]
         self._weights = weights_of(build)
         self._pads = pads_from(build.manifest["padding"])

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from parc.compiler.attribute_tensors import attribute_tensors
 from parc.compiler.recipes import Recipe, RecipeError, initialize, record
 from tests.family_models import decoder, gpt2
 
@@ -150,7 +151,9 @@ def test_layers_have_torch_s_statistics(name: str) -> None:
 
 def test_zoo_has_torch_s_statistics() -> None:
     torch.manual_seed(0)
-    expected = tensors(Zoo())
+    plain = Zoo()
+    attribute_tensors(plain)
+    expected = tensors(plain)
     for name, value in tensors(initialize(Zoo, 1)).items():
         check_statistics(name, value, expected[name])
 
@@ -224,7 +227,7 @@ def test_initialize_is_the_recipes_and_leaves_torch_s_random_state() -> None:
     for name, value in tensors(module).items():
         assert same(value.contiguous(), ZOO.recipes[name].whole()), name
     assert isinstance(module, Zoo)
-    assert same(module.plain, ZOO.attributes["plain"].whole())
+    assert same(module.plain, ZOO.recipes["plain"].whole())
 
 
 def test_a_large_model_is_recorded_without_allocating() -> None:
