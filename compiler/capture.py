@@ -161,7 +161,7 @@ def _check_constants(exported: torch.export.ExportedProgram) -> None:
         if isinstance(exported.constants.get(names.get(node.name, "")), FakeTensor) and node.users:
             reader = next(iter(node.users))
             what = f"in `{_module_path(reader)}`: a tensor is read that was made with the model, and no module holds it"
-            help_ = "keep it in an attribute of a module, or register it as a buffer"
+            help_ = "keep it in an attribute of a module, and modules in an `nn.ModuleList`, not in a plain list"
             raise CaptureError("other", what, _source(reader), help=help_)
 
 

@@ -44,6 +44,7 @@ class Net(nn.Module):
             "row": lambda: self.fc.weight[0],
             "detached": lambda: [self.fc.weight.detach()],
             "object": lambda: Rope(),
+            "modules": lambda: [nn.Linear(8, 8)],
         }[attribute]()
         self.default = fresh / 2
         self.kept_0 = "a name that is taken"
@@ -57,6 +58,8 @@ class Net(nn.Module):
             kept = [kept["a"][0], kept["a"][1][0]]
         if isinstance(kept, Rope):
             kept = kept.angles
+        if isinstance(kept, list) and isinstance(kept[0], nn.Module):
+            kept = kept[0](x)
         if isinstance(kept, list):
             kept = sum(value for value in kept if not isinstance(value, str))
         y = self.fc(x) * kept.sigmoid().mean() + self.default
@@ -119,6 +122,7 @@ def test_what_a_forward_assigns_before_it_reads_it_is_not_kept(tmp_path: Path) -
     ('attribute="detached"', "`kept_0_` lies in the memory of `fc.weight`", "in the forward"),
     ('attribute="part", line="adds"', "`kept` lies in the memory of `count`", "`clone`"),
     ('attribute="object"', "was made with the model, and no module holds it", "an attribute of a module"),
+    ('attribute="modules"', "was made with the model, and no module holds it", "`nn.ModuleList`"),
     ('attribute="alone", line="keeps"', "gives `default` of a `Net` a new tensor", "register it as a buffer"),
     ('attribute="alone", line="moves"', "gives `kept` a new tensor", "register it as a buffer"),
     ('attribute="list", line="stores"', "gives `kept` of a `Net` a new tensor", "register it as a buffer"),
