@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -119,6 +120,10 @@ def test_eight_processes_in_three_dimensions_train_as_the_plain_module(
     assert main(["show", str(out), "--pipeline", "--svg", str(tmp_path / "drawn.svg")]) == 0
     drawn = "drawn.svg: 1f1b, 4 microbatches, 2 stages, 20% idle, on 2 ranks of `pp`\n"
     assert capsys.readouterr().err.endswith(drawn) and (tmp_path / "drawn.svg").is_file()
+    assert main(["show", str(out), "--pipeline", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["slots"], shown["bubble"]) == (15, 0.2)
+    assert {"action": "1B0", "start": 2, "end": 4} in shown["roles"]["pp1"]
     plain = parc.reference(out)
     expected = [plain.step().loss for _ in range(4)]
     weights = plain.module.state_dict()

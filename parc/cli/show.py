@@ -111,6 +111,11 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
         ranks = f", on {build.programs['F'].mesh.size(axis)} ranks of `{axis}`" if axis else ""
         say(f"drew {given.svg}: {title}{ranks}")
         return 0
+    if given.json:
+        roles = {role: [{"action": str(span.action), "start": span.start, "end": span.end} for span in spans]
+                 for role, spans in timeline.spans.items()}  # fmt: skip
+        print_json({**build.report["pipeline"], "slots": timeline.makespan, "roles": roles})
+        return 0
     console = Console(highlight=False, soft_wrap=True)
     print(f"{title}; a slot is a forward, a backward two")
     if console.is_terminal:
