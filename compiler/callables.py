@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -41,12 +42,51 @@ def load_callable(target: str, folder: Path) -> Callable[..., Any]:
     found = module
     for part in name.split("."):
         if not hasattr(found, part):
-            names = (known for known in dir(found) if not known.startswith("_"))
-            raise CallableError(f"`{place}` has no `{name}`", did_you_mean(part, names))
+            raise _missing(target, part, dir(found))
         found = getattr(found, part)
     if not callable(found):
         raise CallableError(f"`{target}` is not callable")
     return found  # type: ignore[no-any-return]
+
+
+def look_up(target: str, folder: Path) -> None:
+    """Hold the name of a callable of a ``./file.py`` against the file's text; nothing is imported, and what only an
+    import can tell is left to it.
+
+    Raises:
+        CallableError: there is no such file, or it has no such name.
+    """
+    place, _, name = target.rpartition(":")
+    if not place.endswith(".py"):
+        return
+    path, first = _existing((folder / place).resolve()), name.partition(".")[0]
+    if (tree := _parsed(path)) is not None and not _OPEN.search(path.read_bytes()):
+        names = set(_bound(tree))
+        if first not in names:
+            raise _missing(target, first, names)
+
+
+def _missing(target: str, part: str, names: Iterable[str]) -> CallableError:
+    place, _, name = target.rpartition(":")
+    meant = did_you_mean(part, (known for known in names if not known.startswith("_")))
+    return CallableError(f"`{place}` has no `{name}`", meant)
+
+
+_OPEN = re.compile(rb"import\s*\*|\b(globals|vars|exec)\(|\bsys\.modules\b|\bglobal\s|^def __getattr__\b", re.MULTILINE)
+"""In a module's text, what may make names that its statements do not show."""
+
+
+def _bound(tree: ast.AST) -> Iterator[str]:
+    """The names that a module's statements give something to, inside functions and classes aside."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+            continue
+        if isinstance(node, ast.alias):
+            yield node.asname or node.name.partition(".")[0]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        yield from _bound(node)
 
 
 def check_arguments(function: Callable[..., Any], target: str, named: Iterable[str], positional: int = 0) -> None:
@@ -176,11 +216,8 @@ def local_files(place: str, folder: Path) -> list[Path]:
 
 
 def _imported(path: Path, folder: Path) -> Iterator[Path]:
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # whoever imports it says so
-        return
-    for node in ast.walk(tree):
+    tree = _parsed(path)
+    for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _files_of(alias.name.split("."), folder)
@@ -189,6 +226,13 @@ def _imported(path: Path, folder: Path) -> Iterator[Path]:
             parts = node.module.split(".") if node.module else []
             for alias in node.names:
                 yield from _files_of([*parts, alias.name], root)
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # whoever imports it says so
+        return None
 
 
 def _files_of(parts: list[str], root: Path) -> Iterator[Path]:

@@ -82,6 +82,11 @@ class Plan:
         """Inputs whose first dim is not the batch."""
         return frozenset(line.name for line in self.inputs if line.dims[:1] != (BATCH,))
 
+    def input_shape(self, line: Input) -> tuple[int, ...]:
+        """The shape of an input in one microbatch, over all data ranks, at the largest sizes."""
+        sizes = ((dim, dim if isinstance(dim, int) else self.sizes[dim].high) for dim in line.dims)
+        return tuple(size // self.microbatches if dim == BATCH else size for dim, size in sizes)
+
     def text(self) -> str:
         """The plan as built: every ``$name`` and ``include`` replaced, in canonical form."""
         return format_statements(self.statements)

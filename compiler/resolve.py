@@ -15,6 +15,7 @@ from ..grammar.syntax import Word
 from .constraints import DimLayout, Factor, Fix, SplitWeights
 from .directives.precision import TYPES, Precision
 from .directives.schedule import BATCH
+from .directives.sizes import SizeRange
 from .mesh import Mesh
 from .names import Names, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
 from .padding import Pads, pads_by_value
@@ -23,7 +24,7 @@ from .seeds import Seed, Seeds
 from .stages import find_cuts
 from .sub_dims import Cut, cut, multiples
 
-__all__ = ["Names", "Resolved", "WeightUse", "resolve"]
+__all__ = ["Names", "Resolved", "WeightUse", "input_faults", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,20 @@ def resolve(
         tuple(seed for seed in resolver.seeds.found.values() if plan.mesh.size(seed.axis) > 1),
         tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.seeds.pads.items()), precision,
     )  # fmt: skip
+
+
+def input_faults(plan: Plan) -> list[Diagnostic]:
+    """The errors of ``resolve`` that need no model: those of inputs' layouts. Where sizes have ranges, as it is asked
+    then: at the largest sizes, and if nothing is wrong there, for their steps."""
+    names = Names({}, {line.name: plan.input_shape(line) for line in plan.inputs}, smaller=True)
+    errors: list[Diagnostic] = []
+    for sizes in ({name: SizeRange(size.high, size.high) for name, size in plan.sizes.items()}, plan.sizes):
+        resolver = _Resolver(replace(plan, sizes=sizes), names, (), {})
+        for line in plan.placements:
+            if isinstance(line, Fix):
+                resolver.apply(line)
+        errors = errors or [found for found in resolver.diagnostics if found.is_error]
+    return errors
 
 
 def _one_cause(first: Diagnostic, other: Diagnostic) -> bool:

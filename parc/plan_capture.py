@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from parc.callable_faults import callable_diagnostic, own_trace
 from parc.compiler.callables import CallableError
 from parc.compiler.capture import Captured, InputSpec, capture
 from parc.compiler.capture_faults import CaptureError, user_frame
-from parc.compiler.directive import Directive
 from parc.compiler.plan import Plan
 from parc.compiler.recipes import Recorded, record
 from parc.compiler.task import InputsError, TaskLines, caller, loss_function, model_builder
-from parc.grammar.code import Code
 from parc.grammar.codes_build import (
     CAPTURE_FAILED,
     CONTROL_FLOW,
@@ -48,7 +46,7 @@ def capture_plan(
         raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.model, plan.verify)]) from None
     except Exception as error:
         message = f"making the model failed: {type(error).__name__}: {error}"
-        raise PlanError([Diagnostic(MODEL_FAILED, message, Label(model_span), notes=_trace(error))]) from None
+        raise PlanError([Diagnostic(MODEL_FAILED, message, Label(model_span), notes=own_trace(error))]) from None
     try:
         call, loss = caller(recorded.module, lines), loss_function(lines, folder)
     except InputsError as error:
@@ -68,21 +66,6 @@ def capture_plan(
     return recorded, captured
 
 
-def callable_diagnostic(code: Code, error: CallableError, *lines: Directive | None) -> Diagnostic:
-    """An error of a callable, at the first line, or at the argument of one of them that it does not take."""
-    found = [
-        binding.span
-        for line in lines
-        if line is not None and error.argument
-        for binding in (*line.arguments.bindings("args"), *line.arguments.bindings("name"))
-        if binding.name.text == error.argument
-    ]
-    first = lines[0]
-    assert first is not None
-    label = Label(found[0] if found else first.span)
-    return Diagnostic(code, str(error), label, help=error.help, notes=_trace(error.__cause__))
-
-
 def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
     code, help_ = {
         "checkpoint": (NOT_RECOMPUTED, "leave it out: a step that keeps all activations has the same numbers"),
@@ -94,7 +77,7 @@ def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
     line = plan.loss if error.kind == "output" or error.in_loss else plan.model
     notes = [f"at {error.source}"] if error.source else []
     if error.__cause__ is not None and error.kind == "other":
-        notes += _trace(error.__cause__)
+        notes += own_trace(error.__cause__)
     return Diagnostic(code, str(error), Label(line.arguments.statement.span), help=help_, notes=tuple(notes))
 
 
@@ -105,39 +88,9 @@ def failure(plan: Plan, error: Exception) -> Diagnostic:
     text = str(error).strip().split("\n")[0]
     message = f"the model fails on a batch: {type(error).__name__}: {text}"
     span = plan.model.arguments.statement.span
-    return Diagnostic(CAPTURE_FAILED, message, Label(span), notes=(*notes, *_trace(error)))
-
-
-def _trace(error: BaseException | None) -> tuple[str, ...]:
-    """The model's own traceback, without parc's frames."""
-    if error is None:
-        return ()
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
-    text = traceback.format_list(frames[-6:]) + traceback.format_exception_only(error)
-    return ("".join(["the model's own traceback:\n", *text]).rstrip(),)
-
-
-def _ours(filename: str) -> bool:
-    parts = Path(filename).parts
-    return (
-        "/torch/" in filename
-        or filename.startswith("<")
-        or "importlib" in filename
-        or (
-            len(parts) > 1
-            and parts[-2] in ("compiler", "grammar", "passes", "runtime", "parc")
-            and Path(filename).is_relative_to(Path(__file__).resolve().parent.parent)
-        )
-    )
+    return Diagnostic(CAPTURE_FAILED, message, Label(span), notes=(*notes, *own_trace(error)))
 
 
 def input_specs(plan: Plan) -> dict[str, InputSpec]:
     """Dtype and shape of each input in one microbatch, over all data ranks."""
-    specs = {}
-    for line in plan.inputs:
-        shape = []
-        for dim in line.dims:
-            size = dim if isinstance(dim, int) else plan.sizes[dim].high
-            shape.append(size // plan.microbatches if dim == "B" else size)
-        specs[line.name] = InputSpec(getattr(torch, line.dtype), tuple(shape))
-    return specs
+    return {line.name: InputSpec(getattr(torch, line.dtype), plan.input_shape(line)) for line in plan.inputs}

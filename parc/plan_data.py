@@ -6,12 +6,12 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
+from parc.callable_faults import callable_diagnostic
 from parc.compiler.callables import CallableError
 from parc.compiler.plan import Plan
 from parc.grammar.codes_build import BAD_DATA
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import String
-from parc.plan_capture import callable_diagnostic
 from parc.runtime.data import DataError, misfit
 from parc.runtime.feed import MISFIT_HELP, open_data
 

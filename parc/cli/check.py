@@ -8,22 +8,32 @@ from pathlib import Path
 from parc.cli.plan_arguments import add_defines, read
 from parc.cli.refusal import show_refusal
 from parc.cli.terminal import say, show, stages
+from parc.grammar.diagnostics import PlanError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", type=Path)
     parser.add_argument(
-        "--static", action="store_true", help="statements, sizes and mesh alone; imports neither torch nor the model"
+        "--static",
+        action="store_true",
+        help="what needs no import of torch or the model: statements, sizes, mesh, inputs",
     )
     add_defines(parser)
 
 
 def run(given: argparse.Namespace) -> int:
     """Statements first; only a plan without a fault there is worth loading torch and the model for."""
-    plan = read(given, given.plan)
+    plan, folder = read(given, given.plan), given.plan.resolve().parent
     if given.static:
+        from parc.callable_faults import callable_faults
+        from parc.compiler.resolve import input_faults
+
         show(plan.warnings)
-        say(f"{given.plan}: no fault found in its statements, sizes and mesh; names were not held against the model")
+        if errors := [*callable_faults(plan, folder), *input_faults(plan)]:
+            raise PlanError(errors)
+        say(
+            f"{given.plan}: no fault found in statements, sizes, mesh and inputs; names were not held against the model"
+        )
         return 0
     with stages() as progress:
         progress("loading torch")
@@ -35,7 +45,6 @@ def run(given: argparse.Namespace) -> int:
         from parc.promises import hold_promises
         from parc.runtime.feed import input_types
 
-        folder = given.plan.resolve().parent
         check_data(plan, folder)
         compiled = compile_plan(plan, folder, progress=progress)
         progress("shapes, types, communication")
