@@ -10,7 +10,7 @@ from parc.compiler.artifact import check_out, json_text, write_build
 from parc.compiler.plan import read_plan
 from parc.driver import Compiled, Progress, compile_plan, files_of, manifest_of
 from parc.initial_weights import check_weights
-from parc.plan_data import check_data, check_sample
+from parc.plan_data import check_data, check_sample, sample_said
 from parc.promises import hold_promises
 from parc.runtime.feed import input_types
 
@@ -36,7 +36,8 @@ def build(
     check_out(out)
     plan, folder = read_plan(path, defines), path.resolve().parent
     check_data(plan, folder)
-    compiled = compile_plan(plan, folder, progress=progress)
+    with sample_said(plan, folder):
+        compiled = compile_plan(plan, folder, progress=progress)
     check_weights(compiled.plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled)
     check_sample(plan, folder, input_types(compiled.built.programs))

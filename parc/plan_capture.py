@@ -75,10 +75,13 @@ def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
         "field": (NO_FIELD, error.help),
     }.get(error.kind, (CAPTURE_FAILED, error.help))
     line = plan.loss if error.kind == "output" or error.in_loss else plan.model
+    shapes = ((given, list(plan.input_shape(given))) for given in plan.inputs if code is CAPTURE_FAILED)
+    what = "given in each microbatch as" if plan.microbatches > 1 else "given as"
+    related = (Label(given.span, f"{what} {given.dtype} {shape}") for given, shape in shapes)
     notes = [f"at {error.source}"] if error.source else []
     if error.__cause__ is not None and error.kind == "other":
         notes += own_trace(error.__cause__)
-    return Diagnostic(code, str(error), Label(line.arguments.statement.span), help=help_, notes=tuple(notes))
+    return Diagnostic(code, str(error), Label(line.arguments.statement.span), tuple(related), help_, tuple(notes))
 
 
 def failure(plan: Plan, error: Exception) -> Diagnostic:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from parc.callable_faults import callable_diagnostic
 from parc.compiler.callables import CallableError
 from parc.compiler.plan import Plan
-from parc.grammar.codes_build import BAD_DATA
+from parc.grammar.codes_build import BAD_DATA, CAPTURE_FAILED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import String
 from parc.runtime.data import DataError, misfit
@@ -49,27 +52,66 @@ def check_data(plan: Plan, folder: Path) -> None:
         raise PlanError([Diagnostic(BAD_DATA, str(error), Label(span), help=error.help)]) from None
 
 
+@contextmanager
+def sample_said(plan: Plan, folder: Path) -> Iterator[None]:
+    """Where the model fails on what the ``input`` lines declare, say first that the first sample is something else.
+
+    Raises:
+        PlanError: that of the code inside, with the sample's error before it.
+    """
+    try:
+        yield
+    except PlanError as error:
+        if any(found.code is CAPTURE_FAILED for found in error.diagnostics) and (sample := _first_sample(plan, folder)):
+            raise PlanError([*_misfits(plan, sample, input_facts(plan)), *error.diagnostics]) from error
+        raise
+
+
 def check_sample(plan: Plan, folder: Path, read: Container[str]) -> None:
     """Hold the first sample against the ``input`` lines of what the programs ``read``; any size of a range will do.
 
     Raises:
         PlanError: it is no dict of tensors, lacks an input, or one has another dtype or shape.
     """
-    line, facts = plan.data, data_facts(plan)
-    if line is None or facts is None:
+    sample = _first_sample(plan, folder)
+    if sample is None:
         return
     inputs = [fact for fact in input_facts(plan) if fact["name"] in read]
+    missing = [fact["name"] for fact in inputs if fact["name"] not in sample]
+    if missing:
+        held = f"the data's sample 0 holds {', '.join(f'`{name}`' for name in sample)}"
+        raise PlanError([_fault(plan, f"{held}, and no `{missing[0]}`", "name inputs as the data does")])
+    if wrong := _misfits(plan, sample, inputs):
+        raise PlanError(wrong)
+
+
+def _first_sample(plan: Plan, folder: Path) -> Mapping[str, Tensor] | None:
+    """None where there is no ``data`` line, and where the sample cannot be made: a build may be made where the data is
+    not, and a run says what is missing.
+
+    Raises:
+        PlanError: it is no dict of tensors.
+    """
+    facts = data_facts(plan)
+    if facts is None:
+        return None
     sizes = {name: size.low for name, size in plan.sizes.items()}
     try:
-        sample = open_data(facts, input_facts(plan), plan.loss.operands, sizes, folder)(0)
+        return open_data(facts, input_facts(plan), plan.loss.operands, sizes, folder)(0)
     except DataError as error:
         if error.__cause__ is not None:
-            return  # a build may be made where the data is not; a run says what is missing
-        raise PlanError([Diagnostic(BAD_DATA, str(error), Label(line.span), help=error.help)]) from None
-    held = f"the data's sample 0 holds {', '.join(f'`{name}`' for name in sample)}"
-    found = next(((f"{held}, and no `{fact['name']}`", "name inputs as the data does") for fact in inputs
-                  if fact["name"] not in sample), None)  # fmt: skip
-    if wrong := misfit(sample, 0, inputs, plan.sizes):
-        found = found or (wrong[1], MISFIT_HELP)
-    if found:
-        raise PlanError([Diagnostic(BAD_DATA, found[0], Label(line.span), help=found[1])])
+            return None
+        raise PlanError([_fault(plan, str(error), error.help)]) from None
+
+
+def _misfits(plan: Plan, sample: Mapping[str, Tensor], inputs: Sequence[Mapping[str, Any]]) -> list[Diagnostic]:
+    """The error of the first input that a sample holds otherwise than its line says, if there is one."""
+    wrong = misfit(sample, 0, inputs, plan.sizes)
+    return [_fault(plan, wrong[1], MISFIT_HELP, wrong[0])] if wrong else []
+
+
+def _fault(plan: Plan, message: str, help_: str, name: str = "") -> Diagnostic:
+    """An error of the ``data`` line, and of the input of a name."""
+    assert plan.data is not None
+    related = tuple(Label(line.span, "declared here") for line in plan.inputs if line.name == name)
+    return Diagnostic(BAD_DATA, message, Label(plan.data.span), related, help=help_)

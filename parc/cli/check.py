@@ -41,12 +41,13 @@ def run(given: argparse.Namespace) -> int:
         from parc.checks import prove
         from parc.driver import compile_plan
         from parc.initial_weights import check_weights
-        from parc.plan_data import check_data, check_sample
+        from parc.plan_data import check_data, check_sample, sample_said
         from parc.promises import hold_promises
         from parc.runtime.feed import input_types
 
         check_data(plan, folder)
-        compiled = compile_plan(plan, folder, progress=progress)
+        with sample_said(plan, folder):
+            compiled = compile_plan(plan, folder, progress=progress)
         progress("shapes, types, communication")
         faults = prove(compiled)
     show(warnings_of(compiled))
