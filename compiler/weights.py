@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -172,6 +174,42 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
     return Weights(folder, tensors, tuple(twice), rounded)
 
 
-def shown_faults(faults: Sequence[str], most: int = 200) -> tuple[str, ...]:
-    """Faults for a reader: all of them, unless they are very many."""
-    return (*faults[:most], *([f"and {len(faults) - most} more"] if len(faults) > most else []))
+def shown_faults(faults: Iterable[str]) -> tuple[str, ...]:
+    """Faults of tensors, each of which begins with a name, for a reader: those that differ in numbers of layers alone
+    as one, and of each kind the first few.
+
+    >>> shown_faults([*(f"`h.{layer}.up` is [4] there" for layer in (1, 2, 3)), "`wte` is missing"])
+    ('`h.[1..3].up` is [4] there (3 tensors)', '`wte` is missing')
+    """
+    alike: dict[tuple[str, str], list[str]] = {}
+    for fault in faults:
+        name, _, what = fault.removeprefix("`").partition("`")
+        alike.setdefault((_NUMBER.sub("*", name), what), []).append(name)
+    kinds: dict[str, list[tuple[str, int]]] = {}
+    for (_, what), names in alike.items():
+        kind = kinds.setdefault(_SIZES.sub("", what), [])
+        if pattern := _pattern(names):
+            kind.append((f"`{pattern}`{what} ({len(names)} tensors)", len(names)))
+        else:
+            kind += [(f"`{name}`{what}", 1) for name in names]
+    shown: list[str] = []
+    for lines in kinds.values():
+        shown += [line for line, _ in lines[:_MOST]]
+        shown += [f"and {sum(count for _, count in lines[_MOST:])} more like these"] if len(lines) > _MOST else []
+    return tuple(shown)
+
+
+_MOST = 16  # more than most models have that differ in more than the layer
+_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])")
+_SIZES = re.compile(r"\[[^\]]*\]")
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """The pattern that means these names and no other, which differ in whole numbers between dots; "" without one."""
+    numbers = [[int(number) for number in _NUMBER.findall(name)] for name in names]
+    ends = [(min(column), max(column)) for column in zip(*numbers, strict=True)]
+    many = math.prod(high - low + 1 for low, high in ends)
+    if not len(names) == len(set(names)) == many or many < 2:
+        return ""
+    texts = (str(low) if low == high else f"[{low}..{high}]" for low, high in ends)
+    return _NUMBER.sub(lambda _: next(texts), names[0])

@@ -43,7 +43,7 @@ def check_weights(plan: Plan, folder: Path, recorded: Recorded, captured: Captur
     """Hold the files of the ``init`` line against the model; no tensor is read.
 
     Raises:
-        PlanError: they cannot be read, or do not fit; every tensor that does not is named.
+        PlanError: they cannot be read, or do not fit; tensors that do not are named.
     """
     line = plan.init
     if line is None:

@@ -24,7 +24,7 @@ def weights_of(build: Build) -> Weights | None:
     """The weights of a build's ``init`` line, which fit its model; None without such a line.
 
     Raises:
-        RunError: they cannot be read, or do not fit; every tensor that does not is named.
+        RunError: they cannot be read, or do not fit; tensors that do not are named.
     """
     line = build.manifest["init"]
     if line is None:

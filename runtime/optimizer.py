@@ -86,7 +86,7 @@ def restore_optimizer(checkpoint: Checkpoint, name: str, types: Mapping[str, Ten
     """Which slots of the optimizer's state a checkpoint holds for each parameter.
 
     Raises:
-        RunError: they are another optimizer's, or not of the parameters' shapes and dtypes; all are named.
+        RunError: they are another optimizer's, or not of the parameters' shapes and dtypes; these are named.
     """
     saved = checkpoint.facts.get("optimizer")
     if saved != name:

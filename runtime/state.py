@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from ..compiler.folders import FolderError, check_place, current, replace_folder
 from ..compiler.placement import DTYPES
+from ..compiler.weights import shown_faults
 from ..grammar.codes_build import BAD_STATE
 from .faults import RunError
 
@@ -76,7 +77,7 @@ class Checkpoint:
         """Hold the checkpoint against a model's parameters, and the buffers that its steps change.
 
         Raises:
-            RunError: tensors are missing, too many, or of other shapes; all are named.
+            RunError: tensors are missing, too many, or of other shapes; the first of each kind are named.
         """
         faults = self._faults("parameter", parameters) + (self._faults("buffer", buffers) if buffers else [])
         refuse(self.folder, "is a checkpoint of another model", faults)
@@ -99,8 +100,7 @@ def refuse(folder: Path, what: str, faults: Sequence[str]) -> None:
         RunError: something is.
     """
     if faults:
-        shown = [*faults[:8], *([f"and {len(faults) - 8} more"] if len(faults) > 8 else [])]
-        raise RunError(BAD_STATE, f"`{folder}` {what}", notes=shown)
+        raise RunError(BAD_STATE, f"`{folder}` {what}", notes=shown_faults(faults))
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
