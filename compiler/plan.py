@@ -121,8 +121,8 @@ def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnos
     if span is None or next(span.includes, None) is not None:
         return diagnostic
     names = [name for name in IN_STRING.findall(span.text) if name in defines]
-    given = [Source(f"-D {name}", f"{name}={defines[name]}") for name in names]
-    labels = (Label(Span(source, 0, len(source.text)), "given here") for source in given)
+    given = [Source.option(name, defines[name]) for name in names]
+    labels = (Label(Span(source, 0, len(source.text))) for source in given)
     return replace(diagnostic, related=(*labels, *diagnostic.related))
 
 
@@ -191,7 +191,7 @@ def _position(diagnostic: Diagnostic) -> tuple[bool, int, int]:
     if diagnostic.primary is None:
         return True, 0, 0
     span = diagnostic.primary.span
-    return span.source.name.startswith("-D "), span.root.start, span.start
+    return span.source.is_option, span.root.start, span.start
 
 
 def _assemble(

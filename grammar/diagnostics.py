@@ -83,7 +83,8 @@ def _rendered_lines(diagnostic: Diagnostic) -> Iterator[str]:
         first = label is primary
         arrow = "-->" if first else ":::"
         yield f"{' ' * gutter}{arrow} {label.span}"
-        yield from _excerpt(label, gutter, "^" if first else "-")
+        if not label.span.source.is_option:
+            yield from _excerpt(label, gutter, "^" if first else "-")
     for note in diagnostic.notes:
         first_line, *rest = note.split("\n")
         yield f"{' ' * gutter} = note: {first_line}"

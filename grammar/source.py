@@ -9,12 +9,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Source:
-    """A named text: a plan file, a file that one includes (``included`` is the line that does), or a ``-D``'s value."""
+    """A named text: a plan file, a file that one includes (``included`` is the line that does), or the value of a
+    ``-D``, whose name is the whole option, as it has no lines."""
 
     name: str
     text: str
     included: Span | None = None
     path: Path | None = field(default=None, compare=False)
+
+    @classmethod
+    def option(cls, name: str, value: str) -> Source:
+        """One ``-D``."""
+        return cls(f"-D {name}={value}", value)
+
+    @property
+    def is_option(self) -> bool:
+        return self.name.startswith("-D ")
 
     def line_text(self, number: int) -> str:
         """The text of line ``number`` (from 1), without its newline."""
@@ -67,7 +77,7 @@ class Span:
         return next(reversed([self, *self.includes]))
 
     def __str__(self) -> str:
-        return f"{self.source.name}:{self.line}:{self.column}"
+        return self.source.name if self.source.is_option else f"{self.source.name}:{self.line}:{self.column}"
 
     def to(self, other: Span) -> Span:
         """The span from the start of this one to the end of ``other``."""

@@ -77,15 +77,15 @@ def substitute(
 
 def _define(name: str, text: str) -> _Override:
     """The value of one ``-D``: an item if the text is one, else a string."""
-    span = Span(Source(f"-D {name}", f"{name}={text}"), 0, len(name))
+    source = Source.option(name, text)
+    span = Span(source, 0, len(text))
     said, help_ = f"`-D {name}`", f"write one value: `-D {name}=2`"
-    source = Source(f"-D {name}", text)
     item = parse_value(source)
     if isinstance(item, Value):
         return _Override(item, span, said, help_)
     if any(character in text for character in '"$\r\n') or not text.isprintable():
         return _Override(None, span, said, help_)
-    return _Override(String(text, Span(source, 0, len(text))), span, said, help_)
+    return _Override(String(text, span), span, said, help_)
 
 
 def _argument(binding: Binding) -> _Override:
