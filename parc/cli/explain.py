@@ -10,14 +10,17 @@ from parc.grammar.nearest import did_you_mean
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("code", metavar="CODE", help="as in error[P0107]")
+    parser.add_argument("code", metavar="CODE", nargs="?", help="as in error[P0107]; without it all are listed")
 
 
 def run(given: argparse.Namespace) -> int:
-    """The code's page, on stdout."""
+    """The code's page, or the titles of all codes, on stdout."""
+    if given.code is None:
+        print("\n".join(f"{name}  {CODES[name].title}" for name in sorted(CODES)))
+        return 0
     name = given.code.strip("[]").upper()
     if name not in CODES:
-        hint = did_you_mean(name, list(CODES), f"codes are {', '.join(sorted(CODES))}")
+        hint = did_you_mean(name, list(CODES), "`parc explain` lists all")
         say(f"there is no code `{given.code}`; {hint}")
         return 1
     print(explain(CODES[name]), end="")

@@ -112,6 +112,9 @@ def test_explain(capsys: Captured) -> None:
     assert parc(capsys, "explain", "p0107")[1] == out
     code, out, err = parc(capsys, "explain", "P0170")
     assert (code, out) == (1, "") and "there is no code `P0170`; did you mean" in err
+    assert "there is no code `P9999`; `parc explain` lists all" in parc(capsys, "explain", "P9999")[2]
+    code, out, _ = parc(capsys, "explain")
+    assert code == 0 and "\nP0107  a sharded dim does not divide evenly\n" in out
 
 
 def test_build_show_and_verify(capsys: Captured, plan: Path, tmp_path: Path) -> None:
