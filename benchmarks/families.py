@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from parc.advice import bytes_text, warnings_of
+from parc.advice import warnings_of
 from parc.checks import Checked, check_build
 from parc.compiler.plan import read_plan
 from parc.driver import compile_plan
@@ -62,7 +62,7 @@ def _sent(report: dict[str, Any]) -> tuple[str, str]:
     for each in rows:
         kinds[each["op"].removeprefix("parc.")] += each["count_per_step"]
     total = sum(each["bytes"] * each["count_per_step"] for each in rows)
-    return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())), bytes_text(total)
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())), f"{total / 1000:.1f} kB"
 
 
 def _errors(checked: Checked) -> Iterator[str]:

@@ -294,7 +294,7 @@ OVER_BUDGET = shown(
     title="a rank needs more memory than the budget",
     why="the memory of a rank is estimated from the programs: parameters, gradients, optimizer and what is alive at the"
     " peak; the largest of them are named.",
-    example="budget memory 16GB      # a rank needs 24.1 GB",
+    example="budget memory 16GiB      # a rank needs 24.1 GiB",
     instead="schedule microbatches 4  # fewer samples at once, or split what is largest over another axis",
 )
 FORBIDDEN = shown(

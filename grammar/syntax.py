@@ -24,6 +24,21 @@ UNITS: dict[str, tuple[str, float]] = {
 }
 
 
+def size_text(count: float) -> str:
+    """Bytes for a reader.
+
+    >>> size_text(512), size_text(1536), size_text(3 * 2**30)
+    ('512 B', '1.5 KiB', '3.0 GiB')
+    """
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
 @dataclass(frozen=True, slots=True)
 class Word:
     """A name, a dotted path, or a pattern of paths."""

@@ -9,6 +9,7 @@ from parc.compiler.precision import is_narrow
 from parc.driver import Compiled
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
+from parc.grammar.syntax import size_text
 from parc.passes.partition import Reshard
 from parc.runtime.holders import parameters_of
 from parc.size_ranges import line_span
@@ -32,13 +33,15 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
         first = found[0]
         op = "all_to_all" if isinstance(first.result, Split) else "all_gather"
         many = f"{len(found)} times, first " if len(found) > 1 else ""
-        where = f"in `{first.cause.module or 'the model'}`" + (f" at {place}" if place else "")
+        inside = f"`{first.cause.module}`" if first.cause.module else "the model itself"
+        where = f"in {inside}" + (f" at {place}" if place else "")
         what = f"{op} over `{first.axis}` of `{first.value}`"
-        message = f"{what} ({source} to {result}, {bytes_text(first.bytes)} a rank) {many}{where}"
+        message = f"{what} ({source} to {result}, {size_text(first.bytes)} a rank) {many}{where}"
         span = line_span(compiled.plan, line)
         yield Diagnostic(
             UNASKED_RESHARD, message, Label(span) if span else None,
-            help="split both sides alike, or leave the axis out where it does not divide", severity=Severity.WARNING,
+            help="split both sides alike, or leave the axis out where it does not divide, or leave it as it is if it is"
+            " meant", severity=Severity.WARNING,
         )  # fmt: skip
 
 
@@ -46,7 +49,7 @@ def _rules(compiled: Compiled) -> Iterator[Diagnostic]:
     for op in compiled.built.without_rule:
         cost = sum(r.bytes for r in compiled.built.reshards if r.reader == op)
         yield Diagnostic(
-            WITHOUT_RULE, f"`{op}` has no sharding rule: its operands are gathered whole, {bytes_text(cost)} a rank",
+            WITHOUT_RULE, f"`{op}` has no sharding rule: its operands are gathered whole, {size_text(cost)} a rank",
             help=f'parc.register_rule("{op}", "...") in the module of the model', severity=Severity.WARNING,
         )  # fmt: skip
 
@@ -73,11 +76,3 @@ def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
             Label(compiled.plan.optimizer.arguments.statement.span),
             help="`precision bf16` keeps a float32 copy of every weight, which is updated", severity=Severity.WARNING,
         )  # fmt: skip
-
-
-def bytes_text(count: int) -> str:
-    """Bytes for a reader, in units of a thousand, as sizes in plans."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

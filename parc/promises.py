@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from parc.advice import bytes_text
 from parc.checks import memory_of
 from parc.compiler.contract import Message, messages
 from parc.compiler.cost import VIEWS, local_bytes
@@ -18,6 +17,7 @@ from parc.compiler.schedules import EARLY, problem
 from parc.driver import Compiled, stored
 from parc.grammar.codes_build import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.grammar.syntax import size_text
 from parc.passes.pipeline import names_of
 from parc.runtime.holders import parameters_of
 from parc.size_ranges import line_span
@@ -133,7 +133,7 @@ def _times(count: int) -> str:
 
 def _cause(message: Message) -> str:
     place = f"at {message.origin.source}, " if message.origin.source else ""
-    return f"{place}{message.phase}, {bytes_text(message.bytes)} a rank of {message.dtype}"
+    return f"{place}{message.phase}, {size_text(message.bytes)} a rank of {message.dtype}"
 
 
 def _related(compiled: Compiled, message: Message) -> tuple[Label, ...]:
@@ -167,10 +167,10 @@ def _budget(compiled: Compiled) -> Iterator[Diagnostic]:
     if over <= 0:
         return
     kinds = {name: int(getattr(memory, name)) for name in ("parameters", "gradients", "optimizer", "activations")}
-    notes = [", ".join(f"{name} {bytes_text(size)}" for name, size in kinds.items())]
+    notes = [", ".join(f"{name} {size_text(size)}" for name, size in kinds.items())]
     held = sorted([*_parameters(compiled, types), *_values(compiled)], key=lambda tensor: -tensor.bytes)
-    notes += [f"{tensor.name} {tensor.text}, {bytes_text(tensor.bytes)}" for tensor in held[:_SHOWN]]
-    message = f"a rank needs {bytes_text(memory.peak_bytes)}, {bytes_text(over)} more than the budget"
+    notes += [f"{tensor.name} {tensor.text}, {size_text(tensor.bytes)}" for tensor in held[:_SHOWN]]
+    message = f"a rank needs {size_text(memory.peak_bytes)}, {size_text(over)} more than the budget"
     help_ = _way_out(compiled, types, kinds["activations"] == max(kinds.values()))
     yield Diagnostic(OVER_BUDGET, message, Label(line.span), help=help_, notes=tuple(notes))
 
@@ -195,7 +195,7 @@ def _values(compiled: Compiled) -> Iterator[_Held]:
                     continue
                 size = local_bytes(value.type, program)
                 module = line.origin.module
-                where = f"`{line.op}` in `{module or 'the model'}`"
+                where = f"`{line.op}` in {f'`{module}`' if module else 'the model itself'}"
                 where += f" at {line.origin.source}" if line.origin.source else ""
                 if module not in largest or largest[module].bytes < size:
                     largest[module] = _Held(where, value.type.text(compiled.mesh), size)

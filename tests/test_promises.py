@@ -53,7 +53,7 @@ def test_a_forbidden_collective_is_named_with_its_cause_and_bytes() -> None:
     assert "error[P0402]: `all_reduce` over `tp` in `blocks.0.attn.out` is forbidden" in text
     assert "row       blocks.*.attn.out over tp" in text and "placed by this line" in text
     # 8 samples in 2 microbatches over dp=2, 8 tokens, 16 numbers of 4 bytes
-    assert f"at gpt.py:26, forward, {2 * 8 * 16 * 4 / 1000:.1f} kB a rank of float32" in text
+    assert "at gpt.py:26, forward, 1.0 KiB a rank of float32" in text
     assert "the same holds for 1 more" in text and found.help
 
 
@@ -87,7 +87,7 @@ def test_a_budget_is_exact_and_names_what_is_large() -> None:
     (found,) = broken(f"budget memory {peak - 1}B\n")
     text = render(found)
     assert "error[P0401]: a rank needs" in text and "1 B more than the budget" in text
-    assert "note: parameters " in text and "note: `embed.weight` f32[256/tp, 16], 8.2 kB" in text
+    assert "note: parameters " in text and "note: `embed.weight` f32[256/tp, 16], 8.0 KiB" in text
     assert "`microbatches 4`" in found.help
     full = PLAN.replace("microbatches 2", "microbatches 8")
     whole = compiled(full + "mesh tp=2\nbudget memory 1KB\n")

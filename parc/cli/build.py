@@ -10,7 +10,8 @@ from typing import Any
 
 from parc.cli.plan_arguments import add_defines, default_out, read
 from parc.cli.refusal import show_refusal
-from parc.cli.terminal import print_json, say, show, size_text, stages, table
+from parc.cli.terminal import print_json, say, show, stages, table
+from parc.grammar.syntax import size_text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parc.cli.plan_arguments import add_defines, is_plan, read
-from parc.cli.terminal import print_json, say, size_text, stages, table
+from parc.cli.terminal import print_json, say, stages, table
+from parc.grammar.syntax import size_text
 
 if TYPE_CHECKING:
     from parc.compiler.artifact import Build

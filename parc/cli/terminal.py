@@ -1,4 +1,4 @@
-"""How commands speak: messages and progress on stderr, errors with their exit codes, sizes and tables as text."""
+"""How commands speak: messages and progress on stderr, errors with their exit codes, tables as text."""
 
 from __future__ import annotations
 
@@ -92,18 +92,3 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str], right: Sequence
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def size_text(count: float) -> str:
-    """Bytes for a reader.
-
-    >>> size_text(512), size_text(1536), size_text(3 * 2**30)
-    ('512 B', '1.5 KiB', '3.0 GiB')
-    """
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024:
-            return f"{count:.1f} {unit}"
-    return f"{count / 1024:.1f} TiB"
