@@ -199,7 +199,7 @@ def shown_faults(faults: Iterable[str]) -> tuple[str, ...]:
     return tuple(shown)
 
 
-_MOST = 16  # more than most models have that differ in more than the layer
+_MOST = 100  # all that a reader would go through
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])")
 _SIZES = re.compile(r"\[[^\]]*\]")
 
