@@ -16,6 +16,7 @@ from ..compiler.folders import FolderError, check_place, current, replace_folder
 from ..compiler.placement import DTYPES
 from ..compiler.weights import shown_faults
 from ..grammar.codes_build import BAD_STATE
+from ..grammar.nearest import path_meant
 from .faults import RunError
 
 TENSORS, FACTS = "state.safetensors", "state.json"
@@ -103,6 +104,10 @@ def refuse(folder: Path, what: str, faults: Sequence[str]) -> None:
         raise RunError(BAD_STATE, f"`{folder}` {what}", notes=shown_faults(faults))
 
 
+def _is_checkpoint(path: Path) -> bool:
+    return (path / FACTS).is_file() and not path.name.startswith(".")
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """What a checkpoint holds; no tensor is read yet.
 
@@ -119,7 +124,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         int(facts["step"])
     except FileNotFoundError:
         lacks = f"is not a checkpoint: it has no {FACTS} or no {TENSORS}" if folder.exists() else "does not exist"
-        raise RunError(BAD_STATE, f"`{named}` {lacks}") from None
+        help_ = path_meant(named, _is_checkpoint, "name a folder that `parc run --save` or `session.save` wrote")
+        raise RunError(BAD_STATE, f"`{named}` {lacks}", help_) from None
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as broken:
-        raise RunError(BAD_STATE, f"`{named}` cannot be read: {broken}") from None
+        raise RunError(BAD_STATE, f"`{named}` cannot be read: {broken}", "go on from another checkpoint") from None
     return Checkpoint(folder, facts, shapes, dtypes)

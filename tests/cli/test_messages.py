@@ -255,7 +255,13 @@ def test_runs_that_cannot_start(capsys: Captured, made: Path, tmp_path: Path) ->
     assert run(made, "--save-every", 2)[0] == 2
     assert run(made, "--nnodes", 2)[0] == 2
     code, err = run(made, "--resume", tmp_path)
-    assert code == 1 and "error[P0304]" in err
+    assert code == 1 and "error[P0304]" in err and "help: name a folder that `parc run --save`" in err
+    (tmp_path / "knock").mkdir()
+    code, err = run(made, "--resume", tmp_path / "nock")
+    assert code == 1 and "nock` does not exist\nhelp: name a folder" in err
+    (tmp_path / "knock" / "state.json").write_text("{}")
+    code, err = run(made, "--resume", tmp_path / "nock")
+    assert code == 1 and f"nock` does not exist\nhelp: did you mean `{tmp_path / 'knock'}`?" in err
     (tmp_path / "kept.txt").write_text("kept")
     code, err = run(made, "--save", tmp_path)
     assert code == 1 and "exists and is not a checkpoint" in err
