@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..grammar.nearest import path_meant
+from ..grammar.nearest import listed, path_meant
 from .actions import parse_schedule
-from .callables import CallableError, file_hash, load_callable
+from .callables import CallableError, changed_files
 from .directives.sizes import SizeRange
 from .folders import FolderError, check_place, current, replace_folder
 from .forms import MANIFEST_FORM, REPORT_FORM, Form, FormError, hold_form
@@ -66,7 +66,7 @@ class Build:
         assert self.template is not None
         sizes = {**self.manifest["sizes"], **sizes}
         try:
-            programs, reference = read_programs(self.template.at(sizes), self.path)
+            programs, reference = read_programs(self.template.at(sizes))
             roles = {name: replace(role, programs=programs[name]) for name, role in self.roles.items()}
             whole = join(programs)
         except (ProgramError, ValueError) as error:
@@ -122,7 +122,7 @@ def write_build(path: Path, files: Mapping[str, str], manifest: Mapping[str, Any
     try:
         replace_folder(path, write)
     except OSError as error:
-        raise BuildError(f"`{path}` cannot be written: {error}") from None
+        raise BuildError(f"`{path}` cannot be written: {error}", "name another folder with `-o`") from None
 
 
 def check_out(path: Path) -> None:
@@ -136,7 +136,12 @@ def check_out(path: Path) -> None:
     except FolderError as error:
         raise BuildError(str(error)) from None
     if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / MANIFEST).is_file())):
-        raise BuildError(f"`{path}` exists and is not a build; it is left as it is")
+        raise BuildError(f"`{path}` exists and is not a build; it is left as it is", "name another folder with `-o`")
+
+
+def again(path: Path) -> str:
+    """The way out of a build that is not what it was, or not what is wanted."""
+    return f"build the plan again: `parc build PLAN.parc -o {path}`"
 
 
 def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = True) -> Build:
@@ -149,12 +154,21 @@ def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = 
     Raises:
         BuildError: no manifest, another format, a file that is missing or altered, a program that is none.
     """
-    named, path = path, current(path)
+    try:
+        return _read(path, altered, imports)
+    except BuildError as error:
+        error.help = error.help or again(path)
+        raise
+
+
+def _read(named: Path, altered: list[str] | None, imports: bool) -> Build:
+    path = current(named)
     manifest = _read_manifest(path, named)
     texts = _read_files(path, manifest, altered)
     if any("\noperators(" in text for name, text in texts.items() if name.startswith("programs/")):
         if not imports:
-            raise BuildError(f"`{path}` uses custom operators, which nothing but the model's own module declares")
+            message = f"`{path}` uses custom operators, which nothing but the model's own module declares"
+            raise BuildError(message, f"`parc verify {path}` imports that")
         _import_model(path, manifest)
     template = None
     try:
@@ -163,14 +177,14 @@ def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = 
             if any(size.problem or manifest["sizes"].get(name) != size.high for name, size in ranges.items()):
                 raise ValueError("its manifest has sizes that are not the largest of its ranges")
             template = Template.read(ranges, {n: text for n, text in texts.items() if n.startswith("programs/")})
-        found, reference = read_programs(texts if template is None else template.at(manifest["sizes"]), path)
+        found, reference = read_programs(texts if template is None else template.at(manifest["sizes"]))
         programs, timelines = join(found), parse_schedule(texts["schedule.txt"])
         if list(timelines) != list(found):
             raise ValueError(f"its schedule is of {', '.join(timelines)}, its programs are of {', '.join(found)}")
         roles = {name: Role(name, found[name], timelines[name]) for name in found}
         report = json.loads(texts["report.json"])
     except (ProgramError, KeyError, ValueError, TypeError) as error:
-        raise BuildError(f"`{path}`: {error}") from None
+        raise BuildError(f"`{path}`{' was altered since it was built' if altered else ''}: {error}") from None
     kinds = {action.kind for actions in timelines.values() for action in actions}
     lacking = sorted((kinds & _HAVE_PROGRAMS | _ACTIONS) - programs.keys())
     if lacking:
@@ -184,18 +198,18 @@ def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = 
     return Build(path, manifest, programs, reference, roles, report, template)
 
 
-def read_programs(texts: Mapping[str, str], path: Path = Path()) -> tuple[dict[str, dict[str, Program]], Program]:
+def read_programs(texts: Mapping[str, str]) -> tuple[dict[str, dict[str, Program]], Program]:
     """The programs of a build by role and key, and the reference.
 
     Raises:
         ValueError: they are not the programs of the roles of one build.
     """
     programs = [
-        parse_program(texts[name], str(path / name))
+        parse_program(texts[name], name)
         for name in sorted(texts)
         if name.startswith("programs/") and name != REFERENCE_FILE
     ]
-    return group(programs), parse_program(texts[REFERENCE_FILE], str(path / REFERENCE_FILE))
+    return group(programs), parse_program(texts[REFERENCE_FILE], REFERENCE_FILE)
 
 
 def _is_target(path: Path) -> bool:
@@ -255,13 +269,13 @@ def _import_model(path: Path, manifest: Mapping[str, Any]) -> None:
     """Import the module of the `model` line, for the operators that it registers.
 
     Raises:
-        BuildError: it cannot be imported, or is not the file that was built, which is not imported.
+        BuildError: it cannot be imported, or is not the code that was built.
     """
+    target, folder = manifest["model"]["callable"], (path / manifest["folder"]).resolve()
     try:
-        target, folder = str(manifest["model"]["callable"]), (path / str(manifest["folder"])).resolve()
-        found = file_hash(target, folder)
-        if found and found != str(manifest["model_source"]).split("+")[0]:
-            raise BuildError(f"`{path}` uses operators of `{target}`, whose file changed since the build")
-        load_callable(target, folder)
-    except (CallableError, KeyError, TypeError) as error:
-        raise BuildError(f"`{path}` uses operators of the model's module, which cannot be had: {error}") from None
+        changed = changed_files(target, folder, manifest["model_source"])
+    except CallableError as error:
+        message = f"`{path}` uses operators of the model's module, which cannot be had: {error}"
+        raise BuildError(message, error.help) from None
+    if changed:
+        raise BuildError(f"`{path}` uses operators of `{target}`, of which {listed(changed)} changed since the build")

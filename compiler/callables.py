@@ -11,7 +11,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +156,9 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def file_hash(target: str, folder: Path) -> str:
-    """A hash of the file in which a callable's name says that it is and of the files of the plan's folder that this
-    imports; none is imported. Empty for a callable of a module that is not of the folder.
+def file_hashes(target: str, folder: Path) -> dict[str, str]:
+    """Hashes of the file in which a callable's name says that it is and of the files of the plan's folder that this
+    imports, by their paths from there; none is imported. Empty for a callable of a module that is not of the folder.
 
     Raises:
         CallableError: there is no such file.
@@ -166,9 +166,7 @@ def file_hash(target: str, folder: Path) -> str:
     place = target.rpartition(":")[0]
     if place.endswith(".py"):
         _existing(folder / place)
-    files = local_files(place, folder)
-    texts = (f"{os.path.relpath(file, folder.resolve())} {_hash(file)}\n" for file in files)
-    return hashlib.sha256("".join(texts).encode()).hexdigest() if files else ""
+    return {os.path.relpath(file, folder.resolve()): _hash(file) for file in local_files(place, folder)}
 
 
 def _hash(file: Path) -> str:
@@ -182,19 +180,33 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def target_hash(target: str, folder: Path) -> str:
-    """``file_hash`` and, where the callable is written in yet another file, also a hash of that; it is imported.
+def target_hashes(target: str, folder: Path) -> dict[str, str]:
+    """``file_hashes`` and, where the callable is written in yet another file, a hash of that by its module's name; it
+    is imported.
 
     Raises:
         CallableError: the callable cannot be had.
     """
-    named, function = file_hash(target, folder), load_callable(target, folder)
+    named, function = file_hashes(target, folder), inspect.unwrap(load_callable(target, folder))
     try:
-        path = Path(inspect.getsourcefile(inspect.unwrap(function)) or "")
+        path = Path(inspect.getsourcefile(function) or "")
     except TypeError:
         return named
     known = not path.is_file() or path.resolve() in local_files(target.rpartition(":")[0], folder)
-    return named if known else "+".join(part for part in (named, _hash(path)) if part)
+    return named if known else {**named, function.__module__: _hash(path)}
+
+
+def changed_files(target: str, folder: Path, built: Mapping[str, str]) -> list[str]:
+    """Which of a callable's ``target_hashes`` are not those of a build; where one of the plan's folder is not, none is
+    imported.
+
+    Raises:
+        CallableError: the callable cannot be had.
+    """
+    found = file_hashes(target, folder)
+    if found == {name: hash_ for name, hash_ in built.items() if name.endswith(".py")}:
+        found = target_hashes(target, folder)
+    return sorted(name for name in found.keys() | built.keys() if found.get(name) != built.get(name))
 
 
 _OWN = __name__.partition(".")[0]

@@ -38,7 +38,7 @@ MANIFEST_FORM: Form = {
     "torch": str,
     "folder": str,
     "model": {"callable": str, "arguments": _LITERALS},
-    "model_source": str,
+    "model_source": Each(str),
     "inputs": [{"name": str, "dtype": str, "dims": [(str, int)]}],
     "sizes": Each(int),
     "ranges?": Each([int]),

@@ -45,7 +45,9 @@ def parse_program(text: str, name: str = "program") -> Program:
         again = program.text()
     except ProgramError:
         raise
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except SyntaxError as error:
+        raise ProgramError(f"{name}:{error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
         raise ProgramError(f"{name}: {error}") from None
     if again != text:
         raise ProgramError(f"{name}:{_first_difference(text, again)}")

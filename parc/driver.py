@@ -16,7 +16,7 @@ import torch
 import parc
 from parc.compiler.actions import Action, schedule_text
 from parc.compiler.artifact import REFERENCE_FILE, program_file, read_programs
-from parc.compiler.callables import target_hash
+from parc.compiler.callables import target_hashes
 from parc.compiler.capture import Captured
 from parc.compiler.directives.schedule import ACCUMULATE
 from parc.compiler.mesh import Mesh
@@ -245,7 +245,7 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
         "torch": torch.__version__.split("+")[0],
         "folder": os.path.relpath(compiled.folder.resolve(), out.resolve()),
         "model": {"callable": compiled.lines.model, "arguments": dict(compiled.lines.arguments)},
-        "model_source": target_hash(compiled.lines.model, compiled.folder),
+        "model_source": target_hashes(compiled.lines.model, compiled.folder),
         "inputs": input_facts(plan),
         "sizes": compiled.sizes,
         "loss": {"kind": plan.loss.kind, "target": plan.loss.target, "operands": list(plan.loss.operands),

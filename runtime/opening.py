@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from ..compiler.artifact import Build, BuildError, read_build
-from ..compiler.callables import CallableError, file_hash, target_hash
+from ..compiler.artifact import Build, BuildError, again, read_build
+from ..compiler.callables import CallableError, changed_files
 from ..compiler.mesh import Mesh
 from ..compiler.padding import pads_from, real_shape
 from ..compiler.placement import TensorType, parse_type
 from ..compiler.task import TaskLines
 from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
+from ..grammar.nearest import listed
 from .faults import RunError
 from .holders import BUFFERS, parameters_of
 from .optimizer import restore_optimizer
@@ -38,7 +39,7 @@ def check_fits(build: Build, world: int) -> None:
     if build.manifest["torch"] != version:
         raise RunError(
             OTHER_TORCH, f"`{build.path}` was built with torch {build.manifest['torch']}; this is torch {version}",
-            "build the plan again with this torch",
+            again(build.path),
         )  # fmt: skip
     mesh = mesh_of(build)
     if world != mesh.world:
@@ -60,18 +61,17 @@ def check_source_of(build: Build) -> None:
     """See that the files of the model are those that were built; where one is not, none is imported.
 
     Raises:
-        RunError: it changed, or it cannot be imported (its own traceback is in the notes).
+        RunError: it changed, or it cannot be imported (why is in the notes).
     """
-    target, expected = task_of(build.manifest).model, str(build.manifest["model_source"])
     try:
-        found = file_hash(target, build.folder)
-        if not found or found == expected.split("+")[0]:
-            found = target_hash(target, build.folder)
+        changed = changed_files(task_of(build.manifest).model, build.folder, build.manifest["model_source"])
     except CallableError as error:
-        raise RunError(MODEL_FAILED, str(error)) from error
-    if found != expected:
-        message = f"the file of `{target}`, or one beside the plan that it imports, changed since the build"
-        raise RunError(BAD_BUILD, message, "build the plan again")
+        cause = error.__cause__
+        notes = [f"{type(cause).__name__}: {cause}"] if cause is not None else []
+        help_ = error.help or "a build is opened where its model's code and all that it imports are"
+        raise RunError(MODEL_FAILED, str(error), help_, notes) from error
+    if changed:
+        raise RunError(BAD_BUILD, f"{listed(changed)} of the model's code changed since the build", again(build.path))
 
 
 def task_of(manifest: Mapping[str, Any]) -> TaskLines:
@@ -91,7 +91,7 @@ def open_build(path: Path | str) -> Build:
     try:
         return read_build(Path(path))
     except BuildError as error:
-        raise RunError(BAD_BUILD, str(error), error.help or "build the plan again") from None
+        raise RunError(BAD_BUILD, str(error), error.help) from None
 
 
 def constants_of(build: Build) -> dict[str, TensorType]:

@@ -40,15 +40,15 @@ def run(given: argparse.Namespace) -> int:
     if found.faults:
         if found.difference:
             say(f"first difference: {found.difference}\n")
-        return show_refusal(found.faults, edited=bool(found.altered))
+        return show_refusal(found.faults, edited=given.build if found.altered else None)
     if found.altered:
+        from parc.compiler.artifact import again
         from parc.grammar.codes_build import BAD_BUILD
         from parc.grammar.diagnostics import Diagnostic
+        from parc.grammar.nearest import listed
 
-        files = ", ".join(f"`{name}`" for name in found.altered)
-        show(
-            [Diagnostic(BAD_BUILD, f"{files} altered since the build, though every check holds", help="build it again")]
-        )
+        message = f"{listed(found.altered)} altered since the build, though every check holds"
+        show([Diagnostic(BAD_BUILD, message, help=again(given.build))])
         return 1
     held = ", ".join(f"{name} {how}" for name, how in found.checks.items())
     if given.static:

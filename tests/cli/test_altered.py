@@ -113,13 +113,18 @@ def test_a_file_of_another_form_is_said(
 def test_a_model_that_changed_is_not_imported(capsys: Captured, copy: Path) -> None:
     (copy.parent / "gpt.py").write_text("print('imported')\nopen(__file__ + '.ran', 'w')\n")
     code, _, err = parc(capsys, "verify", copy)
-    assert code == 1 and "error[P0211]" in err and "changed since the build" in err
+    assert code == 1 and "error[P0211]" in err and "`gpt.py` of the model's code changed since the build" in err
     assert not (copy.parent / "gpt.py.ran").exists()
     code, _, err = parc(capsys, "verify", "--static", copy)
     assert code == 0 and "shapes proved, types proved, communication proved; the model was not imported" in err
     assert not (copy.parent / "gpt.py.ran").exists()
     program = copy / "programs" / "stage0.B.py"
-    program.write_text(program.read_text().replace("= parc.all_reduce(", "= parc.all_gather(", 1))
+    text = program.read_text()
+    program.write_text(text + "x = = 3\n")
+    code, _, err = parc(capsys, "verify", "--static", copy)
+    last = f"programs/stage0.B.py:{text.count(chr(10)) + 1}: invalid syntax"
+    assert code == 1 and f"error[P0211]: `{copy}` was altered since it was built: {last}\nhelp: build the plan" in err
+    program.write_text(text.replace("= parc.all_reduce(", "= parc.all_gather(", 1))
     assert parc(capsys, "verify", "--static", copy)[0] in (1, 5)
 
 

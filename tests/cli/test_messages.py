@@ -294,6 +294,7 @@ def test_builds_that_are_not_as_they_were(capsys: Captured, made: Path, tmp_path
     for command in ("run", "show"):
         code, _, err = parc(capsys, command, copy)
         assert code == 1 and "error[P0211]" in err and "stage0.F.py` was altered" in err
+        assert f"help: build the plan again: `parc build PLAN.parc -o {copy}`" in err
     program.unlink()
     code, _, err = parc(capsys, "run", copy)
     assert code == 1 and "stage0.F.py` is missing" in err
