@@ -18,6 +18,7 @@ from .factors import Dims, OpCall, Operand, OpRule, quotient
 from .neutral import COUNTED, LOOKUPS, REDUCTIONS, is_neutral
 from .op_rules import pointwise, views
 from .pad_point import UNKNOWN, Held, point
+from .program import Origin
 from .typing import rule_or_opaque
 
 
@@ -26,6 +27,7 @@ class PaddingFault(ValueError):
 
     where = ""
     """The function and the values of its line, where it has one."""
+    origin = Origin()
 
 
 @dataclass(frozen=True, slots=True)

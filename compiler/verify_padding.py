@@ -64,7 +64,9 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
         try:
             made = follow(reference, function, given, _made)
         except PaddingFault as fault:
-            return f"samples are not apart in its {fault.where}: {fault}"
+            module, source = fault.origin.module, fault.origin.source
+            where = f"`{module}`" if module else "the model's own code or the loss"
+            return f"samples are not apart in {where}{f' at {source}' if source else ''}, where {fault}"
         if any(extra.real is not None for extras in made for extra in extras):
             return "what it keeps of a batch has a row for each sample"
     return ""
@@ -101,7 +103,7 @@ def _made(function: str, question: Question, operands: tuple[Extras, ...]) -> li
         return _line(question, operands)
     except PaddingFault as fault:
         names = ", ".join(value.name for value in question.line.made)
-        fault.where = f"{function}: {names}"
+        fault.where, fault.origin = f"{function}: {names}", question.line.origin
         raise
 
 

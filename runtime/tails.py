@@ -54,6 +54,8 @@ class Tails:
             why = f"fewer would change its numbers: {self._fault}" if self._fault else "B of the plan's `sizes` line"
             samples = f"{count} sample{'s' * (count != 1)}"
             help_ = f"give {legal} samples, or build the plan for another B"
+            if self._fault:
+                help_ += f"; a line `sizes B=LOW..{self._size} by STEP` is for several"
             raise RunError(BAD_DATA, f"the batch has {samples}; a step takes {legal}", help_, [why])
         missing = self._size - count
         return {**batch, **{name: self._longer(name, value, missing) for name, value in given.items()}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,33 @@ def reference(made: Compiled) -> Program:
 
 def test_samples_that_see_each_other_are_not_apart() -> None:
     program = reference(compiled("vocab embed over tp pad", 'kind="batch"'))
-    assert "samples are not apart" in tail_fault(program, {"targets": -100})
+    fault = tail_fault(program, {"targets": -100})
+    assert fault.startswith("samples are not apart in the model's own code or the loss at padded_models.py:")
+
+
+MEETING = """
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(256, 16), nn.BatchNorm1d(8), nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = self.norm(x)
+        return self.head(x)
+"""
+
+
+def test_where_samples_meet_and_what_to_do_is_said(tmp_path: Path) -> None:
+    (tmp_path / "meeting.py").write_text(MEETING)
+    plan = re.sub("model .*", 'model "./meeting.py:Model" ()', PLAN)
+    with parc.load(build(tmp_path, ONE, plan)) as session, pytest.raises(RunError) as refused:
+        session.step(short(3))
+    assert "numbers: samples are not apart in `norm` at meeting.py:12, where aten.sum" in refused.value.notes[0]
+    assert refused.value.help.endswith("build the plan for another B; a line `sizes B=LOW..8 by STEP` is for several")
 
 
 def test_targets_must_be_those_that_the_loss_ignores() -> None:
