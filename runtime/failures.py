@@ -71,8 +71,8 @@ def leave_failure(failure: Failure) -> bool:
     if path is None:
         return False
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # ``message`` and ``timestamp`` are what torchrun reads; the rest is for parc.
-    extra = {"timestamp": str(int(failure.time_s)), "py_callstack": ""}
+    # The inner ``message`` and ``timestamp`` are what torchrun shows; the rest is for parc.
+    extra = {"timestamp": str(int(failure.time_s))}
     content = {
         "message": {"message": failure.message, "extraInfo": extra},
         "parc": {

@@ -46,7 +46,7 @@ def check_fits(build: Build, world: int) -> None:
         raise RunError(
             WORLD_SIZE,
             f"{world} process{'es' * (world != 1)} for {mesh_text(mesh)}",
-            f"start {mesh.world}: `parc run {build.path}`, or `torchrun --nproc-per-node {mesh.world} …`",
+            f"start {mesh.world}: `parc run {build.path}`, or `torchrun --nproc-per-node {mesh.world} SCRIPT.py`",
         )  # fmt: skip
 
 

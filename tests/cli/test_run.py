@@ -167,6 +167,9 @@ def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path) -> None:
     code, err = finish(good)
     assert code == 0, err
     assert len(steps_of(metrics)) == 2
+    code, err = finish(start(folder / "dp", launcher=tuple("1" if word == "2" else word for word in torchrun)))
+    said = "error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks\n{}help: start 2: "
+    assert code == 1 and said.format("") in err and f"traceback : {said.format('  ')}" in err, err
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     code, err = finish(start(folder / "dp", more=alone))
     assert code == 2 and err.count("error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks") == 1

@@ -117,7 +117,7 @@ def test_errors_in_a_loop_of_ones_own_say_code_place_and_help(folder: Path) -> N
             session.step({**batch(0), "extra": torch.zeros(1)})
         with pytest.raises(RunError, match=r"a batch is a dict of tensors by name, not tuple; .*`tokens`, `targets`"):
             session.step((batch(0)["tokens"], batch(0)["targets"]))  # type: ignore[arg-type]
-    with pytest.raises(RunError, match=r"\[P0301\] 1 process for .* 2 ranks; start 2: .*torchrun --nproc-per-node 2"):
+    with pytest.raises(RunError, match=r"\[P0301\] 1 process for .* 2 ranks; start 2: .*torchrun --nproc-per-node 2 S"):
         parc.load(build(folder, DATA, name="dp"))
 
 
