@@ -9,6 +9,7 @@ from typing import Any
 from .collectives import COLLECTIVES, payload_bytes
 from .cost import local_bytes
 from .program import Function, Origin, Program, Ref
+from .promises import PHASES
 from .roles import Role
 
 _PHASES = {"COUNT": "forward", "SCALE": "forward", "F": "forward", "B": "backward", "REDUCE": "step", "STEP": "step"}
@@ -54,20 +55,22 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
 
 
 def communication_table(role: Role) -> list[dict[str, Any]]:
-    """The report's rows of a role: each collective once, with how often a step runs it."""
+    """The report's rows of a role, by phase: each collective once, with how often a step runs it."""
     times = {name: sum(a.program_in(role.programs) == name for a in role.actions) for name in role.programs}
-    rows = []
-    number = 0
-    for name, program in role.programs.items():
-        for message in (*messages(program), *_sent(program, role.axis)):
-            rows.append({
-                "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase,
-                "role": role.name,
-                "bytes": message.bytes, "count_per_step": times[name], "dtype": message.dtype,
-                "module": message.origin.module, "line": message.origin.plan,
-            })  # fmt: skip
-            number += 1
-    return rows
+    found = [
+        (times[name], message)
+        for name, program in role.programs.items()
+        for message in (*messages(program), *_sent(program, role.axis))
+    ]
+    found.sort(key=lambda row: PHASES.index(row[1].phase))
+    return [
+        {
+            "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase,
+            "role": role.name, "bytes": message.bytes, "count_per_step": count, "dtype": message.dtype,
+            "module": message.origin.module, "line": message.origin.plan,
+        }
+        for number, (count, message) in enumerate(found)
+    ]  # fmt: skip
 
 
 def _sent(program: Program, axis: str) -> Iterator[Message]:

@@ -111,13 +111,18 @@ def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 
 
 def communication_text(entries: Iterable[Mapping[str, Any]]) -> str:
-    """Collectives of one rank in one step, by axis, phase and operator; of several roles that which sends most."""
+    """Collectives of one rank in one step, by phase, axis and operator; of several roles that which sends most."""
+    from parc.compiler.promises import PHASES
+
     sums: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+    axes: dict[str, int] = {}
     for entry in entries:
+        axes.setdefault(entry["axis"], len(axes))
         roles = sums.setdefault((entry["axis"], entry["phase"], entry["op"]), {})
-        total = roles.setdefault(entry.get("role", ""), [0, 0])
+        total = roles.setdefault(entry["role"], [0, 0])
         total[0] += entry["count_per_step"]
         total[1] += entry["count_per_step"] * entry["bytes"]
     most = {key: max(roles.values(), key=lambda total: total[::-1]) for key, roles in sums.items()}
-    rows = [(*key, count, size_text(size)) for key, (count, size) in most.items()]
+    order = sorted(most, key=lambda key: (PHASES.index(key[1]), axes[key[0]]))
+    rows = [(*key, most[key][0], size_text(most[key][1])) for key in order]
     return table(rows, ("axis", "phase", "collective", "a step", "bytes of a rank"), right=(3, 4))

@@ -173,13 +173,14 @@ def _placement(kinds: dict[str, str]) -> str:
 
 def _communication(build: Build) -> str:
     entries = build.report.get("communication", ())
+    several = len(build.roles) > 1
     rows = [
-        (e["number"], e["op"], e["axis"], e["phase"], e["count_per_step"], size_text(e["bytes"]), e["dtype"],
-         e["module"] or "-", e["line"] or "-")
+        (*[e["role"]] * several, e["number"], e["op"], e["axis"], e["phase"], e["count_per_step"],
+         size_text(e["bytes"]), e["dtype"], e["module"] or "-", e["line"] or "-")
         for e in entries
     ]  # fmt: skip
-    head = ("no.", "collective", "axis", "phase", "a step", "bytes", "dtype", "module", "plan line")
-    return table(rows, head, right=(0, 4, 5, 8))
+    head = ["no.", "collective", "axis", "phase", "a step", "bytes", "dtype", "module", "plan line"]
+    return table(rows, ["role"] * several + head, right=[at + several for at in (0, 4, 5, 8)])
 
 
 def _programs(build: Build) -> list[dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from parc.cli.build import communication_text
 from parc.compiler.actions import accumulation
 from parc.compiler.contract import communication_table, messages
 from parc.compiler.program import Program
@@ -60,3 +63,14 @@ def test_the_table_counts_each_message_once_with_how_often_it_runs() -> None:
     assert {row["count_per_step"] for row in rows} == {3}
     assert rows[0]["module"] == "blocks.0.mlp"
     assert rows[0]["line"] == 3
+
+
+def test_rows_are_by_phase_whatever_the_order_of_programs_and_roles() -> None:
+    backward, forward = replace(program(), action="B"), program()
+    role = Role("pp0", {"B": backward, "F": forward}, accumulation(3, counts=False))
+    rows = communication_table(role)
+    assert [row["phase"] for row in rows] == ["forward"] * 5 + ["backward"] * 5
+    other = [{**row, "role": "pp1", "axis": "pp" if row["op"] == "row_max" else row["axis"]} for row in rows]
+    shown = [tuple(line.split()[:3]) for line in communication_text([*rows, *other]).splitlines()[1:]]
+    one = [("tp", "all_reduce"), ("tp", "row_max"), ("dp", "all_reduce"), ("pp", "row_max")]
+    assert shown == [(axis, phase, op) for phase in ("forward", "backward") for axis, op in one]
