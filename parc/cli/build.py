@@ -45,19 +45,20 @@ def run(given: argparse.Namespace) -> int:
 
 def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, Any], dict[str, float]] | int:
     """The report and the seconds of a build, or the exit code of one that was refused."""
+    start = time.perf_counter()
     read(given, plan)
     with stages() as progress:
         progress("loading torch")
         from parc.advice import warnings_of
         from parc.build import Refused, build
 
-        start = time.perf_counter()
+        imported = round(time.perf_counter() - start, 3)
         try:
             compiled, checked = build(plan, out, dict(given.defines), progress)
         except Refused as refused:
             return show_refusal(refused.checked.faults)
     show(warnings_of(compiled))
-    seconds = {**compiled.seconds, "checks": checked.seconds}
+    seconds = {"import": imported, **compiled.seconds, "checks": checked.seconds}
     seconds["emit"] = round(time.perf_counter() - start - sum(seconds.values()), 3)
     return checked.report, seconds
 
