@@ -134,7 +134,7 @@ def check_out(path: Path) -> None:
     try:
         check_place(path)
     except FolderError as error:
-        raise BuildError(str(error)) from None
+        raise BuildError(str(error), "name a folder to be made in it") from None
     if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / MANIFEST).is_file())):
         raise BuildError(f"`{path}` exists and is not a build; it is left as it is", "name another folder with `-o`")
 

@@ -27,7 +27,7 @@ def check_place(path: Path) -> Path:
     """
     real, here = path.resolve(), Path.cwd()
     if real == here or real in here.parents:
-        raise FolderError(f"`{path}` is the current folder or one above it: name a folder to be made in it")
+        raise FolderError(f"`{path}` is the current folder or one above it")
     return real
 
 

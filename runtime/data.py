@@ -51,7 +51,7 @@ class ByteText:
 
     def __init__(self, patterns: Sequence[str], root: Path, length: int, seed: int = 0) -> None:
         if length < 1:
-            raise DataError(f"a sample has at least one token, not {length}")
+            raise DataError(f"a sample has at least one token, not {length}", "make samples longer")
         self.length = length
         self.seed = seed
         self._files = _matching(patterns, root)
@@ -59,7 +59,8 @@ class ByteText:
         self.size = self._ends[-1]  # bytes
         if self.size < length + 1:
             count = len(self._files)
-            raise DataError(f"{count} files hold {self.size} bytes: a sample of {length} tokens needs {length + 1}")
+            message = f"{count} files hold {self.size} bytes: a sample of {length} tokens needs {length + 1}"
+            raise DataError(message, "name more files, or make samples shorter")
         self.windows = (self.size - 1) // length  # samples of an epoch
 
     def __call__(self, number: int) -> dict[str, Tensor]:
@@ -80,7 +81,9 @@ class ByteText:
                 file.seek(start - begin)
                 part = file.read(wanted)
             if len(part) != wanted:
-                raise DataError(f"{self._files[place]} became shorter while it was read")
+                raise DataError(
+                    f"{self._files[place]} became shorter while it was read", "start again once nothing writes to it"
+                )
             parts.append(part)
             start, count, place = start + wanted, count - wanted, place + 1
         return b"".join(parts)
@@ -102,7 +105,10 @@ class CallableData:
         try:
             sample = self._function(number)
         except (Exception, SystemExit) as error:
-            raise DataError(f"making sample {number} failed: {type(error).__name__}: {error}") from error
+            message = f"making sample {number} failed: {type(error).__name__}: {error}"
+            raise DataError(
+                message, "the function of the plan's `data` line failed: call it with this number"
+            ) from error
         found = sample.items() if isinstance(sample, Mapping) else [("", sample)]
         wrong = next((f"{f'`{name}`' if name else 'it'} is {type(value).__name__}" for name, value in found
                       if not isinstance(value, Tensor)), "")  # fmt: skip
@@ -143,13 +149,14 @@ def read_batch(source: Source, step: int, batch: int, rows: Sequence[int] | slic
     numbers = range(batch)[rows] if isinstance(rows, slice) else rows
     samples = [source(step * batch + row) for row in numbers]
     if not samples:
-        raise DataError("a batch has at least one row")
+        raise DataError("a batch has at least one row", "ask for one row or more")
     first = {name: (value.dtype, value.shape) for name, value in samples[0].items()}
     for row, sample in zip(numbers, samples, strict=True):
         form = {name: (value.dtype, value.shape) for name, value in sample.items()}
         if form != first:
             raise DataError(
-                f"sample {step * batch + row} is {_shown(form)}, but {step * batch + numbers[0]} is {_shown(first)}"
+                f"sample {step * batch + row} is {_shown(form)}, but {step * batch + numbers[0]} is {_shown(first)}",
+                "give every sample tensors of the same names, types and shapes",
             )
     return {name: torch.stack([sample[name] for sample in samples]) for name in first}
 

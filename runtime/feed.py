@@ -199,7 +199,9 @@ class Feed:
             if ignore is not None:
                 wrong &= value != ignore
             if bool(wrong.any()):
-                raise RunError(BAD_DATA, f"`{name}` holds {int(value[wrong][0])}, but the model knows 0 to {bound - 1}")
+                message = f"`{name}` holds {int(value[wrong][0])}, but the model knows 0 to {bound - 1}"
+                ignored = f", or {ignore} where the loss is to ignore it" if ignore is not None else ""
+                raise RunError(BAD_DATA, message, f"give numbers below {bound}{ignored}")
 
 
 _READERS: dict[threading.Thread, threading.Event] = {}

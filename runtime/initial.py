@@ -19,6 +19,8 @@ from ..grammar.codes_build import BAD_WEIGHTS
 from .faults import RunError
 from .step import RankState
 
+_PUT_BACK = "put the files of `init from` back as they were built with, or build the plan again"
+
 
 def weights_of(build: Build) -> Weights | None:
     """The weights of a build's ``init`` line, which fit its model; None without such a line.
@@ -76,7 +78,7 @@ class Initial:
                 {name: self._piece(name, type_) for name, type_ in buffers.items()},
             )
         except WeightsError as error:
-            raise RunError(BAD_WEIGHTS, str(error)) from None
+            raise RunError(BAD_WEIGHTS, str(error), _PUT_BACK) from None
         finally:
             if self._weights is not None:
                 self._weights.close()
@@ -93,7 +95,7 @@ class Initial:
         try:
             return self._weights.whole(self._names[name], recipe.dtype)
         except WeightsError as error:
-            raise RunError(BAD_WEIGHTS, str(error)) from None
+            raise RunError(BAD_WEIGHTS, str(error), _PUT_BACK) from None
         finally:
             self._weights.close()
 

@@ -78,6 +78,7 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
                 return Outcome(128 + signal.SIGINT)
             except (RendezvousError, dist.DistError) as error:
                 message = f"the hosts of the run did not meet at `{processes.endpoint}`: {error}"
+                message += "\nhelp: `--rdzv-endpoint` is where the first host is, at a port that the others reach"
                 return Outcome(4, Failure(None, time.time(), 4, message))
     return Outcome(0)
 

@@ -300,7 +300,7 @@ class Session:
                     if name in self.state.parameters
                 }
         except (OSError, SafetensorError) as error:
-            raise RunError(BAD_STATE, f"`{path}` cannot be read: {error}") from None
+            raise RunError(BAD_STATE, f"`{path}` cannot be read: {error}", "go on from another checkpoint") from None
         # Only now, with everything read, is anything changed.
         self.optimizer.state.clear()
         for name, parameter in self.state.parameters.items():

@@ -37,7 +37,7 @@ def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], facts: Mappi
     try:
         replace_folder(folder, write)
     except (OSError, SafetensorError) as error:
-        raise RunError(BAD_STATE, f"`{folder}` cannot be written: {error}") from None
+        raise RunError(BAD_STATE, f"`{folder}` cannot be written: {error}", "name another folder") from None
 
 
 def check_target(folder: Path) -> None:
@@ -49,7 +49,7 @@ def check_target(folder: Path) -> None:
     try:
         check_place(folder)
     except FolderError as error:
-        raise RunError(BAD_STATE, str(error)) from None
+        raise RunError(BAD_STATE, str(error), "name a folder to be made in it") from None
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / FACTS).is_file())):
         raise RunError(
             BAD_STATE, f"`{folder}` exists and is not a checkpoint; it is left as it is", "name another folder"
@@ -101,7 +101,7 @@ def refuse(folder: Path, what: str, faults: Sequence[str]) -> None:
         RunError: something is.
     """
     if faults:
-        raise RunError(BAD_STATE, f"`{folder}` {what}", notes=shown_faults(faults))
+        raise RunError(BAD_STATE, f"`{folder}` {what}", "name a checkpoint that this model wrote", shown_faults(faults))
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -53,6 +53,19 @@ def test_packages_listed_are_packages_on_disk() -> None:
     assert setuptools["package-dir"] == {f"parc.{layer}": layer for layer in LAYERS}
 
 
+def test_errors_of_a_run_have_a_way_out() -> None:
+    places = {"RunError": 2, "DataError": 1}
+    calls = [
+        (f"{shown(file)}:{node.lineno}", node, places[node.func.id])
+        for file in python_files("runtime")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in places
+    ]
+    lacking = [place for place, node, help_ in calls if len(node.args) <= help_ and not any(
+        word.arg == "help" for word in node.keywords)]  # fmt: skip
+    assert len(calls) > 40 and not lacking, lacking
+
+
 @pytest.mark.parametrize("package", sorted({file.parent for file in python_files("parc", *LAYERS)}), ids=shown)
 def test_every_package_has_an_init(package: Path) -> None:
     assert (package / "__init__.py").is_file(), "a folder without __init__.py is left out of the wheel"

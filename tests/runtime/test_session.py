@@ -129,7 +129,7 @@ def test_batches_that_are_not_the_plans_are_refused(builds: dict[str, Path]) -> 
         for given, message in faults:
             with pytest.raises(RunError, match=message) as caught:
                 session.step(given)
-            assert caught.value.code is BAD_DATA
+            assert caught.value.code is BAD_DATA and caught.value.help
         assert session.step_number == 0
         assert all(torch.equal(value, before[name]) for name, value in session.state_dict().items())
 
