@@ -22,7 +22,7 @@ from .ranges import check_points
 from .roles import SINGLE, Role, group, join
 from .template import Template, sizes_text
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 _ACTIONS = {"SCALE", "F", "B", "REDUCE"}
 _HAVE_PROGRAMS = _ACTIONS | {"COUNT"}
