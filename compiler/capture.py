@@ -267,7 +267,8 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
     beside_makers({name: values[name] for name in updates}, buffers, graph)
     graph.output((values[""], *(values[name] for name in updates)))
     modules = frozenset(name for name, _ in step.model.named_modules() if name)
-    constants = {name.removeprefix("model."): value for name, value in exported.constants.items()}
+    written = {name: exported.constants[name] for name in signature.inputs_to_lifted_tensor_constants.values()}
+    constants = {n.removeprefix("model."): value for n, value in written.items() if not isinstance(value, FakeTensor)}
     return Captured(graph, updates, aliases, modules, constants)
 
 
