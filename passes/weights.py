@@ -12,6 +12,7 @@ from .calls import computes, operands_of, rule_of
 from .canonicalize import canonicalize
 from .heads import Follower
 
+_PRODUCTS = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default"})
 _LOOKUPS = {"aten.embedding.default"}
 _THROUGH = {"aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.alias.default", "aten.detach.default",
             "aten._to_copy.default", "aten.clone.default"}  # fmt: skip
@@ -66,6 +67,9 @@ def _uses(weight: fx.Node) -> list[tuple[fx.Node, WeightUse]]:
             lost = [dims[i] for i, term in enumerate(terms) if term and term[0] not in results]
             if not lookup:  # a kernel's extent is neither put out nor contracted
                 lost = [dim for dim in lost if terms[dims.index(dim)][0] in beside]
+            single = [dim for dim, term in zip(dims, terms, strict=True) if not term]  # no factor is of one entry
+            if len(dims) == 2 and str(reader.target) in _PRODUCTS:
+                kept, lost = kept or single, lost or single
             if len(kept) == len(lost) == 1:
                 out, into = (lost[0], kept[0]) if lookup else (kept[0], lost[0])
                 found.append((reader, WeightUse("lookup" if lookup else "linear", out, into)))

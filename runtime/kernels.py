@@ -105,10 +105,15 @@ def _attention(site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: 
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     scores = _scores(q.to(_wide(q)), k.to(_wide(q)), mask, causal, _scale(q, scale))
     lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse[..., None])
+    weights = _weights(scores, lse)
     if p:
         weights = weights * _scores_keep(site, q, k, key, p, 0) / (1 - p)
     return torch.matmul(weights, v.to(weights.dtype)).to(q.dtype), lse
+
+
+def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Softmax of scores; a query that may see no key sees nothing, as torch has it."""
+    return torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
 
 
 def _wide(q: torch.Tensor) -> torch.dtype:
@@ -140,7 +145,7 @@ def _attention_backward(
         return gq, _fold_heads(gk, groups), _fold_heads(gv, groups)
     wide = _wide(q)
     factor = _scale(q, scale)
-    weights = torch.exp(_scores(q.to(wide), k.to(wide), mask, causal, factor) - lse[..., None])
+    weights = _weights(_scores(q.to(wide), k.to(wide), mask, causal, factor), lse)
     grad, q_, k_, v_ = (x.to(wide) for x in (grad, q, k, v))
     kept = _scores_keep(site, q, k, key, p, 1).to(wide) / (1 - p) if p else None
     dropped = weights if kept is None else weights * kept
@@ -291,7 +296,9 @@ def _plain_attention(
     """Attention as the textbook has it, which autograd can follow: what the other kernel is checked against."""
     heads = q.shape[1]
     k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
-    weights = torch.softmax(_scores(q, k, mask, causal, _scale(q, scale)), -1)
+    scores = _scores(q, k, mask, causal, _scale(q, scale))
+    hidden = scores.isneginf().all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(hidden, 0.0), -1).masked_fill(hidden, 0.0)
     if p:
         weights = weights * _scores_keep(site, q, k, key, p, 0) / (1 - p)
     return torch.matmul(weights, v), q.new_zeros(q.shape[:-1])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from parc.compiler.mesh import Mesh
-from parc.runtime.kernels import KERNELS, Site
+from parc.compiler.placement import Placement, TensorType
+from parc.runtime.kernels import KERNELS, REFERENCE_KERNELS, Kernel, Site
 
 SITE = Site(Mesh(), {}, [], [], torch.device("cpu"))
 
@@ -31,3 +34,30 @@ def test_heads_lie_as_they_may_and_values_have_a_size_of_their_own(strided: str,
     torch.testing.assert_close(out, want)
     found = KERNELS["parc.attention_backward.default"](SITE, grad, q, k, v, None, None, out, lse, True, None, 0.0)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("size", [8, 4])
+@pytest.mark.parametrize("kernels", [KERNELS, REFERENCE_KERNELS], ids=["kernel", "reference"])
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_query_that_may_see_no_key_sees_nothing(
+    additive: bool, kernels: Mapping[str, Kernel], size: int, p: float
+) -> None:
+    """As padding on the left leaves it under a causal mask."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 6, n, requires_grad=True) for n in (8, 8, size))
+    mask: torch.Tensor = (torch.ones(6, 6).tril() * (torch.arange(6) > 1)).bool()
+    mask = torch.zeros(6, 6).masked_fill(~mask, -torch.inf) if additive else mask
+    type_ = TensorType(q.dtype, (2, 4, 6, 8), Placement(()))
+    site = Site(Mesh(), {}, [type_, type_], [type_], torch.device("cpu"))
+    key = torch.tensor(12)
+    out, lse = kernels["parc.attention.default"](site, q, k, v, mask, key, False, None, p)
+    assert not out[:, :, :2].any() and out.isfinite().all()
+    if p == 0:
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, mask))
+    if kernels is REFERENCE_KERNELS:
+        made = torch.autograd.grad(out.square().sum(), (q, k, v))
+    else:
+        site = Site(Mesh(), {}, [type_] * 4, [type_], torch.device("cpu"))
+        made = kernels["parc.attention_backward.default"](site, 2 * out, q, k, v, mask, key, out, lse, False, None, p)
+    assert all(gradient.isfinite().all() for gradient in made)
