@@ -21,7 +21,7 @@ from .attribute_tensors import attribute_tensors, check_memory, not_kept
 from .capture_faults import CaptureError, explain
 from .placement import is_supported
 from .program import Origin
-from .torch_private import EverySlice, detach_without_gradients, quiet, without_checkpoints
+from .torch_private import EverySlice, detach_without_gradients, quiet, without_checkpoints, without_validation
 
 aten = torch.ops.aten
 
@@ -126,7 +126,12 @@ def capture(
         values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
     try:
         # what a CPU's own kernels would fuse (an LSTM) is captured in operators that every device and dtype has
-        with quiet(), without_checkpoints(no_checkpoint), torch.backends.mkldnn.flags(enabled=False):
+        with (
+            quiet(),
+            without_checkpoints(no_checkpoint),
+            without_validation(),
+            torch.backends.mkldnn.flags(enabled=False),
+        ):
             exported = torch.export.export(step, values, strict=False)
             if not detach_without_gradients(exported.graph_module):
                 raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` lie in each other")
@@ -160,9 +165,11 @@ def _check_constants(exported: torch.export.ExportedProgram) -> None:
     for node in exported.graph.find_nodes(op="placeholder"):
         if isinstance(exported.constants.get(names.get(node.name, "")), FakeTensor) and node.users:
             reader = next(iter(node.users))
-            what = f"in `{_module_path(reader)}`: a tensor is read that was made with the model, and no module holds it"
-            help_ = "keep it in an attribute of a module, and modules in an `nn.ModuleList`, not in a plain list"
-            raise CaptureError("other", what, _source(reader), help=help_)
+            what = "a tensor is read that no module holds and no operator made from inputs"
+            help_ = "keep what is made with the model in an attribute of a module, and modules in an `nn.ModuleList`; a"
+            help_ += " gradient taken inside a forward is not captured"
+            place = f"in `{path}`: " if (path := _module_path(reader)) else ""
+            raise CaptureError("other", place + what, _source(reader), help=help_)
 
 
 def _select_by_tensors(graph: fx.Graph) -> None:
@@ -211,7 +218,9 @@ def check_values(graph: fx.Graph) -> None:
                 what = "a tensor whose shape" if isinstance(value, torch.Tensor) else "a number that"
                 raise _at(node, f"{node.target} gives {what} depends on the values of tensors", "control")
             if isinstance(value, torch.Tensor) and not is_supported(value.dtype):
-                raise _at(node, f"{node.target} gives {_name(value.dtype)}, a dtype that programs do not hold")
+                role = node.meta.get("role", "")
+                made = f"the {role.replace(' ', ' `', 1)}` is" if role else f"{node.target} gives"
+                raise _at(node, f"{made} {_name(value.dtype)}, a dtype that programs do not hold")
         if _PRODUCTS.match(str(node.target)):
             given = node.args[:3] if "attention" in str(node.target) else node.args
             found = [n.meta["val"].dtype for n in given if isinstance(n, fx.Node)]

@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
+from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import TorchFunctionMode
@@ -193,6 +194,17 @@ def without_checkpoints(refusal: Exception) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             setattr(module, name, value)
+
+
+@contextmanager
+def without_validation() -> Iterator[None]:
+    """Within it ``torch.distributions`` hold no values against what they may be: that depends on them."""
+    before: bool = Distribution._validate_args
+    try:
+        Distribution.set_default_validate_args(False)
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def detach_without_gradients(module: fx.GraphModule) -> bool:

@@ -206,25 +206,43 @@ def _attention(c: Canonicalizer, node: Any) -> None:
 
 
 def _cross_entropy(c: Canonicalizer, node: Any) -> None:
-    """``mean`` becomes a sum of token losses over the count of targets that are not ignored."""
+    """``mean`` becomes a sum of token losses over the count of targets that are not ignored, or over the sum of their
+    classes' weights."""
     names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     given: dict[str, Any] = {"ignore_index": -100, "reduction": 1, "label_smoothing": 0.0}
     given |= {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     logits, targets = given["self"], given["target"]
-    plain = given.get("weight") is None and not targets.meta["val"].is_floating_point()
+    known = node.target is not aten.cross_entropy_loss.default  # log probabilities are given
+    if known and logits.target is aten.log_softmax.int and logits.args[1] % len(shape_of(logits)) == 1:
+        logits, known = logits.args[0], False
+    weight, smoothing = given.get("weight"), float(given["label_smoothing"])
     rank = logits.meta["val"].dim()
-    if not plain or rank < 2:
+    if targets.meta["val"].is_floating_point() or rank < 2:
         return
     if rank > 2:  # classes come second: they go last, all else becomes rows
         logits = c.emit(node, aten.permute.default, logits, [0, *range(2, rank), 1])
         logits = c.emit(node, aten.reshape.default, logits, [-1, shape_of(logits)[-1]])
         targets = c.emit(node, aten.reshape.default, targets, [-1])
         logits.args, targets.args = (logits.args[0], list(shape_of(logits))), (targets.args[0], list(shape_of(targets)))
-    ignore, reduction, smoothing = int(given["ignore_index"]), given["reduction"], float(given["label_smoothing"])
-    losses = c.emit(node, OPS.token_loss.default, logits, targets, ignore)
+    ignore, reduction = int(given["ignore_index"]), given["reduction"]
+    counts = counted = c.emit(node, aten.ne.Scalar, targets, ignore)
+    classes = c.emit(node, aten.mul.Tensor, targets, counted)  # a class of its own, also where it is ignored
+    if known:
+        picked = c.emit(node, aten.gather.default, logits, 1, c.emit(node, aten.unsqueeze.default, classes, 1))
+        losses = c.emit(node, aten.mul.Tensor, c.emit(node, aten.squeeze.dim, picked, 1), counted)
+        losses = c.emit(node, aten.neg.default, losses)
+    else:
+        losses = c.emit(node, OPS.token_loss.default, logits, targets, ignore)
+    if weight is not None:
+        weights = c.emit(node, aten.index.Tensor, weight, [classes])
+        losses = c.emit(node, aten.mul.Tensor, losses, weights)
+        counts = c.emit(node, aten.mul.Tensor, weights, counted)
+        looked_up(c, weights)
     if smoothing:  # that part of the loss is the mean over all classes
-        every = c.emit(node, aten.sum.dim_IntList, c.emit(node, aten.log_softmax.int, logits, -1), [-1])
-        every = c.emit(node, aten.mul.Tensor, every, c.emit(node, aten.ne.Scalar, targets, ignore))
+        every = c.emit(node, aten.log_softmax.int, logits, -1)
+        every = every if weight is None else c.emit(node, aten.mul.Tensor, every, weight)
+        every = c.emit(node, aten.sum.dim_IntList, every, [-1])
+        every = c.emit(node, aten.mul.Tensor, every, counted)
         losses = c.emit(node, aten.mul.Tensor, losses, 1 - smoothing)
         every = c.emit(node, aten.mul.Tensor, every, -smoothing / shape_of(logits)[-1])
         losses = c.emit(node, aten.add.Tensor, losses, every)
@@ -234,8 +252,7 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
         return
     total = c.emit(node, aten.sum.default, losses)
     if reduction == 1:
-        counted = c.emit(node, aten.sum.default, c.emit(node, aten.ne.Scalar, targets, ignore))
-        total = c.emit(node, aten.div.Tensor, total, counted)
+        total = c.emit(node, aten.div.Tensor, total, c.emit(node, aten.sum.default, counts))
     c.replace(node, total)
 
 
@@ -295,6 +312,7 @@ TABLE: Mapping[Any, Rewrite] = {
     **DRAWS,
     **CREATION,
     aten.scaled_dot_product_attention.default: _attention,
+    aten.nll_loss_nd.default: _cross_entropy,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.add.Tensor: _add,
     aten.unsqueeze.default: _unsqueeze,

@@ -23,11 +23,16 @@ def _arange(c: Canonicalizer, node: Any) -> None:
     start = node.args[0] if node.target is not aten.arange.default else 0
     step = node.args[2] if node.target is aten.arange.start_step and len(node.args) > 2 else 1
     if not isinstance(start, int) or not isinstance(step, int):
-        return
+        return _typed(c, node)
     count = c.emit(node, OPS.iota.default, value.shape[0], start, step, value.dtype, val=value)
     if (start, step) == (0, 1):
         c.iotas[count] = (0, value.shape[0])
     c.replace(node, count)
+
+
+def _typed(_: Canonicalizer, node: Any) -> None:
+    """Its dtype said: torch's default is float32 in every program, also in one that is run in float64."""
+    node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
 
 
 def _creation(value: Callable[[fx.Node], Any]) -> Rewrite:
@@ -53,6 +58,7 @@ def _scalar(value: float) -> Callable[[fx.Node], Any]:
 
 CREATION: Mapping[Any, Rewrite] = {
     **dict.fromkeys((aten.arange.default, aten.arange.start, aten.arange.start_step), _arange),
+    **dict.fromkeys((aten.linspace.default, aten.logspace.default, aten.eye.default, aten.eye.m), _typed),
     aten.full.default: _creation(_filled),
     aten.full_like.default: _creation(_filled),
     aten.new_full.default: _creation(_filled),

@@ -12,6 +12,7 @@ from .calls import computes, operands_of, rule_of
 from .canonicalize import canonicalize
 from .heads import Follower
 
+_CUTS = {"aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.slice.Tensor"}
 _PRODUCTS = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default"})
 _LOOKUPS = {"aten.embedding.default"}
 _THROUGH = {"aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.alias.default", "aten.detach.default",
@@ -42,13 +43,17 @@ def names_of(captured: Captured) -> Names:
 
 
 def _uses(weight: fx.Node) -> list[tuple[fx.Node, WeightUse]]:
-    """Each reader of a matrix, through transposes, with the dims it puts out and contracts."""
+    """Each reader of a matrix or of its parts, through transposes, with the dims it puts out and contracts."""
     found: list[tuple[fx.Node, WeightUse]] = []
     pending: list[tuple[fx.Node, tuple[int, ...]]] = [(weight, tuple(range(weight.meta["val"].dim())))]
     while pending:
         node, dims = pending.pop(0)
         for reader in node.users:
             if not computes(reader):
+                continue
+            if str(reader.target) in _CUTS:
+                several = [user for user in reader.users if not computes(user) and user.op == "call_function"]
+                pending += [(part, dims) for part in several or [reader]]
                 continue
             rule, known = rule_of(reader)
             if not known:

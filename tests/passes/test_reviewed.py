@@ -170,7 +170,52 @@ BUILT = {
         """,
         X,
     ),
+    "a distribution of torch's": (
+        "def forward(self, x):\n"
+        "    return -torch.distributions.Normal(self.fc(x), self.fc(x).exp()).log_prob(x).mean()",
+        X,
+    ),
+    "queries that see no key": (
+        """
+        def forward(self, x, t):
+            q = self.fc(x)[:, None]
+            mask = torch.ones(4, 4).tril().bool() & (t % 2 == 0)[:, None, None]
+            return F.scaled_dot_product_attention(q, q, q, mask, dropout_p=0.1).square().mean()
+        """,
+        f"{X}\n{T}",
+    ),
 }
+SPLIT = {
+    "layers of one input and one output": (
+        """
+        def more(self):
+            self.up, self.down = nn.Linear(1, 16), nn.Linear(16, 1)
+
+        def forward(self, x):
+            return self.down(torch.tanh(self.up(x[..., :1]))).square().mean() + self.fc(x).mean()
+        """,
+        "column up over tp\nrow down over tp",
+    ),
+    "one weight of queries, keys and values apart": (
+        """
+        def more(self):
+            self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attn(self.fc(x), x, x)[0].square().mean()
+        """,
+        "column attn.in_proj_weight over tp rows (3 h/tp d)\nrow attn.out_proj over tp",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_is_split_as_linear_layers_are(tmp_path: Path, name: str) -> None:
+    body, lines = SPLIT[name]
+    compiled, checked = made(tmp_path, body, f"{X}\nmesh tp=2\n{lines}")
+    assert codes(compiled) == []
+    found = [row["op"] for row in checked.report["communication"] if row["phase"] == "forward"]
+    assert found == ["all_reduce"]
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -297,27 +342,3 @@ def test_a_build_with_custom_operators_opens_in_another_process(tmp_path: Path) 
     (tmp_path / "models.py").write_text("raise SystemExit('imported')")
     again = subprocess.run(words, check=False, **here)  # type: ignore[call-overload]
     assert again.returncode == 1 and "changed since the build" in again.stderr and "imported" not in again.stderr
-
-
-@pytest.mark.parametrize("lines", ["mesh dp=2\nshard x, y [B/dp, ...]", "mesh tp=2\ncolumn fc over tp"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_smoothed_loss_is_split_as_a_plain_one(tmp_path: Path, reduction: str, lines: str) -> None:
-    body = f"""
-        class Model(Base):
-            def forward(self, x):
-                return self.fc(x)
-
-
-        def smoothed(output, y, *, part=0.1):
-            rows, targets = output.flatten(0, -2), y.flatten()
-            loss = F.cross_entropy(rows, targets, ignore_index=1, label_smoothing=part, reduction="{reduction}")
-            return loss if loss.dim() == 0 else loss.sum()
-    """
-    inputs = f'{X}\ninput y int64 [B, 4]\nloss "./models.py:smoothed"(output, y)\nschedule microbatches 2'
-    compiled, checked = made(tmp_path, body, f"{inputs}\n{lines}")
-    assert checked.report["numbers"]["loss"] < 1e-10
-    if "dp" in lines:
-        assert codes(compiled) == []
-    else:  # its classes are gathered, and the loss's line says where
-        found = [warning for warning in warnings_of(compiled) if warning.code.name == "P0209"]
-        assert found and all(" at models.py:" in warning.message for warning in found)

@@ -1,0 +1,69 @@
+"""Losses of classes that are more than a mean: weights, smoothing, log probabilities of the model's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parc.advice import warnings_of
+from tests.passes.test_reviewed import DATA, T, X, codes, made
+
+
+@pytest.mark.parametrize("lines", [DATA.format("x, t"), "mesh tp=2\nvocab fc over tp"])
+@pytest.mark.parametrize(
+    "options",
+    ["", ", reduction='sum'", ", ignore_index=2", ", label_smoothing=0.1", ", label_smoothing=0.1, reduction='sum'"],
+)
+@pytest.mark.parametrize("weights", ["torch.arange(1.0, 9)", "torch.linspace(1, 2, 8)", "self.weights"])
+def test_classes_have_weights(tmp_path: Path, weights: str, options: str, lines: str) -> None:
+    body = f"""
+    def more(self):
+        self.weights = torch.arange(8.0)
+
+    def forward(self, x, t):
+        return F.cross_entropy(self.fc(x).flatten(0, 1), t.flatten() % 8, weight={weights}{options})
+    """
+    compiled, _ = made(tmp_path, body, f"{X}\n{T}\n{lines}\nschedule microbatches 2")
+    averaged = "sum" not in options and "self" in weights  # the count is of inputs alone
+    gathered = "smoothing" in options and "vocab" in lines
+    assert codes(compiled) == ["P0209"] * gathered + ["P0217"] * averaged
+
+
+@pytest.mark.parametrize("lines", ["mesh dp=2\nshard x, y [B/dp, ...]", "mesh tp=2\ncolumn fc over tp"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_smoothed_loss_is_split_as_a_plain_one(tmp_path: Path, reduction: str, lines: str) -> None:
+    body = f"""
+        class Model(Base):
+            def forward(self, x):
+                return self.fc(x)
+
+
+        def smoothed(output, y, *, part=0.1):
+            rows, targets = output.flatten(0, -2), y.flatten()
+            loss = F.cross_entropy(rows, targets, ignore_index=1, label_smoothing=part, reduction="{reduction}")
+            return loss if loss.dim() == 0 else loss.sum()
+    """
+    inputs = f'{X}\ninput y int64 [B, 4]\nloss "./models.py:smoothed"(output, y)\nschedule microbatches 2'
+    compiled, checked = made(tmp_path, body, f"{inputs}\n{lines}")
+    assert checked.report["numbers"]["loss"] < 1e-10
+    if "dp" in lines:
+        assert codes(compiled) == []
+    else:  # its classes are gathered, and the loss's line says where
+        found = [warning for warning in warnings_of(compiled) if warning.code.name == "P0209"]
+        assert found and all(" at models.py:" in warning.message for warning in found)
+
+
+@pytest.mark.parametrize("lines", [DATA.format("x, t"), "mesh dp=2, tp=2\nshard x, t [B/dp, ...]\nvocab fc over tp"])
+@pytest.mark.parametrize("options", ["", ", weight=torch.arange(1.0, 9)", ", ignore_index=2, reduction='sum'"])
+@pytest.mark.parametrize("form", ["F.log_softmax(self.fc(x), -1).flatten(0, 1), t.flatten()",
+                                  "F.log_softmax(self.fc(x).flatten(0, 1), 1), t.flatten()",
+                                  "F.log_softmax(self.fc(x).mT, 1), t"])  # fmt: skip
+def test_log_probabilities_are_a_models_own(tmp_path: Path, form: str, options: str, lines: str) -> None:
+    compiled, _ = made(
+        tmp_path,
+        f"def forward(self, x, t):\n    t = t.clamp(0, 7)\n    return F.nll_loss({form}{options})",
+        f"{X}\n{T}\n{lines}\nschedule microbatches 2",
+    )
+    assert "dp" not in {reshard.axis for reshard in compiled.built.reshards}
+    assert codes(compiled).count("P0217") == 0
