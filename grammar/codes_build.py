@@ -120,8 +120,8 @@ NOTHING_TRAINED = shown(
 BAD_WEIGHTS = shown(
     name="P0215",
     title="weights that are not the model's",
-    why="`init from` takes safetensors files with every tensor of the model's state, by the model's own names; those"
-    " that are missing, extra or misshapen, or would be rounded, are named, of each kind the first.",
+    why="`init from` takes safetensors files with every tensor of the model's state, by the model's own names; all"
+    " that are missing, extra or misshapen, or would be rounded, are named, equal ones of several layers as one.",
     example='init from "weights-of-another-model"',
     instead='init from "weights"',
 )

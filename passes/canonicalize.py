@@ -214,7 +214,8 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     logits, targets = given["self"], given["target"]
     known = node.target is not aten.cross_entropy_loss.default  # log probabilities are given
     if known and logits.target is aten.log_softmax.int and logits.args[1] % len(shape_of(logits)) == 1:
-        logits, known = logits.args[0], False
+        same = logits.args[0].meta["val"].dtype == logits.meta["val"].dtype
+        logits, known = (logits.args[0], False) if same else (logits, True)
     weight, smoothing = given.get("weight"), float(given["label_smoothing"])
     rank = logits.meta["val"].dim()
     if targets.meta["val"].is_floating_point() or rank < 2:
@@ -229,8 +230,8 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     classes = c.emit(node, aten.mul.Tensor, targets, counted)  # a class of its own, also where it is ignored
     if known:
         picked = c.emit(node, aten.gather.default, logits, 1, c.emit(node, aten.unsqueeze.default, classes, 1))
-        losses = c.emit(node, aten.mul.Tensor, c.emit(node, aten.squeeze.dim, picked, 1), counted)
-        losses = c.emit(node, aten.neg.default, losses)
+        picked = c.emit(node, aten.neg.default, c.emit(node, aten.squeeze.dim, picked, 1))
+        losses = c.emit(node, aten.masked_fill.Scalar, picked, c.emit(node, aten.eq.Scalar, targets, ignore), 0.0)
     else:
         losses = c.emit(node, OPS.token_loss.default, logits, targets, ignore)
     if weight is not None:

@@ -58,7 +58,8 @@ def test_a_smoothed_loss_is_split_as_a_plain_one(tmp_path: Path, reduction: str,
 @pytest.mark.parametrize("options", ["", ", weight=torch.arange(1.0, 9)", ", ignore_index=2, reduction='sum'"])
 @pytest.mark.parametrize("form", ["F.log_softmax(self.fc(x), -1).flatten(0, 1), t.flatten()",
                                   "F.log_softmax(self.fc(x).flatten(0, 1), 1), t.flatten()",
-                                  "F.log_softmax(self.fc(x).mT, 1), t"])  # fmt: skip
+                                  "F.log_softmax(self.fc(x).mT, 1), t",
+                                  "F.log_softmax(self.fc(x).mT.bfloat16(), 1, dtype=torch.float32), t"])  # fmt: skip
 def test_log_probabilities_are_a_models_own(tmp_path: Path, form: str, options: str, lines: str) -> None:
     compiled, _ = made(
         tmp_path,
@@ -67,3 +68,15 @@ def test_log_probabilities_are_a_models_own(tmp_path: Path, form: str, options: 
     )
     assert "dp" not in {reshard.axis for reshard in compiled.built.reshards}
     assert codes(compiled).count("P0217") == 0
+
+
+@pytest.mark.parametrize("form", ["F.nll_loss(hidden.log_softmax(1) * 1, y)", "F.nll_loss(hidden.log_softmax(1), y)",
+                                  "F.cross_entropy(hidden, y, weight=torch.arange(1.0, 9))"])  # fmt: skip
+def test_a_class_that_cannot_be_is_nothing_to_what_is_ignored(tmp_path: Path, form: str) -> None:
+    body = f"""
+    def forward(self, x, t):
+        y = torch.where(t.flatten() == 0, -100, 1)
+        hidden = self.fc(x).flatten(0, 1).masked_fill(torch.arange(8) == 0, -torch.inf)
+        return {form}
+    """
+    made(tmp_path, body, f"{X}\n{T}\n{DATA.format('x, t')}")
