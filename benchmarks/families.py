@@ -20,6 +20,7 @@ from parc.compiler.plan import read_plan
 from parc.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
+from parc.grammar.syntax import size_text
 from tests.family_plans import MODELS, plan_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +63,7 @@ def _sent(report: dict[str, Any]) -> tuple[str, str]:
     for each in rows:
         kinds[each["op"].removeprefix("parc.")] += each["count_per_step"]
     total = sum(each["bytes"] * each["count_per_step"] for each in rows)
-    return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())), f"{total / 1000:.1f} kB"
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())), size_text(total)
 
 
 def _errors(checked: Checked) -> Iterator[str]:
