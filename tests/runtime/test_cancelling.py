@@ -1,0 +1,52 @@
+"""Gradients of terms that cancel, as of the mean of a norm: their rounding is no fault, any other error is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parc.runtime import simulate
+from parc.runtime.simulate import Simulation, compare
+
+from ..strategies import Layer, ModelSpec, Sizes
+from ..trials import TOLERANCE, build, case_of, check, subject
+
+SPEC = ModelSpec(
+    Sizes(batch=4, length=4, heads=6, head=2, vocab=12), "tokens",
+    (Layer("layer_norm", (False,), 0, 0, "einsum"), Layer("conv", (False, False), 0, 0, "add"),
+     Layer("squeeze", (), 2, 0, "add"), Layer("layer_norm", (False,), 0, None, "add"),
+     Layer("plain", ("flip",), 0, 0, "cat_rows")),
+    "mean", 2, "none", False,
+)  # fmt: skip
+PLAN = """\
+model "./model.py:make"
+input x int64 [B, 4]
+sizes B=8
+loss "./model.py:mean"(output)
+optimizer sgd lr 1e-3
+mesh dp=2, tp=2, pp=2
+shard x [_, _/tp, ...]
+stage before layers.0 over pp
+schedule gpipe microbatches 2
+"""
+
+
+def test_rounding_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(subject(SPEC), PLAN)
+    monkeypatch.setattr(simulate, "_rounding", lambda *_: {})
+    with pytest.raises(AssertionError, match=r"gradient=2\.\d*e-10"):
+        check(subject(SPEC), PLAN)
+
+
+@pytest.mark.parametrize("wrong", [1e-6, 1e-8])
+def test_any_other_error_is(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    case = case_of(made := subject(SPEC), build(made, PLAN))
+    step = Simulation.step
+
+    def planted(*args: Any) -> Any:
+        losses, found = step(*args)
+        return losses, {name: value * (1 + wrong) for name, value in found.items()}
+
+    monkeypatch.setattr(Simulation, "step", planted)
+    assert compare(case, 2).gradient > max(TOLERANCE, wrong / 4)
