@@ -9,7 +9,8 @@ import pytest
 from parc.runtime import simulate
 from parc.runtime.simulate import Simulation, compare
 
-from ..strategies import Layer, ModelSpec, Sizes
+from ..random_layers import Sizes
+from ..strategies import Layer, ModelSpec
 from ..trials import TOLERANCE, build, case_of, check, subject
 
 SPEC = ModelSpec(
