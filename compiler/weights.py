@@ -175,8 +175,8 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
 
 
 def shown_faults(faults: Iterable[str]) -> tuple[str, ...]:
-    """Faults of tensors, each of which begins with a name, for a reader: those that differ in numbers of layers alone
-    as one, and of each kind the first few.
+    """Faults of tensors, each of which begins with a name, for a reader: all of them, those that differ in numbers of
+    layers alone as one line.
 
     >>> shown_faults([*(f"`h.{layer}.up` is [4] there" for layer in (1, 2, 3)), "`wte` is missing"])
     ('`h.[1..3].up` is [4] there (3 tensors)', '`wte` is missing')
@@ -185,23 +185,14 @@ def shown_faults(faults: Iterable[str]) -> tuple[str, ...]:
     for fault in faults:
         name, _, what = fault.removeprefix("`").partition("`")
         alike.setdefault((_NUMBER.sub("*", name), what), []).append(name)
-    kinds: dict[str, list[tuple[str, int]]] = {}
-    for (_, what), names in alike.items():
-        kind = kinds.setdefault(_SIZES.sub("", what), [])
-        if pattern := _pattern(names):
-            kind.append((f"`{pattern}`{what} ({len(names)} tensors)", len(names)))
-        else:
-            kind += [(f"`{name}`{what}", 1) for name in names]
     shown: list[str] = []
-    for lines in kinds.values():
-        shown += [line for line, _ in lines[:_MOST]]
-        shown += [f"and {sum(count for _, count in lines[_MOST:])} more like these"] if len(lines) > _MOST else []
+    for (_, what), names in alike.items():
+        pattern = _pattern(names)
+        shown += [f"`{pattern}`{what} ({len(names)} tensors)"] if pattern else [f"`{name}`{what}" for name in names]
     return tuple(shown)
 
 
-_MOST = 100  # all that a reader would go through
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])")
-_SIZES = re.compile(r"\[[^\]]*\]")
 
 
 def _pattern(names: Sequence[str]) -> str:

@@ -78,7 +78,7 @@ class Checkpoint:
         """Hold the checkpoint against a model's parameters, and the buffers that its steps change.
 
         Raises:
-            RunError: tensors are missing, too many, or of other shapes; the first of each kind are named.
+            RunError: tensors are missing, too many, or of other shapes; all of them are named.
         """
         faults = self._faults("parameter", parameters) + (self._faults("buffer", buffers) if buffers else [])
         refuse(self.folder, "is a checkpoint of another model", faults)
