@@ -11,6 +11,30 @@ from parc.driver import Compiled, compile_plan
 from parc.grammar.source import Source
 from tests.runtime.tiny import EXAMPLES
 
+_SQUARE = """
+
+def square(output):
+    return (output ** 2).mean() + output.mean()
+"""
+_SMALL = """\
+model "./net.py:{model}
+input x float32 [B, 8]
+sizes B=8
+loss "./net.py:square"(output)
+optimizer sgd lr 0.1
+mesh dp=2, pp={pp}
+shard x [B/dp, _]
+"""
+_STAGES = "stage before b over pp\nschedule gpipe microbatches 2\n"
+
+
+def compiled_net(folder: Path, file: str, model: str, stages: bool = False) -> Compiled:
+    """The programs of a model of 8 numbers a sample on two data ranks: ``model`` is the plan's text after the name of
+    the file, whose text ``file`` is; with ``stages`` the model is cut before its ``b``."""
+    (folder / "net.py").write_text(file + _SQUARE)
+    text = _SMALL.format(model=model, pp=1 + stages) + _STAGES * stages
+    return compile_plan(read_plan(Source("net.parc", text)), folder)
+
 
 @lru_cache(maxsize=16)
 def compiled(text: str, folder: Path = EXAMPLES, **defines: int) -> Compiled:

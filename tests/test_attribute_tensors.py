@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from parc.checks import check_build
-from parc.compiler.plan import read_plan
-from parc.driver import Compiled, compile_plan
 from parc.grammar.diagnostics import PlanError
-from parc.grammar.source import Source
+from tests.checked_plans import compiled_net
 
 _MODEL = """
 import numpy
@@ -82,38 +80,20 @@ class Normed(nn.Module):
     def forward(self, x):
         self.seen = self.fc(x)
         return self.lstm(torch.tanh(self.seen)[:, None])[0]
-
-
-def square(output):
-    return (output ** 2).mean() + output.mean()
 """
-_PLAN = """\
-model "./net.py:{model}
-input x float32 [B, 8]
-sizes B=8
-loss "./net.py:square"(output)
-optimizer sgd lr 0.1
-mesh dp=2
-shard x [B/dp, _]
-"""
-
-
-def compiled(folder: Path, model: str) -> Compiled:
-    (folder / "net.py").write_text(_MODEL)
-    return compile_plan(read_plan(Source("net.parc", _PLAN.format(model=model))), folder)
 
 
 @pytest.mark.parametrize("line", ["", "adds"])
 @pytest.mark.parametrize("attribute", ["alone", "view", "list", "dict", "numpy", "buffer", "buffers", "weight"])
 def test_tensors_of_plain_attributes_are_read(tmp_path: Path, attribute: str, line: str) -> None:
-    found = compiled(tmp_path, f'Net" (attribute="{attribute}", line="{line}")')
+    found = compiled_net(tmp_path, _MODEL, f'Net" (attribute="{attribute}", line="{line}")')
     assert not check_build(found).faults
     assert "default" not in found.captured.updates
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_what_a_forward_assigns_before_it_reads_it_is_not_kept(tmp_path: Path) -> None:
-    found = compiled(tmp_path, 'Normed" ()')
+    found = compiled_net(tmp_path, _MODEL, 'Normed" ()')
     assert not check_build(found).faults and not found.captured.updates
 
 
@@ -129,6 +109,6 @@ def test_what_a_forward_assigns_before_it_reads_it_is_not_kept(tmp_path: Path) -
 ])  # fmt: skip
 def test_what_a_program_cannot_hold_is_refused(tmp_path: Path, arguments: str, message: str, help_: str) -> None:
     with pytest.raises(PlanError) as error:
-        compiled(tmp_path, f'Net" ({arguments})')
+        compiled_net(tmp_path, _MODEL, f'Net" ({arguments})')
     (found,) = error.value.diagnostics
     assert message in found.message and help_ in found.help

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from parc.checks import check_build
-from parc.compiler.plan import read_plan
-from parc.driver import Compiled, compile_plan
 from parc.grammar.diagnostics import PlanError
-from parc.grammar.source import Source
+from tests.checked_plans import compiled_net
 
 _MODEL = """
 import torch
@@ -80,27 +78,7 @@ class Called(Twice):
 
     def forward(self, x):
         return self.same[0](self.fc(x))
-
-
-def square(output):
-    return (output ** 2).mean() + output.mean()
 """
-_PLAN = """\
-model "./net.py:{model}
-input x float32 [B, 8]
-sizes B=8
-loss "./net.py:square"(output)
-optimizer sgd lr 0.1
-mesh dp=2, pp={pp}
-shard x [B/dp, _]
-"""
-_STAGES = "stage before b over pp\nschedule gpipe microbatches 2\n"
-
-
-def compiled(folder: Path, model: str, stages: bool = False) -> Compiled:
-    (folder / "net.py").write_text(_MODEL)
-    text = _PLAN.format(model=model, pp=1 + stages) + _STAGES * stages
-    return compile_plan(read_plan(Source("net.parc", text)), folder)
 
 
 @pytest.mark.parametrize("stages", [False, True], ids=["one stage", "stages"])
@@ -109,15 +87,15 @@ def compiled(folder: Path, model: str, stages: bool = False) -> Compiled:
     "lines", ["shift", "swap", "moves", "input", "other", "cache", "infinite", "one", "reset", "last"]
 )
 def test_what_a_forward_assigns_is_kept(tmp_path: Path, lines: str, where: str, stages: bool) -> None:
-    assert not check_build(compiled(tmp_path, f'Net" ({where}="{lines}")', stages)).faults
+    assert not check_build(compiled_net(tmp_path, _MODEL, f'Net" ({where}="{lines}")', stages)).faults
 
 
 def test_statistics_that_are_nothing_but_rounding_are_compared_with_others(tmp_path: Path) -> None:
-    assert not check_build(compiled(tmp_path, 'Twice" ()')).faults
+    assert not check_build(compiled_net(tmp_path, _MODEL, 'Twice" ()')).faults
 
 
 def test_a_module_of_two_names_whose_buffers_change_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as error:
-        compiled(tmp_path, 'Called" ()')
+        compiled_net(tmp_path, _MODEL, 'Called" ()')
     (found,) = error.value.diagnostics
     assert "the buffers of `norm` are those of `same.0` too" in found.message and "one name" in found.help
