@@ -64,7 +64,7 @@ fuzz: $(READY)
 	$(PY) -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz --timeout=0
 
 bench: $(READY)
-	$(PY) benchmarks/peers.py
+	$(PY) -m benchmarks.peers
 
 bench-pipelines: $(READY)
 	$(PY) -m benchmarks.pipelines

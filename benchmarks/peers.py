@@ -1,9 +1,10 @@
 """``make bench``: parc and its peers in turn in one run, on two gloo ranks of one thread each.
 
-The model is a Llama of 20 M parameters, the optimizer torch's fused AdamW everywhere. parc multiplies by whichever of
-torch's libraries is the faster here (``runtime/products.py``); further rows have it multiply as its peers do. Prints a
-table and writes ``bench.json``: a list of ``{"case", "parc_s", "peer", "peer_s", "ratio"}`` by minima; medians stand
-beside them.
+The model is a Llama of 20 M parameters, the optimizer torch's fused AdamW everywhere. Both sides run as they ship: parc
+as ``parc run`` starts it, which keeps freed memory with the process (``runtime/launch.py``) and multiplies by whichever
+of torch's libraries is the faster here (``runtime/products.py``); its peers as Python or torchrun starts them. In
+further rows both have torch's products and memory that is kept: what rewriting alone is worth. Prints a table and
+writes ``bench.json``: a list of ``{"case", "parc_s", "peer", "peer_s", "ratio"}`` by minima; medians stand beside them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,12 +25,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from parc.runtime.launch import KEEP_MEMORY
+from benchmarks.turns import LAUNCHED, ONE_THREAD, ROOT, in_turn, steps
 
-ROOT = Path(__file__).resolve().parent.parent
 PLAN = ROOT / "benchmarks" / "llama20m.parc"
 BATCH, LENGTH, VOCAB = 8, 128, 8192
-OWN_PRODUCTS = "torch's products"
+ALIKE = "same products and memory"
 Step = Callable[[], float]
 
 
@@ -51,10 +50,10 @@ def without_onednn(off: bool) -> Iterator[None]:
 
 
 def parc_step(build: Path, case: str) -> Step:
-    """A step of a build on this rank; in a case with torch's own products, oneDNN is kept out of them."""
+    """A step of a build on this rank; in a case of the same products, oneDNN is kept out of them."""
     import parc
 
-    with without_onednn(case.endswith(OWN_PRODUCTS)):
+    with without_onednn(case.endswith(ALIKE)):
         session = parc.load(build, compile=case.endswith("--compile"))
     data = batch()
     return lambda: session.step(data).loss
@@ -141,20 +140,6 @@ def compiled_step() -> Step:
     return train_step(compiled, slice(0, BATCH), Optimizers(model))
 
 
-def compare(ours: Step, theirs: Step, times: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step, the two in turn, after two of each to warm up."""
-    rows: tuple[list[float], list[float]] = ([], [])
-    for index in range(times + 2):
-        for step, row in zip((ours, theirs), rows, strict=True):
-            if dist.is_initialized():
-                dist.barrier()
-            start = time.perf_counter()
-            step()
-            if index >= 2:
-                row.append(time.perf_counter() - start)
-    return rows
-
-
 def plain_step() -> Step:
     """The plain module."""
     model = plain_model()
@@ -162,29 +147,28 @@ def plain_step() -> Step:
 
 
 CASES: dict[str, tuple[int, dict[str, int], str, Callable[[], Step]]] = {
-    f"{case}{products}": (ranks, {"dp": dp, "tp": tp}, peer, step)
-    for products in ("", f", {OWN_PRODUCTS}")
+    f"{case}{settings}": (ranks, {"dp": dp, "tp": tp}, peer, step)
+    for settings in ("", f", {ALIKE}")
     for case, ranks, dp, tp, peer, step in (
         ("one rank", 1, 1, 1, "plain module", plain_step),
         ("one rank --compile", 1, 1, 1, "torch.compile", compiled_step),
         ("dp=2", 2, 2, 1, "DDP", ddp_step),
         ("tp=2", 2, 1, 2, "DTensor", dtensor_step),
     )
-    if not (products and "--compile" in case)
+    if not (settings and "--compile" in case)
 }
-"""What is measured against what; then once more with the products by the library that the peers use, which shows what
-rewriting alone is worth."""
+"""What is measured against what: as both ship, then with the same settings."""
 
 
-def worker(case: str, build: Path, times: int, out: Path) -> None:
-    """One rank of one case."""
+def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) -> None:
+    """One rank of one side of a case."""
     torch.set_num_threads(1)
     ranks, _, _, peer = CASES[case]
     if ranks > 1:
         dist.init_process_group("gloo")
-    ours, theirs = compare(parc_step(build, case), peer(), times)
+    found = steps(parc_step(build, case) if side == "parc" else peer(), side, port, times)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        out.write_text(json.dumps([ours, theirs]), encoding="utf-8")
+        (out / f"{side}.json").write_text(json.dumps(found), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # peers leave threads behind that abort an interpreter on its way out
 
@@ -192,18 +176,16 @@ def worker(case: str, build: Path, times: int, out: Path) -> None:
 def launch(case: str, folder: Path, times: int) -> tuple[list[float], list[float]]:
     """Build the case's plan and measure it against its peer."""
     ranks, axes, _, _ = CASES[case]
-    build, out = folder / f"llama20m-dp{axes['dp']}-tp{axes['tp']}", folder / "times.json"
+    build = folder / f"llama20m-dp{axes['dp']}-tp{axes['tp']}"
     words = [word for axis, size in axes.items() for word in ("-D", f"{axis}={size}")]
     subprocess.run(
         [sys.executable, "-m", "parc", "build", str(PLAN), "-o", str(build), *words],
         check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    start = [sys.executable] if ranks == 1 else [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-    ]  # fmt: skip
-    script = [str(Path(__file__)), "--worker", case, str(build), str(times), str(out)]
-    subprocess.run([*start, *script], check=True, env={**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1"})
-    ours, theirs = json.loads(out.read_text(encoding="utf-8"))
+    script = ["-m", "benchmarks.peers", "--worker", case, str(build), str(times), str(folder)]
+    peers = LAUNCHED if case.endswith(ALIKE) else ONE_THREAD
+    in_turn({"parc": (script, LAUNCHED), "peer": (script, peers)}, ranks, times)
+    ours, theirs = (json.loads((folder / f"{side}.json").read_text(encoding="utf-8")) for side in ("parc", "peer"))
     return ours, theirs
 
 
@@ -212,7 +194,7 @@ def main(times: int) -> None:
     folder = ROOT / "build" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     found = []
-    print(f"{'case':<28}{'parc (s)':>20}{'peer':>15}{'peer (s)':>20}{'ratio of minima':>17}{'of medians':>12}")
+    print(f"{'case':<36}{'parc (s)':>20}{'peer':>15}{'peer (s)':>20}{'ratio of minima':>17}{'of medians':>12}")
     for case, (_, _, peer, _) in CASES.items():
         ours, theirs = launch(case, folder, times)
         best = min(ours), min(theirs)
@@ -221,11 +203,11 @@ def main(times: int) -> None:
                       "parc_median_s": middle[0], "peer_median_s": middle[1]})  # fmt: skip
         columns = [f"{low:.3f} (median {mid:.3f})" for low, mid in zip(best, middle, strict=True)]
         ratios = f"{best[0] / best[1]:>13.2f}{middle[0] / middle[1]:>12.2f}"
-        print(f"{case:<28}{columns[0]:>22}{peer:>15}{columns[1]:>22}{ratios}")
+        print(f"{case:<36}{columns[0]:>22}{peer:>15}{columns[1]:>22}{ratios}")
     (ROOT / "bench.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+        worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]), sys.argv[6], sys.argv[7])
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)

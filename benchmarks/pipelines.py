@@ -1,7 +1,8 @@
 """``make bench-pipelines``: a pipeline of two gloo ranks beside torch's own, in turn in one run, and what it keeps.
 
 The model is a Llama of 8 layers and 32 M parameters in two stages, the schedule 1F1B with 8 microbatches, the cut the
-same on both sides, the optimizer torch's fused AdamW. Beside the ratio to ``torch.distributed.pipelining`` stands the
+same on both sides, the optimizer torch's fused AdamW; both run as they ship, then with the same settings, as in
+``make bench``. Beside the ratio to ``torch.distributed.pipelining`` stands the
 one to the makespan that the schedule has with the stage times that were measured: what the runtime adds to it. Prints
 tables and writes ``bench-pipelines.json``.
 """
@@ -23,10 +24,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.peers import OWN_PRODUCTS, Optimizers, Step, compare, plain_model, without_onednn
-from parc.runtime.launch import KEEP_MEMORY
+from benchmarks.peers import ALIKE, Optimizers, Step, plain_model, without_onednn
+from benchmarks.turns import LAUNCHED, ONE_THREAD, ROOT, WARM_UP, in_turn, steps
 
-ROOT = Path(__file__).resolve().parent.parent
 LAYERS, BATCH, LENGTH, VOCAB, MICROBATCHES = 8, 8, 128, 8192, 8
 
 
@@ -85,38 +85,46 @@ def torch_step(cut: int) -> Step:
     return step
 
 
-def worker(case: str, build: Path, times: int, out: Path) -> None:
-    """One rank of parc and of torch, in turn."""
+def cut_of(build: Path) -> int:
+    """The layer that the second stage of a build begins with."""
     from parc.compiler.artifact import read_build
-    from parc.runtime.session import Session
 
+    first = read_build(build).roles["pp0"].programs["0F"].main
+    return 1 + max(int(n) for v in first.parameters for n in re.findall(r"\.(\d+)\.", v.role))
+
+
+def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) -> None:
+    """One rank of parc or of torch: seconds of steps, the losses, and what parc's ranks did when."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = read_build(build)
-    cut = max(
-        int(n) for v in found.roles["pp0"].programs["0F"].main.parameters for n in re.findall(r"\.(\d+)\.", v.role)
-    )
-    with without_onednn(case.endswith(OWN_PRODUCTS)):
-        session = Session(found, torch.device("cpu"), trace=True)
-    data = batch()
+    losses: list[float] = []
     updates: list[float] = []
+    spans: list[Any] = []
+    if side == "parc":
+        from parc.compiler.artifact import read_build
+        from parc.runtime.session import Session
 
-    def ours() -> float:
-        result = session.gradients(data)
-        start = time.perf_counter()
-        loss = session.update(result).loss
-        updates.append(time.perf_counter() - start)
-        return loss
+        with without_onednn(case.endswith(ALIKE)):
+            session = Session(read_build(build), torch.device("cpu"), trace=True)
+        assert session.recorder is not None
+        spans, data = session.recorder.spans, batch()  # type: ignore[assignment]
 
-    theirs = torch_step(cut + 1)
-    same = ours(), theirs()
-    rows = compare(ours, theirs, times)
-    assert session.recorder is not None
-    spans: list[Any] = [None, None]
-    mine = {"spans": list(session.recorder.spans), "update": updates[-times:], "losses": same, "cut": cut + 1}
-    dist.all_gather_object(spans, mine)
+        def step() -> None:
+            result = session.gradients(data)
+            start = time.perf_counter()
+            losses.append(session.update(result).loss)
+            updates.append(time.perf_counter() - start)
+    else:
+        theirs = torch_step(cut_of(build))
+
+        def step() -> None:
+            losses.append(theirs())
+
+    taken = steps(step, side, port, times)
+    ranks: list[Any] = [None, None]
+    dist.all_gather_object(ranks, {"spans": list(spans), "update": updates[-times:], "loss": losses[0]})
     if dist.get_rank() == 0:
-        out.write_text(json.dumps([*rows, spans]), encoding="utf-8")
+        (out / f"{side}.json").write_text(json.dumps([taken, ranks]), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # peers leave threads behind that abort an interpreter on its way out
 
@@ -130,10 +138,13 @@ def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
     taken: dict[tuple[str, str], list[float]] = {}
     once = 0.0
     for rank in ranks:
-        for name, _, step, begin, end in rank["spans"]:
+        spent: dict[tuple[str, int], float] = {}
+        for name, _, step, begin, end in rank["spans"]:  # a backward may have two: before and after it sends
+            spent[name, step] = spent.get((name, step), 0.0) + (end - begin) / 1e9
+        for (name, step), seconds in spent.items():
             match = re.fullmatch(r"(\d+)([A-Z_]+)\d*", name)
-            if match is not None and step > 2:
-                taken.setdefault((match[1], match[2]), []).append((end - begin) / 1e9)
+            if match is not None and step >= WARM_UP:
+                taken.setdefault((match[1], match[2]), []).append(seconds)
         once = max(once, statistics.median(rank["update"]))
     middle = {key: statistics.median(values) for key, values in taken.items()}
     count = MICROBATCHES * max(middle["0", "COUNT"], middle["1", "COUNT"]) + max(
@@ -149,22 +160,24 @@ def main(times: int) -> None:
     """Both tables, and ``bench-pipelines.json``."""
     folder = ROOT / "build" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
-    build, out, found = folder / "llama-pipeline", folder / "pipeline-times.json", []
+    build, found = folder / "llama-pipeline", []
     plan = ROOT / "examples" / "llama-pipeline.parc"
     command = [sys.executable, "-m", "parc", "build", str(plan), "-o", str(build), "-D", f"batch={BATCH}"]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    print(f"{'case':<24}{'parc (s)':>20}{'torch 1F1B (s)':>22}{'ratio of minima':>17}{'of medians':>12}"
+    print(f"{'case':<32}{'parc (s)':>20}{'torch 1F1B (s)':>22}{'ratio of minima':>17}{'of medians':>12}"
           f"{'makespan (s)':>14}{'over it':>9}")  # fmt: skip
-    for case in ("1f1b", f"1f1b, {OWN_PRODUCTS}"):
-        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        script = ["-m", "benchmarks.pipelines", "--worker", case, str(build), str(times), str(out)]
-        environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run([*start, *script], check=True, cwd=ROOT, env=environment)
-        ours, theirs, ranks = json.loads(out.read_text(encoding="utf-8"))
+    for case in ("1f1b", f"1f1b, {ALIKE}"):
+        script = ["-m", "benchmarks.pipelines", "--worker", case, str(build), str(times), str(folder)]
+        peers = LAUNCHED if case.endswith(ALIKE) else ONE_THREAD
+        in_turn({"parc": (script, LAUNCHED), "peer": (script, peers)}, 2, times)
+        (ours, ranks), (theirs, others) = (
+            json.loads((folder / f"{side}.json").read_text(encoding="utf-8")) for side in ("parc", "peer")
+        )
+        assert abs(ranks[0]["loss"] / others[1]["loss"] - 1) < 0.02, "the losses of untrained models differ"
         best, middle = (min(ours), min(theirs)), (statistics.median(ours), statistics.median(theirs))
         ideal = makespan(build, ranks)
         columns = [f"{low:.3f} (median {mid:.3f})" for low, mid in zip(best, middle, strict=True)]
-        print(f"{case:<24}{columns[0]:>22}{columns[1]:>22}{best[0] / best[1]:>13.2f}{middle[0] / middle[1]:>12.2f}"
+        print(f"{case:<32}{columns[0]:>22}{columns[1]:>22}{best[0] / best[1]:>13.2f}{middle[0] / middle[1]:>12.2f}"
               f"{ideal:>14.3f}{middle[0] / ideal:>9.2f}")  # fmt: skip
         found.append({"case": case, "parc_s": best[0], "peer": "torch 1F1B", "peer_s": best[1],
                       "ratio": best[0] / best[1], "parc_median_s": middle[0], "peer_median_s": middle[1],
@@ -224,5 +237,5 @@ def kept(microbatches: int = 16) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+        worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]), sys.argv[6], sys.argv[7])
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
