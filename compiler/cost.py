@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from .actions import AHEAD, Action
 from .placement import TensorType
 from .program import Function, Program
+from .totals import addable, lasting
+
+_Peaks = dict[str, tuple[int, int]]
 
 # These look at their operand's storage in another shape, so they hold nothing of their own.
 VIEWS = frozenset({
@@ -37,12 +40,13 @@ def local_bytes(type_: TensorType, program: Program) -> int:
     return math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
 
 
-def _peak(program: Program, function: Function, peaks: dict[str, int]) -> int:
-    """The most bytes that a function's own values hold at once, results included, parameters not; ``peaks`` keeps those
-    of functions that were looked at."""
+def _peak(program: Program, function: Function, late: Mapping[str, frozenset[str]], peaks: _Peaks) -> tuple[int, int]:
+    """The most bytes that a function's own values hold at once, results included, parameters not, and how many of them
+    what is made ``late``, by function, still needs when the function has ended; ``peaks`` keeps what was looked at."""
     if function.name in peaks:
         return peaks[function.name]
-    last: dict[str, int] = {name: len(function.lines) for _, name in function.returns}
+    added, end = late.get(function.name, frozenset()), len(function.lines)
+    last: dict[str, int] = {name: end for _, name in function.returns}
     for index, line in enumerate(function.lines):
         for name in line.uses():
             last[name] = max(last.get(name, 0), index)
@@ -54,21 +58,34 @@ def _peak(program: Program, function: Function, peaks: dict[str, int]) -> int:
             for value in line.made:
                 source[value.name] = owner
                 last[owner] = max(last.get(owner, 0), last.get(value.name, index))
-    live = most = 0
+    held = {_owner(name, source) for name in lasting(function, added)}
+    held = {name for name in held if last[name] < end}
+    last.update(dict.fromkeys(held, end))
+    live = most = kept = 0
     dying: dict[int, int] = {}
     for index, line in enumerate(function.lines):
-        inner = _peak(program, program.function(line.op), peaks) if line.calls_function else 0
-        made = 0
+        inner = left = 0
+        if line.calls_function:
+            inner, left = _peak(program, program.function(line.op), late, peaks)
+        made, kept = left, kept + left
         for value in line.made:
-            if value.name not in source:
+            if value.name not in source and value.name not in added:
                 size = local_bytes(value.type, program)
                 made += size
-                end = last.get(value.name, index)
-                dying[end] = dying.get(end, 0) + size
+                kept += size if value.name in held else 0
+                at = last.get(value.name, index)
+                dying[at] = dying.get(at, 0) + size
         most = max(most, live + max(made, inner))
         live += made - dying.get(index, 0)
-    peaks[function.name] = most
-    return most
+    peaks[function.name] = most, kept
+    return peaks[function.name]
+
+
+def _owner(name: str, source: Mapping[str, str]) -> str:
+    """The value whose storage a value looks at."""
+    while name in source:
+        name = source[name]
+    return name
 
 
 def estimate_memory(
@@ -99,7 +116,9 @@ def estimate_memory(
         sent[key] = sum(local_bytes(values[name].type, program) for name in sends - keeps)
         received[key] = sum(local_bytes(value.type, program) for value in program.main.parameters
                             if value.role.startswith("received "))  # fmt: skip
-        peaks[key] = _peak(program, program.main, {}) if program in work else 0
+        # what a backward does with the weights' gradients after it sends keeps other things than what it does at once
+        ways = [{}, addable(program)] if program.action == "B" and sent[key] else [{}]
+        peaks[key] = max(_peak(program, program.main, late, {})[0] for late in ways) if program in work else 0
     held, most = _Held(), 0
     for index, action in enumerate(actions):
         for coming in actions[index : index + 1 + AHEAD]:

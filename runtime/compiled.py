@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from ..compiler.placement import TensorType
 from ..compiler.program import Function, Line, Program, Ref, argument_text, map_references
 from ..compiler.torch_private import Compiled, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ..grammar.codes_build import NO_COMPILER, NOT_COMPILED
-from .execute import Backend, Environment, Machine, _Step, last_uses, made_by, summed
+from .execute import Backend, Environment, Machine, _Step
 from .faults import RunError
+from .fusion import ADDING
 from .kernels import Site
+from .reuse import last_uses, made_by, summed
 
 _OUTSIDE = frozenset({
     "aten.embedding_dense_backward.default", "parc.lookup_backward.default", "parc.stream_key.default",
@@ -142,6 +145,9 @@ class Regions:
 
 class CompiledMachine(Machine):
     """Runs one program, the lines between collectives as compiled regions. Its lines cannot be watched."""
+
+    adding = MappingProxyType({op: add for op, add in ADDING.items() if op in _OUTSIDE})
+    """What leaves a region may share storage with something else."""
 
     def __init__(self, program: Program, backend: Backend, device: torch.device, *, regions: Regions, **options: Any):
         self._regions, self._lifted = regions, _Lifted()

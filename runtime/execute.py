@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -13,8 +14,10 @@ from ..compiler.collectives import COLLECTIVES
 from ..compiler.mesh import Mesh
 from ..compiler.placement import Shape
 from ..compiler.program import Cut, Function, Line, Program, Ref, map_references, operator
-from .kernels import KERNELS, Kernel, Site
-from .reuse import in_place, spare_operands
+from ..compiler.totals import addable, lasting
+from .fusion import ADDING, fused
+from .kernels import KERNELS, Kernel, Site, binding
+from .reuse import in_place, last_uses, spare_operands, summed
 
 Environment = dict[str, Any]
 
@@ -109,9 +112,10 @@ _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.flo
 
 class Machine:
     """Runs one program. ``wide`` reads every floating dtype as float64; ``kernels`` are those of parc's operators;
-    with ``reuse`` lines write over what nobody reads again, gradients that are handed in among it."""
+    with ``reuse`` lines write over what nobody reads again, gradients that are handed in among it, and are fused."""
 
     site: Callable[..., Site] = Site
+    adding: Mapping[str, Callable[..., torch.Tensor]] = ADDING
 
     def __init__(
         self,
@@ -129,15 +133,34 @@ class Machine:
         self.backend, self.device, self.wide, self.kernels, self.watch = backend, device, wide, kernels, watch
         self.reuse = reuse
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
+        self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
+        self._addable = addable(program, self._adding)
+        self._later: list[Callable[[], object]] | None = None
         self._steps = {function.name: self._prepare(function) for function in program.functions}
 
-    def run(self, inputs: Sequence[Environment], function: str | None = None) -> list[Environment]:
-        """The results by key of the main function, or of another; one a rank of this process.
+    @property
+    def addable(self) -> frozenset[str]:
+        """Keys of results that ``run`` can add to a total; without one they have storage of their own."""
+        main = self.program.main
+        return frozenset(key for key, name in main.returns if name in self._addable[main.name])
+
+    def run(
+        self,
+        inputs: Sequence[Environment],
+        function: str | None = None,
+        totals: Sequence[Mapping[str, torch.Tensor]] = (),
+        later: list[Callable[[], object]] | None = None,
+    ) -> list[Environment]:
+        """The results by key of the main function, or of another; one a rank of this process. A result of a key that
+        ``totals`` has, one of ``addable``, is that total with what was made added to it, now or by calls in ``later``.
 
         ``inputs`` are taken apart while the program runs, so that values die after their last use.
         """
         main = self.program.main if function is None else self.program.function(function)
         environments = [dict(given) for given in inputs]
+        names, self._later = dict(main.returns), later
+        for environment, table in zip(environments, totals, strict=bool(totals)):
+            environment.update((f"total of {names[key]}", total) for key, total in table.items())
         for given in inputs:
             given.clear()
         return self._call(main, environments)
@@ -157,8 +180,11 @@ class Machine:
         return [{key: environment[name] for key, name in function.returns} for environment in environments]
 
     def _prepare(self, function: Function) -> list[_Step]:
+        if self.reuse:
+            function = fused(function, products="aten.mm.default" not in self.kernels)
         owned = [value.name for value in function.parameters if value.role.startswith("gradient ")]
-        spares = spare_operands(function, owned) if self.reuse else [frozenset[str]()] * len(function.lines)
+        late = lasting(function, self._addable[function.name])
+        spares = spare_operands(function, owned, late) if self.reuse else [frozenset[str]()] * len(function.lines)
         sums, dying = summed(function.lines), last_uses(function, [(line,) for line in function.lines])
         return [
             self._step(line, function, spare, tuple(sums.intersection(line.uses())), dead)
@@ -183,6 +209,8 @@ class Machine:
             call = self._over(line, call, *over)
         names = tuple(None if value is None else value.name for value in line.results)
         single = names[0] if len(names) == 1 else None
+        if single in self._addable[function.name]:
+            call = self._added(line, call)
 
         def run(environments: Sequence[Environment]) -> None:
             for lane, environment in enumerate(environments):
@@ -201,12 +229,18 @@ class Machine:
         pairs = [(value.name, item.name) for value, item in zip(function.parameters, line.args, strict=True)]
         names = [value.name for value in line.results if value is not None]
         keys = [key for key, _ in function.returns]
+        added = [
+            (f"total of {inner}", f"total of {name}")
+            for name, (_, inner) in zip(names, function.returns, strict=True)
+            if inner in self._addable[function.name]
+        ]
 
         def run(environments: Sequence[Environment]) -> None:
             inner = [{to: environment[name] for to, name in pairs} for environment in environments]
-            for environment in environments:
+            for environment, into in zip(environments, inner, strict=True):
                 for name in given:
                     del environment[name]
+                into.update((to, environment.pop(name)) for to, name in added if name in environment)
             for environment, results in zip(environments, self._call(function, inner), strict=True):
                 environment.update(zip(names, (results[key] for key in keys), strict=True))
 
@@ -249,12 +283,12 @@ class Machine:
         return lambda environment: [map_references(item, environment.__getitem__) for item in args]
 
     def _aten(self, line: Line) -> Callable[[int, Environment], Any]:
-        function = operator(line.op)
         arguments = self._arguments(line)
         kwargs = {key: self._literal(item) for key, item in line.kwargs}
-        if any(argument.name == "device" for argument in function._schema.arguments):
+        if any(argument.name == "device" for argument in operator(line.op)._schema.arguments):
             kwargs["device"] = self.device
-        return lambda _, environment: function(*arguments(environment), **kwargs)
+        call = binding(line.op)
+        return lambda _, environment: call(*arguments(environment), **kwargs)
 
     def _over(
         self, line: Line, otherwise: Callable[[int, Environment], Any], function: Any, args: list[Any]
@@ -271,6 +305,29 @@ class Machine:
 
         return call
 
+    def _adder(self, op: str, add: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """What adds an operator's result to a total; a kernel of its own has no such call."""
+        kernel = self.kernels.get(op)
+        if kernel is None or kernel is KERNELS.get(op):
+            return add
+        site = Site(self.mesh, self.coordinates[0], (), (), self.device)
+        return lambda total, *args: total.add_(kernel(site, *args))
+
+    def _added(self, line: Line, otherwise: Callable[[int, Environment], Any]) -> Callable[[int, Environment], Any]:
+        """Add to the total of the line's result, where there is one."""
+        arguments, add = self._arguments(line), self._adding[line.op]
+
+        def call(lane: int, environment: Environment) -> Any:
+            total = environment.pop(f"total of {line.made[0].name}", None)
+            if total is None:
+                return otherwise(lane, environment)
+            if self._later is None:
+                return add(total, *arguments(environment))
+            self._later.append(partial(add, total, *arguments(environment)))
+            return total
+
+        return call
+
     def _kernel(self, line: Line, function: Function) -> Callable[[int, Environment], Any]:
         kernel = self.kernels[line.op]
         arguments = self._arguments(line)
@@ -279,27 +336,6 @@ class Machine:
         results = [value.type for value in line.results if value is not None]
         sites = [self.site(self.mesh, at, operands, results, self.device) for at in self.coordinates]
         return lambda lane, environment: kernel(sites[lane], *arguments(environment))
-
-
-def made_by(lines: Iterable[Line]) -> list[str]:
-    """Names of what lines make."""
-    return [value.name for line in lines for value in line.results if value is not None]
-
-
-def summed(lines: Iterable[Line]) -> set[str]:
-    """What collectives make, which may arrive later."""
-    return set(made_by(line for line in lines if line.op in COLLECTIVES))
-
-
-def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tuple[str, ...]]:
-    """For each group of a function's lines the names that nobody reads after it."""
-    last = {name: at for at, lines in enumerate(groups) for line in lines for name in (*line.uses(), *made_by([line]))}
-    returned = {name for _, name in function.returns}
-    found: list[list[str]] = [[] for _ in groups]
-    for name, at in last.items():
-        if name not in returned:
-            found[at].append(name)
-    return list(map(tuple, found))
 
 
 def _here() -> None:

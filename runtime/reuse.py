@@ -1,8 +1,8 @@
-"""Which storage a line may write its result over: that which nobody reads again under any name."""
+"""Which values nobody reads again, and which storage a line may so write its result over."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,37 @@ import torch
 from ..compiler.collectives import COLLECTIVES
 from ..compiler.mesh import Mesh
 from ..compiler.program import Function, Line, Ref, operator
-from .kernels import KERNELS
+from .kernels import KERNELS, OVER
 
 
-def spare_operands(function: Function, owned: Collection[str]) -> list[frozenset[str]]:
-    """For each line the operands whose storage dies with it; parameters are the caller's, but for those ``owned``."""
+def made_by(lines: Iterable[Line]) -> list[str]:
+    """Names of what lines make."""
+    return [value.name for line in lines for value in line.results if value is not None]
+
+
+def summed(lines: Iterable[Line]) -> set[str]:
+    """What collectives make, which may arrive later."""
+    return set(made_by(line for line in lines if line.op in COLLECTIVES))
+
+
+def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tuple[str, ...]]:
+    """For each group of a function's lines the names that nobody reads after it."""
+    last = {name: at for at, lines in enumerate(groups) for line in lines for name in (*line.uses(), *made_by([line]))}
+    returned = {name for _, name in function.returns}
+    found: list[list[str]] = [[] for _ in groups]
+    for name, at in last.items():
+        if name not in returned:
+            found[at].append(name)
+    return list(map(tuple, found))
+
+
+def spare_operands(function: Function, owned: Collection[str], late: Collection[str] = ()) -> list[frozenset[str]]:
+    """For each line the operands whose storage dies with it; parameters are the caller's, but for those ``owned``.
+    What is ``late`` may be read after the last line."""
     group = _Groups()
     last: dict[str, int] = {}
-    kept = {value.name for value in function.parameters} - set(owned) | {name for _, name in function.returns}
+    kept = {value.name for value in function.parameters} - set(owned) | set(late)
+    kept |= {name for _, name in function.returns}
     for index, line in enumerate(function.lines):
         names = [value.name for value in line.results if value is not None]
         if _may_alias(line):
@@ -42,14 +65,7 @@ def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh)
     """The operator that writes a line's result over an operand that is spare, and its arguments with that operand
     first; None where there is none."""
     (result, *more) = line.results
-    if not spare or more or result is None or line.op in KERNELS or not line.op.startswith("aten."):
-        return None
-    target = operator(line.op)
-    if torch.Tag.pointwise not in target.tags:
-        return None
-    packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
-    overload = getattr(packet, target._overloadname, None)
-    if overload is None or not _takes_the_same(overload, target):
+    if not spare or more or result is None or (overload := _writing_over(line.op)) is None:
         return None
     values = function.values()
     args = list(line.args)
@@ -60,6 +76,20 @@ def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh)
             if (given.dtype, given.local(mesh)) == (result.type.dtype, result.type.local(mesh)):
                 return overload, [operand, *(arg for at, arg in enumerate(args) if at != index)]
     return None
+
+
+def _writing_over(op: str) -> Any:
+    """The operator that writes an operator's result over its first operand, or None."""
+    if op in OVER:
+        return OVER[op]
+    if op in KERNELS or not op.startswith("aten."):
+        return None
+    target = operator(op)
+    if torch.Tag.pointwise not in target.tags:
+        return None
+    packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
+    overload = getattr(packet, target._overloadname, None)
+    return overload if overload is not None and _takes_the_same(overload, target) else None
 
 
 _FRESH = frozenset(f"aten.{name}" for name in (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,8 +76,10 @@ class Stepper:
         """With ``account``: the most bytes that one rank held for each stage's later actions, saved and received."""
         self.current: Action | None = None
         """What runs now, or ran last."""
+        self._following: Action | None = None
         self._receives: dict[Message, Callable[[], list[list[torch.Tensor]]]] = {}
         self._sends: list[Sending] = []
+        self._later: list[Callable[[], object]] = []
         options.setdefault("reuse", options.get("watch") is None)  # who watches may keep what it saw
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
 
@@ -97,9 +100,10 @@ class Stepper:
         keep: bool = True,
     ) -> list[_Work]:  # fmt: skip
         work = [_Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
-        self._receives, self._sends = {}, []
-        for index, action in enumerate(actions):
-            self.current = action
+        self._receives, self._sends, self._later = {}, [], []
+        for index, (action, following) in enumerate(pairwise([*actions, None])):
+            assert action is not None
+            self.current, self._following = action, following
             for coming in actions[index : index + 1 + AHEAD]:
                 if coming.kind in ("RECV_F", "RECV_B"):
                     self._post(coming)
@@ -107,6 +111,9 @@ class Stepper:
             try:
                 with self.recorded(str(action), "wait" if action.kind.startswith("RECV") else "work", step):
                     handler(action, step, work)
+                if action.kind == "SEND_B" and self._later:
+                    with self.recorded(str(replace(action, kind="B")), "work", step):
+                        self._finish_later()
             except PeerLost as error:
                 raise error.during(f"action {action} of step {step + 1}") from error
             except RuntimeError as error:
@@ -147,6 +154,12 @@ class Stepper:
         self._sends = [sending for sending in self._sends if not sending.done()]
         self._sends.append(self.backend.send(message, pieces))
 
+    def _finish_later(self) -> None:
+        """Add up what a backward left for after it has sent."""
+        for call in self._later:
+            call()
+        self._later.clear()
+
     def _settle(self, step: int) -> None:
         """Wait until all that was sent was taken: the tensors may be written over then."""
         if self._sends:
@@ -170,9 +183,15 @@ class Stepper:
     # ---- work
 
     def _run(
-        self, name: str, work: Sequence[_Work], extra: Sequence[Environment] = ()
+        self,
+        name: str,
+        work: Sequence[_Work],
+        extra: Sequence[Environment] = (),
+        totals: Sequence[Mapping[str, torch.Tensor]] = (),
+        later: list[Callable[[], object]] | None = None,
     ) -> Iterator[tuple[_Work, Environment]]:
-        """Each rank with what a program returns on it; ``extra`` is bound beside what the rank holds."""
+        """Each rank with what a program returns on it; ``extra`` is bound beside what the rank holds, and to ``totals``
+        results are added, ``later`` where there is such a list."""
         machine = self.machines[name]
         given = [
             {value.name: _bind(value.role, w, more) for value in machine.program.main.parameters}
@@ -180,7 +199,7 @@ class Stepper:
         ]
         for more in extra:
             more.clear()  # values die within the program, after their last use
-        return zip(work, machine.run(given), strict=True)
+        return zip(work, machine.run(given, totals=totals, later=later), strict=True)
 
     def _inputs(self, action: Action, step: int, work: Sequence[_Work], *kinds: str) -> list[Environment]:
         """What a microbatch's work reads: its random numbers' place, its inputs, and what was kept for it."""
@@ -214,9 +233,17 @@ class Stepper:
         self._note_saved(action.stage, work)
 
     def _b(self, action: Action, step: int, work: Sequence[_Work]) -> None:
-        for w, made in self._run(self._machine(action, "B"), work, self._inputs(action, step, work, "saved", "B")):
-            for name, gradient in w.hand_over((action.stage, "B", action.microbatch), made).items():
-                w.total(f"gradient {name}", gradient)
+        name = self._machine(action, "B")
+        addable = self.machines[name].addable
+        totals = [w.own_totals(addable) for w in work]
+        inputs = self._inputs(action, step, work, "saved", "B")
+        sends = self._following is not None and self._following.kind == "SEND_B"
+        # a stage waits for what is sent, nobody for the weights' gradients; where other microbatches wait for their
+        # backward, there may be no memory to keep what these are made of
+        later = self._later if sends and not any(w.kept for w in work) else None
+        for w, made in self._run(name, work, inputs, totals, later):
+            for parameter, gradient in w.hand_over((action.stage, "B", action.microbatch), made).items():
+                w.total(f"gradient {parameter}", gradient, parameter in addable)
 
     def _reduce(self, action: Action, step: int, work: Sequence[_Work]) -> None:
         self._settle(step)
@@ -255,17 +282,26 @@ class _Work:
     kept: dict[Key, dict[str, torch.Tensor]] = field(default_factory=dict)
     sent: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
     results: dict[str, torch.Tensor] = field(default_factory=dict)
-    summed: set[str] = field(default_factory=set)
+    owned: set[str] = field(default_factory=set)
+    """Keys of totals with storage of their own, to which later parts are added."""
 
-    def total(self, key: str, value: torch.Tensor) -> None:
-        """Add a microbatch's part; the first sum has storage of its own, which later ones are added to."""
-        if key in self.summed:
-            self.totals[key].add_(value)
-        elif key in self.totals:
-            self.totals[key] = self.totals[key] + value
-            self.summed.add(key)
-        else:
+    def total(self, key: str, value: torch.Tensor, own: bool = False) -> None:
+        """Add a microbatch's part, unless it was added as it was made; ``own`` where its storage is nothing else's."""
+        total = self.totals.get(key)
+        if total is value:
+            return
+        if total is None:
             self.totals[key] = value
+        elif key in self.owned:
+            total.add_(value)
+        else:
+            self.totals[key], own = total + value, True
+        if own:
+            self.owned.add(key)
+
+    def own_totals(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Totals of gradients, by the parameter's name, to which more may be added."""
+        return {name: self.totals[key] for name in names if (key := f"gradient {name}") in self.owned}
 
     def hand_over(self, key: Key, made: Environment) -> Environment:
         """Put what goes to another stage aside; the rest."""

@@ -1,0 +1,131 @@
+"""Lines that torch computes together, and gradients that are added to a total as they are made, or after a send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parc.compiler.cost import estimate_memory
+from parc.compiler.mesh import Mesh
+from parc.compiler.program import Program
+from parc.compiler.schedules import timelines
+from parc.compiler.totals import ADDABLE, addable
+from parc.runtime.backends.in_process import InProcess
+from parc.runtime.execute import Machine
+from parc.runtime.fusion import ADDING, fused
+from parc.runtime.kernels import KERNELS, Kernel
+from parc.runtime.simulate import Simulation
+from parc.runtime.trace import Recorder
+from tests.runtime.staged import MICROBATCHES, program
+from tests.runtime.test_stages import batch_of, case
+
+CPU = torch.device("cpu")
+TYPES = {"w": "f32[4, 4]", "dw": "f32[4, 4]", "flat": "f32[8, 4]", "product": "f32[8, 4]", "whole": "i64[2, 4]"}
+
+
+def lines_of(made: Program) -> list[str]:
+    return [line.op.split(".")[1] for line in fused(made.main, True).lines]
+
+
+def test_a_product_that_is_added_to_something_is_one_line_with_the_sum() -> None:
+    cube = {"x": "f32[2, 4, 4]", "y": "f32[2, 4, 4]", "back": "f32[2, 4, 4]", "sum": "f32[2, 4, 4]"}
+    made = program("stage0", "F", "", (
+        "x:input x", "w:parameter w", "y = exp(x)", "flat = reshape(y, [8, 4])", "product = mm(flat, w)",
+        "back = reshape(product, [2, 4, 4])", "sum = add.Tensor(back, y)", "loss sum",
+    ), TYPES | cube)  # fmt: skip
+    assert lines_of(made) == ["exp", "reshape", "add_product"]
+    x, w = torch.randn(2, 4, 4), torch.randn(4, 4)
+    (found,) = Machine(made, InProcess(Mesh()), CPU, reuse=True).run([{"x": x, "w": w}])
+    torch.testing.assert_close(found["loss"], x.exp() @ w + x.exp())
+
+
+@pytest.mark.parametrize(("more", "types", "ops"), [
+    ((), {}, ["exp", "addcmul"]),
+    (("loss product",), {}, ["exp", "mul", "add"]),
+    ((), dict.fromkeys(("x", "exp", "product", "sum"), "i64[2, 4]"), ["exp", "mul", "add"]),
+    ((), {"x": "bf16[2, 4]"}, ["exp", "mul", "add"]),
+], ids=["alone", "read twice", "of integers", "of another type"])  # fmt: skip
+def test_a_product_entry_by_entry_is_one_line_with_its_sum(
+    more: tuple[str, ...], types: dict[str, str], ops: list[str]
+) -> None:
+    words = ("x:input x", "exp = exp(x)", "product = mul.Tensor(x, exp)", "sum = add.Tensor(exp, product)")
+    assert lines_of(program("stage0", "F", "", (*words, "sum sum", *more), {"product": "f32[2, 4]", **types})) == ops
+
+
+BACKWARD = program("stage1", "B", "", (
+    "g:received g", "x:saved x", "w:parameter w", "t = t(x)", "twice = mul.Scalar(g, 2.0)", "dw = mm(t, twice)",
+    "h = mul.Tensor(twice, x)", "w dw", "sent h h",
+), TYPES | {"t": "f32[4, 2]"})  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, {**KERNELS, "aten.mm.default": lambda site, a, b: torch.mm(a, b)}])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: bool, kernels: dict[str, Kernel]) -> None:
+    """``twice`` dies in the line after the gradient's, which must not write over what is still to be read."""
+    machine = Machine(BACKWARD, InProcess(Mesh()), CPU, reuse=True, kernels=kernels)
+    assert machine.addable == {"w"}
+    g, x, w, before = torch.randn(2, 4), torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
+    later: list[Callable[[], object]] = []
+    total = before.clone()
+    (found,) = machine.run([{"g": g, "x": x, "w": w}], totals=[{"w": total}], later=later if late else None)
+    assert found["w"] is total and len(later) == late
+    assert torch.equal(total, before) == late
+    for call in later:
+        call()
+    torch.testing.assert_close(total, before + x.t() @ (2 * g))
+    torch.testing.assert_close(found["sent h"], 2 * g * x)
+
+
+def test_what_is_read_elsewhere_or_given_back_twice_is_not_added() -> None:
+    assert ADDING.keys() == ADDABLE
+    words = ("x:input x", "t = t(x)", "dw = mm(t, x)")
+    for more, names in ((("w dw",), {"dw"}), (("w dw", "v dw"), set()), (("exp = exp(dw)", "w dw", "v exp"), set())):
+        made = program("stage0", "B", "", (*words, *more), TYPES | {"t": "f32[4, 2]", "exp": "f32[4, 4]"})
+        assert addable(made)["main"] == names
+
+
+def test_rows_of_an_embedding_are_added_to_their_total() -> None:
+    made = program("stage0", "B", "", (
+        "g:received g", "index:input index", "dw = embedding_dense_backward(g, index, 5, -1, False)", "w dw",
+    ), {"g": "f32[2, 3, 4]", "index": "i64[2, 3]", "dw": "f32[5, 4]"})  # fmt: skip
+    g, index, before = torch.randn(2, 3, 4), torch.tensor([[0, 1, 1], [4, 0, 1]]), torch.randn(5, 4)
+    machine = Machine(made, InProcess(Mesh()), CPU, reuse=True)
+    (found,) = machine.run([{"g": g, "index": index}], totals=[{"w": before.clone()}])
+    wanted = torch.ops.aten.embedding_dense_backward(g, index, 5, -1, False)
+    torch.testing.assert_close(found["w"], before + wanted)
+
+
+def test_a_stage_sends_before_it_computes_the_last_gradients_of_its_weights() -> None:
+    simulation = Simulation(case("pp=4", 4))
+    for stepper in simulation.steppers:
+        stepper.recorder = Recorder(CPU)
+    simulation.step([batch_of(m) for m in range(MICROBATCHES)], 0)
+    recorder = simulation.steppers[-1].recorder
+    assert recorder is not None
+    names = [name for name, *_ in recorder.spans]
+    assert names[-4:] == ["3B3", "3SEND_B3", "3B3", "3REDUCE"] or names[-5:-2] == ["3B3", "3SEND_B3", "3B3"], names
+
+
+def test_what_gradients_are_made_of_after_a_send_is_in_the_estimate() -> None:
+    """Of three products in a row each gradient is made of what the line before it made: all of them are there at the
+    end, where at once two are, beside the three small gradients."""
+    large, value = "f32[64, 4]", 64 * 4 * 4
+    words = [f"d{n} = exp({'g' if n == 1 else f'd{n - 1}'})" for n in (1, 2, 3, 4)]
+    made = [f"w{n} = mm(t, d{n})" for n in (1, 2, 3)]
+    lines = [word for pair in zip(words, made, strict=False) for word in pair] + words[3:]
+    names = [f"d{n}" for n in (1, 2, 3, 4)] + ["g", "x"]
+    types = dict.fromkeys(names, large) | {"t": "f32[4, 64]"} | dict.fromkeys(("w1", "w2", "w3"), "f32[4, 4]")
+    backward = program("stage1", "B", "pp=2", (
+        "g:received g", "x:saved x", "t = t(x)", *lines, "w1 w1", "w2 w2", "w3 w3", "sent h d4",
+    ), types)  # fmt: skip
+    forward = program("stage1", "F", "pp=2", ("x:received x", "saved x"), {"x": large})
+    actions = timelines("gpipe", 2, 1)["pp1"]
+    assert estimate_memory({"1F": forward, "1B": backward}, actions, {}, {}).activations == (1 + 4) * value
+    first = replace(backward.main, returns=backward.main.returns[:3])
+    unsent = replace(backward, functions=(first,))
+    assert (
+        estimate_memory({"1F": forward, "1B": unsent}, actions, {}, {}).activations == (1 + 2) * value + 3 * 4 * 4 * 4
+    )
