@@ -138,13 +138,13 @@ def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
     taken: dict[tuple[str, str], list[float]] = {}
     once = 0.0
     for rank in ranks:
-        spent: dict[tuple[str, int], float] = {}
-        for name, _, step, begin, end in rank["spans"]:  # a backward may have two: before and after it sends
-            spent[name, step] = spent.get((name, step), 0.0) + (end - begin) / 1e9
-        for (name, step), seconds in spent.items():
+        seen: set[tuple[str, int]] = set()
+        for name, _, step, begin, end in rank["spans"]:
             match = re.fullmatch(r"(\d+)([A-Z_]+)\d*", name)
             if match is not None and step >= WARM_UP:
-                taken.setdefault((match[1], match[2]), []).append(seconds)
+                kind = "after" if (name, step) in seen else match[2]  # of a backward the second part follows its send
+                taken.setdefault((match[1], kind), []).append((end - begin) / 1e9)
+            seen.add((name, step))
         once = max(once, statistics.median(rank["update"]))
     middle = {key: statistics.median(values) for key, values in taken.items()}
     count = MICROBATCHES * max(middle["0", "COUNT"], middle["1", "COUNT"]) + max(
@@ -152,7 +152,8 @@ def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
     )
     reduce = min(middle["0", "REDUCE"], middle["1", "REDUCE"])  # the other one waits there until this one comes
     timelines = {name: role.actions for name, role in read_build(build).roles.items()}
-    played = simulate(timelines, [middle[s, "F"] for s in "01"], [middle[s, "B"] for s in "01"])
+    forward, backward, after = ([middle.get((stage, kind), 0.0) for stage in "01"] for kind in ("F", "B", "after"))
+    played = simulate(timelines, forward, backward, after=after)
     return count + played.makespan + reduce + once
 
 

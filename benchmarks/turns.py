@@ -18,7 +18,7 @@ from parc.runtime.launch import KEEP_MEMORY
 ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 LAUNCHED = {**ONE_THREAD, **KEEP_MEMORY}
-"""What ``parc run`` puts into the environment of its processes."""
+"""With what ``parc run`` says to its processes about memory."""
 Step = Callable[[], object]
 _LONGEST = timedelta(minutes=10)
 
@@ -43,8 +43,9 @@ def in_turn(sides: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], ranks:
             for side, process in running.items():
                 store.set(f"{side} {turn}", "")
                 _wait(store, f"{side} {turn} over", process)
-        for process in running.values():
-            process.wait()
+        for side, process in running.items():
+            if process.wait():
+                raise RuntimeError(f"{side} ended with status {process.returncode}")
     finally:
         for process in running.values():
             process.kill()

@@ -59,7 +59,7 @@ def _peak(program: Program, function: Function, late: Mapping[str, frozenset[str
                 source[value.name] = owner
                 last[owner] = max(last.get(owner, 0), last.get(value.name, index))
     held = {_owner(name, source) for name in lasting(function, added)}
-    held = {name for name in held if last[name] < end}
+    held = {name for name in held if last.get(name, 0) < end}
     last.update(dict.fromkeys(held, end))
     live = most = kept = 0
     dying: dict[int, int] = {}
@@ -116,9 +116,11 @@ def estimate_memory(
         sent[key] = sum(local_bytes(values[name].type, program) for name in sends - keeps)
         received[key] = sum(local_bytes(value.type, program) for value in program.main.parameters
                             if value.role.startswith("received "))  # fmt: skip
-        # what a backward does with the weights' gradients after it sends keeps other things than what it does at once
-        ways = [{}, addable(program)] if program.action == "B" and sent[key] else [{}]
-        peaks[key] = max(_peak(program, program.main, late, {})[0] for late in ways) if program in work else 0
+        peaks[key] = _peak(program, program.main, {}, {})[0] if program in work else 0
+        if program.action == "B" and sent[key]:  # with the weights' gradients made one by one after it sends
+            late = addable(program)
+            one = max((local_bytes(values[name].type, program) for name in late[program.main.name]), default=0)
+            peaks[key] = max(peaks[key], _peak(program, program.main, late, {})[0] + one)
     held, most = _Held(), 0
     for index, action in enumerate(actions):
         for coming in actions[index : index + 1 + AHEAD]:

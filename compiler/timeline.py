@@ -64,16 +64,18 @@ def simulate(
     forward: float | Sequence[float] = 1,
     backward: float | Sequence[float] = 2,
     *,
+    after: float | Sequence[float] = 0,
     latency: float = 0,
 ) -> Timeline:
-    """Play timelines whose ``F`` and ``B`` take these times, for all stages or one each; all else takes none.
+    """Play timelines whose ``F`` and ``B`` take these times, for all stages or one each, and what comes ``after`` each
+    ``SEND_B``, when the message is under way; all else takes none.
 
     A message is there ``latency`` after it was sent. Senders do not wait, as in a run, which posts receives early.
 
     Raises:
         ValueError: an order that never ends, or a message that is never sent.
     """
-    times = {"F": forward, "B": backward}
+    times = {"F": forward, "B": backward, "SEND_B": after}
     spans: dict[str, list[Span]] = {role: [] for role in timelines}
     sent: dict[Action, float] = {}
     moved = True
@@ -91,7 +93,7 @@ def simulate(
                     start = max(start, sent[message] + latency)
                 time = times.get(kind, 0)
                 end = start + (time[action.stage] if isinstance(time, Sequence) else time)
-                sent[action] = end
+                sent[action] = start if action.kind == "SEND_B" else end
                 made.append(Span(action, start, end))
                 moved = True
     stuck = [

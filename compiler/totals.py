@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from .program import Function, Program
+from .program import Function, Line, Program, Value
 
 ADDABLE = frozenset({"aten.mm.default", "aten.embedding_dense_backward.default"})
 """Operators that can add what they make to something: the gradients of weights."""
@@ -19,22 +19,39 @@ def uses_of(function: Function) -> Counter[str]:
 
 def addable(program: Program, operators: Collection[str] = ADDABLE) -> dict[str, frozenset[str]]:
     """For each function the values that may be added to a total as they are made: made by one of these operators, here
-    or in a function that is called, and given back and nothing else."""
-    found: dict[str, frozenset[str]] = {}
-    for function in program.functions:
-        uses, returned = uses_of(function), Counter(name for _, name in function.returns)
-        names: set[str] = set()
-        for line in function.lines:
-            if line.calls_function:
-                keys = program.function(line.op).returns
-                inner = [value.name for value, (_, name) in zip(line.made, keys, strict=True) if name in found[line.op]]
-            else:
-                inner = [value.name for value in line.made] if line.op in operators else []
-            names.update(name for name in inner if uses[name] == returned[name] == 1)
-        found[function.name] = frozenset(names)
-    return found
+    or in a function that is called, and given back and nothing else; not sent."""
+    read: set[tuple[str, str]] = {
+        (program.main.name, name) for key, name in program.main.returns if key.startswith("sent ")
+    }
+    while True:
+        found: dict[str, frozenset[str]] = {}
+        for function in program.functions:
+            uses, returned = uses_of(function), Counter(name for _, name in function.returns)
+            found[function.name] = frozenset(
+                value.name for line in function.lines for value, inner in _made(program, line)
+                if (inner in found[line.op] if line.calls_function else line.op in operators)
+                and uses[value.name] == returned[value.name] == 1 and (function.name, value.name) not in read
+            )  # fmt: skip
+        more = {  # what one caller reads is not added for the others
+            (line.op, inner) for function in program.functions for line in function.lines if line.calls_function
+            for value, inner in _made(program, line)
+            if inner in found[line.op] and value.name not in found[function.name]
+        }  # fmt: skip
+        if not more:
+            return found
+        read |= more
+
+
+def _made(program: Program, line: Line) -> list[tuple[Value, str]]:
+    """What a line makes, with the name that it has in a function that the line calls."""
+    if not line.calls_function:
+        return [(value, "") for value in line.made]
+    return [(value, name) for value, (_, name) in zip(line.made, program.function(line.op).returns, strict=True)]
 
 
 def lasting(function: Function, added: Collection[str]) -> set[str]:
-    """What may be read after the function's last line, where what is ``added`` may be made then."""
-    return {name for line in function.lines if any(v.name in added for v in line.made) for name in line.uses()}
+    """What may be read after the function's last line, where what is ``added`` may be made then: operands, and of a
+    function that is called what it gives back too, which it may still read."""
+    late = [line for line in function.lines if any(value.name in added for value in line.made)]
+    back = {value.name for line in late if line.calls_function for value in line.made}
+    return ({name for line in late for name in line.uses()} | back) - set(added)

@@ -181,7 +181,7 @@ class Machine:
 
     def _prepare(self, function: Function) -> list[_Step]:
         if self.reuse:
-            function = fused(function, products="aten.mm.default" not in self.kernels)
+            function = fused(function, self.mesh, products="aten.mm.default" not in self.kernels)
         owned = [value.name for value in function.parameters if value.role.startswith("gradient ")]
         late = lasting(function, self._addable[function.name])
         spares = spare_operands(function, owned, late) if self.reuse else [frozenset[str]()] * len(function.lines)

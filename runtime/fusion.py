@@ -3,12 +3,16 @@ is made. A program's text stays as it was proved; this is how a machine runs it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ..compiler.collectives import COLLECTIVES
+from ..compiler.cost import VIEWS
+from ..compiler.mesh import Mesh
 from ..compiler.program import Function, Line, Ref, Value
 from ..compiler.totals import uses_of
 
@@ -17,38 +21,58 @@ _ADD_PRODUCT = "parc.add_product.default"
 _RESHAPE = "aten.reshape.default"
 
 
-def fused(function: Function, products: bool) -> Function:
+def fused(function: Function, mesh: Mesh, products: bool) -> Function:
     """The function with ``x + a * b``, and with ``products`` ``x + a @ b``, as one line each, where nobody else reads
-    what is added to ``x``."""
+    what is added to ``x``. What a product reads then lives until the sum: not where that takes memory, nor where ``x``
+    is under way while the product is made."""
     values, uses = function.values(), uses_of(function)
-    makers = {value.name: line for line in function.lines for value in line.made}
+    makers = {value.name: (at, line) for at, line in enumerate(function.lines) for value in line.made}
+    last = {name: at for at, line in enumerate(function.lines) for name in line.uses()}
+    kept = {value.name for value in function.parameters} | {name for _, name in function.returns}
     gone: set[str] = set()
 
-    def made_for(item: Any, *ops: str) -> Line | None:
-        """The line that makes an operand for its one reader, if it is one of these."""
-        line = makers.get(item.name) if isinstance(item, Ref) and uses[item.name] == 1 else None
-        return line if line is not None and line.op in ops and not line.kwargs else None
+    def made_for(item: Any, op: str) -> Line | None:
+        """The line that makes an operand for its one reader, if it is this operator's."""
+        _, line = makers.get(item.name, (0, None)) if isinstance(item, Ref) and uses[item.name] == 1 else (0, None)
+        return line if line is not None and line.op == op and not line.kwargs else None
 
-    def together(line: Line, result: Value) -> Line:
+    def size(name: str) -> int:
+        while name in makers and makers[name][1].op in VIEWS:  # of what a view keeps alive
+            name = next(makers[name][1].uses())
+        return math.prod(values[name].type.local(mesh)) * values[name].type.dtype.itemsize
+
+    def for_nothing(at: int, product: Line) -> bool:
+        """Whether the sum at a line may make the product: nothing is made between, or no more dies at the product than
+        it makes."""
+        first, made = makers[product.made[0].name][0], product.made[0].name
+        between = {v.name for line in function.lines[first + 1 : at] for v in line.made if line.op != _RESHAPE}
+        dying = {name for name in product.uses() if name not in kept and last[name] == first}
+        return not between - gone or sum(map(size, dying)) <= size(made)
+
+    def together(at: int, line: Line, result: Value) -> Line:
+        type_ = result.type
         for x, other in (line.args, line.args[::-1]):
-            if not isinstance(x, Ref) or values[x.name].type != result.type or not result.type.dtype.is_floating_point:
+            if not (isinstance(x, Ref) and isinstance(other, Ref)) or not type_.dtype.is_floating_point:
+                continue
+            if values[x.name].type != type_ or makers.get(x.name, (0, line))[1].op in COLLECTIVES:
                 continue
             view = made_for(other, _RESHAPE)
-            product = made_for(view.args[0] if view else other, "aten.mm.default") if products else None
-            if product is not None and values[product.made[0].name].type.dtype == result.type.dtype:
+            whole = products and values[other.name].type.shape == type_.shape
+            product = made_for(view.args[0] if view else other, "aten.mm.default") if whole else None
+            if product is None:
+                view, product = None, made_for(other, "aten.mul.Tensor")
+            if product is None or not all(isinstance(item, Ref) for item in product.args):
+                continue
+            read = [values[name].type.dtype for name in product.uses()]
+            if set(read) == {type_.dtype} and for_nothing(at, product):
                 gone.update(made.made[0].name for made in (view, product) if made)
-                return replace(line, op=_ADD_PRODUCT, args=(x, *product.args))
-            product = made_for(other, "aten.mul.Tensor")
-            if product is not None and all(
-                isinstance(item, Ref) and values[item.name].type.dtype == result.type.dtype for item in product.args
-            ):
-                gone.add(product.made[0].name)
-                return replace(line, op="aten.addcmul.default", args=(x, *product.args))
+                op = _ADD_PRODUCT if product.op == "aten.mm.default" else "aten.addcmul.default"
+                return replace(line, op=op, args=(x, *product.args))
         return line
 
     lines = [
-        together(line, line.made[0]) if line.op == "aten.add.Tensor" and not line.kwargs else line
-        for line in function.lines
+        together(at, line, line.made[0]) if line.op == "aten.add.Tensor" and not line.kwargs else line
+        for at, line in enumerate(function.lines)
     ]
     return replace(function, lines=tuple(line for line in lines if not any(v.name in gone for v in line.made)))
 
@@ -64,4 +88,4 @@ ADDING: Mapping[str, Callable[..., torch.Tensor]] = {
     "aten.mm.default": torch.Tensor.addmm_,
     "aten.embedding_dense_backward.default": _embedding,
 }
-"""The operators of ``ADDABLE``, adding to a total, which comes first: nothing of its size is made besides."""
+"""The operators of ``ADDABLE``, adding to a total, which comes first."""

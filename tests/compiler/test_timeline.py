@@ -20,6 +20,12 @@ def test_messages_that_take_time_make_ranks_wait() -> None:
     assert simulate(made, 1, 2, latency=0.5).makespan == 9 + 4 * 0.5  # two ways of two messages
 
 
+def test_a_message_is_under_way_while_its_sender_goes_on() -> None:
+    made = timelines("gpipe", 2, 1)
+    assert simulate(made, 1, [2, 2]).makespan == 1 + 1 + 2 + 2
+    assert simulate(made, 1, [2, 1], after=[0, 1]).makespan == 1 + 1 + 1 + 2
+
+
 def test_the_slowest_stage_sets_the_pace() -> None:
     played = simulate(timelines("1f1b", 3, 10), [1, 3, 1], [2, 6, 2])
     assert played.busy("pp1") == 90

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from parc.checks import check_build
 from parc.compiler.cost import estimate_memory
 from parc.compiler.mesh import Mesh
-from parc.compiler.program import Program
+from parc.compiler.program import Line, Program, Ref
 from parc.compiler.schedules import timelines
 from parc.compiler.totals import ADDABLE, addable
 from parc.runtime.backends.in_process import InProcess
@@ -19,6 +21,7 @@ from parc.runtime.fusion import ADDING, fused
 from parc.runtime.kernels import KERNELS, Kernel
 from parc.runtime.simulate import Simulation
 from parc.runtime.trace import Recorder
+from tests.checked_plans import compiled_net
 from tests.runtime.staged import MICROBATCHES, program
 from tests.runtime.test_stages import batch_of, case
 
@@ -27,7 +30,7 @@ TYPES = {"w": "f32[4, 4]", "dw": "f32[4, 4]", "flat": "f32[8, 4]", "product": "f
 
 
 def lines_of(made: Program) -> list[str]:
-    return [line.op.split(".")[1] for line in fused(made.main, True).lines]
+    return [line.op.split(".")[1] for line in fused(made.main, made.mesh, True).lines]
 
 
 def test_a_product_that_is_added_to_something_is_one_line_with_the_sum() -> None:
@@ -53,6 +56,56 @@ def test_a_product_entry_by_entry_is_one_line_with_its_sum(
 ) -> None:
     words = ("x:input x", "exp = exp(x)", "product = mul.Tensor(x, exp)", "sum = add.Tensor(exp, product)")
     assert lines_of(program("stage0", "F", "", (*words, "sum sum", *more), {"product": "f32[2, 4]", **types})) == ops
+
+
+FAR = (
+    "x:input x",
+    "w:parameter w",
+    "y:input y",
+    "big = exp(x)",
+    "product = mm(big, w)",
+    "neg = neg(y)",
+    "s = tanh(neg)",
+)
+
+
+@pytest.mark.parametrize(("types", "ops"), [
+    ({"product": "f32[2, 4]", "x": "f32[2, 4]", "big": "f32[2, 4]"}, ["exp", "neg", "tanh", "add_product"]),
+    ({"product": "f32[2, 4]", "x": "f32[2, 64]", "big": "f32[2, 64]", "w": "f32[64, 4]"},
+     ["exp", "mm", "neg", "tanh", "add"]),
+], ids=["as large as the product", "larger"])  # fmt: skip
+def test_what_a_product_reads_does_not_live_on_where_it_is_large(types: dict[str, str], ops: list[str]) -> None:
+    made = program("stage0", "F", "", (*FAR, "sum = add.Tensor(s, product)", "loss sum"), TYPES | types)
+    assert lines_of(made) == ops
+
+
+def test_a_product_that_is_spread_over_what_it_is_added_to_stays_a_line_of_its_own(tmp_path: Path) -> None:
+    wide = {"x": "f32[3, 2, 4]", "s": "f32[3, 2, 4]", "sum": "f32[3, 2, 4]", "v": "f32[2, 4]", "product": "f32[2, 4]"}
+    words = ("x:input x", "v:parameter v", "w:parameter w", "s = exp(x)", "product = mm(v, w)")
+    made = program("stage0", "F", "", (*words, "sum = add.Tensor(s, product)", "loss sum"), TYPES | wide)
+    assert lines_of(made) == ["exp", "mm", "add"]
+    file = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 24, bias=False), nn.Linear(8, 8, bias=False)
+        self.register_buffer("pos", torch.randn(3, 8))
+
+    def forward(self, x):
+        return self.a(x).view(-1, 3, 8).tanh() + self.b(x).view(-1, 1, 8) + self.b(self.pos)
+"""
+    assert not check_build(compiled_net(tmp_path, file, 'Net" ()')).faults
+
+
+def test_a_sum_that_waits_for_ranks_does_not_hold_its_product_up() -> None:
+    words = ("x:input x", "w:parameter w", "s = parc.all_reduce(x, 'tp')", "product = mm(x, w)")
+    types = TYPES | {"x": "f32[2, 4] +tp", "product": "f32[2, 4]"}
+    made = program("stage0", "F", "tp=2", (*words, "sum = add.Tensor(s, product)", "loss sum"), types)
+    assert lines_of(made) == ["all_reduce", "mm", "add"]
 
 
 BACKWARD = program("stage1", "B", "", (
@@ -82,9 +135,29 @@ def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: boo
 def test_what_is_read_elsewhere_or_given_back_twice_is_not_added() -> None:
     assert ADDING.keys() == ADDABLE
     words = ("x:input x", "t = t(x)", "dw = mm(t, x)")
-    for more, names in ((("w dw",), {"dw"}), (("w dw", "v dw"), set()), (("exp = exp(dw)", "w dw", "v exp"), set())):
+    for more, names in (
+        (("sent x dw",), set()),
+        (("w dw",), {"dw"}),
+        (("w dw", "v dw"), set()),
+        (("exp = exp(dw)", "w dw", "v exp"), set()),
+    ):
         made = program("stage0", "B", "", (*words, *more), TYPES | {"t": "f32[4, 2]", "exp": "f32[4, 4]"})
         assert addable(made)["main"] == names
+
+
+def test_what_one_of_two_callers_reads_is_added_for_neither() -> None:
+    types = TYPES | {"t": "f32[4, 2]"}
+    inner = replace(
+        program("stage0", "B", "", ("x:input x", "t = t(x)", "dw = mm(t, x)", "w dw"), types).main, name="block"
+    )
+    value, outer = inner.values()["dw"], program("stage0", "B", "", ("x:input x", "w x"), types)
+    calls = [Line((replace(value, name=name),), "block", (Ref("x"),)) for name in ("first", "second")]
+    read = Line((replace(value, name="e"),), "aten.exp.default", (Ref("first"),))
+    for more, names in (([], {"first", "second"}), ([read], set())):
+        returns = (("w", "e" if more else "first"), ("v", "second"))
+        main = replace(outer.main, lines=(*calls, *more), returns=returns)
+        found = addable(replace(outer, functions=(inner, main)))
+        assert found == {"block": {"dw"} if names else set(), "main": names}
 
 
 def test_rows_of_an_embedding_are_added_to_their_total() -> None:
@@ -123,9 +196,8 @@ def test_what_gradients_are_made_of_after_a_send_is_in_the_estimate() -> None:
     ), types)  # fmt: skip
     forward = program("stage1", "F", "pp=2", ("x:received x", "saved x"), {"x": large})
     actions = timelines("gpipe", 2, 1)["pp1"]
-    assert estimate_memory({"1F": forward, "1B": backward}, actions, {}, {}).activations == (1 + 4) * value
+    small = 4 * 4 * 4  # and one gradient, where the product is no call that adds
+    assert estimate_memory({"1F": forward, "1B": backward}, actions, {}, {}).activations == (1 + 4) * value + small
     first = replace(backward.main, returns=backward.main.returns[:3])
     unsent = replace(backward, functions=(first,))
-    assert (
-        estimate_memory({"1F": forward, "1B": unsent}, actions, {}, {}).activations == (1 + 2) * value + 3 * 4 * 4 * 4
-    )
+    assert estimate_memory({"1F": forward, "1B": unsent}, actions, {}, {}).activations == (1 + 2) * value + 3 * small
