@@ -138,7 +138,7 @@ def _at(ranges: Ranges, parts: Sequence[float]) -> dict[str, int]:
 
 def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) -> Polynomial | None:
     """The one polynomial of fewest terms that has these values at these sizes, and that a value confirms which did not
-    determine it; None where there is none, or more than one.
+    determine it; None where there is none, or several that differ at some size.
 
     Where the points are all that the ranges allow, the simplest of those that have these values.
     """
@@ -155,8 +155,16 @@ def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) ->
                    for row, n in zip(rows[count:], numbers[count:], strict=True)):  # fmt: skip
                 found.append(Polynomial.of(dict(zip(chosen, factors, strict=True))))
         if found:
-            return found[0] if all_known or len(found) == 1 else None
+            return found[0] if all_known or all(_same(found[0], other, ranges) for other in found[1:]) else None
     return None
+
+
+def _same(first: Polynomial, second: Polynomial, ranges: Ranges) -> bool:
+    """Whether two polynomials are equal at all declared sizes, as `B+1` and `B**2/3+5/3` are at 1 and 2. Of a size
+    that takes one value more than its highest power, or all that there are."""
+    few = [list(itertools.islice(size.values, _POWER + 1)) for size in ranges.values()]
+    return all(first.at(at) == second.at(at) for each in itertools.product(*few)
+               for at in [dict(zip(ranges, each, strict=True))])  # fmt: skip
 
 
 @lru_cache

@@ -42,6 +42,12 @@ def test_three_choices_of_sizes_tell_what_programs_mostly_hold(text: str) -> Non
     assert str(fit(points, values_of(Polynomial.parse(text), points), BATCH)) == text
 
 
+def test_what_is_the_same_at_the_few_values_of_a_size_is_one() -> None:
+    ranges = {"B": SizeRange(1, 2, 1), "S": SizeRange(1, 5, 1)}
+    points = list(sample_points(ranges))
+    assert str(fit(points, values_of(Polynomial.parse("B+1"), points), ranges)) == "B+1"
+
+
 @settings(max_examples=25)
 @given(st.data())
 def test_what_is_fitted_is_right_at_every_size(data: st.DataObject) -> None:
