@@ -40,6 +40,16 @@ def local_bytes(type_: TensorType, program: Program) -> int:
     return math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
 
 
+def owners(function: Function) -> dict[str, str]:
+    """For each value that is a view the value whose storage it looks at."""
+    found: dict[str, str] = {}
+    for line in function.lines:
+        if line.op in VIEWS:
+            source = next(line.uses())
+            found.update((value.name, found.get(source, source)) for value in line.made)
+    return found
+
+
 def _peak(program: Program, function: Function, late: Mapping[str, frozenset[str]], peaks: _Peaks) -> tuple[int, int]:
     """The most bytes that a function's own values hold at once, results included, parameters not, and how many of them
     what is made ``late``, by function, still needs when the function has ended; ``peaks`` keeps what was looked at."""
@@ -50,15 +60,10 @@ def _peak(program: Program, function: Function, late: Mapping[str, frozenset[str
     for index, line in enumerate(function.lines):
         for name in line.uses():
             last[name] = max(last.get(name, 0), index)
-    # a view keeps its source alive
-    source: dict[str, str] = {}
-    for index, line in reversed(list(enumerate(function.lines))):
-        if line.op in VIEWS:
-            owner = next(line.uses())
-            for value in line.made:
-                source[value.name] = owner
-                last[owner] = max(last.get(owner, 0), last.get(value.name, index))
-    held = {_owner(name, source) for name in lasting(function, added)}
+    source = owners(function)
+    for name, owner in source.items():  # a view keeps it alive
+        last[owner] = max(last.get(owner, 0), last.get(name, 0))
+    held = {source.get(name, name) for name in lasting(function, added)}
     held = {name for name in held if last.get(name, 0) < end}
     last.update(dict.fromkeys(held, end))
     live = most = kept = 0
@@ -79,13 +84,6 @@ def _peak(program: Program, function: Function, late: Mapping[str, frozenset[str
         live += made - dying.get(index, 0)
     peaks[function.name] = most, kept
     return peaks[function.name]
-
-
-def _owner(name: str, source: Mapping[str, str]) -> str:
-    """The value whose storage a value looks at."""
-    while name in source:
-        name = source[name]
-    return name
 
 
 def estimate_memory(

@@ -26,7 +26,8 @@ from ..compiler.placement import TensorType
 from ..compiler.program import Function, Line, Program, Ref, argument_text, map_references
 from ..compiler.torch_private import Compiled, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ..grammar.codes_build import NO_COMPILER, NOT_COMPILED
-from .execute import Backend, Environment, Machine, _Step
+from .communication import Backend
+from .execute import Environment, Machine, _Step
 from .faults import RunError
 from .fusion import ADDING
 from .kernels import Site

@@ -2,99 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 
-from ..compiler.actions import Action
 from ..compiler.collectives import COLLECTIVES
 from ..compiler.mesh import Mesh
-from ..compiler.placement import Shape
 from ..compiler.program import Cut, Function, Line, Program, Ref, map_references, operator
-from ..compiler.totals import addable, lasting
+from ..compiler.totals import addable, lasting, uses_of
+from .communication import Backend
 from .fusion import ADDING, fused
 from .kernels import KERNELS, Kernel, Site, binding
 from .reuse import in_place, last_uses, spare_operands, summed
 
 Environment = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What stage ``stage`` hands to its neighbour over a mesh axis: results of its ``F`` to the one after it, or
-    gradients of its ``B`` to the one before it. Prints as the action that sends it."""
-
-    axis: str
-    stage: int
-    kind: Literal["F", "B"]
-    microbatch: int
-
-    @classmethod
-    def of(cls, action: Action, axis: str) -> Message:
-        """The message that an action sends or receives."""
-        kind: Literal["F", "B"] = "F" if action.kind.endswith("F") else "B"
-        back = 0 if action.kind.startswith("SEND") else 1 if kind == "F" else -1
-        return cls(axis, action.stage - back, kind, action.microbatch)
-
-    @property
-    def receiver(self) -> int:
-        """The stage that it goes to."""
-        return self.stage + (1 if self.kind == "F" else -1)
-
-    def __str__(self) -> str:
-        return f"{self.stage}SEND_{self.kind}{self.microbatch}"
-
-
-class Sending(Protocol):
-    """A message that is being sent, whose tensors it holds."""
-
-    def done(self) -> bool:
-        """Whether it is known to be taken: ``wait`` returns at once."""
-
-    def wait(self) -> None:
-        """Wait until it is taken, and its tensors may be written over.
-
-        Raises:
-            PeerLost: it never is.
-        """
-
-
-class PeerLost(RuntimeError):
-    """Another rank ended, or took too long, while this one waited for it; ``what`` says who waited for what."""
-
-    def __init__(self, what: str, why: object) -> None:
-        super().__init__(f"{what}: {why}")
-        self.what, self.why = what, why
-
-    def during(self, work: str) -> PeerLost:
-        """The same, where it happened."""
-        return PeerLost(f"{self.what} in {work}", self.why)
-
-
-class Backend(Protocol):
-    """How ranks communicate. ``pieces`` are the operands of this process's ranks, results come back alike."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that this process computes."""
-
-    def collective(
-        self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
-    ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
-        """Start a collective over all ranks of its groups: the results, and what to call before they are read.
-        ``spare``: the pieces may be written over."""
-
-    def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
-        """Start to send the tensors of each rank; does not wait for who receives them."""
-
-    def receive(
-        self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]
-    ) -> Callable[[], list[list[torch.Tensor]]]:
-        """Start to receive tensors of these local shapes on each rank; what to call for them, which waits and may raise
-        ``PeerLost``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +29,10 @@ class _Step:
     run: Callable[[Sequence[Environment]], None]
     awaited: tuple[str, ...]
     dead: tuple[str, ...]
+
+
+Ready = Callable[[str, list[torch.Tensor]], None]
+"""Takes the key of a result that is made, and its pieces on the ranks of this process."""
 
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
@@ -135,8 +63,33 @@ class Machine:
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
         self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
         self._addable = addable(program, self._adding)
-        self._later: list[Callable[[], object]] | None = None
+        self._later: list[Callable[[], torch.Tensor]] | None = None
         self._steps = {function.name: self._prepare(function) for function in program.functions}
+        self._keys = {name: key for key, name in program.main.returns if key in self.addable}
+        self._ahead = self._sums_ahead(program.main)
+
+    @property
+    def ahead(self) -> Collection[str]:
+        """Roles of parameters that ``begin`` takes."""
+        return self._ahead.keys()
+
+    def begin(self, role: str, pieces: Sequence[torch.Tensor], begun: Sequence[Environment]) -> None:
+        """Start the sum that alone reads a parameter, ahead of ``run``, which is given what is ``begun`` beside its
+        inputs."""
+        name, step = self._ahead[role]
+        for environment, piece in zip(begun, pieces, strict=True):
+            environment[name] = piece
+        step.run(begun)
+
+    def _sums_ahead(self, main: Function) -> dict[str, tuple[str, _Step]]:
+        roles, uses = {value.name: value.role for value in main.parameters}, uses_of(main)
+        found = {}
+        for step in self._steps[main.name]:
+            if step.line.op == "parc.all_reduce":
+                (name,) = step.line.uses()
+                if name in roles and uses[name] == 1:
+                    found[roles[name]] = name, step
+        return found
 
     @property
     def addable(self) -> frozenset[str]:
@@ -149,10 +102,13 @@ class Machine:
         inputs: Sequence[Environment],
         function: str | None = None,
         totals: Sequence[Mapping[str, torch.Tensor]] = (),
-        later: list[Callable[[], object]] | None = None,
+        later: list[Callable[[], torch.Tensor]] | None = None,
+        ready: Ready | None = None,
     ) -> list[Environment]:
         """The results by key of the main function, or of another; one a rank of this process. A result of a key that
-        ``totals`` has, one of ``addable``, is that total with what was made added to it, now or by calls in ``later``.
+        ``totals`` has, one of ``addable``, is that total with what was made added to it, now or by calls in ``later``,
+        which return it. ``ready`` is told of each result of ``addable`` when nothing here reads or writes it any more,
+        but for those calls.
 
         ``inputs`` are taken apart while the program runs, so that values die after their last use.
         """
@@ -163,15 +119,21 @@ class Machine:
             environment.update((f"total of {names[key]}", total) for key, total in table.items())
         for given in inputs:
             given.clear()
-        return self._call(main, environments)
+        return self._call(main, environments, ready)
 
-    def _call(self, function: Function, environments: list[Environment]) -> list[Environment]:
+    def _call(
+        self, function: Function, environments: list[Environment], ready: Ready | None = None
+    ) -> list[Environment]:
         for step in self._steps[function.name]:
             for name in step.awaited:
                 environments[0].pop(f"arrival of {name}", _here)()
             step.run(environments)
             if self.watch is not None:
                 self.watch(step.line, environments)
+            if ready is not None:
+                for value in step.line.made:
+                    if value.name in self._keys:
+                        ready(self._keys[value.name], [environment[value.name] for environment in environments])
             for name in step.dead:
                 for environment in environments:
                     del environment[name]
@@ -252,6 +214,8 @@ class Machine:
         assert result is not None and isinstance(source, Ref)
 
         def run(environments: Sequence[Environment]) -> None:
+            if result.name in environments[0]:
+                return  # it was begun
             pieces = [environment[source.name] for environment in environments]
             results, arrival = self.backend.collective(line.op, options, pieces, spare)
             for environment, piece in zip(environments, results, strict=True):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..grammar.diagnostics import render
-from .execute import PeerLost
+from .communication import PeerLost
 from .faults import RunError
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..compiler.collectives import COLLECTIVES
-from ..compiler.cost import VIEWS
+from ..compiler.cost import owners
 from ..compiler.mesh import Mesh
 from ..compiler.program import Function, Line, Ref, Value
 from ..compiler.totals import uses_of
@@ -25,7 +25,7 @@ def fused(function: Function, mesh: Mesh, products: bool) -> Function:
     """The function with ``x + a * b``, and with ``products`` ``x + a @ b``, as one line each, where nobody else reads
     what is added to ``x``. What a product reads then lives until the sum: not where that takes memory, nor where ``x``
     is under way while the product is made."""
-    values, uses = function.values(), uses_of(function)
+    values, uses, source = function.values(), uses_of(function), owners(function)
     makers = {value.name: (at, line) for at, line in enumerate(function.lines) for value in line.made}
     last = {name: at for at, line in enumerate(function.lines) for name in line.uses()}
     kept = {value.name for value in function.parameters} | {name for _, name in function.returns}
@@ -37,9 +37,8 @@ def fused(function: Function, mesh: Mesh, products: bool) -> Function:
         return line if line is not None and line.op == op and not line.kwargs else None
 
     def size(name: str) -> int:
-        while name in makers and makers[name][1].op in VIEWS:  # of what a view keeps alive
-            name = next(makers[name][1].uses())
-        return math.prod(values[name].type.local(mesh)) * values[name].type.dtype.itemsize
+        type_ = values[source.get(name, name)].type  # of what a view keeps alive
+        return math.prod(type_.local(mesh)) * type_.dtype.itemsize
 
     def for_nothing(at: int, product: Line) -> bool:
         """Whether the sum at a line may make the product: nothing is made between, or no more dies at the product than

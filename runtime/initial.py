@@ -17,7 +17,7 @@ from ..compiler.task import TaskLines, model_builder
 from ..compiler.weights import Expected, Weights, WeightsError, open_weights, shown_faults
 from ..grammar.codes_build import BAD_WEIGHTS
 from .faults import RunError
-from .step import RankState
+from .work import RankState
 
 _PUT_BACK = "put the files of `init from` back as they were built with, or build the plan again"
 

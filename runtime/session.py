@@ -20,8 +20,9 @@ from ..compiler.placement import TensorType, parse_type, take
 from ..grammar.codes_build import BAD_STATE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
+from .communication import Backend
 from .compiled import Regions
-from .execute import Backend, Machine
+from .execute import Machine
 from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
 from .feed import Feed, Parts
 from .gather import Gatherer, everywhere, exchange
@@ -34,9 +35,10 @@ from .processes import default_device, join, launched
 from .products import kernels_for
 from .sizes import AtSizes, BySizes, bound
 from .state import save_tensors
-from .step import RankState, Stepper, StepReport, StepResult
+from .step import Stepper, StepReport, StepResult
 from .together import Together
 from .trace import Recorder, clock_offset, write_trace
+from .work import RankState
 
 
 class Session:

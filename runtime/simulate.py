@@ -20,7 +20,8 @@ from .holders import BUFFERS, held, owners_of, parameters_of, place, together
 from .optimizer import make_optimizer, rate, update
 from .random_batch import random_batch
 from .reference_run import CPU, Batches, Case, ReferenceRun, largest, largest_difference, wide
-from .step import RankState, Stepper, StepResult
+from .step import Stepper, StepResult
+from .work import RankState
 
 TOLERANCE = 1e-10
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,20 +12,10 @@ import torch
 
 from ..compiler.actions import AHEAD, Action
 from ..compiler.program import Program
-from .execute import Backend, Environment, Machine, Message, PeerLost, Sending
-from .holders import BUFFERS, PARAMETERS
+from .communication import Backend, Message, PeerLost, Sending
+from .execute import Environment, Machine, Ready
 from .trace import Recorder
-
-Batch = Mapping[str, torch.Tensor]
-"""One microbatch of one rank: its part of each input."""
-
-
-@dataclass(slots=True)
-class RankState:
-    """What one rank holds between steps: its pieces of parameters and buffers, by name."""
-
-    parameters: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+from .work import Batch, RankState, Work, bind, strip
 
 
 @dataclass(slots=True)
@@ -47,8 +37,6 @@ class StepReport:
     lr: float
 
 
-Key = tuple[int, str, int]
-"""What is kept between actions belongs to a stage, its ``F`` or ``B``, and a microbatch."""
 _FORWARD = ("COUNT", "SCALE", "F", "SEND_F", "RECV_F")
 
 
@@ -79,14 +67,29 @@ class Stepper:
         self._following: Action | None = None
         self._receives: dict[Message, Callable[[], list[list[torch.Tensor]]]] = {}
         self._sends: list[Sending] = []
-        self._later: list[Callable[[], object]] = []
+        self._later: list[Callable[[], torch.Tensor]] = []
+        self._completing: Collection[str] = ()
         options.setdefault("reuse", options.get("watch") is None)  # who watches may keep what it saw
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
+        self._complete = self._completed()
+
+    def _completed(self) -> dict[Action, set[str]]:
+        """By ``B`` the parameters whose gradients are complete with it, if their sums over ranks can begin then."""
+        reduce = self.machines.get("REDUCE")
+        able = set(strip(dict.fromkeys(reduce.ahead), "gradient ")) if reduce is not None else set()
+        last: dict[str, Action] = {}
+        for action in self.actions:
+            if action.kind == "B" and able:
+                machine = self.machines[self._machine(action, "B")]
+                made = {key for key, _ in machine.program.main.returns}
+                able -= made - machine.addable
+                last.update(dict.fromkeys(made, action))
+        return {action: {name for name in able if last[name] == action} for action in last.values()}
 
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Loss and gradients of a step. ``batches[rank][microbatch]``; ``step`` counts from 0 and seeds dropout."""
         work = self._walk([action for action in self.actions if action.kind != "STEP"], states, batches, step)
-        return [StepResult(w.results["loss"], w.results.get("grad_norm"), _strip(w.results, "gradient ")) for w in work]
+        return [StepResult(w.results["loss"], w.results.get("grad_norm"), strip(w.results, "gradient ")) for w in work]
 
     def loss(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """The loss alone, of the same numbers; nothing is kept for a backward."""
@@ -98,8 +101,8 @@ class Stepper:
     def _walk(
         self, actions: Sequence[Action], states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int,
         keep: bool = True,
-    ) -> list[_Work]:  # fmt: skip
-        work = [_Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
+    ) -> list[Work]:  # fmt: skip
+        work = [Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
         self._receives, self._sends, self._later = {}, [], []
         for index, (action, following) in enumerate(pairwise([*actions, None])):
             assert action is not None
@@ -113,7 +116,7 @@ class Stepper:
                     handler(action, step, work)
                 if action.kind == "SEND_B" and self._later:
                     with self.recorded(str(replace(action, kind="B")), "work", step):
-                        self._finish_later()
+                        self._finish_later(work)
             except PeerLost as error:
                 raise error.during(f"action {action} of step {step + 1}") from error
             except RuntimeError as error:
@@ -140,7 +143,7 @@ class Stepper:
         like = [(type_.local(machine.mesh), machine.dtype(type_.dtype)) for type_ in types]
         self._receives[message] = self.backend.receive(message, like)
 
-    def _recv(self, action: Action, step: int, work: Sequence[_Work]) -> None:
+    def _recv(self, action: Action, step: int, work: Sequence[Work]) -> None:
         message = Message.of(action, self.axis)
         main = self.machines[self._machine(action, message.kind)].program.main
         names = [value.role for value in main.parameters if value.role.startswith("received ")]
@@ -148,17 +151,28 @@ class Stepper:
             w.kept[action.stage, message.kind, action.microbatch] = dict(zip(names, tensors, strict=True))
         self._note_saved(action.stage, work)
 
-    def _send(self, action: Action, step: int, work: Sequence[_Work]) -> None:
+    def _send(self, action: Action, step: int, work: Sequence[Work]) -> None:
         message = Message.of(action, self.axis)
         pieces = [w.sent.pop((action.stage, message.kind, action.microbatch), []) for w in work]  # nothing may flow
         self._sends = [sending for sending in self._sends if not sending.done()]
         self._sends.append(self.backend.send(message, pieces))
 
-    def _finish_later(self) -> None:
+    def _finish_later(self, work: Sequence[Work]) -> None:
         """Add up what a backward left for after it has sent."""
+        names = {id(w.totals[f"gradient {name}"]): name for w in work for name in self._completing}
+        added: dict[str, list[torch.Tensor]] = {}
         for call in self._later:
-            call()
+            total = call()
+            if (name := names.get(id(total))) is not None:
+                pieces = added.setdefault(name, [])
+                pieces.append(total)
+                if len(pieces) == len(work):
+                    self._begin(name, pieces, work)
         self._later.clear()
+
+    def _begin(self, parameter: str, pieces: Sequence[torch.Tensor], work: Sequence[Work]) -> None:
+        """Start the sum of a gradient over ranks; REDUCE waits for it."""
+        self.machines["REDUCE"].begin(f"gradient {parameter}", pieces, [w.begun for w in work])
 
     def _settle(self, step: int) -> None:
         """Wait until all that was sent was taken: the tensors may be written over then."""
@@ -168,7 +182,7 @@ class Stepper:
                     sending.wait()
         self._sends = []
 
-    def _note_saved(self, stage: int, work: Sequence[_Work]) -> None:
+    def _note_saved(self, stage: int, work: Sequence[Work]) -> None:
         """The bytes kept for a stage now, storages counted once; what the rank holds anyway does not count."""
         if not self.account:
             return
@@ -185,23 +199,27 @@ class Stepper:
     def _run(
         self,
         name: str,
-        work: Sequence[_Work],
+        work: Sequence[Work],
         extra: Sequence[Environment] = (),
         totals: Sequence[Mapping[str, torch.Tensor]] = (),
-        later: list[Callable[[], object]] | None = None,
-    ) -> Iterator[tuple[_Work, Environment]]:
+        later: list[Callable[[], torch.Tensor]] | None = None,
+        ready: Ready | None = None,
+        begun: Sequence[Environment] = (),
+    ) -> Iterator[tuple[Work, Environment]]:
         """Each rank with what a program returns on it; ``extra`` is bound beside what the rank holds, and to ``totals``
-        results are added, ``later`` where there is such a list."""
+        results are added, ``later`` where there is such a list; ``ready`` is told of them. ``begun`` was begun."""
         machine = self.machines[name]
         given = [
-            {value.name: _bind(value.role, w, more) for value in machine.program.main.parameters}
+            {value.name: bind(value.role, w, more) for value in machine.program.main.parameters}
             for w, more in zip(work, extra or [{}] * len(work), strict=True)
         ]
+        for environment, ahead in zip(given, begun, strict=bool(begun)):
+            environment |= ahead
         for more in extra:
             more.clear()  # values die within the program, after their last use
-        return zip(work, machine.run(given, totals=totals, later=later), strict=True)
+        return zip(work, machine.run(given, totals=totals, later=later, ready=ready), strict=True)
 
-    def _inputs(self, action: Action, step: int, work: Sequence[_Work], *kinds: str) -> list[Environment]:
+    def _inputs(self, action: Action, step: int, work: Sequence[Work], *kinds: str) -> list[Environment]:
         """What a microbatch's work reads: its random numbers' place, its inputs, and what was kept for it."""
         rng = torch.tensor([step, action.microbatch], dtype=torch.int64)
         found: list[Environment] = []
@@ -211,20 +229,20 @@ class Stepper:
                 found[-1] |= w.kept.pop((action.stage, kind, action.microbatch), {})
         return found
 
-    def _count(self, action: Action, step: int, work: Sequence[_Work]) -> None:
+    def _count(self, action: Action, step: int, work: Sequence[Work]) -> None:
         for w, made in self._run("COUNT", work, self._inputs(action, step, work)):
             w.total("count", made["count"])
 
-    def _scale(self, action: Action, step: int, work: Sequence[_Work]) -> None:
+    def _scale(self, action: Action, step: int, work: Sequence[Work]) -> None:
         for w, made in self._run("SCALE", work):
             w.totals["scale"] = made["scale"]
 
-    def _f(self, action: Action, step: int, work: Sequence[_Work]) -> None:
+    def _f(self, action: Action, step: int, work: Sequence[Work]) -> None:
         for w, made in self._run(self._machine(action, "F"), work, self._inputs(action, step, work, "F")):
             if "loss" in made:
                 w.total("loss", made["loss"])
             # never a view of a parameter, which the update changes, or of a batch, which is its owner's
-            w.state.buffers.update((name, value.clone()) for name, value in _strip(made, "buffer ").items())
+            w.state.buffers.update((name, value.clone()) for name, value in strip(made, "buffer ").items())
             w.hand_over((action.stage, "F", action.microbatch), made)
             if w.keep:
                 w.kept[action.stage, "saved", action.microbatch] = {
@@ -232,7 +250,7 @@ class Stepper:
                 }
         self._note_saved(action.stage, work)
 
-    def _b(self, action: Action, step: int, work: Sequence[_Work]) -> None:
+    def _b(self, action: Action, step: int, work: Sequence[Work]) -> None:
         name = self._machine(action, "B")
         addable = self.machines[name].addable
         totals = [w.own_totals(addable) for w in work]
@@ -241,18 +259,25 @@ class Stepper:
         # a stage waits for what is sent, nobody for the weights' gradients; where other microbatches wait for their
         # backward, there may be no memory to keep what these are made of
         later = self._later if sends and not any(w.kept for w in work) else None
-        for w, made in self._run(name, work, inputs, totals, later):
+        complete = self._complete.get(action, set())
+        self._completing = complete.intersection(totals[0]) if later is not None else ()
+
+        def ready(parameter: str, pieces: list[torch.Tensor]) -> None:
+            if parameter in complete and parameter not in self._completing:
+                self._begin(parameter, pieces, work)
+
+        for w, made in self._run(name, work, inputs, totals, later, ready if complete else None):
             for parameter, gradient in w.hand_over((action.stage, "B", action.microbatch), made).items():
                 w.total(f"gradient {parameter}", gradient, parameter in addable)
 
-    def _reduce(self, action: Action, step: int, work: Sequence[_Work]) -> None:
+    def _reduce(self, action: Action, step: int, work: Sequence[Work]) -> None:
         self._settle(step)
         for w in work:
             w.own([*w.state.parameters.values(), *w.state.buffers.values(), *w.parts[-1].values()])
-        for w, made in self._run("REDUCE", work):
+        for w, made in self._run("REDUCE", work, begun=[w.begun for w in work]):
             w.results = made
 
-    def _reduce_loss(self, work: Sequence[_Work]) -> None:
+    def _reduce_loss(self, work: Sequence[Work]) -> None:
         """The loss's part of REDUCE, where there are no gradients."""
         machine = self.machines["REDUCE"]
         main = machine.program.main
@@ -268,68 +293,3 @@ class Stepper:
                     arrival()
         for w, piece in zip(work, pieces, strict=True):
             w.results = {"loss": piece * w.totals["scale"]}
-
-
-@dataclass(slots=True)
-class _Work:
-    """What one rank has and gathers during a step: its state, its part of each microbatch; ``keep`` what backward
-    reads."""
-
-    state: RankState
-    parts: Sequence[Batch]
-    keep: bool
-    totals: dict[str, torch.Tensor] = field(default_factory=dict)
-    kept: dict[Key, dict[str, torch.Tensor]] = field(default_factory=dict)
-    sent: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
-    results: dict[str, torch.Tensor] = field(default_factory=dict)
-    owned: set[str] = field(default_factory=set)
-    """Keys of totals with storage of their own, to which later parts are added."""
-
-    def total(self, key: str, value: torch.Tensor, own: bool = False) -> None:
-        """Add a microbatch's part, unless it was added as it was made; ``own`` where its storage is nothing else's."""
-        total = self.totals.get(key)
-        if total is value:
-            return
-        if total is None:
-            self.totals[key] = value
-        elif key in self.owned:
-            total.add_(value)
-        else:
-            self.totals[key], own = total + value, True
-        if own:
-            self.owned.add(key)
-
-    def own_totals(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Totals of gradients, by the parameter's name, to which more may be added."""
-        return {name: self.totals[key] for name in names if (key := f"gradient {name}") in self.owned}
-
-    def hand_over(self, key: Key, made: Environment) -> Environment:
-        """Put what goes to another stage aside; the rest."""
-        if sent := [value for name, value in made.items() if name.startswith("sent ")]:
-            self.sent[key] = sent
-        return {name: value for name, value in made.items() if not name.startswith("sent ")}
-
-    def own(self, others: Iterable[torch.Tensor]) -> None:
-        """Give every gradient storage of its own, so that REDUCE may write over it."""
-        taken = {other.untyped_storage().data_ptr() for other in others}
-        for key, value in self.totals.items():
-            if key.startswith("gradient "):
-                if value.untyped_storage().data_ptr() in taken:
-                    value = self.totals[key] = value.clone()
-                taken.add(value.untyped_storage().data_ptr())
-
-
-def _bind(role: str, work: _Work, extra: Environment) -> torch.Tensor:
-    """What a program's parameter of a role is bound to."""
-    kind, _, name = role.partition(" ")
-    if role in extra:
-        return extra[role]  # type: ignore[no-any-return]
-    if kind in PARAMETERS:
-        return work.state.parameters[name]
-    if kind in BUFFERS:
-        return work.state.buffers[name]
-    return work.totals[role]
-
-
-def _strip(table: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {key.removeprefix(prefix): value for key, value in table.items() if key.startswith(prefix)}

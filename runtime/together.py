@@ -11,7 +11,7 @@ import torch
 from ..grammar.codes_build import LEFT_STEP
 from .faults import RunError
 from .gather import everywhere, exchange
-from .step import RankState
+from .work import RankState
 
 Made = TypeVar("Made")
 

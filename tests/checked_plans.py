@@ -28,11 +28,11 @@ shard x [B/dp, _]
 _STAGES = "stage before b over pp\nschedule gpipe microbatches 2\n"
 
 
-def compiled_net(folder: Path, file: str, model: str, stages: bool = False) -> Compiled:
+def compiled_net(folder: Path, file: str, model: str, stages: bool = False, lines: str = "") -> Compiled:
     """The programs of a model of 8 numbers a sample on two data ranks: ``model`` is the plan's text after the name of
-    the file, whose text ``file`` is; with ``stages`` the model is cut before its ``b``."""
+    the file, whose text ``file`` is; with ``stages`` the model is cut before its ``b``; ``lines`` are the last."""
     (folder / "net.py").write_text(file + _SQUARE)
-    text = _SMALL.format(model=model, pp=1 + stages) + _STAGES * stages
+    text = _SMALL.format(model=model, pp=1 + stages) + _STAGES * stages + lines
     return compile_plan(read_plan(Source("net.parc", text)), folder)
 
 

@@ -18,7 +18,7 @@ from ...compiler.collectives import COLLECTIVES, join_dim, slice_dim
 from ...compiler.mesh import Mesh
 from ...compiler.placement import Shape
 from ...compiler.program import Program
-from ..execute import Message, PeerLost, Sending
+from ..communication import Message, PeerLost, Sending
 from ..processes import HOLDERS, new_group
 
 Run = Callable[["Distributed", torch.Tensor, Sequence[Any], tuple[str, ...]], torch.Tensor]

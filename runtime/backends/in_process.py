@@ -13,7 +13,7 @@ import torch
 from ...compiler.collectives import COLLECTIVES
 from ...compiler.mesh import Mesh
 from ...compiler.placement import Shape
-from ..execute import Message, PeerLost, Sending
+from ..communication import Message, PeerLost, Sending
 
 Made = TypeVar("Made")
 

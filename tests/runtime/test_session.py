@@ -17,7 +17,8 @@ from parc.runtime.backends.in_process import InProcess
 from parc.runtime.faults import RunError
 from parc.runtime.opening import check_fits, mesh_of, open_build
 from parc.runtime.processes import DEVICE, check_device
-from parc.runtime.step import RankState, Stepper
+from parc.runtime.step import Stepper
+from parc.runtime.work import RankState
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, batch, build
 

@@ -22,7 +22,7 @@ from parc.compiler.placement import parse_type
 from parc.compiler.plan import read_plan
 from parc.driver import Compiled, compile_plan, files_of, manifest_of, stored_types
 from parc.runtime.backends.in_process import Stuck
-from parc.runtime.execute import PeerLost
+from parc.runtime.communication import PeerLost
 from parc.runtime.failures import failure_of, leave_failure
 from parc.runtime.faults import RunError
 from parc.runtime.launch import _outcome

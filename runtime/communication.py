@@ -1,0 +1,87 @@
+"""Communication as programs and action lists see it: messages, collectives, and what happens when a peer is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ..compiler.actions import Action
+from ..compiler.placement import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What stage ``stage`` hands to its neighbour over a mesh axis: results of its ``F`` to the one after it, or
+    gradients of its ``B`` to the one before it. Prints as the action that sends it."""
+
+    axis: str
+    stage: int
+    kind: Literal["F", "B"]
+    microbatch: int
+
+    @classmethod
+    def of(cls, action: Action, axis: str) -> Message:
+        """The message that an action sends or receives."""
+        kind: Literal["F", "B"] = "F" if action.kind.endswith("F") else "B"
+        back = 0 if action.kind.startswith("SEND") else 1 if kind == "F" else -1
+        return cls(axis, action.stage - back, kind, action.microbatch)
+
+    @property
+    def receiver(self) -> int:
+        """The stage that it goes to."""
+        return self.stage + (1 if self.kind == "F" else -1)
+
+    def __str__(self) -> str:
+        return f"{self.stage}SEND_{self.kind}{self.microbatch}"
+
+
+class Sending(Protocol):
+    """A message that is being sent, whose tensors it holds."""
+
+    def done(self) -> bool:
+        """Whether it is known to be taken: ``wait`` returns at once."""
+
+    def wait(self) -> None:
+        """Wait until it is taken, and its tensors may be written over.
+
+        Raises:
+            PeerLost: it never is.
+        """
+
+
+class PeerLost(RuntimeError):
+    """Another rank ended, or took too long, while this one waited for it; ``what`` says who waited for what."""
+
+    def __init__(self, what: str, why: object) -> None:
+        super().__init__(f"{what}: {why}")
+        self.what, self.why = what, why
+
+    def during(self, work: str) -> PeerLost:
+        """The same, where it happened."""
+        return PeerLost(f"{self.what} in {work}", self.why)
+
+
+class Backend(Protocol):
+    """How ranks communicate. ``pieces`` are the operands of this process's ranks, results come back alike."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that this process computes."""
+
+    def collective(
+        self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
+    ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
+        """Start a collective over all ranks of its groups: the results, and what to call before they are read.
+        ``spare``: the pieces may be written over."""
+
+    def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
+        """Start to send the tensors of each rank; does not wait for who receives them."""
+
+    def receive(
+        self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]
+    ) -> Callable[[], list[list[torch.Tensor]]]:
+        """Start to receive tensors of these local shapes on each rank; what to call for them, which waits and may raise
+        ``PeerLost``."""

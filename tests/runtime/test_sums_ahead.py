@@ -1,0 +1,80 @@
+"""Sums of gradients over ranks: begun where a gradient is complete, beside the rest of backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parc.checks import case_of
+from parc.driver import Compiled
+from parc.runtime.random_batch import random_batch
+from parc.runtime.simulate import Simulation
+from tests.checked_plans import checked, compiled_net
+
+_NET = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8, bias=bias) for bias in (False, True, False))
+        if tied:
+            self.c.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.c(self.a(x).tanh()).tanh())
+
+"""
+
+
+def net(folder: Path, arguments: str = "", stages: bool = False, lines: str = "") -> Compiled:
+    """The net, in two stages before its ``b`` if asked for, checked as a build is."""
+    made = compiled_net(folder, _NET, f'Net" ({arguments})', stages, lines)
+    checked(made)
+    return made
+
+
+def sums(made: Compiled) -> list[list[str]]:
+    """By role, during which action each sum of a step over the data ranks begins."""
+    case = case_of(made, made.built.programs, made.roles())
+    simulation, found = Simulation(case), []
+    for stepper in simulation.steppers:
+        begun: list[str] = []
+        collective = stepper.backend.collective
+
+        def noted(
+            op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False,
+            stepper: Any = stepper, begun: list[str] = begun, collective: Any = collective,
+        ) -> Any:  # fmt: skip
+            if op == "parc.all_reduce" and pieces[0].dim() == 2:
+                begun.append(str(stepper.current))
+            return collective(op, args, pieces, spare)
+
+        stepper.backend.collective = noted  # type: ignore[method-assign]
+        found.append(begun)
+    microbatches = sum(action.kind == "F" and action.stage == 0 for action in simulation.steppers[0].actions)
+    simulation.step(random_batch(case.reference, microbatches, torch.Generator().manual_seed(0)), 0)
+    return found
+
+
+def test_sums_begin_in_the_backward_that_completes_their_gradients(tmp_path: Path) -> None:
+    assert sums(net(tmp_path)) == [["0B0"] * 3]
+
+
+def test_sums_wait_for_the_last_microbatch(tmp_path: Path) -> None:
+    assert sums(net(tmp_path, lines="schedule microbatches 2\n")) == [["0B1"] * 3]
+
+
+def test_sums_of_a_stage_begin_in_its_last_backward_or_after_its_send(tmp_path: Path) -> None:
+    found = sums(net(tmp_path, stages=True))
+    assert found == [["0B1"] * 2, ["1SEND_B1"]]
+
+
+def test_a_gradient_of_two_parts_is_summed_by_reduce(tmp_path: Path) -> None:
+    """The parts of a tied weight are added up after they are made."""
+    assert sums(net(tmp_path, "tied=true")) == [["0B0", "0REDUCE"]]
