@@ -1,10 +1,10 @@
 """``make bench``: parc and its peers in turn in one run, on two gloo ranks of one thread each.
 
 The model is a Llama of 20 M parameters, the optimizer torch's fused AdamW everywhere. Both sides run as they ship: parc
-as ``parc run`` starts it, which keeps freed memory with the process (``runtime/launch.py``) and multiplies by whichever
-of torch's libraries is the faster here (``runtime/products.py``); its peers as Python or torchrun starts them. In
-further rows both have torch's products and memory that is kept: what rewriting alone is worth. Prints a table and
-writes ``bench.json``: a list of ``{"case", "parc_s", "peer", "peer_s", "ratio"}`` by minima; medians stand beside them.
+as ``parc run`` starts it, which keeps freed memory with the process (``runtime/launch.py``) and chooses its products
+(``runtime/products.py``, ``runtime/packs.py``); its peers as Python or torchrun starts them. In further rows both have
+torch's products and memory that is kept: what rewriting alone is worth. Prints a table and writes ``bench.json``: a
+list of ``{"case", "parc_s", "peer", "peer_s", "ratio"}`` by minima; medians stand beside them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def without_onednn(off: bool) -> Iterator[None]:
-    """torch told to do without oneDNN, if ``off``; telling it warns of another library's TF32."""
+    """torch told to use no products but its own, if ``off``; telling it warns of another library's TF32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.backends.mkldnn.flags(enabled=not off):
@@ -50,7 +50,7 @@ def without_onednn(off: bool) -> Iterator[None]:
 
 
 def parc_step(build: Path, case: str) -> Step:
-    """A step of a build on this rank; in a case of the same products, oneDNN is kept out of them."""
+    """A step of a build on this rank; in a case of the same products, with torch's own."""
     import parc
 
     with without_onednn(case.endswith(ALIKE)):

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from parc.runtime.launch import KEEP_MEMORY
 
@@ -30,7 +31,7 @@ def in_turn(sides: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], ranks:
     Raises:
         RuntimeError: one ended before its time.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     start = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     running = {
         side: subprocess.Popen(
@@ -54,7 +55,7 @@ def in_turn(sides: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], ranks:
 WARM_UP = 3
 
 
-def _wait(store: dist.TCPStore, key: str, process: subprocess.Popen[bytes]) -> None:
+def _wait(store: TCPStore, key: str, process: subprocess.Popen[bytes]) -> None:
     while not store.check([key]):
         if process.poll() is not None:
             raise RuntimeError(f"a side ended with status {process.returncode} before `{key}`")
@@ -63,7 +64,7 @@ def _wait(store: dist.TCPStore, key: str, process: subprocess.Popen[bytes]) -> N
 
 def steps(step: Step, side: str, port: str, times: int) -> list[float]:
     """Seconds of each step after those that warm up, in one rank of a side, which waits for its turn before each."""
-    store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=_LONGEST)
+    store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=_LONGEST)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     taken = []
     for turn in range(WARM_UP + times):

@@ -241,6 +241,7 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
     ranges = {name: [size.low, size.high, size.step] for name, size in moving(plan.sizes).items()}
     return {
         **({"ranges": ranges} if ranges else {}),
+        **({"budget": plan.budget.memory} if plan.budget is not None else {}),
         "parc": parc.__version__,
         "torch": torch.__version__.split("+")[0],
         "folder": os.path.relpath(compiled.folder.resolve(), out.resolve()),

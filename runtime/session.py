@@ -31,6 +31,7 @@ from .initial import Initial
 from .kernels import KERNELS, Kernel
 from .opening import check_fits, check_source_of, constants_of, mesh_of, open_build, open_checkpoint, task_of
 from .optimizer import make_optimizer, rate, update
+from .packs import Packs, packs_for
 from .processes import default_device, join, launched
 from .products import kernels_for
 from .sizes import AtSizes, BySizes, bound
@@ -86,7 +87,7 @@ class Session:
         if self.world > 1:
             self.backend = Distributed(self.mesh, programs, self.rank, self.device, self.role.axis)
         self.regions = Regions(self.device) if compile else None
-        self.kernels = self._agreed(kernels_for(self.device))
+        self.kernels, self.packs = self._products()
         self._by_sizes = BySizes(build, self._at)
         self.feed = self._by_sizes().feed
         if check_source:
@@ -101,12 +102,19 @@ class Session:
         return AtSizes(build, stepper, Feed(build, self.mesh, self.coordinates, self.device))
 
     def _stepper(self, build: Build, machine: Callable[..., Machine] = Machine, **options: Any) -> Stepper:
-        role, options = build.role_at(self.coordinates), {**options, "kernels": self.kernels}
+        role, options = build.role_at(self.coordinates), {**options, "kernels": self.kernels, "packs": self.packs}
         return Stepper(role.programs, role.actions, self.backend, self.device, machine, axis=role.axis, **options)
 
-    def _agreed(self, kernels: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
-        """Special kernels where every rank would take them: what ranks compute alike is alike to the bit."""
-        return kernels if all(row[0] for row in self.exchange([int(kernels is not KERNELS)])) else KERNELS
+    def _products(self) -> tuple[Mapping[str, Kernel], Packs | None]:
+        """How matrices are multiplied: specially where every rank would do so, and what ranks compute alike is alike to
+        the bit. Weights are packed where memory is not bounded."""
+        kernels, packs = kernels_for(self.device), packs_for(self.device, self.build.manifest["microbatches"])
+        if self.regions is not None or "budget" in self.build.manifest:
+            packs = None
+        rows = self.exchange([int(kernels is not KERNELS), int(packs is not None)])
+        if all(row[0] for row in rows):
+            return kernels, None
+        return KERNELS, packs if all(row[1] for row in rows) else None
 
     def __enter__(self) -> Self:
         return self

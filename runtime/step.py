@@ -14,6 +14,7 @@ from ..compiler.actions import AHEAD, Action
 from ..compiler.program import Program
 from .communication import Backend, Message, PeerLost, Sending
 from .execute import Environment, Machine, Ready
+from .packs import Packs
 from .trace import Recorder
 from .work import Batch, RankState, Work, bind, strip
 
@@ -55,6 +56,7 @@ class Stepper:
         axis: str = "",
         recorder: Recorder | None = None,
         account: bool = False,
+        packs: Packs | None = None,
         **options: Any,
     ) -> None:
         self.actions, self.device, self.backend, self.axis = tuple(actions), device, backend, axis
@@ -69,7 +71,8 @@ class Stepper:
         self._sends: list[Sending] = []
         self._later: list[Callable[[], torch.Tensor]] = []
         self._completing: Collection[str] = ()
-        options.setdefault("reuse", options.get("watch") is None)  # who watches may keep what it saw
+        self._packs = packs
+        options |= {"packs": packs, "reuse": options.get("reuse", options.get("watch") is None)}  # who watches may keep
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
         self._complete = self._completed()
 
@@ -104,6 +107,8 @@ class Stepper:
     ) -> list[Work]:  # fmt: skip
         work = [Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
         self._receives, self._sends, self._later = {}, [], []
+        if self._packs is not None:
+            self._packs.clear()
         for index, (action, following) in enumerate(pairwise([*actions, None])):
             assert action is not None
             self.current, self._following = action, following
@@ -122,6 +127,8 @@ class Stepper:
             except RuntimeError as error:
                 error.add_note(f"in action {action} of step {step + 1}")
                 raise
+        if self._packs is not None:
+            self._packs.clear()
         return work
 
     def recorded(self, name: str, category: str, step: int) -> AbstractContextManager[None]:

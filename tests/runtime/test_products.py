@@ -81,7 +81,7 @@ def test_who_turns_onednn_off_gets_torchs_products() -> None:
 def test_ranks_that_do_not_agree_use_torchs_products(onednn: None, monkeypatch: pytest.MonkeyPatch, gpt: Path) -> None:
     with load(gpt) as session:
         assert session.kernels is not KERNELS
-    monkeypatch.setattr(Session, "exchange", lambda self, row: [list(row), [0]])
+    monkeypatch.setattr(Session, "exchange", lambda self, row: [list(row), [0, 0]])
     with load(gpt) as session:
         assert session.kernels is KERNELS
 
