@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -130,31 +131,36 @@ def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) 
 
 
 def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
-    """What a step takes where nothing is added to the work: the schedule played with the measured times of each stage,
+    """What a step takes where nothing is added to the work: the schedule played with the measured time of each action,
     and the sums and the update after it. The medians of all steps."""
+    from parc.compiler.actions import Action
     from parc.compiler.artifact import read_build
     from parc.compiler.timeline import simulate
 
-    taken: dict[tuple[str, str], list[float]] = {}
-    once = 0.0
+    taken: dict[str, list[float]] = {}
     for rank in ranks:
         seen: set[tuple[str, int]] = set()
         for name, _, step, begin, end in rank["spans"]:
-            match = re.fullmatch(r"(\d+)([A-Z_]+)\d*", name)
-            if match is not None and step >= WARM_UP:
-                kind = "after" if (name, step) in seen else match[2]  # of a backward the second part follows its send
-                taken.setdefault((match[1], kind), []).append((end - begin) / 1e9)
+            if step >= WARM_UP:  # of a backward the second part follows its send
+                key = name.replace("B", "SEND_B") if (name, step) in seen else name
+                if key != name or "SEND" not in name:
+                    taken.setdefault(key, []).append((end - begin) / 1e9)
             seen.add((name, step))
-        once = max(once, statistics.median(rank["update"]))
-    middle = {key: statistics.median(values) for key, values in taken.items()}
-    count = MICROBATCHES * max(middle["0", "COUNT"], middle["1", "COUNT"]) + max(
-        middle["0", "SCALE"], middle["1", "SCALE"]
-    )
-    reduce = min(middle["0", "REDUCE"], middle["1", "REDUCE"])  # the other one waits there until this one comes
+    middle = {name: statistics.median(values) for name, values in taken.items()}
+
+    def time(action: Action) -> float:
+        return middle.get(str(action), 0.0)
+
+    def slowest(kind: str, choose: Callable[[Iterable[float]], float] = max) -> float:
+        """Of what both ranks do at the same time."""
+        return choose(sum(value for name, value in middle.items() if re.fullmatch(rf"{rank}{kind}\d*", name))
+                      for rank in "01")  # fmt: skip
+
     timelines = {name: role.actions for name, role in read_build(build).roles.items()}
-    forward, backward, after = ([middle.get((stage, kind), 0.0) for stage in "01"] for kind in ("F", "B", "after"))
-    played = simulate(timelines, forward, backward, after=after)
-    return count + played.makespan + reduce + once
+    played = simulate(timelines, time, time, after=time)
+    update = max(statistics.median(rank["update"]) for rank in ranks)
+    # in REDUCE the one waits until the other comes
+    return slowest("COUNT") + slowest("SCALE") + played.makespan + slowest("REDUCE", min) + update
 
 
 def main(times: int) -> None:

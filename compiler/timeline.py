@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -59,23 +59,27 @@ def peak_live(actions: Sequence[Action]) -> int:
     return max(accumulate(((action.kind == "F") - (action.kind == "B") for action in actions), initial=0))
 
 
+Times = float | Sequence[float] | Callable[[Action], float]
+"""Of all actions of a kind, of each stage's, or of each."""
+
+
 def simulate(
     timelines: Mapping[str, Sequence[Action]],
-    forward: float | Sequence[float] = 1,
-    backward: float | Sequence[float] = 2,
+    forward: Times = 1,
+    backward: Times = 2,
     *,
-    after: float | Sequence[float] = 0,
+    after: Times = 0,
     latency: float = 0,
 ) -> Timeline:
-    """Play timelines whose ``F`` and ``B`` take these times, for all stages or one each, and what comes ``after`` each
-    ``SEND_B``, when the message is under way; all else takes none.
+    """Play timelines whose ``F`` and ``B`` take these times, and what comes ``after`` each ``SEND_B``, when the message
+    is under way; all else takes none.
 
     A message is there ``latency`` after it was sent. Senders do not wait, as in a run, which posts receives early.
 
     Raises:
         ValueError: an order that never ends, or a message that is never sent.
     """
-    times = {"F": forward, "B": backward, "SEND_B": after}
+    times: Mapping[Kind, Times] = {"F": forward, "B": backward, "SEND_B": after}
     spans: dict[str, list[Span]] = {role: [] for role in timelines}
     sent: dict[Action, float] = {}
     moved = True
@@ -91,8 +95,7 @@ def simulate(
                     if message not in sent:
                         break
                     start = max(start, sent[message] + latency)
-                time = times.get(kind, 0)
-                end = start + (time[action.stage] if isinstance(time, Sequence) else time)
+                end = start + _taken(times.get(action.kind, 0), action)
                 sent[action] = start if action.kind == "SEND_B" else end
                 made.append(Span(action, start, end))
                 moved = True
@@ -102,3 +105,9 @@ def simulate(
     if stuck:
         raise ValueError(f"the order never ends: {', '.join(stuck)}")
     return Timeline(spans)
+
+
+def _taken(times: Times, action: Action) -> float:
+    if callable(times):
+        return times(action)
+    return times[action.stage] if isinstance(times, Sequence) else times

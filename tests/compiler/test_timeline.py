@@ -24,6 +24,14 @@ def test_a_message_is_under_way_while_its_sender_goes_on() -> None:
     made = timelines("gpipe", 2, 1)
     assert simulate(made, 1, [2, 2]).makespan == 1 + 1 + 2 + 2
     assert simulate(made, 1, [2, 1], after=[0, 1]).makespan == 1 + 1 + 1 + 2
+    assert simulate(timelines("gpipe", 3, 1), 1, 2, after=[0, 1, 1]).makespan == 9  # each of them beside what follows
+
+
+def test_actions_of_a_stage_may_take_different_times() -> None:
+    first = {"0F0": 3.0, "1F0": 2.0}
+    played = simulate(timelines("1f1b", 2, 3), lambda action: first.get(str(action), 1.0))
+    assert [round(span.end - span.start) for span in played.spans["pp0"] if span.action.kind == "F"] == [3, 1, 1]
+    assert played.makespan == 3 + 2 + 2 + (1 + 2) * 2 + 2
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
