@@ -16,7 +16,7 @@ from ..compiler.totals import addable, lasting, uses_of
 from .communication import Backend
 from .fusion import ADDING, fused
 from .kernels import KERNELS, Kernel, Site, binding
-from .packs import BY_WEIGHT, Packs, weights_of
+from .packs import BY_WEIGHT, Packs, packable, turned_weights
 from .reuse import in_place, last_uses, spare_operands, summed
 
 Environment = dict[str, Any]
@@ -63,13 +63,13 @@ class Machine:
         self.mesh: Mesh = program.mesh
         self.backend, self.device, self.wide, self.kernels, self.watch = backend, device, wide, kernels, watch
         self.reuse, self.packs = reuse, packs
-        self._weights = weights_of(program) if packs is not None else {}
+        self._turned = turned_weights(program) if packs is not None else {}
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
         self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
         self._addable = addable(program, self._adding)
         self._later: list[Callable[[], torch.Tensor]] | None = None
+        self._ready: Ready | None = None
         self._steps = {function.name: self._prepare(function) for function in program.functions}
-        self._keys = {name: key for key, name in program.main.returns if key in self.addable}
         self._ahead = self._sums_ahead(program.main)
 
     @property
@@ -123,21 +123,21 @@ class Machine:
             environment.update((f"total of {names[key]}", total) for key, total in table.items())
         for given in inputs:
             given.clear()
-        return self._call(main, environments, ready)
+        keys = {name: key for key, name in main.returns}
+        self._ready = None if ready is None else lambda name, pieces: ready(keys[name], pieces)
+        return self._call(main, environments)
 
-    def _call(
-        self, function: Function, environments: list[Environment], ready: Ready | None = None
-    ) -> list[Environment]:
+    def _call(self, function: Function, environments: list[Environment]) -> list[Environment]:
         for step in self._steps[function.name]:
             for name in step.awaited:
                 environments[0].pop(f"arrival of {name}", _here)()
             step.run(environments)
             if self.watch is not None:
                 self.watch(step.line, environments)
-            if ready is not None:
+            if self._ready is not None and not step.line.calls_function:
                 for value in step.line.made:
-                    if value.name in self._keys:
-                        ready(self._keys[value.name], [environment[value.name] for environment in environments])
+                    if value.name in self._addable[function.name]:
+                        self._ready(value.name, [environment[value.name] for environment in environments])
             for name in step.dead:
                 for environment in environments:
                     del environment[name]
@@ -171,8 +171,8 @@ class Machine:
         if line.op in COLLECTIVES:
             return self._collective(line, bool(spare))
         call = self._kernel(line, function) if line.op in self.kernels else self._aten(line)
-        if packs := self._packed(line, function):
-            call = packs
+        if packed := self._packed(line, function):
+            call = packed
         elif over := in_place(line, function, spare, self.mesh):
             call = self._over(line, call, *over)
         names = tuple(None if value is None else value.name for value in line.results)
@@ -197,11 +197,12 @@ class Machine:
         pairs = [(value.name, item.name) for value, item in zip(function.parameters, line.args, strict=True)]
         names = [value.name for value in line.results if value is not None]
         keys = [key for key, _ in function.returns]
-        added = [
-            (f"total of {inner}", f"total of {name}")
+        outer = {
+            inner: name
             for name, (_, inner) in zip(names, function.returns, strict=True)
             if inner in self._addable[function.name]
-        ]
+        }
+        added = [(f"total of {inner}", f"total of {name}") for inner, name in outer.items()]
 
         def run(environments: Sequence[Environment]) -> None:
             inner = [{to: environment[name] for to, name in pairs} for environment in environments]
@@ -209,8 +210,11 @@ class Machine:
                 for name in given:
                     del environment[name]
                 into.update((to, environment.pop(name)) for to, name in added if name in environment)
+            if (ready := self._ready) is not None:
+                self._ready = lambda name, pieces: ready(outer[name], pieces)
             for environment, results in zip(environments, self._call(function, inner), strict=True):
                 environment.update(zip(names, (results[key] for key in keys), strict=True))
+            self._ready = ready
 
         return run
 
@@ -276,13 +280,13 @@ class Machine:
         return call
 
     def _packed(self, line: Line, function: Function) -> Callable[[int, Environment], Any] | None:
-        """A product by a weight, where weights are packed."""
+        """A product by a weight, where that is packed."""
         packs, product = self.packs, BY_WEIGHT.get(line.op)
-        if packs is None or product is None or line.kwargs:
+        if packs is None or product is None or self.wide or line.kwargs:
             return None
-        last, arguments = line.args[-1], self._arguments(line)
-        if not isinstance(last, Ref) or last.name not in self._weights[function.name]:
+        if not packable(line, function, self._turned[function.name], self.mesh):
             return None
+        arguments = self._arguments(line)
         return lambda _, environment: product(packs, *arguments(environment))
 
     def _adder(self, op: str, add: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,29 +35,22 @@ def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tupl
 
 
 def spare_operands(function: Function, owned: Collection[str], late: Collection[str] = ()) -> list[frozenset[str]]:
-    """For each line the operands whose storage dies with it; parameters are the caller's, but for those ``owned``.
-    What is ``late`` may be read after the last line."""
-    group = _Groups()
-    last: dict[str, int] = {}
-    kept = {value.name for value in function.parameters} - set(owned) | set(late)
-    kept |= {name for _, name in function.returns}
+    """For each line the operands whose storage nothing but its results needs after it; parameters are the caller's, but
+    for those ``owned``. What is ``late`` may be read after the last line."""
+    last: dict[str, float] = {}
     for index, line in enumerate(function.lines):
-        names = [value.name for value in line.results if value is not None]
-        if _may_alias(line):
-            group.join([*names, *line.uses()])
-        for name in (*names, *line.uses()):
-            last[name] = index
-    alive: dict[str, float] = {}
-    for name, index in last.items():
-        root = group.root(name)
-        alive[root] = max(alive.get(root, -1), float("inf") if name in kept else index)
-    found = []
+        last.update(dict.fromkeys((*made_by([line]), *line.uses()), index))
+    kept = {value.name for value in function.parameters} - set(owned) | set(late)
+    last.update(dict.fromkeys(kept | {name for _, name in function.returns}, float("inf")))
+    group, found = _Groups(last), []
     for index, line in enumerate(function.lines):
         roots = [group.root(name) for name in line.uses()]
         found.append(frozenset(
             name for name, root in zip(line.uses(), roots, strict=True)
-            if alive[root] == index and roots.count(root) == 1
+            if group.last[root] == index and roots.count(root) == 1
         ))  # fmt: skip
+        if _may_alias(line):
+            group.join([*made_by([line]), *line.uses()])
     return found
 
 
@@ -116,10 +109,11 @@ def _may_alias(line: Line) -> bool:
 
 
 class _Groups:
-    """Names that may share storage."""
+    """Names that may share storage, and where a group's is read last."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: Mapping[str, float]) -> None:
         self.parent: dict[str, str] = {}
+        self.last = dict(last)
 
     def root(self, name: str) -> str:
         while (parent := self.parent.get(name, name)) != name:
@@ -128,4 +122,5 @@ class _Groups:
 
     def join(self, names: Iterable[str]) -> None:
         roots = [self.root(name) for name in names]
+        self.last[roots[0]] = max(self.last[root] for root in roots)
         self.parent.update((root, roots[0]) for root in roots)

@@ -91,12 +91,16 @@ class Stepper:
 
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Loss and gradients of a step. ``batches[rank][microbatch]``; ``step`` counts from 0 and seeds dropout."""
-        work = self._walk([action for action in self.actions if action.kind != "STEP"], states, batches, step)
+        actions = [action for action in self.actions if action.kind != "STEP"]
+        with self._packs or nullcontext():  # parameters do not change meanwhile
+            work = self._walk(actions, states, batches, step)
         return [StepResult(w.results["loss"], w.results.get("grad_norm"), strip(w.results, "gradient ")) for w in work]
 
     def loss(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """The loss alone, of the same numbers; nothing is kept for a backward."""
-        work = self._walk([a for a in self.actions if a.kind in _FORWARD], states, batches, step, keep=False)
+        actions = [action for action in self.actions if action.kind in _FORWARD]
+        with self._packs or nullcontext():
+            work = self._walk(actions, states, batches, step, keep=False)
         self._settle(step)
         self._reduce_loss(work)
         return [StepResult(w.results["loss"], None, {}) for w in work]
@@ -107,8 +111,6 @@ class Stepper:
     ) -> list[Work]:  # fmt: skip
         work = [Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
         self._receives, self._sends, self._later = {}, [], []
-        if self._packs is not None:
-            self._packs.clear()
         for index, (action, following) in enumerate(pairwise([*actions, None])):
             assert action is not None
             self.current, self._following = action, following
@@ -127,8 +129,6 @@ class Stepper:
             except RuntimeError as error:
                 error.add_note(f"in action {action} of step {step + 1}")
                 raise
-        if self._packs is not None:
-            self._packs.clear()
         return work
 
     def recorded(self, name: str, category: str, step: int) -> AbstractContextManager[None]:

@@ -43,13 +43,35 @@ def test_storage_is_spare_once_nobody_reads_it_under_any_name() -> None:
         ["neg", "t"],
         [],  # mul is read again
         [],  # returned
-        [],  # expand looks at it
+        ["sum"],  # but for what is made
         ["expand", "mul"],
     ]
     lines = [in_place(line, function, set(names), Mesh()) for line, names in zip(function.lines, spare, strict=True)]
     assert [None if found is None else (str(found[0]), found[1][0].name) for found in lines] == [
         None, None, None, ("aten.mul_.Tensor", "t"), None, None, None, ("aten.sub_.Tensor", "expand"),
     ]  # fmt: skip
+
+
+def test_a_sum_over_ranks_may_be_written_over_what_nothing_else_needs() -> None:
+    head, _, body = TEXT.partition("    add =")
+    assert body
+    lines = [
+        "    total = parc.all_reduce(w, 'dp')  # f32[4, 4] | - -",
+        "    neg = aten.neg.default(x)  # f32[4, 4] +dp | - -",
+        "    flat = aten.reshape.default(neg, [16])  # f32[16] +dp | - -",
+        "    sum = parc.all_reduce(flat, 'dp')  # f32[16] | - -",
+        "    exp = aten.exp.default(x)  # f32[4, 4] +dp | - -",
+        "    view = aten.reshape.default(exp, [16])  # f32[16] +dp | - -",
+        "    other = parc.all_reduce(view, 'dp')  # f32[16] | - -",
+        '    return {\n        "gradient w": total,\n        "buffer a": sum,\n        "buffer b": other,',
+        '        "buffer c": exp,\n    }\n',
+    ]
+    parameters = '    x: "f32[4, 4] +dp",  # input x\n    w: "f32[4, 4] +dp",  # gradient w\n):\n'
+    text = head.partition("    x:")[0].replace("mesh()", "mesh(dp=2)") + parameters + "\n".join(lines)
+    (function,) = parse_program(text).functions
+    spare = spare_operands(function, ["w"])
+    assert [sorted(spare[at]) for at in (0, 3, 6)] == [["w"], ["flat"], []]
+    assert not spare_operands(function, ())[0], "the caller's"
 
 
 def test_reuse_changes_no_bit() -> None:

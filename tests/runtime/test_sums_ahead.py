@@ -52,6 +52,7 @@ def sums(made: Compiled) -> list[list[str]]:
             stepper: Any = stepper, begun: list[str] = begun, collective: Any = collective,
         ) -> Any:  # fmt: skip
             if op == "parc.all_reduce" and pieces[0].dim() == 2:
+                assert spare, "a copy of every gradient"
                 begun.append(str(stepper.current))
             return collective(op, args, pieces, spare)
 
