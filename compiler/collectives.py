@@ -227,6 +227,8 @@ COLLECTIVES: dict[str, Collective] = {
     "parc.pad": Collective(axes_of, _joined("pad", "P"), _group_pad, communicates=False),
 }
 """``op(x, axes, …)`` as programs spell them; dims and ``outer`` of their arguments count *local* entries."""
+SUMS = ("parc.all_reduce", "parc.all_reduce_among")
+"""Those that may run while other lines do, over what they sum."""
 
 
 def lower(axes: str, before: Placement, after: Placement, mesh: Mesh) -> tuple[str, tuple[Any, ...]] | None:

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from ...compiler.collectives import COLLECTIVES, join_dim, slice_dim
+from ...compiler.collectives import COLLECTIVES, SUMS, join_dim, slice_dim
 from ...compiler.mesh import Mesh
 from ...compiler.placement import Shape
 from ...compiler.program import Program
@@ -257,7 +257,7 @@ class Distributed:
         row = COLLECTIVES[op]
         axes, members = row.axes(args), row.members(args)
         self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
-        if op not in ("parc.all_reduce", "parc.all_reduce_among"):
+        if op not in SUMS:
             return [RUN[op](self, piece, args, axes)], None
         result = piece if spare and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
         work = self.meet(dist.all_reduce, result, axes=axes, members=members, async_op=True)

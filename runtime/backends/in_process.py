@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from ...compiler.collectives import COLLECTIVES
+from ...compiler.collectives import COLLECTIVES, SUMS
 from ...compiler.mesh import Mesh
 from ...compiler.placement import Shape
 from ..communication import Message, PeerLost, Sending
@@ -129,14 +129,21 @@ class InProcess:
     def collective(
         self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
     ) -> tuple[list[torch.Tensor], None]:
-        """Every group's pieces in axis order become the group's results."""
+        """Every group's pieces in axis order become the group's results; a sum is written over spare pieces, as in a
+        run, so that whoever still reads them is found out."""
         row = COLLECTIVES[op]
         mine = dict(zip(self._ranks, pieces, strict=True))
         if self._meeting is not None and self.axis in row.axes(args):
             made = self._jointly(self._meeting, op, list(args), mine)
         else:
             made = self._results(op, args, mine)
-        return [made[rank] for rank in self._ranks], None
+        results = [made[rank] for rank in self._ranks]
+        if spare and op in SUMS:
+            results = [
+                piece.copy_(result) if piece.is_contiguous() else result
+                for piece, result in zip(pieces, results, strict=True)
+            ]
+        return results, None
 
     def _results(self, op: str, args: Sequence[Any], pieces: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Of the groups whose ranks are there; who is in no group keeps what it has."""
