@@ -57,7 +57,7 @@ check: $(READY)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	.venv/bin/lint-imports
+	$(PY) -c 'from importlinter.cli import lint_imports_command as run; run()'  # its script may be another environment's
 	$(PY) -m pytest -q -n $(WORKERS)
 
 fuzz: $(READY)
