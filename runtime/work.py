@@ -90,4 +90,5 @@ def bind(role: str, work: Work, extra: Environment) -> torch.Tensor:
 
 
 def strip(table: Mapping[str, Item], prefix: str) -> dict[str, Item]:
+    """What of a table has keys that begin with a prefix, by the rest of the key."""
     return {key.removeprefix(prefix): value for key, value in table.items() if key.startswith(prefix)}
