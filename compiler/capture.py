@@ -19,9 +19,18 @@ from torch.utils._pytree import tree_map_only
 from .assigned_buffers import assigned_in_place, beside_makers
 from .attribute_tensors import attribute_tensors, check_memory, not_kept
 from .capture_faults import CaptureError, explain
+from .composites import functional
 from .placement import is_supported
 from .program import Origin
-from .torch_private import EverySlice, detach_without_gradients, quiet, without_checkpoints, without_validation
+from .torch_private import (
+    EverySlice,
+    detach_without_gradients,
+    one_frame,
+    quiet,
+    without_checkpoints,
+    without_code,
+    without_validation,
+)  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -128,6 +137,8 @@ def capture(
         # what a CPU's own kernels would fuse (an LSTM) is captured in operators that every device and dtype has
         with (
             quiet(),
+            one_frame(_is_own),
+            without_code(),
             without_checkpoints(no_checkpoint),
             without_validation(),
             torch.backends.mkldnn.flags(enabled=False),
@@ -136,7 +147,7 @@ def capture(
             if not detach_without_gradients(exported.graph_module):
                 raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` lie in each other")
             _check_constants(exported)
-            exported = exported.run_decompositions({})
+            exported = functional(exported)
     except CaptureError:
         raise
     except Exception as error:
@@ -310,9 +321,14 @@ _HERE = str(Path(__file__).parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
+def _is_own(path: str) -> bool:
+    """Whether a file is the model's, and not torch's or of this package."""
+    return not path.startswith(("<", _HERE)) and "/torch/" not in path
+
+
 def _source(node: fx.Node) -> str:
     """The innermost frame of the model's own code, by file name alone so that builds do not depend on folders."""
     for path, line in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
-        if not path.startswith(("<", _HERE)) and "/torch/" not in path:
+        if _is_own(path):
             return f"{path.rsplit('/', 1)[-1].replace(' ', '_')}:{line}"
     return ""

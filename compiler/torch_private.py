@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from traceback import FrameSummary, StackSummary
 from typing import Any
 
 import sympy
 import torch
 import torch.export._trace
+import torch.fx.proxy
 import torch.utils.checkpoint
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 from torch._subclasses import FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx
@@ -35,6 +39,11 @@ def trace(
     with mode, quiet(), torch.backends.mkldnn.flags(enabled=False):
         made = make_fx(function, decompositions, tracing_mode="real", _allow_non_fake_inputs=True)
         return made(*values).graph
+
+
+def is_composite(target: Any) -> bool:
+    """Whether an operator is made of others that torch has to see: of its own, it may return its operand or a view."""
+    return isinstance(target, torch._ops.OpOverload) and _is_cia_op(target) and not _is_preservable_cia_op(target)
 
 
 def onednn_linear() -> Callable[..., torch.Tensor] | None:
@@ -182,6 +191,66 @@ def quiet() -> Iterator[None]:
         exporting.__dict__.pop("print", None)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def without_code() -> Iterator[None]:
+    """Within it a graph module writes and compiles its Python code before its first call, if it is ever called, and not
+    after each change: ``torch.export`` changes a model's graph a dozen times, and walks it node by node."""
+    write: Any = fx.GraphModule.recompile
+
+    class Code:
+        """A module's ``_code`` until it is written, which leaves it with the module itself."""
+
+        def __get__(self, module: Any, _: Any) -> str:
+            found: str = write(module).src
+            return found
+
+    def forward(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        write(module)
+        return type(module).forward(module, *args, **kwargs)
+
+    def later(module: Any) -> None:
+        if isinstance(module.graph._codegen, fx.graph._PyTreeCodeGen):
+            info = module.graph._codegen.pytree_info
+            module._in_spec, module._out_spec = info.in_spec, info.out_spec
+        module.__dict__.pop("_code", None)
+        type(module)._code, type(module).forward = Code(), forward
+
+    try:
+        fx.GraphModule.recompile = later  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        fx.GraphModule.recompile = write  # type: ignore[method-assign]
+
+
+@contextmanager
+def one_frame(own: Callable[[str], bool]) -> Iterator[None]:
+    """Within it a traced operator keeps one frame of what called it: the innermost ``forward`` in a file that is the
+    model's ``own``. Torch looks up and keeps those of all modules around it, operator by operator."""
+
+    class Frame:
+        @classmethod
+        def extract(cls) -> type[Frame]:
+            return cls
+
+        @staticmethod
+        def summary() -> StackSummary:
+            found, frame = StackSummary(), sys._getframe(1)
+            while (code := frame.f_code).co_name != "forward" or not own(code.co_filename):
+                if frame.f_back is None:
+                    return found
+                frame = frame.f_back
+            found.append(FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False, line=""))
+            return found
+
+    module: Any = torch.fx.proxy
+    kept = module.CapturedTraceback
+    try:
+        module.CapturedTraceback = Frame
+        yield
+    finally:
+        module.CapturedTraceback = kept
 
 
 @contextmanager

@@ -43,9 +43,12 @@ def _fixpoint(
         terms = zip(operands_of(consumer), rule.operands, strict=True)
         return all(from_factor(rule, dims, *part) is None for n, dims in terms if key_of(n) == key)
 
-    def holds(node: fx.Node) -> bool:
+    def readers(node: fx.Node) -> list[tuple[fx.Node, Key]]:
         results = [(node, index) for index in range(len(placed.rules[node].results))]
-        read = [(consumer, key) for key in results for consumer in consumers.get(key, ())]
+        return [(consumer, key) for key in results for consumer in consumers.get(key, ())]
+
+    def holds(node: fx.Node) -> bool:
+        read = readers(node)
         if not read or not all(consumer in chosen or reads(consumer, key) for consumer, key in read):
             return False
         for operand in operands_of(node):
@@ -65,8 +68,11 @@ def _fixpoint(
         and grad[node, 0]
         and node not in placed.without_rule  # what its gradient is linear in is not known
     }
-    while True:
-        dropped = {node for node in chosen if not holds(node)}
-        if not dropped:
-            return chosen
-        chosen -= dropped
+    pending = list(chosen)
+    while pending:
+        node = pending.pop()
+        if node in chosen and not holds(node):
+            chosen.remove(node)
+            pending += [key_of(operand)[0] for operand in operands_of(node)]
+            pending += [consumer for consumer, _ in readers(node)]
+    return chosen

@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import fx
 from torch._decomp import decomposition_table
 
+from ..compiler.composites import inline, parts_of
 from ..compiler.op_rules import TABLE as RULES
 from ..compiler.program import Origin
-from ..compiler.torch_private import trace
 from .backward_forms import write_functional
-from .calls import tensors_of
 from .canonicalize import TABLE as REWRITES
 
 aten = torch.ops.aten
@@ -32,7 +31,7 @@ def expand_unruled(graph: fx.Graph) -> None:
         if node.op == "call_function" and not _is_known(node.target):
             made = _parts(node, _DEPTH)
             if made is not None:
-                _inline(graph, node, made)
+                _put(graph, node, made)
     graph.eliminate_dead_code()
 
 
@@ -50,16 +49,7 @@ def _parts(node: fx.Node, depth: int) -> fx.Graph | None:
     own = {target: decomposition_table[target]} if target in decomposition_table and not composite else {}
     if function is None or (function is target and not composite and not own):
         return None
-    tensors = node.all_input_nodes
-    places = {tensor: index for index, tensor in enumerate(tensors)}
-
-    def call(*values: torch.Tensor) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[places[n]])
-        return function(*args, **kwargs)
-
-    values = [tensor.meta["val"] for tensor in tensors]
-    mode = next(iter(tensors_of(node))).fake_mode
-    made = trace(call, values, mode, own)
+    made = parts_of(node, function, own)
     if any(_writes_view(part) for part in made.nodes):
         return None
     write_functional(made)
@@ -70,7 +60,7 @@ def _parts(node: fx.Node, depth: int) -> fx.Graph | None:
             inner = None if part.target is target else _parts(part, depth - 1)
             if inner is None:
                 return None
-            _inline(made, part, inner)
+            _put(made, part, inner)
     return made
 
 
@@ -167,19 +157,6 @@ _OWN: Mapping[Any, Callable[[fx.Node], Any]] = {
 """Operator → what makes its function in plain torch of one call, or None where that call stays."""
 
 
-def _inline(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
+def _put(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
     """Put the parts where the operator stands, with its provenance."""
-    given = [part for part in parts.nodes if part.op == "placeholder"]
-    mapping: dict[fx.Node, fx.Node] = dict(zip(given, node.all_input_nodes, strict=True))
-    with graph.inserting_before(node):
-        outputs: Any = graph.graph_copy(parts, mapping)
-    for old, new in mapping.items():
-        if old.op == "call_function":
-            new.meta = {"val": old.meta["val"], "origin": node.meta.get("origin", Origin())}
-    if isinstance(outputs, fx.Node):
-        node.replace_all_uses_with(outputs)
-    else:
-        for user in list(node.users):
-            user.replace_all_uses_with(outputs[user.args[1]])
-            graph.erase_node(user)
-    graph.erase_node(node)
+    inline(graph, node, parts, node.all_input_nodes, {"origin": node.meta.get("origin", Origin())})

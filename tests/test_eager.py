@@ -55,6 +55,12 @@ class Log(Timed):
         return super().forward(tokens).log()
 
 
+class Draws(Timed):
+    def forward(self, tokens):
+        nn.functional.dropout(self.table(tokens), 0.5)  # nobody reads it, but later draws follow it
+        return nn.functional.dropout(super().forward(tokens), 0.1)
+
+
 class Root(Timed):
     def forward(self, tokens):
         return super().forward(tokens) + (self.time.weight - self.time.weight).abs().sqrt().sum()
@@ -126,3 +132,7 @@ def test_faults_of_the_users_code_are_said_at_its_line(
 
 def test_a_result_that_follows_a_buffer_is_a_function(tmp_path: Path) -> None:
     assert not check_build(compiled(tmp_path, ("Timed", "Moves"))).faults
+
+
+def test_random_numbers_that_nobody_reads_are_drawn_as_in_the_model(tmp_path: Path) -> None:
+    assert not check_build(compiled(tmp_path, ("Timed", "Draws"))).faults

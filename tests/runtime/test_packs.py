@@ -18,8 +18,8 @@ from parc.runtime.packs import Packs, packs_for, turned_weights
 from parc.runtime.session import Session, load
 from tests.runtime.staged import program
 
-from .test_products import needs_onednn, strided, without_onednn
-from .tiny import ONE, PLAN, build
+from .test_products import needs_onednn, strided
+from .tiny import ONE, PLAN, build, without_onednn
 
 CPU = torch.device("cpu")
 FOUR = PLAN.replace("microbatches 2", "microbatches 4")

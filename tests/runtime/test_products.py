@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from parc.compiler.mesh import Mesh
-from parc.compiler.torch_private import onednn_linear, quiet
+from parc.compiler.torch_private import onednn_linear
 from parc.runtime import products
 from parc.runtime.kernels import KERNELS, Site
 from parc.runtime.session import Session, load
 
-from .tiny import ONE, build
+from .tiny import ONE, build, without_onednn
 
 SITE = Site(Mesh(), {}, [], [], torch.device("cpu"))
 CPU = torch.device("cpu")
@@ -27,13 +25,6 @@ def strided(rows: int, columns: int, way: str) -> torch.Tensor:
     if way == "columns":
         return torch.randn(columns, rows).t()
     return torch.randn(rows, columns) if way == "rows" else torch.randn(rows, columns + 3)[:, 1:-2]
-
-
-@contextmanager
-def without_onednn() -> Iterator[None]:
-    """torch told not to use it; telling it warns of another library's TF32."""
-    with quiet(), torch.backends.mkldnn.flags(enabled=False):
-        yield
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from parc.checks import report_of
 from parc.compiler.artifact import json_text, write_build
 from parc.compiler.placement import parse_type
 from parc.compiler.plan import read_plan
+from parc.compiler.torch_private import quiet
 from parc.driver import compile_plan, files_of, manifest_of, stored_types
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
@@ -64,3 +67,10 @@ def batch(step: int, seed: int = 0) -> dict[str, torch.Tensor]:
     tokens, targets = torch.randint(0, 256, (2, 8, 8), generator=generator)
     targets[: 1 + step % 4, 3:] = -100
     return {"tokens": tokens, "targets": targets}
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """torch told not to use it; telling it warns of another library's TF32."""
+    with quiet(), torch.backends.mkldnn.flags(enabled=False):
+        yield

@@ -1,0 +1,172 @@
+"""The functional form of an export is torch's own, made without tracing the model again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from parc.compiler import composites
+from parc.compiler.composites import functional
+from parc.compiler.torch_private import quiet, without_code
+
+X = torch.zeros(4, 6, 8)
+
+
+def _text(graph: fx.Graph) -> list[str]:
+    """Every operator with its operands, arguments and what it gives; names are left out."""
+    places: dict[fx.Node, str] = {}
+    lines = []
+    for node in graph.nodes:
+        places[node] = f"%{len(places)}"
+        given = fx.node.map_arg((node.args, dict(node.kwargs)), places.__getitem__)
+        made = [
+            (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else value
+            for value in tree_leaves(node.meta.get("val"))
+        ]
+        if "_assert_tensor_metadata" in str(node.target):  # its arguments go by place or by name
+            given = given[0][0]
+        what = node.op if node.op == "placeholder" else node.target
+        lines.append(f"{places[node]} = {what} {given} {made if node.op == 'call_function' else ''}")
+    return lines
+
+
+def _modules(graph: fx.Graph) -> list[str]:
+    stacks = [node.meta.get("nn_module_stack") or {"": ("", "")} for node in graph.nodes if node.op == "call_function"]
+    return [list(stack.values())[-1][0] for stack in stacks]
+
+
+class _Body(nn.Module):
+    def __init__(self, body: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.body = body
+        self.fc = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.1)
+        self.norm = nn.BatchNorm1d(6)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, x)
+
+
+def _no_grad(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = model.fc(x).float().flatten(1).mean(-1, keepdim=True)
+        shift = scale.reshape(-1).cos()
+    return model.fc(x) * scale[..., None] + shift[:, None, None]
+
+
+BODIES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "views": lambda m, x: m.fc(x).reshape(4, 48).unflatten(1, (6, 8)).chunk(2, -1)[0].contiguous().flatten(1),
+    "copies": lambda m, x: m.fc(x).transpose(0, 1).reshape(24, 8).view(6, 4, 8).transpose(0, 1).contiguous(),
+    "nothing to do": lambda m, x: m.fc(x.contiguous().to(torch.float32).reshape(4, 6, 8)),
+    "types": lambda m, x: m.fc(x.to(torch.float64).float()).to(torch.bfloat16).type_as(x),
+    "dropout": lambda m, x: F.dropout(m.drop(m.fc(x)), 0.5) + F.dropout(x, 0.5, training=False),
+    "kept whole": lambda m, x: F.scaled_dot_product_attention(m.fc(x), x, torch.einsum("bij,bkj->bij", x, x)),
+    "lstm": lambda m, x: m.lstm(x)[0],
+    "alike": lambda m, x: m.fc(m.fc(x).reshape(24, 8)).reshape(4, 6, 8).reshape(24, 8),
+    "region": _no_grad,
+    "no derivative": lambda m, x: m.fc(m.fc(x).view(torch.float32)),
+    "of composites": lambda m, x: m.fc(x) * torch.cartesian_prod(x[0, :2, 0], x[0, :3, 0]).flatten()[:6, None],
+    "complex": lambda m, x: torch.fft.rfft(x).conj().resolve_conj().imag.reshape(4, 30) + m.fc(x).mean(),
+    "written": lambda m, x: m.fc(x).add_(1.0).reshape(24, 8),
+    "written in a view": lambda m, x: m.fc(x).clone().reshape(24, 8).mul_(2.0).reshape(4, 48),
+    "buffers": lambda m, x: m.norm(x).flatten(1),
+    "constants": lambda m, x: m.fc(x) * torch.tensor([1.0, 2.0]).repeat(4),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", BODIES)
+def test_the_functional_form_is_torchs_own(name: str, training: bool) -> None:
+    exported = torch.export.export(_Body(BODIES[name]).train(training), (X,), strict=False)
+    wanted = exported.run_decompositions({})
+    found = functional(exported)
+    assert _text(found.graph) == _text(wanted.graph)
+    if name != "region":  # of whose operators torch forgets the modules
+        assert _modules(found.graph) == _modules(wanted.graph)
+    assert [(s.kind, s.target) for s in found.graph_signature.input_specs] == [
+        (s.kind, s.target) for s in wanted.graph_signature.input_specs
+    ]
+    found.graph.lint()
+
+
+def test_random_numbers_that_nobody_reads_are_drawn_as_the_model_draws_them() -> None:
+    def draws(exported: torch.export.ExportedProgram) -> list[str]:
+        return [str(node.target) for node in exported.graph.nodes if "dropout" in str(node.target)]
+
+    def body(model: Any, x: torch.Tensor) -> torch.Tensor:
+        F.dropout(x, 0.5)
+        return F.dropout(model.fc(x), 0.1)
+
+    exported = torch.export.export(_Body(body), (X,), strict=False)
+    assert len(draws(exported.run_decompositions({}))) == 1
+    assert draws(functional(exported)) == 2 * ["aten.native_dropout.default"]
+
+
+def test_a_composite_that_computes_is_left_to_torch() -> None:
+    with torch.library._scoped_library("parc_test", "FRAGMENT") as library:
+        library.define("product(Tensor(a) x, Tensor weight) -> Tensor(a)")
+        library.define("nothing(Tensor(a) x) -> ()")
+        library.impl("product", lambda x, weight: F.linear(x, weight).reshape(24, 8), "CompositeImplicitAutograd")
+        library.impl("nothing", lambda x: None, "CompositeImplicitAutograd")
+
+        def body(model: Any, x: torch.Tensor) -> torch.Tensor:
+            torch.ops.parc_test.nothing(x)
+            return torch.ops.parc_test.product(x, model.fc.weight)
+
+        exported = torch.export.export(_Body(body), (X,), strict=False)
+        wanted = exported.run_decompositions({})
+        assert any("linear" in str(node.target) for node in wanted.graph.nodes)
+        assert _text(functional(exported).graph) == _text(wanted.graph)
+
+
+def test_what_is_called_alike_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    exported = torch.export.export(_Body(BODIES["alike"]), (X,), strict=False)
+    traced: list[fx.Node] = []
+    real = composites.parts_of
+
+    def counted(node: fx.Node, *rest: Any) -> fx.Graph:
+        traced.append(node)
+        return real(node, *rest)
+
+    monkeypatch.setattr(composites, "parts_of", counted)
+    calls = [node for node in exported.graph.nodes if "reshape" in str(node.target)]
+    functional(exported)
+    assert len(calls) == 3 and len(traced) == 2
+
+
+def test_a_model_that_writes_is_left_to_torch() -> None:
+    exported = torch.export.export(_Body(BODIES["written"]), (X,), strict=False)
+    before = _text(copy.deepcopy(exported.graph))
+    assert not any("add_" in str(node.target) for node in functional(exported).graph.nodes)
+    assert _text(exported.graph) == before
+
+
+def test_code_that_is_written_late_is_that_of_the_graph() -> None:
+    x = torch.ones(2)
+    with without_code():
+        module = fx.symbolic_trace(nn.ReLU())
+        node = module.graph.output_node().all_input_nodes[0]
+        node.target, node.kwargs = torch.neg, {}
+        module.recompile()
+        inside = fx.symbolic_trace(nn.ReLU())
+        assert torch.equal(inside(-x), 0 * x) and "relu" in inside.code
+        read = fx.symbolic_trace(nn.ReLU())
+        assert "relu" in str(read)
+    assert torch.equal(module(x), -x) and "neg" in module.code and "neg" in str(module)
+    node.target = torch.abs
+    module.recompile()
+    assert torch.equal(module(-x), x)
