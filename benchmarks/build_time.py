@@ -75,7 +75,7 @@ def draw(found: dict[tuple[int, int], Cost]) -> None:
     for axes, places, seconds, name, fixed, color in series:
         axes.plot(places, seconds, marker="o", linewidth=2, color=color)
         for place, value in zip(places, seconds, strict=True):
-            axes.annotate(f"{value:.0f}", (place, value), textcoords="offset points", xytext=(0, 8), ha="center")
+            axes.annotate(f"{value:.1f}", (place, value), textcoords="offset points", xytext=(0, 8), ha="center")
         if name == "ranks":
             axes.set_xscale("log", base=2)
             axes.xaxis.set_minor_locator(NullLocator())
