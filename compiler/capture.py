@@ -27,6 +27,7 @@ from .torch_private import (
     detach_without_gradients,
     one_frame,
     quiet,
+    with_unread_draws,
     without_checkpoints,
     without_code,
     without_validation,
@@ -139,6 +140,7 @@ def capture(
             quiet(),
             one_frame(_is_own),
             without_code(),
+            with_unread_draws(),
             without_checkpoints(no_checkpoint),
             without_validation(),
             torch.backends.mkldnn.flags(enabled=False),
@@ -214,6 +216,13 @@ _PRODUCTS = re.compile(r"aten\.(linear|mm|bmm|addmm|baddbmm|matmul|mv|dot|biline
                        r"|scaled_dot_product_attention)\.")  # fmt: skip
 
 
+_DEPENDS = {
+    True: ("a tensor whose shape", "keep all entries: multiply by a mask, or choose with `torch.where`"),
+    False: ("a number that", "leave it a tensor: operators take one wherever they take a number"),
+}
+"""Whether it is a tensor → what it is, and the way out."""
+
+
 def check_values(graph: fx.Graph) -> None:
     """Hold operators against what tensors without data let pass.
 
@@ -226,8 +235,8 @@ def check_values(graph: fx.Graph) -> None:
         for value in values if isinstance(values, (tuple, list)) else [values]:
             sizes = value.shape if isinstance(value, torch.Tensor) else [value]
             if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
-                what = "a tensor whose shape" if isinstance(value, torch.Tensor) else "a number that"
-                raise _at(node, f"{node.target} gives {what} depends on the values of tensors", "control")
+                what, help_ = _DEPENDS[isinstance(value, torch.Tensor)]
+                raise _at(node, f"{node.target} gives {what} depends on the values of tensors", "control", help_)
             if isinstance(value, torch.Tensor) and not is_supported(value.dtype):
                 role = node.meta.get("role", "")
                 made = f"the {role.replace(' ', ' `', 1)}` is" if role else f"{node.target} gives"
@@ -244,9 +253,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _at(node: fx.Node, message: str, kind: str = "other") -> CaptureError:
+def _at(node: fx.Node, message: str, kind: str = "other", help: str = "") -> CaptureError:
     origin = node.meta.get("origin", Origin())
-    return CaptureError(kind, f"in `{origin.module}`: {message}" if origin.module else message, origin.source)
+    return CaptureError(
+        kind, f"in `{origin.module}`: {message}" if origin.module else message, origin.source, help=help
+    )
 
 
 def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str, ...]) -> Captured:

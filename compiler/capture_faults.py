@@ -28,6 +28,9 @@ def explain(error: Exception, in_loss: bool) -> CaptureError:
             return cause
     if "DataDependent" in name or "GuardOnDataDependent" in name or "data-dependent" in text.lower():
         return CaptureError("control", "the model's control flow depends on the values of tensors", source, in_loss)
+    if ".numpy() is not supported" in text:
+        help_ = "compute with torch's own operators: a graph holds no others"
+        return CaptureError("other", "a tensor is made a NumPy array", source, in_loss, help_)
     first = text.strip().split("\n")[0] if text.strip() else name
     return CaptureError("other", f"{name}: {first}", source, in_loss)
 

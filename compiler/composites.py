@@ -26,7 +26,7 @@ _COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten._unsafe_vie
 def functional(exported: ExportedProgram) -> ExportedProgram:
     """An export with the graph that ``run_decompositions({})`` makes, which traces the whole model twice more. One that
     writes nothing is rewritten in place instead: regions are inlined, and of composites that are called alike one is
-    traced. Random numbers that nobody reads are drawn there as the model draws them; torch forgets them.
+    traced.
     """
     if _rewritten(exported.graph, exported.graph_module):
         return exported

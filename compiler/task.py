@@ -33,7 +33,11 @@ class TaskLines:
 
 
 class InputsError(Exception):
-    """The model's forward cannot be called with the plan's inputs."""
+    """The model's forward cannot be called with the plan's inputs. ``inputs`` has those that it does not take."""
+
+    def __init__(self, message: str, inputs: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.inputs = inputs
 
 
 def model_builder(
@@ -78,7 +82,8 @@ def caller(model: nn.Module, lines: TaskLines) -> CallModel:
     free = [name for name in positional if name not in named]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     if len(rest) > len(free) and not takes_any:
-        raise InputsError(f"forward({', '.join(parameters)}) has no place for `{'`, `'.join(rest[len(free) :])}`")
+        given = rest[len(free) :]
+        raise InputsError(f"forward({', '.join(parameters)}) has no place for `{'`, `'.join(given)}`", tuple(given))
     missing = [name for name in required if name not in named and name not in free[: len(rest)]]
     if missing:
         raise InputsError(f"no input fills `{'`, `'.join(missing)}` of forward({', '.join(parameters)})")

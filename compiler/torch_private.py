@@ -6,8 +6,8 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
 from traceback import FrameSummary, StackSummary
 from typing import Any
 
@@ -199,12 +199,8 @@ def without_code() -> Iterator[None]:
     after each change: ``torch.export`` changes a model's graph a dozen times, and walks it node by node."""
     write: Any = fx.GraphModule.recompile
 
-    class Code:
-        """A module's ``_code`` until it is written, which leaves it with the module itself."""
-
-        def __get__(self, module: Any, _: Any) -> str:
-            found: str = write(module).src
-            return found
+    code: Any = cached_property(lambda module: write(module).src)
+    code.__set_name__(fx.GraphModule, "_code")
 
     def forward(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         write(module)
@@ -215,13 +211,20 @@ def without_code() -> Iterator[None]:
             info = module.graph._codegen.pytree_info
             module._in_spec, module._out_spec = info.in_spec, info.out_spec
         module.__dict__.pop("_code", None)
-        type(module)._code, type(module).forward = Code(), forward
+        type(module)._code, type(module).forward = code, forward
 
     try:
         fx.GraphModule.recompile = later  # type: ignore[method-assign, assignment]
         yield
     finally:
         fx.GraphModule.recompile = write  # type: ignore[method-assign]
+
+
+def with_unread_draws() -> AbstractContextManager[None]:
+    """Within it torch keeps operators that draw random numbers which nobody reads: later ones follow them."""
+    from torch._inductor import config
+
+    return config.patch(fallback_random=True)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def capture_plan(
     try:
         call, loss = caller(recorded.module, lines), loss_function(lines, folder)
     except InputsError as error:
-        raise PlanError([Diagnostic(WRONG_INPUTS, str(error), Label(model_span))]) from None
+        raise PlanError([_inputs_diagnostic(plan, error)]) from None
     except CallableError as error:
         raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.loss)]) from None
     try:
@@ -66,10 +66,19 @@ def capture_plan(
     return recorded, captured
 
 
+def _inputs_diagnostic(plan: Plan, error: InputsError) -> Diagnostic:
+    spans = [line.span for line in plan.inputs if line.name in error.inputs]
+    if spans:
+        help_ = "take the line out, or name it in the loss: what the loss names, the model need not take"
+        return Diagnostic(WRONG_INPUTS, str(error), Label(spans[0]), help=help_)
+    help_ = "add an `input` line of that name, or give the parameter a default"
+    return Diagnostic(WRONG_INPUTS, str(error), Label(plan.model.arguments.statement.span), help=help_)
+
+
 def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
     code, help_ = {
         "checkpoint": (NOT_RECOMPUTED, "leave it out: a step that keeps all activations has the same numbers"),
-        "control": (CONTROL_FLOW, "compute both sides and choose with `torch.where`"),
+        "control": (CONTROL_FLOW, error.help or "compute both sides and choose with `torch.where`"),
         "cache": (RETURNED_CACHE, "give the model `use_cache=False`, or return its logits or its loss alone"),
         "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),
         "field": (NO_FIELD, error.help),

@@ -19,6 +19,14 @@ aten = torch.ops.aten
 Rewrite = Callable[["Canonicalizer", Any], None]
 
 
+def drop_unread(graph: fx.Graph) -> None:
+    """Remove random operators that no stream counts and that nobody reads: no other number follows them."""
+    for node in reversed(list(graph.nodes)):
+        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if draws and not node.users and node.target not in DRAWS:
+            graph.erase_node(node)
+
+
 def uncounted(graph: fx.Graph) -> fx.Node | None:
     """The first random operator that canonical form does not count; attention counts its own dropout."""
     for node in graph.nodes:

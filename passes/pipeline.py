@@ -23,7 +23,7 @@ from .calls import computes, outputs
 from .canonicalize import canonicalize
 from .choices import Choices
 from .constants import fold_constants
-from .draws import uncounted
+from .draws import drop_unread, uncounted
 from .fuse import fuse_bias
 from .heads import few_heads
 from .lift import lift_parameters
@@ -81,6 +81,7 @@ class Built:
 def prepare(graph: fx.Graph) -> fx.Node | None:
     """Write operators without a rule as their parts, in place, before a plan's names and every pass see the graph. The
     first operator that draws random numbers which no stream counts, for which there is no build."""
+    drop_unread(graph)
     expand_unruled(graph)
     return uncounted(graph)
 

@@ -67,7 +67,8 @@ class _CountedDropout(TorchDispatchMode):
             return made.copy_(random(*self._next(made), "uniform", made.dtype) < args[0])
         if func in _LAWS:
             law, shift, scale = _LAWS[func]
-            low, high = (*args[1:], shift, scale)[:2] if func in _IN_PLACE else (shift, scale)
+            given: list[Any] = list(args[slice(*_GIVEN[func])]) if func in _GIVEN else []
+            low, high = given + [shift, scale][len(given) :]
             drawn = random(*self._next(made), law, made.dtype)
             made.copy_(drawn * (high - low if law == "uniform" else high) + low)
         return made
@@ -76,8 +77,10 @@ class _CountedDropout(TorchDispatchMode):
 _LAWS = {
     **dict.fromkeys((aten.rand.default, aten.rand_like.default, aten.uniform_.default), ("uniform", 0.0, 1.0)),
     **dict.fromkeys((aten.randn.default, aten.randn_like.default, aten.normal_.default), ("normal", 0.0, 1.0)),
+    aten.normal.float_float: ("normal", 0.0, 1.0),
 }
-_IN_PLACE = {aten.uniform_.default, aten.normal_.default}
+_GIVEN = {aten.uniform_.default: (1, 3), aten.normal_.default: (1, 3), aten.normal.float_float: (0, 2)}
+"""Where among the arguments a law's numbers are; dispatch drops defaults."""
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from parc.grammar.diagnostics import PlanError
 MODELS = """
 import random
 
+import numpy
 import torch
 from torch import nn
 
@@ -36,6 +37,22 @@ class Timed(nn.Module):
 class Random(Timed):
     def forward(self, tokens):
         return super().forward(tokens) * random.random()
+
+
+class Coin(Timed):
+    def forward(self, tokens):
+        return super().forward(tokens) * int(1 + 2 * random.random())
+
+
+class NumPyCoin(Timed):
+    def forward(self, tokens):
+        return super().forward(tokens) * int(1 + numpy.random.randint(2))
+
+
+class Unread(Timed):
+    def forward(self, tokens):
+        random.random()
+        return super().forward(tokens)
 
 
 class Counts(Timed):
@@ -59,6 +76,18 @@ class Draws(Timed):
     def forward(self, tokens):
         nn.functional.dropout(self.table(tokens), 0.5)  # nobody reads it, but later draws follow it
         return nn.functional.dropout(super().forward(tokens), 0.1)
+
+
+class DrawsAndWrites(Draws):
+    def forward(self, tokens):
+        return super().forward(tokens).mul_(2)
+
+
+class Laws(Timed):
+    def forward(self, tokens):
+        torch.randperm(4), torch.normal(0.0, 1.0, (3,)), torch.empty(3).exponential_(), torch.randint(0, 3, (2,))
+        made = nn.functional.dropout(super().forward(tokens), 0.1)
+        return made + torch.normal(2.0, 3.0, (32,)) + torch.empty(32).uniform_(-1) + torch.empty(32).normal_(1)
 
 
 class Root(Timed):
@@ -112,6 +141,8 @@ def test_a_model_that_does_not_run_in_float64_is_compared_in_float32(tmp_path: P
     ("changes", "code", "line", "text"),
     [
         ([("Timed", "Random")], "P0227", 2, "of the same inputs, weights and seeds of torch"),
+        ([("Timed", "Coin")], "P0227", 2, "of the same inputs, weights and seeds of torch"),
+        ([("Timed", "NumPyCoin")], "P0227", 2, "of the same inputs, weights and seeds of torch"),
         ([("Timed", "Counts")], "P0227", 2, "of the same inputs, weights and seeds of torch"),
         ([("mean", "drawn")], "P0227", 5, "of the same inputs, weights and seeds of torch"),
         ([("Timed", "Log")], "P0233", 2, "the loss is nan on a batch of random data"),
@@ -130,9 +161,14 @@ def test_faults_of_the_users_code_are_said_at_its_line(
     assert found.primary is not None and found.primary.span.line == line
 
 
+def test_draws_of_pythons_that_nothing_follows_are_none(tmp_path: Path) -> None:
+    assert not check_build(compiled(tmp_path, ("Timed", "Unread"))).faults
+
+
 def test_a_result_that_follows_a_buffer_is_a_function(tmp_path: Path) -> None:
     assert not check_build(compiled(tmp_path, ("Timed", "Moves"))).faults
 
 
-def test_random_numbers_that_nobody_reads_are_drawn_as_in_the_model(tmp_path: Path) -> None:
-    assert not check_build(compiled(tmp_path, ("Timed", "Draws"))).faults
+@pytest.mark.parametrize("model", ["Draws", "DrawsAndWrites", "Laws"])
+def test_random_numbers_that_nobody_reads_are_drawn_as_in_the_model(tmp_path: Path, model: str) -> None:
+    assert not check_build(compiled(tmp_path, ("Timed", model))).faults
