@@ -31,7 +31,7 @@ from .torch_private import (
     without_checkpoints,
     without_code,
     without_validation,
-)  # fmt: skip
+)
 
 aten = torch.ops.aten
 

@@ -99,8 +99,8 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Loss, gradients, updated buffers; of the eager module also what it returned, and that and the loss again and
-    again."""
+    """Loss, gradients, updated buffers; of the eager module also what it returned, and in float32 that and the loss
+    again and again."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -145,9 +145,11 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     updated = {name: value.detach().clone() for name, value in module.named_buffers(remove_duplicate=False)
                if name in buffers and buffers[name].numel() and not torch.equal(value, buffers[name])}  # fmt: skip
     states = random.getstate(), numpy.random.get_state()
-    again = tuple(map(once_more, range(others)))
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
+    try:
+        again = () if wide else tuple(map(once_more, range(others)))
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
     return _Result(loss.detach(), gradients, updated, tuple(output), again)
 
 

@@ -66,21 +66,22 @@ class _CountedDropout(TorchDispatchMode):
         if func is aten.bernoulli.default:
             return made.copy_(random(*self._next(made), "uniform", made.dtype) < args[0])
         if func in _LAWS:
-            law, shift, scale = _LAWS[func]
-            given: list[Any] = list(args[slice(*_GIVEN[func])]) if func in _GIVEN else []
-            low, high = given + [shift, scale][len(given) :]
+            law, place = _LAWS[func]
+            given = list(args[place])
+            low, high = given + [0.0, 1.0][len(given) :]  # dispatch drops defaults
             drawn = random(*self._next(made), law, made.dtype)
             made.copy_(drawn * (high - low if law == "uniform" else high) + low)
         return made
 
 
-_LAWS = {
-    **dict.fromkeys((aten.rand.default, aten.rand_like.default, aten.uniform_.default), ("uniform", 0.0, 1.0)),
-    **dict.fromkeys((aten.randn.default, aten.randn_like.default, aten.normal_.default), ("normal", 0.0, 1.0)),
-    aten.normal.float_float: ("normal", 0.0, 1.0),
+_LAWS: dict[Any, tuple[str, slice]] = {
+    **dict.fromkeys((aten.rand.default, aten.rand_like.default), ("uniform", slice(0))),
+    **dict.fromkeys((aten.randn.default, aten.randn_like.default), ("normal", slice(0))),
+    aten.uniform_.default: ("uniform", slice(1, 3)),
+    aten.normal_.default: ("normal", slice(1, 3)),
+    aten.normal.float_float: ("normal", slice(2)),
 }
-_GIVEN = {aten.uniform_.default: (1, 3), aten.normal_.default: (1, 3), aten.normal.float_float: (0, 2)}
-"""Where among the arguments a law's numbers are; dispatch drops defaults."""
+"""Operator → its law, and where among its arguments the law's two numbers are."""
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,18 @@ class Moves(Timed):
 class Log(Timed):
     def forward(self, tokens):
         return super().forward(tokens).log()
+
+
+class Unlucky(Timed):
+    def forward(self, tokens):
+        if random.random() > 0.5:
+            raise ValueError("unlucky")
+        return super().forward(tokens)
+
+
+class Asks(Timed):
+    def forward(self, tokens, more):
+        return super().forward(tokens) + more
 
 
 class Draws(Timed):
@@ -163,6 +176,26 @@ def test_faults_of_the_users_code_are_said_at_its_line(
 
 def test_draws_of_pythons_that_nothing_follows_are_none(tmp_path: Path) -> None:
     assert not check_build(compiled(tmp_path, ("Timed", "Unread"))).faults
+
+
+def test_a_model_that_fails_for_some_draws_leaves_pythons_as_they_were(tmp_path: Path) -> None:
+    made = compiled(tmp_path, ("Timed", "Unlucky"))
+    random.seed(1)  # the first draw is lucky
+    with pytest.raises(PlanError) as caught:
+        check_build(made)
+    drawn = random.random()
+    assert "unlucky" in caught.value.diagnostics[0].message
+    random.seed(1)
+    random.random()
+    assert drawn == random.random()
+
+
+def test_a_parameter_that_no_input_fills_is_met_with_a_way_out(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        compiled(tmp_path, ("Timed", "Asks"))
+    (found,) = caught.value.diagnostics
+    assert found.code.name == "P0206" and "no input fills `more`" in found.message
+    assert "add an `input` line of that name" in found.help
 
 
 def test_a_result_that_follows_a_buffer_is_a_function(tmp_path: Path) -> None:

@@ -183,16 +183,17 @@ def test_a_loss_that_fails_is_underlined_itself(capsys: Captured, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("part", "message"),
+    ("part", "message", "help_"),
     [
-        ("number", "aten.item.default gives a number that depends on the values of tensors"),
-        ("some", "aten.index.Tensor gives a tensor whose shape depends on the values of tensors"),
+        ("number", "aten.item.default gives a number that depends on the values of tensors", "leave it a tensor"),
+        ("some", "aten.index.Tensor gives a tensor whose shape depends on the values of tensors", "multiply by a mask"),
     ],
 )
 def test_what_only_data_can_tell_is_named_where_the_model_asks_for_it(
-    capsys: Captured, tmp_path: Path, part: str, message: str
+    capsys: Captured, tmp_path: Path, part: str, message: str, help_: str
 ) -> None:
     code, err = said(capsys, tmp_path, f'part="{part}"')
+    assert help_ in err
     assert code == 1 and err.startswith(f"error[P0202]: {message}\n") and "= note: at models.py:" in err
 
 
