@@ -80,6 +80,8 @@ def terms(size: int, splits: Sequence[tuple[Outer, str]]) -> list[tuple[int, lis
     Raises:
         ValueError: the splits do not fit each other, or the dim.
     """
+    if not splits:
+        return [(size, [])]
     base = min((outer for outer, _ in splits if not isinstance(outer, int)), key=len, default=(1,))
     stretches = tuple(sizes_of(base, size))
     inner = [within(outer, stretches) for outer, _ in splits] if len(base) > 1 else [(outer,) for outer, _ in splits]

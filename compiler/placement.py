@@ -143,15 +143,15 @@ def local_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape
     Raises:
         ValueError: a dim does not divide, or two splits of it overlap.
     """
-    result = []
-    for dim, size in enumerate(shape):
-        pieces = parts(placement, mesh, dim)
+    result = list(shape)
+    for dim in sorted({kind.dim for _, kind in placement.types if isinstance(kind, Split)}):
+        size, pieces = shape[dim], parts(placement, mesh, dim)
         if size % pieces:
             raise ValueError(f"dim {dim} of {list(shape)} does not divide by {pieces}")
         if pieces > 1:
             for stretch, splits in terms(size, placement.splits(dim)):
                 atoms(stretch, splits, mesh.size)  # the splits nest
-        result.append(size // pieces)
+        result[dim] = size // pieces
     return tuple(result)
 
 

@@ -6,8 +6,10 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -127,7 +129,7 @@ def map_references(item: Any, change: Callable[[str], Any]) -> Any:
     return item
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Function:
     """Parameters, lines, and what is returned: pairs of a key and a value's name."""
 
@@ -136,12 +138,14 @@ class Function:
     lines: tuple[Line, ...]
     returns: tuple[tuple[str, str], ...]
 
-    def values(self) -> dict[str, Value]:
+    def values(self) -> Mapping[str, Value]:
         """Every value of the function by its name."""
-        table = {value.name: value for value in self.parameters}
-        for line in self.lines:
-            table.update((value.name, value) for value in line.made)
-        return table
+        return self._values
+
+    @cached_property
+    def _values(self) -> Mapping[str, Value]:
+        made = (value for line in self.lines for value in line.results if value is not None)
+        return MappingProxyType({value.name: value for value in (*self.parameters, *made)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -55,13 +56,13 @@ class _Record:
 
     owner: dict[fx.Node, Origin] = field(default_factory=dict)
     known: dict[fx.Node, Placement] = field(default_factory=dict)
-    seen: int = 0
+    last: fx.Node | None = None
 
     def claim(self, graph: fx.Graph, origin: Origin) -> None:
         """The nodes that appeared since the last claim come from ``origin``."""
-        for node in list(graph.nodes)[self.seen :]:
-            self.owner[node] = origin
-            self.seen += 1
+        made = list(takewhile(lambda node: node is not self.last, reversed(graph.nodes)))
+        self.owner.update(dict.fromkeys(made, origin))
+        self.last = made[0] if made else self.last
 
 
 def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
@@ -79,7 +80,7 @@ def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
         given, tangents = arguments[: len(flows)], arguments[len(flows) :]
         graph = tracing_graph()
         leaves = [x.detach().requires_grad_() if flow else x for x, flow in zip(given, flows, strict=True)]
-        record.seen = len(list(graph.nodes))
+        record.last = next(iter(reversed(graph.nodes)), None)
         env = dict(zip(segment.inputs, leaves, strict=True))
         _execute(segment, env, record, graph)
         outputs = [env[node] for node in segment.outputs]
