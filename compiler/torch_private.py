@@ -178,19 +178,18 @@ def quiet() -> Iterator[None]:
     """Within it torch says nothing: its warnings, its log of a failure and its print of a half-made graph stand before
     parc's own message of it. What the model's own code prints is still printed."""
     names = ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))]
-    loggers = [logging.getLogger(name) for name in names]
-    silent = [logger.disabled for logger in loggers]
+    silent = {logger: logger.disabled for logger in map(logging.getLogger, names)}
     exporting: Any = torch.export._trace
     try:
         exporting.print = lambda *_, **__: None  # found before the built-in one
-        for logger in loggers:
+        for logger in silent:
             logger.disabled = True  # a level would do as well, but each change of one empties all loggers' caches
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         exporting.__dict__.pop("print", None)
-        for logger, before in zip(loggers, silent, strict=True):
+        for logger, before in silent.items():
             logger.disabled = before
 
 
