@@ -102,6 +102,26 @@ def keep_mask(key: int | tuple[Tensor, Tensor], index: Tensor, p: float) -> Tens
     return _blockwise(lambda part: _high_bits(numbers, part) >= threshold, index, torch.bool)
 
 
+def digest(tensor: Tensor) -> Tensor:
+    """A hash of 64 bits of a tensor's entries, bit by bit and in their order, as an int64 without dims; the same on
+    every device. Shape and dtype do not go into it.
+
+    Every eight bytes are mixed together with their place, and the results are added modulo 2**64.
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    rest = -flat.numel() % 8
+    if rest or flat.storage_offset() % 8:
+        flat = torch.cat([flat, flat.new_zeros(rest)])
+    every = flat.view(torch.int64)
+    size = _BLOCK if every.device.type == "cpu" else max(1, every.numel())
+    places = torch.arange(min(size, every.numel()), device=every.device).mul_(_signed(_MIX_2))
+    total = torch.zeros((), dtype=torch.int64, device=every.device)
+    for start in range(0, every.numel(), size):
+        part = every[start : start + size]
+        total += _bits(0, (part + _signed(start * _MIX_2)).add_(places[: part.numel()])).sum()
+    return total
+
+
 def dropped(kept: float) -> float:
     """The probability to drop, where torch was told ``1 - p``: the p that was written has few digits."""
     return float(f"{1 - kept:.15g}")

@@ -85,6 +85,13 @@ class Machine:
             environment[name] = piece
         step.run(begun)
 
+    def summed(self, role: str, pieces: Sequence[torch.Tensor], rank: int) -> Environment:
+        """The sum that ``begin`` would start, for one rank, of the pieces that all ranks of the mesh have."""
+        line = self._ahead[role][1].line
+        row, args = COLLECTIVES[line.op], line.args[1:]
+        group = next(group for group in row.groups(self.mesh, args) if rank in group)
+        return {line.made[0].name: row.group([pieces[other] for other in group], args)[group.index(rank)]}
+
     def _sums_ahead(self, main: Function) -> dict[str, tuple[str, _Step]]:
         roles, uses = {value.name: value.role for value in main.parameters}, uses_of(main)
         found = {}

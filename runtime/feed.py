@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -15,6 +17,7 @@ import torch
 
 from ..compiler.artifact import Build
 from ..compiler.callables import CallableError, check_arguments, load_callable
+from ..compiler.counter import digest
 from ..compiler.directives.sizes import SizeRange
 from ..compiler.mesh import Mesh
 from ..compiler.placement import TensorType, dim_index, take
@@ -29,6 +32,17 @@ from .tails import Tails
 
 Parts = list[dict[str, torch.Tensor]]
 """One rank's part of each microbatch of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one rank has of a step: its parts, and a hash of each input's samples before they were cut, by which ranks
+    that should have the same find out whether they do. Hashes are 0 where nothing else can be."""
+
+    parts: Parts
+    prints: Sequence[int | torch.Tensor]
+
+
 MISFIT_HELP = "change what the data gives, or the plan's `input` and `sizes` lines"
 
 
@@ -42,15 +56,30 @@ class Feed:
         self._count = int(build.manifest["microbatches"])
         self._batched = {line["name"]: line["dims"][:1] == ["B"] for line in build.manifest["inputs"]}
         self._bounds = class_bounds(build.reference)
+        self.shares = {name: math.prod(mesh.size(axis) for axis in self.batch_axes(name)) for name in self.types}
+        """Among how many ranks the samples of an input are divided."""
         self._tails = Tails(build, self._batched)
         self._source: Source | None = None
         self._reading = threading.Lock()  # a person's callable is asked by one thread at a time
         self._closed = threading.Event()
-        self._ahead: tuple[int, Future[Parts]] | None = None
+        self._ahead: tuple[int, Future[Given]] | None = None
         self._line = line_of(build)
+
+    def batch_axes(self, name: str) -> tuple[str, ...]:
+        """The mesh axes that divide the samples of an input."""
+        return tuple(axis for _, axis in self.types[name].placement.splits(0)) if self._batched[name] else ()
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> Parts:
         """This rank's part of each microbatch of a step's *whole* batch; of fewer samples where that is proved right.
+
+        Raises:
+            RunError: an input is missing, or has another shape, dtype or range than the plan's.
+        """
+        return self.given(batch).parts
+
+    def given(self, batch: Mapping[str, torch.Tensor], local: bool = False, hashed: bool = False) -> Given:
+        """This rank's part of a step's whole batch; or, if ``local``, the part whose samples, whole in their other
+        dims, are in the order of the microbatches. Hashes are made if ``hashed``.
 
         Raises:
             RunError: an input is missing, or has another shape, dtype or range than the plan's.
@@ -61,20 +90,28 @@ class Feed:
         unknown = [name for name in batch if name not in self._batched]
         if unknown:
             raise RunError(BAD_DATA, f"the batch has `{unknown[0]}`, which is no input of the plan", needs)
-        batch = self._tails.completed(batch)
+        shares = self.shares if local else {}
+        batch = self._tails.completed(batch, shares)
         parts: Parts = [{} for _ in range(self._count)]
         for name, type_ in self.types.items():
             if name not in batch:
                 raise RunError(BAD_DATA, f"the batch has no `{name}`", needs)
-            value, rows = batch[name], type_.shape[0] if self._batched[name] else 0
+            value, rows = batch[name], type_.shape[0] // shares.get(name, 1) if self._batched[name] else 0
             shape = (rows * self._count, *type_.shape[1:]) if rows else type_.shape
-            self._check(name, value, shape)
+            self._check(name, value, shape, "this rank's samples" if local else "a whole step's batch")
             for index, part in enumerate(parts):
                 piece = value[index * rows : (index + 1) * rows] if rows else value
-                part[name] = take(piece, type_.placement, self._mesh, self._coordinates).to(self._device)
-        return parts
+                if local and rows:
+                    part[name] = self._cut_rest(piece, type_, 1).to(self._device)
+                else:
+                    part[name] = take(piece, type_.placement, self._mesh, self._coordinates).to(self._device)
+        return Given(parts, [digest(batch[name]) if hashed else 0 for name in self.types])
 
     def next(self, step: int, steps: int | None = None) -> Parts:
+        """This rank's part of what ``read`` gives."""
+        return self.read(step, steps).parts
+
+    def read(self, step: int, steps: int | None = None) -> Given:
         """This rank's part of the microbatches of step ``step`` (from 0), from the plan's ``data`` line.
 
         With ``steps`` nothing is read ahead beyond the last of so many: there may be no more.
@@ -88,16 +125,17 @@ class Feed:
         found = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step, self._source)
         if steps is None or step + 1 < steps:
             self._ahead = step + 1, self._read_ahead(step + 1, self._source, self._closed)
-        return [{name: value.to(self._device) for name, value in part.items()} for part in found]
+        parts = [{name: value.to(self._device) for name, value in part.items()} for part in found.parts]
+        return Given(parts, found.prints)
 
     def close(self) -> None:
         """Stop reading ahead, without waiting for a sample that is being made."""
         self._closed.set()
         self._source = self._ahead = None
 
-    def _read_ahead(self, step: int, source: Source, closed: threading.Event) -> Future[Parts]:
+    def _read_ahead(self, step: int, source: Source, closed: threading.Event) -> Future[Given]:
         """A read in a thread that a process which ends does not wait for: a person's callable may block for ever."""
-        future: Future[Parts] = Future()
+        future: Future[Given] = Future()
 
         def sample(number: int) -> Mapping[str, torch.Tensor]:
             if closed.is_set():
@@ -117,7 +155,7 @@ class Feed:
             del _READERS[other]
         return future
 
-    def _read(self, step: int, source: Source) -> Parts:
+    def _read(self, step: int, source: Source) -> Given:
         """Every sample that this rank needs, read once, on the CPU."""
         wanted = {
             (name, index): index * type_.shape[0] + self._index(type_, 0)
@@ -146,14 +184,17 @@ class Feed:
             notes = [self._line] if self._line else []
             raise RunError(BAD_DATA, wrong[1], self._sizes_of(wrong[0], first[wrong[0]].shape) or MISFIT_HELP, notes)
         parts: Parts = [{} for _ in range(self._count)]
+        read: dict[str, list[torch.Tensor]] = {name: [] for name in self.types}
         for (name, index), numbers in wanted.items():
             type_ = self.types[name]
             at = torch.searchsorted(torch.tensor(rows), numbers)
             value = samples[name].index_select(0, at)
             value = value if self._batched[name] else value[0]
             self._check_numbers(name, value)
+            read[name].append(value)
             parts[index][name] = self._cut_rest(value, type_, 1 if self._batched[name] else 0)
-        return parts
+        hashed = self._build.manifest["data"]["callable"] is not None  # anybody's code
+        return Given(parts, [int(digest(torch.cat(read[name]))) if hashed else 0 for name in self.types])
 
     def _index(self, type_: TensorType, dim: int) -> torch.Tensor:
         return dim_index(type_.shape[dim], dim, type_.placement, self._mesh, self._coordinates, None)
@@ -179,15 +220,15 @@ class Feed:
         words = ",".join(f"{dim}={size}" for dim, size in found.items())
         return f"`parc run --sizes {words}` runs the build at the samples' sizes"
 
-    def _check(self, name: str, value: Any, shape: tuple[int, ...]) -> None:
-        """Shape and dtype of a whole step's batch, and its numbers."""
+    def _check(self, name: str, value: Any, shape: tuple[int, ...], what: str) -> None:
+        """Shape and dtype of ``what`` was given, and its numbers."""
         type_ = self.types[name]
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != type_.dtype:
             have = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             wanted = f"{type_.dtype} {list(shape)}".replace("torch.", "")
             raise RunError(
                 BAD_DATA, f"`{name}` is {have.replace('torch.', '')}, not {wanted}",
-                "the shape of a whole step's batch follows from the plan's `input` and `sizes` lines",
+                f"the shape of {what} follows from the plan's `input` and `sizes` lines",
             )  # fmt: skip
         self._check_numbers(name, value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar, final
+from typing import TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,14 @@ def everywhere(value: Made, world: int) -> list[Made]:
     return found
 
 
-def exchange(row: Sequence[int], world: int, device: torch.device) -> list[list[int]]:
-    """Every rank's row of numbers, in rank order, on every rank."""
+def exchange(row: Sequence[int | torch.Tensor], world: int, device: torch.device) -> list[list[int]]:
+    """Every rank's row of numbers, some of which may be int64 tensors without dims, in rank order, on every rank."""
     if world == 1:
-        return [list(row)]
-    mine = torch.tensor(row, dtype=torch.int64, device=device)
+        return [[int(number) for number in row]]
+    mine = torch.stack([torch.as_tensor(number, dtype=torch.int64, device=device) for number in row])
     rows = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(rows, mine)
-    return [[int(number) for number in other.tolist()] for other in rows]
+    return cast(list[list[int]], torch.stack(rows).tolist())
 
 
 @final

@@ -20,6 +20,7 @@ from ..compiler.placement import TensorType, parse_type, take
 from ..grammar.codes_build import BAD_STATE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
+from .batches import Batch, Batches
 from .communication import Backend
 from .compiled import Regions
 from .execute import Machine
@@ -94,6 +95,7 @@ class Session:
             check_source_of(build)
         self.state = self._initial_state()
         self.optimizer = make_optimizer(self.state.parameters, manifest["optimizer"])
+        self._batches = Batches(self._by_sizes, self.mesh, self._together)
         self._given: tuple[AtSizes, Parts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
     def _at(self, build: Build) -> AtSizes:
@@ -143,20 +145,18 @@ class Session:
 
     # ---- training
 
-    def gradients(self, batch: Mapping[str, torch.Tensor] | None = None) -> StepResult:
-        """Loss, gradients (this rank's pieces) and their norm, for a whole batch or the next of the plan's data.
+    def gradients(self, batch: Batch | None = None, *, local: Batch | None = None) -> StepResult:
+        """Loss, gradients (this rank's pieces) and their norm, for a whole batch, the same on every rank; for a rank's
+        own samples (``local``), alike on ranks at one place of the axes that divide them; or for the plan's data.
 
         Raises:
-            RunError: the batch is not one of the plan's, the data cannot be read, or an earlier error left a step.
+            RunError: on every rank: ranks gave no batch of the plan's, or not one, or the data cannot be read; or an
+                earlier error left a step.
         """
-        at = self._by_sizes(batch)
-        if batch is None:
-            parts = self._together.agreed(lambda: at.feed.next(self.step_number, self.last_step))
-        else:
-            parts = at.feed.cut(batch)
+        begun = self._batches.begin(batch, local, self.state, self.step_number, self.last_step)
         with self._together.doing(f"step {self.step_number + 1}", self.state):
-            self._given = at, parts, dict(self.state.buffers)
-            (result,) = at.stepper.gradients([self.state], [parts], self.step_number)
+            self._given = begun.at, begun.parts, dict(self.state.buffers)
+            (result,) = begun.at.stepper.finish(begun.work, self.step_number)
         return result
 
     def update(self, result: StepResult, lr: float | None = None) -> StepReport:
@@ -178,17 +178,16 @@ class Session:
         self.step_number += 1
         return StepReport(self.step_number, loss, norm, float(self.optimizer.param_groups[0]["lr"]))
 
-    def step(self, batch: Mapping[str, torch.Tensor] | None = None, lr: float | None = None) -> StepReport:
+    def step(self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None) -> StepReport:
         """One step of training: ``gradients`` then ``update``."""
-        return self.update(self.gradients(batch), lr)
+        return self.update(self.gradients(batch, local=local), lr)
 
-    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
-        """The global loss of a whole batch; nothing is changed. Dropout stays as in training."""
+    def evaluate(self, batch: Batch | None = None, *, local: Batch | None = None) -> float:
+        """The global loss of what ``gradients`` takes; nothing is changed. Dropout stays as in training."""
         buffers = dict(self.state.buffers)
-        at = self._by_sizes(batch)
-        parts = at.feed.cut(batch)
+        begun = self._batches.begin(batch, local, self.state, self.step_number, self.last_step, keep=False)
         with self._together.doing("an evaluation", self.state):
-            (result,) = at.stepper.loss([self.state], [parts], self.step_number)
+            (result,) = begun.at.stepper.finish_loss(begun.work, self.step_number)
         self.state.buffers = buffers
         return float(result.loss)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, TypeVar, final
 
 import torch
@@ -17,6 +18,7 @@ from .feed import Feed, line_of
 from .step import Stepper
 
 Made = TypeVar("Made")
+NO_SHARES: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,14 @@ class BySizes(Generic[Made]):
         self._build, self._make = build, make
         self._made: dict[tuple[tuple[str, int], ...], Made] = {}
 
-    def __call__(self, batch: Mapping[str, torch.Tensor] | None = None) -> Made:
-        """What was made for a whole batch's sizes; without one for the build's own.
+    def __call__(self, batch: Mapping[str, torch.Tensor] | None = None, shares: Mapping[str, int] = NO_SHARES) -> Made:
+        """What was made for a batch's sizes; without one for the build's own. ``shares``: among how many ranks the
+        samples of an input are divided, where the batch is one rank's.
 
         Raises:
             RunError: the build was not made for these sizes.
         """
-        sizes = {} if batch is None or self._build.template is None else _sizes_of(self._build, batch)
+        sizes = {} if batch is None or self._build.template is None else _sizes_of(self._build, batch, shares)
         key = tuple(sorted({**self._build.manifest["sizes"], **sizes}.items()))
         if key not in self._made:
             self._made[key] = self._make(bound(self._build, sizes))
@@ -68,8 +71,8 @@ def bound(build: Build, sizes: Mapping[str, int]) -> Build:
     return build.at(sizes) if ranges and sizes else build
 
 
-def _sizes_of(build: Build, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The sizes with ranges that a whole batch has. What is no batch of the plan's has none: cutting it says why.
+def _sizes_of(build: Build, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> dict[str, int]:
+    """The sizes with ranges that a batch has. What is no batch of the plan's has none: cutting it says why.
 
     Raises:
         RunError: two inputs have different ones.
@@ -82,6 +85,7 @@ def _sizes_of(build: Build, batch: Mapping[str, torch.Tensor]) -> dict[str, int]
         for dim, size in zip(line["dims"], shape, strict=False):
             if len(shape) != len(line["dims"]) or dim not in build.template.ranges:
                 continue
+            size = size * shares.get(line["name"], 1) if dim == "B" else size
             first, known = found.setdefault(dim, (line["name"], size))
             if known != size:
                 message = f"`{first}` has {dim}={known}, but `{line['name']}` has {dim}={size}"

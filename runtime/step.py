@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..compiler.actions import AHEAD, Action
+from ..compiler.collectives import COLLECTIVES
 from ..compiler.program import Program
 from .communication import Backend, Message, PeerLost, Sending
 from .execute import Environment, Machine, Ready
@@ -89,27 +90,57 @@ class Stepper:
                 last.update(dict.fromkeys(made, action))
         return {action: {name for name in able if last[name] == action} for action in last.values()}
 
+    @property
+    def counts_apart(self) -> bool:
+        """Whether a rank counts its targets without the others."""
+        count = self.machines.get("COUNT")
+        return count is not None and not any(
+            line.op in COLLECTIVES and COLLECTIVES[line.op].communicates
+            for function in count.program.functions
+            for line in function.lines
+        )
+
+    def begin(
+        self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int, keep: bool = True
+    ) -> list[Work]:
+        """The work of a step, ``batches[rank][microbatch]``, its targets counted where no other rank is needed for it;
+        ``step`` counts from 0 and seeds dropout. Without ``keep`` nothing is kept for a backward."""
+        work = [Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
+        self._walk([action for action in self.actions if action.kind == "COUNT" and self.counts_apart], work, step)
+        return work
+
+    def share_counts(self, work: Work, rank: int, counts: Sequence[torch.Tensor]) -> None:
+        """Give the counts of all ranks to the step of one of them, whose SCALE then meets no other."""
+        if "count" in self.machines["SCALE"].ahead:
+            work.counted = self.machines["SCALE"].summed("count", counts, rank)
+
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
-        """Loss and gradients of a step. ``batches[rank][microbatch]``; ``step`` counts from 0 and seeds dropout."""
-        actions = [action for action in self.actions if action.kind != "STEP"]
+        """Loss and gradients of a step."""
+        return self.finish(self.begin(states, batches, step), step)
+
+    def finish(self, work: Sequence[Work], step: int) -> list[StepResult]:
+        """Loss and gradients of a step that was begun."""
         with self._packs or nullcontext():  # parameters do not change meanwhile
-            work = self._walk(actions, states, batches, step)
+            self._walk([action for action in self._left(work) if action.kind != "STEP"], work, step)
         return [StepResult(w.results["loss"], w.results.get("grad_norm"), strip(w.results, "gradient ")) for w in work]
 
+    def _left(self, work: Sequence[Work]) -> Iterator[Action]:
+        counted = any("count" in w.totals for w in work)
+        return (action for action in self.actions if not (counted and action.kind == "COUNT"))
+
     def loss(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
-        """The loss alone, of the same numbers; nothing is kept for a backward."""
-        actions = [action for action in self.actions if action.kind in _FORWARD]
+        """The loss alone; nothing is kept for a backward."""
+        return self.finish_loss(self.begin(states, batches, step, keep=False), step)
+
+    def finish_loss(self, work: Sequence[Work], step: int) -> list[StepResult]:
+        """The loss alone of a step that was begun."""
         with self._packs or nullcontext():
-            work = self._walk(actions, states, batches, step, keep=False)
+            self._walk([action for action in self._left(work) if action.kind in _FORWARD], work, step)
         self._settle(step)
         self._reduce_loss(work)
         return [StepResult(w.results["loss"], None, {}) for w in work]
 
-    def _walk(
-        self, actions: Sequence[Action], states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int,
-        keep: bool = True,
-    ) -> list[Work]:  # fmt: skip
-        work = [Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
+    def _walk(self, actions: Sequence[Action], work: Sequence[Work], step: int) -> None:
         self._receives, self._sends, self._later = {}, [], []
         for index, (action, following) in enumerate(pairwise([*actions, None])):
             assert action is not None
@@ -129,7 +160,6 @@ class Stepper:
             except RuntimeError as error:
                 error.add_note(f"in action {action} of step {step + 1}")
                 raise
-        return work
 
     def recorded(self, name: str, category: str, step: int) -> AbstractContextManager[None]:
         """Keep the time of what happens inside, where times are kept."""
@@ -241,7 +271,7 @@ class Stepper:
             w.total("count", made["count"])
 
     def _scale(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        for w, made in self._run("SCALE", work):
+        for w, made in self._run("SCALE", work, begun=[w.counted for w in work]):
             w.totals["scale"] = made["scale"]
 
     def _f(self, action: Action, step: int, work: Sequence[Work]) -> None:

@@ -34,8 +34,9 @@ class Tails:
     def _fault(self) -> str:
         return tail_fault(self._reference, self._ignored)
 
-    def completed(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """A whole step's batch: after the given samples come copies of the first, all of whose targets are ignored.
+    def completed(self, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> Mapping[str, torch.Tensor]:
+        """A whole step's batch, or one share of so many: after the given samples come copies of the first, all of whose
+        targets are ignored.
 
         Batches that are no tensors of a common number of samples are given back as they are.
 
@@ -45,19 +46,23 @@ class Tails:
         given = {name: value for name, value in batch.items() if name in self._names}
         if not given or any(not isinstance(value, torch.Tensor) or not value.dim() for value in given.values()):
             return batch
+        size, *others = {self._size // shares.get(name, 1) for name in given}
+        if others:  # what is divided differently has no common number of samples
+            return batch
         counts = {value.shape[0] for value in given.values()}
         count = counts.pop()
-        if counts or count == self._size:
+        if counts or count == size:
             return batch
-        if not 0 < count < self._size or self._fault:
-            legal = f"{self._size}" if self._fault else f"1 to {self._size}"
+        if not 0 < count < size or self._fault:
+            legal = f"{size}" if self._fault else f"1 to {size}"
             why = f"fewer would change its numbers: {self._fault}" if self._fault else "B of the plan's `sizes` line"
             samples = f"{count} sample{'s' * (count != 1)}"
             help_ = f"give {legal} samples, or build the plan for another B"
             if self._fault:
                 help_ += f"; a line `sizes B=LOW..{self._size} by STEP` is for several"
-            raise RunError(BAD_DATA, f"the batch has {samples}; a step takes {legal}", help_, [why])
-        missing = self._size - count
+            what, takes = ("this rank's part", "of a step it takes") if shares else ("the batch", "a step takes")
+            raise RunError(BAD_DATA, f"{what} has {samples}; {takes} {legal}", help_, [why])
+        missing = size - count
         return {**batch, **{name: self._longer(name, value, missing) for name, value in given.items()}}
 
     def _longer(self, name: str, value: torch.Tensor, missing: int) -> torch.Tensor:

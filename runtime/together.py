@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, cast, final
 
@@ -42,17 +42,32 @@ class Together:
         Raises:
             RunError: the first rank's that failed, on all of them.
         """
+        return self.exchanged(lambda: (make(), ()), 0)[0]
+
+    def exchanged(
+        self, make: Callable[[], tuple[Made, Sequence[int | torch.Tensor]]], width: int
+    ) -> tuple[Made, list[list[int]]]:
+        """What every rank makes by itself, with a row of ``width`` numbers; and the rows of all ranks.
+
+        Raises:
+            RunError: the first rank's that failed, on all of them.
+        """
         self.check()
         fault: RunError | None = None
         made: Made | None = None
+        row: Sequence[int | torch.Tensor] = [0] * width
         try:
-            made = make()
+            made, row = make()
         except RunError as error:
             fault = error
-        if any(row[0] for row in exchange([int(fault is not None)], self.world, self.device)):
+        except BaseException:
+            self._left = "what ranks make by themselves" if self.world > 1 else ""
+            raise
+        rows = exchange([int(fault is not None), *row], self.world, self.device)
+        if any(row[0] for row in rows):
             faults = everywhere(fault, self.world)
             raise fault or next(filter(None, faults))
-        return cast(Made, made)
+        return cast(Made, made), [row[1:] for row in rows]
 
     @contextmanager
     def doing(self, what: str, state: RankState) -> Iterator[None]:

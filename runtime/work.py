@@ -40,6 +40,8 @@ class Work:
     results: dict[str, torch.Tensor] = field(default_factory=dict)
     begun: Environment = field(default_factory=dict)
     """Of REDUCE what was begun ahead of it."""
+    counted: Environment = field(default_factory=dict)
+    """Of SCALE the count of all ranks, where they exchanged theirs ahead of it."""
     owned: set[str] = field(default_factory=set)
     """Keys of totals with storage of their own, to which later parts are added."""
 

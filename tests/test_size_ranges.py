@@ -162,16 +162,21 @@ def batch(sizes: Mapping[str, int], seed: int = 0) -> dict[str, torch.Tensor]:
 SIZES = ({"B": 16, "S": 32}, {"B": 4, "S": 8}, {"B": 12, "S": 20}, {"B": 16, "S": 32})
 
 
-def steps(path: str) -> list[parc.StepReport]:
-    """On one rank: a step at each of several sizes."""
+def steps(path: str) -> tuple[list[parc.StepReport], str]:
+    """On one rank: a step at each of several sizes, some as the rank's own; and what is said where ranks differ."""
     with parc.load(path) as session:
-        return [session.step(batch(sizes, seed)) for seed, sizes in enumerate(SIZES)]
+        with pytest.raises(parc.RunError) as error:
+            session.step(local=batch(SIZES[1 + session.rank]))
+        given = [batch(sizes, seed) for seed, sizes in enumerate(SIZES)]
+        reports = [session.step(local=one) if seed % 2 else session.step(one) for seed, one in enumerate(given)]
+        return reports, str(error.value)
 
 
 def test_real_ranks_train_at_several_sizes_as_the_plain_module(gpt: Path) -> None:
     plain = parc.reference(gpt)
     expected = [plain.step(batch(sizes, seed)) for seed, sizes in enumerate(SIZES)]
-    for reports in run_ranks(steps, 2, str(gpt)):
+    for reports, said in run_ranks(steps, 2, str(gpt)):
+        assert said.startswith("[P0410] the batch of rank 0 has B=4, S=8 and the batch of rank 1 has B=12, S=20; ")
         for found, wanted in zip(reports, expected, strict=True):
             assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
             assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-4)

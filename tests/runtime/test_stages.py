@@ -147,6 +147,12 @@ def train(path: str, mesh: str) -> tuple[list[tuple[float, float]], dict[str, to
     with session_of(path, mesh) as session:
         reports = [session.step(batch(step)) for step in range(3)]
         figures = [(report.loss, report.grad_norm) for report in reports]
+        at, places = session.coordinates.get("dp", 0), session.mesh.world // 2
+        with pytest.raises(RunError, match="`x` of rank 1 is not that of rank 0"):
+            session.evaluate(batch(session.rank))
+        own = {name: value.unflatten(0, (MICROBATCHES, places, -1))[:, at].flatten(0, 1)
+               for name, value in batch(3).items()}  # fmt: skip
+        assert session.evaluate(local=own) == session.evaluate(batch(3))
         return figures, session.state_dict(), session.evaluate(batch(3)), sorted(session.state.parameters)
 
 

@@ -1,0 +1,16 @@
+"""Codes of messages about what ranks give to a step, and where a run writes (P041x)."""
+
+from __future__ import annotations
+
+from .code import Code
+
+BATCHES_DIFFER = Code(
+    name="P0410",
+    title="ranks gave what is not one batch",
+    why="`session.step(batch)` takes the whole batch of a step, the same on every rank, and each rank computes with its"
+    " part of it. Where each rank has samples of its own, as with torch's DistributedSampler, it gives them as `local`;"
+    " ranks at the same place of the axes that divide samples give the same ones.",
+    example="session.step(next(own_samples))",
+    instead='session.step(local=next(own_samples))  # chosen by session.coordinates["dp"]',
+    language="python",
+)
