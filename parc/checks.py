@@ -32,6 +32,7 @@ from parc.compiler.timeline import simulate
 from parc.compiler.verify import Fault, check_program
 from parc.compiler.verify_padding import check_padding
 from parc.compiler.verify_precision import check_precision
+from parc.compiler.verify_reduce import check_reduce
 from parc.compiler.verify_schedule import check_timelines
 from parc.compiler.verify_sizes import size_faults
 from parc.compiler.verify_stages import check_stages
@@ -78,6 +79,7 @@ def static_faults(
     if not faults:
         faults += check_bindings(programs, types)
         faults += check_reference(programs, reference, microbatches, pads, summed)
+        faults += check_reduce(programs["REDUCE"])
         faults += check_precision(programs, reference, rounding or Rounding())
         faults += check_padding(programs, pads, types)
         faults += check_schedule(roles, microbatches, counts="COUNT" in programs)
@@ -207,7 +209,8 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
         checked.agreement = checked.agreement or agreement
         errors = {
             "steps": agreement.steps,
-            "loss": agreement.loss, "gradient": agreement.gradient, "parameter": agreement.updated,
+            "loss": agreement.loss, "gradient": agreement.gradient, "grad_norm": agreement.norm,
+            "parameter": agreement.updated,
             "parameter_beyond_rounding": agreement.parameter,
             "eager_loss": eager.loss, "eager_gradient": eager.gradient, "eager_buffer": eager.buffer,
         }  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ class Agreement:
 
     loss: float = 0.0
     gradient: float = 0.0
+    norm: float = 0.0
     parameter: float = 0.0
     updated: float = 0.0
     """The error of updated parameters as it is; ``parameter`` is what exceeds AdamW's amplification of rounding."""
@@ -43,7 +45,7 @@ class Agreement:
     @property
     def largest(self) -> float:
         """The largest of them."""
-        return max(self.loss, self.gradient, self.parameter)
+        return max(self.loss, self.gradient, self.norm, self.parameter)
 
     def note(self, kind: str, error: float, where: str) -> None:
         """Keep the error if it is the largest of its kind; a number that is not finite is the largest of all."""
@@ -116,6 +118,7 @@ class Simulation:
         gradients = [result.gradients for result in results]
         whole = {name: self._whole(gradients, name) for name in dict.fromkeys(n for found in gradients for n in found)}
         self.spread = _spread(gradients, self.types, self.case.mesh)
+        self.norms = [result.grad_norm for result in results]
         for state, optimizer, result in zip(self.states, self.optimizers, results, strict=True):
             # ranks of one process share what a collective made, and clipping scales in place
             given = {name: gradient.clone() for name, gradient in result.gradients.items()}
@@ -189,7 +192,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def compare(case: Case, steps: int = 3) -> Agreement:
-    """Train both for some steps and measure how far apart loss, gradients and updated parameters are.
+    """Train both for some steps and measure how far apart loss, gradients, their norm and updated parameters are.
 
     Errors are relative to a tensor's own largest entry, or to a thousandth of the largest of all gradients, of all
     buffers that steps write (to the largest of all parameters) where that is more, since an entry that is nothing but
@@ -216,6 +219,10 @@ def compare(case: Case, steps: int = 3) -> Agreement:
         for rank, value in enumerate(losses):
             error = float((value - loss).abs() / loss.abs().clamp_min(1e-30))
             agreement.note("loss", error, f"step {step}, rank {rank}")
+        norm = _norm(found.values())  # of gradients that are compared themselves, so cancelling changes nothing here
+        for rank, returned in enumerate(simulation.norms if found else ()):
+            error = float("inf") if returned is None else abs(float(returned) - norm) / max(norm, 1e-30)
+            agreement.note("norm", error, f"step {step}, rank {rank}")
         for name, gradient in gradients.items():
             if name not in found and _largest(gradient) > 0:
                 agreement.note("gradient", float("inf"), f"step {step}, {name} (missing)")
@@ -236,6 +243,10 @@ def compare(case: Case, steps: int = 3) -> Agreement:
         simulation.take_state(reference)
         agreement.steps += 1
     return agreement
+
+
+def _norm(gradients: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
 
 
 def _rounding(case: Case, batches: Batches, step: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:

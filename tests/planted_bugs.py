@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from tests.planted_builds import BUILDS, CHECKS, GoodBuild, Verdict, good_build, judge
 from tests.planted_conversions import CONVERSIONS
+from tests.planted_norms import wrong_norms
 from tests.planted_sites import Mutant
 from tests.planted_slips import SLIPS
 
@@ -41,7 +42,7 @@ COLLECTIVE_CLASSES = (
 
 def plant(build: GoodBuild) -> Iterator[Mutant]:
     """Every mutant of a build."""
-    for make in (*CONVERSIONS, *SLIPS):
+    for make in (*CONVERSIONS, *SLIPS, wrong_norms):
         yield from make(build)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from parc.runtime.simulate import compare
 from tests.planted_bugs import Row, table, table_text, type_share
 from tests.planted_builds import BUILDS, good_build, judge
+from tests.planted_norms import wrong_norms
 
 PLACEMENT = ("drop a collective", "double a collective", "retype a collective", "re-group a collective",
              "swap a shard's dim", "take a partial sum as whole")  # fmt: skip
@@ -55,6 +58,16 @@ def test_padding_that_gets_through_is_refused_by_proof() -> None:
     row = rows()["let padding through"]
     assert row.first["padding"] >= 16
     assert row.first["padding"] + row.first["types"] == row.mutants
+
+
+def test_a_wrong_norm_is_refused_by_proof_and_by_its_number() -> None:
+    assert rows()["count a gradient wrongly in the norm"].first["numbers"] == 0
+    build = good_build("stack tp=2, two microbatches")  # without clipping
+    twice = next(mutant for mutant in wrong_norms(build) if "twice" in mutant.what)
+    found = compare(replace(build.case, programs=twice.programs), steps=1)
+    assert found.norm > 1e-3
+    assert found.largest == found.norm
+    assert compare(build.case, steps=1).norm < 1e-14
 
 
 def test_there_are_enough_mutants_of_every_class() -> None:
