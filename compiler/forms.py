@@ -39,7 +39,7 @@ MANIFEST_FORM: Form = {
     "folder": str,
     "model": {"callable": str, "arguments": _LITERALS},
     "model_source": Each(str),
-    "inputs": [{"name": str, "dtype": str, "dims": [(str, int)]}],
+    "inputs": [{"name": str, "as?": str, "dtype": str, "dims": [(str, int)]}],
     "sizes": Each(int),
     "ranges?": Each([int]),
     "loss": {"kind": str, "target": str, "operands": [str], "ignore": (int, _NONE)},

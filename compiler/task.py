@@ -30,14 +30,22 @@ class TaskLines:
     target: str
     operands: tuple[str, ...]
     ignore: int | None
+    places: tuple[tuple[str, str], ...] = ()
+    """Of inputs that are called otherwise than the parameter of forward that they go to: their names, and its."""
+
+    @property
+    def loss_reads(self) -> frozenset[str]:
+        """Inputs that the loss names."""
+        return frozenset(self.operands if self.loss != "output" else ())
 
 
 class InputsError(Exception):
-    """The model's forward cannot be called with the plan's inputs. ``inputs`` has those that it does not take."""
+    """The model's forward cannot be called with the plan's inputs. ``inputs`` has those that it does not take, ``help``
+    a way out."""
 
-    def __init__(self, message: str, inputs: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, help: str, inputs: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.inputs = inputs
+        self.help, self.inputs = help, inputs
 
 
 def model_builder(
@@ -62,41 +70,74 @@ def model_builder(
 
 
 def caller(model: nn.Module, lines: TaskLines) -> CallModel:
-    """How the model is called: inputs that its forward names are passed by name, others in order unless only the loss
-    uses them.
+    """How the model is called: by the names of its forward's parameters.
 
     Raises:
-        InputsError: forward has a required parameter that no input fills.
+        InputsError: forward has no parameter for an input that the loss does not read, or no input for a required one.
     """
     parameters = inspect.signature(model.forward).parameters
-    named = [name for name in lines.inputs if name in parameters]
-    rest = [name for name in lines.inputs if name not in named]
-    if lines.loss != "output":
-        rest = [name for name in rest if name not in lines.operands]
-    required = [
-        name
-        for name, p in parameters.items()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    positional = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    free = [name for name in positional if name not in named]
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    if len(rest) > len(free) and not takes_any:
-        given = rest[len(free) :]
-        raise InputsError(f"forward({', '.join(parameters)}) has no place for `{'`, `'.join(given)}`", tuple(given))
-    missing = [name for name in required if name not in named and name not in free[: len(rest)]]
+    forward = forward_text(model)
+    filled = _filled(parameters, lines, forward)
+    several = {p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL and p.name in filled}
+    in_order = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY
+                or (several and p.kind in (p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL))]  # fmt: skip
+    while in_order and in_order[-1] not in filled:
+        in_order.pop()
+    named = {place: name for place, (name, *_) in filled.items() if place not in in_order}
+    required = {p.name for p in parameters.values()
+                if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}  # fmt: skip
+    missing = [place for place in parameters if place not in filled and place in {*required, *in_order}]
     if missing:
-        raise InputsError(f"no input fills `{'`, `'.join(missing)}` of forward({', '.join(parameters)})")
-    filled = dict(zip(free, rest, strict=False))
+        help_ = "add an `input` line of that name, or `input NAME as PARAMETER ...`, or give the parameter a default"
+        raise InputsError(f"no input fills {listed(missing)} of {forward}", help_)
 
     def call(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
-        by_name = {name: inputs[name] for name in named}
-        by_name.update((place, inputs[name]) for place, name in filled.items())
-        if takes_any and len(rest) > len(free):
-            return module(*(inputs[name] for name in rest), **{name: inputs[name] for name in named})
-        return module(**by_name)
+        first = (inputs[name] for place in in_order for name in filled[place])
+        return module(*first, **{place: inputs[name] for place, name in named.items()})
 
     return call
+
+
+def _filled(parameters: Mapping[str, inspect.Parameter], lines: TaskLines, forward: str) -> dict[str, list[str]]:
+    """The inputs by the parameter that each goes to; several only where it takes any number."""
+    filled: dict[str, list[str]] = {}
+    said = dict(lines.places)
+    for name in lines.inputs:
+        place = said.get(name, name)
+        if place not in parameters and name not in said and name in lines.loss_reads:
+            continue
+        found = parameters.get(place, _keywords(parameters))
+        if found is None:
+            free = [other for other in parameters if other not in {*lines.inputs, *said.values()}]
+            meant = (nearest(place, free) or free)[:1]
+            help_ = "".join(f"call it `{other}`, or write `input {name} as {other} ...`; " for other in meant)
+            help_ += "what the loss names, the model need not take" if name not in said else f"write one of {forward}"
+            raise InputsError(f"{forward} has no parameter `{place}`", help_, (name,))
+        if place in filled and found.kind is not found.VAR_POSITIONAL:
+            message = f"`{filled[place][0]}` and `{name}` both go to `{place}` of {forward}"
+            raise InputsError(message, "each parameter takes one input", (name,))
+        filled.setdefault(place, []).append(name)
+    return filled
+
+
+def _keywords(parameters: Mapping[str, inspect.Parameter]) -> inspect.Parameter | None:
+    return next((p for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
+
+
+def forward_text(model: nn.Module) -> str:
+    """A model's forward with the names of its parameters, as ``forward(tokens, *args, **kwargs)``."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = (f"{'*' * ((p.kind is p.VAR_POSITIONAL) + 2 * (p.kind is p.VAR_KEYWORD))}{p.name}" for p in parameters)
+    return f"forward({', '.join(names)})"
+
+
+def passed_on(model: nn.Module, lines: TaskLines) -> dict[str, str]:
+    """Inputs that forward's signature does not name, so that they go into its ``**kwargs``, and under which name."""
+    parameters = inspect.signature(model.forward).parameters
+    if _keywords(parameters) is None:
+        return {}
+    found = _filled(parameters, lines, "")
+    return {name: place for place, (name, *_) in found.items() if place not in parameters}
 
 
 def loss_function(lines: TaskLines, folder: Path) -> LossFunction:

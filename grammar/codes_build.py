@@ -51,10 +51,10 @@ CAPTURE_FAILED = Code(
 WRONG_INPUTS = shown(
     name="P0206",
     title="the model is not called with these inputs",
-    why="inputs whose names are parameters of the model's forward are passed by name, others in order unless the loss"
-    " uses them.",
-    example="input tokens int64 [B, S]\ninput places int64 [B, S]   # the model's forward(tokens)",
-    instead="input tokens int64 [B, S]",
+    why="inputs go to the parameters of the model's forward by name, never by their order; only what the loss names"
+    " need not be one. `as` gives a parameter's name where the input has another.",
+    example="input words int64 [B, S]   # the model's forward(tokens)",
+    instead="input words as tokens int64 [B, S]",
 )
 NO_DIVIDE = shown(
     name="P0207",

@@ -1,8 +1,9 @@
 """A directive's USAGE line, and the matching of a statement against it into named arguments.
 
-``column WHERE over AXIS [rows DIMS]``: the verb, then the subject (words in capitals, one phrase each), then keyword
-clauses in any order, each once. A keyword takes one phrase, or none: then it is a flag; it may be several words. What
-stands in ``[]`` may be left out; `` | `` separates whole alternatives. A word in capitals names its kind in ``KINDS``.
+``column WHERE over AXIS [rows DIMS]``: the verb, then the subject (words in capitals, one phrase each), and keyword
+clauses in any order, each once, after it or between its words. A keyword takes one phrase, or none: then it is a flag;
+it may be several words. What stands in ``[]`` may be left out; `` | `` separates whole alternatives. A word in capitals
+names its kind in ``KINDS``.
 """
 
 from __future__ import annotations
@@ -203,6 +204,8 @@ class _Match:
 
     def run(self) -> tuple[Arguments, tuple[Diagnostic, ...]]:
         for slot in self._subject:
+            while slot.required and self._rest and self._keyword(self._rest[0]) is not None:
+                self._take_clause()
             self._take_subject(slot)
         while self._rest:
             self._take_clause()

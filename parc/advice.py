@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 from parc.compiler.placement import Split
 from parc.compiler.precision import is_narrow
+from parc.compiler.task import forward_text, passed_on
 from parc.driver import Compiled
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
+from parc.grammar.codes_model import PASSED_ON
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
+from parc.grammar.nearest import did_you_mean
 from parc.grammar.syntax import size_text
 from parc.passes.partition import Reshard
 from parc.runtime.holders import parameters_of
@@ -18,7 +22,7 @@ from parc.size_ranges import line_span
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
     found = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled))
-    found = (*compiled.copies.notes, *found)
+    found = (*compiled.copies.notes, *_passed_on(compiled), *found)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *found)
 
 
@@ -51,6 +55,23 @@ def _rules(compiled: Compiled) -> Iterator[Diagnostic]:
         yield Diagnostic(
             WITHOUT_RULE, f"`{op}` has no sharding rule: its operands are gathered whole, {size_text(cost)} a rank",
             help=f'parc.register_rule("{op}", "...") in the module of the model', severity=Severity.WARNING,
+        )  # fmt: skip
+
+
+def _passed_on(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Inputs that go into ``**kwargs``, of which only the model's code tells whether it takes them."""
+    module = compiled.recorded.module
+    parameters = inspect.signature(module.forward).parameters
+    read = {name for name, node in compiled.captured.placeholders("input").items() if node.users}
+    free = parameters.keys() - {line.parameter for line in compiled.plan.inputs}
+    for name, place in passed_on(module, compiled.lines).items():
+        line = next(line for line in compiled.plan.inputs if line.name == name)
+        message = f"`{name}` is passed as `{place}=`, which {forward_text(module)} does not name"
+        unread = name not in read
+        yield Diagnostic(
+            PASSED_ON, f"{message}, and nothing reads it" if unread else message, Label(line.arguments.span("name")),
+            help=did_you_mean(place, free, "take the line out, or see what the model calls it") if unread else "",
+            severity=Severity.WARNING if unread else Severity.NOTE,
         )  # fmt: skip
 
 

@@ -94,7 +94,8 @@ class Compiled:
 def task_lines(plan: Plan) -> TaskLines:
     """What of the plan says what is trained."""
     model, loss, inputs = plan.model, plan.loss, tuple(line.name for line in plan.inputs)
-    return TaskLines(model.callable, model.values, inputs, loss.kind, loss.target, loss.operands, loss.ignore)
+    places = tuple((line.name, line.parameter) for line in plan.inputs if line.parameter != line.name)
+    return TaskLines(model.callable, model.values, inputs, loss.kind, loss.target, loss.operands, loss.ignore, places)
 
 
 @contextmanager

@@ -67,12 +67,10 @@ def capture_plan(
 
 
 def _inputs_diagnostic(plan: Plan, error: InputsError) -> Diagnostic:
-    spans = [line.span for line in plan.inputs if line.name in error.inputs]
-    if spans:
-        help_ = "take the line out, or name it in the loss: what the loss names, the model need not take"
-        return Diagnostic(WRONG_INPUTS, str(error), Label(spans[0]), help=help_)
-    help_ = "add an `input` line of that name, or give the parameter a default"
-    return Diagnostic(WRONG_INPUTS, str(error), Label(plan.model.arguments.statement.span), help=help_)
+    lines = [line.arguments for line in plan.inputs if line.name in error.inputs]
+    spans = [line.span("as" if "as" in line else "name") for line in lines]
+    label = Label(next(iter(spans), plan.model.arguments.statement.span))
+    return Diagnostic(WRONG_INPUTS, str(error), label, help=error.help)
 
 
 def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:

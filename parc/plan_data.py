@@ -29,7 +29,11 @@ def data_facts(plan: Plan) -> dict[str, Any] | None:
 
 def input_facts(plan: Plan) -> list[dict[str, Any]]:
     """The ``input`` lines as the manifest has them."""
-    return [{"name": line.name, "dtype": line.dtype, "dims": list(line.dims)} for line in plan.inputs]
+    return [
+        {"name": line.name, **({"as": line.parameter} if line.parameter != line.name else {}), "dtype": line.dtype,
+         "dims": list(line.dims)}
+        for line in plan.inputs
+    ]  # fmt: skip
 
 
 def check_data(plan: Plan, folder: Path) -> None:

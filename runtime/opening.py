@@ -78,8 +78,10 @@ def task_of(manifest: Mapping[str, Any]) -> TaskLines:
     """What is trained, from a build's manifest."""
     model, loss = manifest["model"], manifest["loss"]
     arguments, inputs = tuple(model["arguments"].items()), tuple(line["name"] for line in manifest["inputs"])
-    operands = tuple(loss["operands"])
-    return TaskLines(model["callable"], arguments, inputs, loss["kind"], loss["target"], operands, loss["ignore"])
+    operands, places = tuple(loss["operands"]), tuple((i["name"], i["as"]) for i in manifest["inputs"] if "as" in i)
+    return TaskLines(
+        model["callable"], arguments, inputs, loss["kind"], loss["target"], operands, loss["ignore"], places
+    )
 
 
 def open_build(path: Path | str) -> Build:

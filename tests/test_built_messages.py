@@ -75,6 +75,11 @@ class Model(nn.Module):
         return x if hasattr(x, "past_key_values") else self.head(x)
 
 
+class Open(Model):
+    def forward(self, tokens, mask=None, **kwargs):
+        return super().forward(tokens)
+
+
 class Narrow(Model):
     def __init__(self, way):
         super().__init__(way)
@@ -143,7 +148,8 @@ COMMANDS = {
     "P0203": Case("cache", lines=ONE),
     "P0204": Case("plain", (LOSS, '"./models.py:each"(output, targets)'), ONE),
     "P0205": Case("numpy", lines=ONE),
-    "P0206": Case(change=("input     tokens", "input     more int64 [B, S]\ninput     tokens")),
+    "P0120": Case("plain", ("targets int64", "maks int64 [B, S]\ninput     targets int64"), ONE, of="Open"),
+    "P0206": Case(change=("input     tokens", "input     words")),
     "P0207": Case("halves", SQUARES, ONE, ("build", "tiny.parc")),
     "P0208": Case("scale", lines="mesh dp=2\nshard tokens, targets [B/dp, _]\n"),
     "P0209": Case(lines="mesh tp=2\nshard tokens [_, S/tp]\ncolumn blocks.*.attn.qkv over tp\n"),

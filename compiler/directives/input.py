@@ -19,14 +19,17 @@ DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "
 class Input(Directive):
     """A tensor of every batch: its name, its type, and its dims, each a name from `sizes` or a number.
 
-    The model's forward is called with those inputs whose names are its parameters. Types are bool, uint8, int32,
-    int64, float16, bfloat16, float32 and float64.
+    An input goes to the parameter of the model's forward that has its name, or the name after `as`, wherever in the
+    plan its line stands. One that forward has no parameter for goes to the loss alone, if the loss names it, or into
+    forward's `**kwargs`, with a note. Where forward takes any number, as `*xs`, all inputs `as xs` go there in the
+    plan's order. Types are bool, uint8, int32, int64, float16, bfloat16, float32 and float64.
     """
 
-    USAGE = "input NAME TYPE LAYOUT"
+    USAGE = "input NAME [as NAME] TYPE LAYOUT"
     ONCE = False
 
     name: str = argument(lambda given: given.text("name"))
+    parameter: str = argument(lambda given: given.text("as", given.text("name")))
     dtype: str = argument(lambda given: given.text("type"))
     dims: tuple[str | int, ...] = argument(lambda given: tuple(_dims(given.items("layout"))))
 

@@ -30,7 +30,7 @@ def samples(number):
 """
 _PLAN = """\
 model "./net.py:make" ()
-input x float32 [B, 4]
+input x as input float32 [B, 4]
 sizes B=4
 loss "./net.py:square"(output)
 optimizer sgd lr 0.1

@@ -1,0 +1,14 @@
+"""Codes of messages about how a plan meets its model: inputs and weights' files by name, sources that moved (P012x)."""
+
+from __future__ import annotations
+
+from .code import shown
+
+PASSED_ON = shown(
+    name="P0120",
+    title="an input goes into the forward's `**kwargs`",
+    why="the forward's signature does not name it, so only the model itself says whether the name is right: a forward"
+    " that ignores what it does not know ignores a misspelt input too.",
+    example="input attention_msk int64 [B, S]   # forward(tokens, attention_mask=None, **kwargs)",
+    instead="input attention_mask int64 [B, S]",
+)
