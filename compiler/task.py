@@ -16,7 +16,7 @@ from torch import nn
 from ..grammar.nearest import listed, nearest
 from .callables import check_arguments, load_callable
 from .capture import CallModel, LossFunction
-from .capture_faults import CaptureError
+from .model_output import tensor_at, value_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +147,13 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
         CallableError: the loss's callable cannot be had, or takes other arguments.
     """
     if lines.loss == "output":
-        return lambda output, inputs: _path(output, lines.target)
+        name = f"output.{lines.target}" if lines.target else "output"
+        return lambda output, inputs: tensor_at(name, output)
     if lines.loss == "cross_entropy":
         ignore = -100 if lines.ignore is None else lines.ignore
 
         def cross_entropy(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            logits, targets = (_tensor(name, output, inputs) for name in lines.operands)
+            logits, targets = (inputs[n] if n in inputs else tensor_at(n, output) for n in lines.operands)
             return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore)
 
         return cross_entropy
@@ -160,7 +161,9 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
     check_arguments(function, lines.target, (), len(lines.operands))
     if isinstance(function, FunctionType):
         function = _with_lines(function)
-    return lambda output, inputs: function(*(_operand(name, output, inputs) for name in lines.operands))
+    return lambda output, inputs: function(
+        *(inputs[name] if name in inputs else value_at(name, output) for name in lines.operands)
+    )
 
 
 def _with_lines(function: FunctionType) -> FunctionType:
@@ -169,51 +172,3 @@ def _with_lines(function: FunctionType) -> FunctionType:
     made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
-
-
-def _operand(name: str, output: Any, inputs: Mapping[str, torch.Tensor]) -> Any:
-    if name in inputs:
-        return inputs[name]
-    return _path(output, name.partition(".")[2])
-
-
-def _tensor(name: str, output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    value = _operand(name, output, inputs)
-    if not isinstance(value, torch.Tensor):
-        raise _misnamed(f"`{name}` is {_described(value)}, not a tensor", name, value)
-    return value
-
-
-def _path(value: Any, path: str) -> Any:
-    name = "output"
-    for part in path.split(".") if path else ():
-        found = value[part] if isinstance(value, Mapping) and part in value else getattr(value, part, None)
-        if found is None:
-            raise _misnamed(f"the model's `{name}` has no `{part}`: it is {_described(value)}", name, value, part)
-        value, name = found, f"{name}.{part}"
-    return value
-
-
-def _misnamed(message: str, name: str, value: Any, part: str = "") -> CaptureError:
-    fields = _fields(value)
-    meant = listed((f"{name}.{field}" for field in nearest(part, fields)), "or")
-    if isinstance(value, torch.Tensor):
-        help_ = f"write `{name}`"
-    elif fields:
-        help_ = f"did you mean {meant}?" if meant else f"it has {listed(f'{name}.{field}' for field in fields)}"
-    else:
-        help_ = "choose the tensor in a loss of your own"
-    return CaptureError("field", message, in_loss=True, help=help_)
-
-
-def _described(value: Any) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-
-
-def _fields(value: Any) -> list[str]:
-    """The names by which a plan reaches something in what a model returns."""
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
-    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    names = [str(name) for name, field in held.items() if field is not None]
-    return [name for name in names if name.isidentifier() and not name.startswith("_")]

@@ -188,7 +188,8 @@ ROUNDED_UPDATES = shown(
 NO_FIELD = shown(
     name="P0224",
     title="the model's output has no such field",
-    why="`output` in a loss is what the model returns, and `output.name` an attribute or an entry of that.",
+    why="`output` in a loss is what the model returns, and `output.name` an attribute or an entry of that, `output.1`"
+    " the second entry of a tuple.",
     example="loss cross_entropy(output.logits, targets)   # the model returns a tensor",
     instead="loss cross_entropy(output, targets)",
 )

@@ -97,8 +97,11 @@ def failure(plan: Plan, error: Exception) -> Diagnostic:
     notes = [f"at {source}"] if source else []
     text = str(error).strip().split("\n")[0]
     message = f"the model fails on a batch: {type(error).__name__}: {text}"
+    help_ = ""
+    if text.startswith("Target ") and plan.loss.ignore is not None:
+        help_ = "the model reads the targets too, and ignores another number than the loss: give that as `ignore=...`"
     span = plan.model.arguments.statement.span
-    return Diagnostic(CAPTURE_FAILED, message, Label(span), notes=(*notes, *own_trace(error)))
+    return Diagnostic(CAPTURE_FAILED, message, Label(span), help=help_, notes=(*notes, *own_trace(error)))
 
 
 def input_specs(plan: Plan) -> dict[str, InputSpec]:

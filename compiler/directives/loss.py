@@ -25,7 +25,9 @@ class Loss(Directive):
 
     `cross_entropy(output, targets, ignore=-100)`: cross entropy of the model's output (logits, classes last) with an
     input of class numbers; targets equal to `ignore` do not count. `output.loss`: an attribute or entry of what the
-    model returns. `"package.module:name"(output, targets)`: a callable of the output and of inputs, by name.
+    model returns. `"package.module:name"(output, targets)`: a callable of the output and of inputs, in its own order.
+    Everywhere `output.NAME` is an attribute or an entry of what the model returns, `output.1` its second entry, and
+    `output.hidden.0` an entry of an entry.
     """
 
     USAGE = "loss CALL | PATH | CALLABLE ARGS"
@@ -34,7 +36,7 @@ class Loss(Directive):
     target: str = argument(lambda given: _target(given))
     """cross_entropy: the call's name; output: the dotted path after `output`; callable: "module:name"."""
     operands: tuple[str, ...] = argument(lambda given: tuple(i.text for i in _operands(given) if isinstance(i, Word)))
-    """Of a call: `output`, `output.logits`, or names of inputs."""
+    """Of a call: `output`, `output.logits`, `output.0`, or names of inputs."""
     ignore: int | None = argument(lambda given: _ignore(given) if "call" in given else None)
     """cross_entropy: the masked class number."""
 
@@ -61,7 +63,7 @@ class Loss(Directive):
         path = self.arguments.word("path")
         assert path is not None
         parts = path.text.split(".")
-        if parts[0] != "output" or not all(part.isidentifier() for part in parts):
+        if parts[0] != "output" or not all(part.isidentifier() or part.isdigit() for part in parts):
             help_ = 'write `loss output.loss`, `loss cross_entropy(output, targets)` or `loss "file.py:fn"(output)`'
             yield Diagnostic(BAD_VALUE, f"`{path.text}` is not a loss", Label(path.span), help=help_)
 

@@ -19,6 +19,7 @@ Captured = pytest.CaptureFixture[str]
 
 MODELS = """
 import types
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,12 @@ if not hasattr(torch.ops.messages, "twice"):
 
 
 class Named(NamedTuple):
+    logits: torch.Tensor
+    loss: None
+
+
+@dataclass(slots=True)
+class Slots:
     logits: torch.Tensor
     loss: None
 
@@ -90,10 +97,12 @@ class Model(nn.Module):
         return self.fc(x)
 
     def fields(self, x):
-        return {"space": types.SimpleNamespace, "dict": dict, "named": Named}[self.op](logits=self.fc(x), loss=None)
+        kinds = {"space": types.SimpleNamespace, "dict": dict, "named": Named, "slots": Slots}
+        return kinds[self.op](logits=self.fc(x), loss=None)
 
     def pair(self, x):
-        return self.fc(x), x
+        logits = self.fc(x)
+        return logits, [logits.mean(), {"hidden": logits.square().mean()}]
 
     def own(self, x):
         return torch.ops.messages.twice(self.fc(x))
@@ -155,11 +164,24 @@ def test_a_dtype_that_programs_do_not_hold(capsys: Captured, tmp_path: Path) -> 
 
 FIELDS = {
     ("none", "", '"./models.py:mean"(output.logits)'): "has no `logits`: it is a tensor\n|write `output`\n",
-    ("fields", "space", "output.loss"): "the model's `output` has no `loss`: it is a SimpleNamespace\n|`output.logits`",
+    ("fields", "space", "output.loss"): "the model's `output.loss` is None\n|it has `output.logits` (float32 [4, 8])\n",
     ("fields", "dict", '"./models.py:mean"(output.logist)'): "it is a dict\n|did you mean `output.logits`?\n",
-    ("fields", "named", '"./models.py:mean"(output.hidden)'): "it is a Named\n|it has `output.logits`\n",
-    ("fields", "named", "cross_entropy(output, x)"): "`output` is a Named, not a tensor\n|it has `output.logits`\n",
-    ("pair", "", "output.loss"): "has no `loss`: it is a tuple\n|choose the tensor in a loss of your own\n",
+    (
+        "fields",
+        "named",
+        '"./models.py:mean"(output.hidden)',
+    ): "it is a Named\n|it has `output.logits` (float32 [4, 8])\n",
+    ("fields", "named", "cross_entropy(output, x)"): "`output` is a Named, not a tensor\n|it has `output.logits` (f",
+    ("fields", "slots", "output.other"): "has no `other`: it is a Slots\n|it has `output.logits` (float32 [4, 8])\n",
+    ("pair", "", "output.loss"): "has no `loss`: it is a tuple\n|`output.0` (float32 [4, 8]), `output.1` (a list)\n",
+    ("pair", "", "output.2"): "has no `2`: it is a tuple\n|it has `output.0` (float32 [4, 8]), `output.1` (a list)\n",
+    (
+        "pair",
+        "",
+        "output.1",
+    ): "`output.1` is a list, not a tensor\n|it has `output.1.0` (float32 []), `output.1.1` (a d",
+    ("pair", "", "output.1.1.hiden"): "did you mean `output.1.1.hidden`?\n",
+    ("pair", "", "output.0.1"): "the model's `output.0` has no `1`: it is a tensor\n|write `output.0`\n",
 }
 
 
@@ -170,9 +192,17 @@ def test_a_field_that_the_output_has_not(capsys: Captured, tmp_path: Path, part:
     assert all(text in err for text in FIELDS[part, op, loss].split("|")), err
 
 
-@pytest.mark.parametrize("op", ["space", "dict", "named"])
-def test_a_field_of_the_output_is_found_by_name(capsys: Captured, tmp_path: Path, op: str) -> None:
-    code, err = said(capsys, tmp_path, f'part="fields", op="{op}"', loss='"./models.py:mean"(output.logits)')
+FOUND = [
+    *(("fields", op, '"./models.py:mean"(output.logits)') for op in ("space", "dict", "named", "slots")),
+    *(("pair", "", loss) for loss in ('"./models.py:mean"(output.0)', "output.1.0", "output.1.1.hidden")),
+]
+
+
+@pytest.mark.parametrize(("part", "op", "loss"), FOUND)
+def test_a_field_of_the_output_is_found_by_name(
+    capsys: Captured, tmp_path: Path, part: str, op: str, loss: str
+) -> None:
+    code, err = said(capsys, tmp_path, f'part="{part}", op="{op}"', loss=loss)
     assert code == 0, err
 
 
