@@ -11,10 +11,11 @@ from typing import Any
 
 from ..grammar.nearest import listed, path_meant
 from .actions import parse_schedule
-from .callables import CallableError, changed_files
+from .callables import CallableError
 from .directives.sizes import SizeRange
 from .folders import FolderError, check_place, current, replace_folder
 from .forms import MANIFEST_FORM, REPORT_FORM, Form, FormError, hold_form
+from .model_code import changed_files, moved_files, sources
 from .placement import parse_type
 from .program import Program
 from .program_text import ProgramError, parse_program
@@ -91,6 +92,12 @@ class Build:
     def text(self, program: Program) -> str:
         """A program as the build has it: a template where sizes have ranges."""
         return program.text() if self.template is None else self.template.texts[program_file(program)]
+
+    def moved(self) -> str:
+        """A sentence that the lines of the model's files moved since the build, where they did; nothing is imported."""
+        of, lines = self.manifest["model_source"], self.manifest["model_lines"]
+        moved = moved_files(_sources(self.manifest), self.folder, of, lines)
+        return f"lines of {listed(moved)} moved since the build, whose programs name the old ones" if moved else ""
 
     @property
     def folder(self) -> Path:
@@ -265,6 +272,10 @@ def _hold(file: Path, value: Any, form: Form) -> None:
         raise BuildError(f"`{file}` is not of the form that parc writes: {error}") from None
 
 
+def _sources(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    return sources(manifest["model"]["callable"], manifest["loss"]["kind"], manifest["loss"]["target"])
+
+
 def _import_model(path: Path, manifest: Mapping[str, Any]) -> None:
     """Import the module of the `model` line, for the operators that it registers.
 
@@ -273,7 +284,7 @@ def _import_model(path: Path, manifest: Mapping[str, Any]) -> None:
     """
     target, folder = manifest["model"]["callable"], (path / manifest["folder"]).resolve()
     try:
-        changed = changed_files(target, folder, manifest["model_source"])
+        changed = changed_files(_sources(manifest), folder, manifest["model_source"])
     except CallableError as error:
         message = f"`{path}` uses operators of the model's module, which cannot be had: {error}"
         raise BuildError(message, error.help) from None

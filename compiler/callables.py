@@ -1,21 +1,19 @@
-"""Callables that plans name, ``"package.module:name"`` or ``"./file.py:name"``, and the plan's files that they need."""
+"""Callables that plans name, ``"package.module:name"`` or ``"./file.py:name"``."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
 import pkgutil
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from ..grammar.nearest import did_you_mean, listed, nearest
+from .python_code import OPEN, bound, parsed
 
 
 class CallableError(Exception):
@@ -59,9 +57,9 @@ def look_up(target: str, folder: Path) -> None:
     place, _, name = target.rpartition(":")
     if not place.endswith(".py"):
         return
-    path, first = _existing((folder / place).resolve()), name.partition(".")[0]
-    if (tree := _parsed(path)) is not None and not _OPEN.search(path.read_bytes()):
-        names = set(_bound(tree))
+    path, first = existing((folder / place).resolve()), name.partition(".")[0]
+    if (tree := parsed(path)) is not None and not OPEN.search(path.read_bytes()):
+        names = set(bound(tree))
         if first not in names:
             raise _missing(target, first, names)
 
@@ -70,23 +68,6 @@ def _missing(target: str, part: str, names: Iterable[str]) -> CallableError:
     place, _, name = target.rpartition(":")
     meant = did_you_mean(part, (known for known in names if not known.startswith("_")))
     return CallableError(f"`{place}` has no `{name}`", meant)
-
-
-_OPEN = re.compile(rb"import\s*\*|\b(globals|vars|exec)\(|\bsys\.modules\b|\bglobal\s|^def __getattr__\b", re.MULTILINE)
-"""In a module's text, what may make names that its statements do not show."""
-
-
-def _bound(tree: ast.AST) -> Iterator[str]:
-    """The names that a module's statements give something to, inside functions and classes aside."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-            continue
-        if isinstance(node, ast.alias):
-            yield node.asname or node.name.partition(".")[0]
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        yield from _bound(node)
 
 
 def check_arguments(function: Callable[..., Any], target: str, named: Iterable[str], positional: int = 0) -> None:
@@ -140,7 +121,7 @@ def _module_meant(name: str, folder: Path) -> str:
 
 def _load_file(path: Path) -> Any:
     """A file as a module of its own; loaded once a process, so that its classes are the same everywhere."""
-    path = _existing(path.resolve())
+    path = existing(path.resolve())
     label = f"parc_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if label in sys.modules:
         return sys.modules[label]
@@ -156,101 +137,13 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def file_hashes(target: str, folder: Path) -> dict[str, str]:
-    """Hashes of the file in which a callable's name says that it is and of the files of the plan's folder that this
-    imports, by their paths from there; none is imported. Empty for a callable of a module that is not of the folder.
+def existing(path: Path) -> Path:
+    """The path of a file that is there.
 
     Raises:
-        CallableError: there is no such file.
+        CallableError: it is not.
     """
-    place = target.rpartition(":")[0]
-    if place.endswith(".py"):
-        _existing(folder / place)
-    return {os.path.relpath(file, folder.resolve()): _hash(file) for file in local_files(place, folder)}
-
-
-def _hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _existing(path: Path) -> Path:
     if not path.is_file():
         meant = did_you_mean(path.name, (other.name for other in path.parent.glob("*.py")))
         raise CallableError(f"there is no file `{path.name}` beside the plan", meant)
     return path
-
-
-def target_hashes(target: str, folder: Path) -> dict[str, str]:
-    """``file_hashes`` and, where the callable is written in yet another file, a hash of that by its module's name; it
-    is imported.
-
-    Raises:
-        CallableError: the callable cannot be had.
-    """
-    named, function = file_hashes(target, folder), inspect.unwrap(load_callable(target, folder))
-    try:
-        path = Path(inspect.getsourcefile(function) or "")
-    except TypeError:
-        return named
-    known = not path.is_file() or path.resolve() in local_files(target.rpartition(":")[0], folder)
-    return named if known else {**named, function.__module__: _hash(path)}
-
-
-def changed_files(target: str, folder: Path, built: Mapping[str, str]) -> list[str]:
-    """Which of a callable's ``target_hashes`` are not those of a build; where one of the plan's folder is not, none is
-    imported.
-
-    Raises:
-        CallableError: the callable cannot be had.
-    """
-    found = file_hashes(target, folder)
-    if found == {name: hash_ for name, hash_ in built.items() if name.endswith(".py")}:
-        found = target_hashes(target, folder)
-    return sorted(name for name in found.keys() | built.keys() if found.get(name) != built.get(name))
-
-
-_OWN = __name__.partition(".")[0]
-
-
-def local_files(place: str, folder: Path) -> list[Path]:
-    """The file of a module (`package.module`, `./file.py`), and every file below ``folder`` that it imports, and those
-    import, by ``import`` statements; empty where the module is not of the folder. parc's own are left out."""
-    folder = folder.resolve()
-    first = (folder / place).resolve()
-    todo = [first] if place.endswith(".py") else list(_files_of(place.split("."), folder))
-    found: dict[Path, None] = {}
-    while todo:
-        path = todo.pop()
-        if path not in found:
-            found[path] = None
-            todo += [file for file in _imported(path, folder) if file.is_relative_to(folder)]
-    return sorted(found)
-
-
-def _imported(path: Path, folder: Path) -> Iterator[Path]:
-    tree = _parsed(path)
-    for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _files_of(alias.name.split("."), folder)
-        elif isinstance(node, ast.ImportFrom):
-            root = path.parents[node.level - 1] if 0 < node.level <= len(path.parents) else folder
-            parts = node.module.split(".") if node.module else []
-            for alias in node.names:
-                yield from _files_of([*parts, alias.name], root)
-
-
-def _parsed(path: Path) -> ast.Module | None:
-    try:
-        return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # whoever imports it says so
-        return None
-
-
-def _files_of(parts: list[str], root: Path) -> Iterator[Path]:
-    """The files that an import of a dotted name reads: of each package on the way, then of the module."""
-    if parts[0] == _OWN:
-        return
-    for count in range(1, len(parts) + 1):
-        place = root.joinpath(*parts[:count])
-        yield from (file for file in (place / "__init__.py", place.with_name(f"{place.name}.py")) if file.is_file())

@@ -39,6 +39,7 @@ MANIFEST_FORM: Form = {
     "folder": str,
     "model": {"callable": str, "arguments": _LITERALS},
     "model_source": Each(str),
+    "model_lines": Each(str),
     "inputs": [{"name": str, "as?": str, "dtype": str, "dims": [(str, int)]}],
     "sizes": Each(int),
     "ranges?": Each([int]),

@@ -16,6 +16,7 @@ from torch import nn
 from ..grammar.nearest import listed, nearest
 from .callables import check_arguments, load_callable
 from .capture import CallModel, LossFunction
+from .model_code import sources
 from .model_output import tensor_at, value_at
 
 
@@ -32,6 +33,11 @@ class TaskLines:
     ignore: int | None
     places: tuple[tuple[str, str], ...] = ()
     """Of inputs that are called otherwise than the parameter of forward that they go to: their names, and its."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The callables whose code a build rests on: the model's, and the loss's where it is one."""
+        return sources(self.model, self.loss, self.target)
 
     @property
     def loss_reads(self) -> frozenset[str]:

@@ -16,10 +16,10 @@ import torch
 import parc
 from parc.compiler.actions import Action, schedule_text
 from parc.compiler.artifact import REFERENCE_FILE, program_file, read_programs
-from parc.compiler.callables import target_hashes
 from parc.compiler.capture import Captured
 from parc.compiler.directives.schedule import ACCUMULATE
 from parc.compiler.mesh import Mesh
+from parc.compiler.model_code import target_hashes
 from parc.compiler.padding import Pads, facts_of
 from parc.compiler.placement import TensorType
 from parc.compiler.plan import Plan
@@ -239,6 +239,7 @@ def files_of(compiled: Compiled) -> dict[str, str]:
 def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
     """The facts a run needs beside the programs."""
     plan, forward = compiled.plan, compiled.built.programs["F"]
+    code = target_hashes(compiled.lines.sources, compiled.folder)
     ranges = {name: [size.low, size.high, size.step] for name, size in moving(plan.sizes).items()}
     return {
         **({"ranges": ranges} if ranges else {}),
@@ -247,7 +248,8 @@ def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
         "torch": torch.__version__.split("+")[0],
         "folder": os.path.relpath(compiled.folder.resolve(), out.resolve()),
         "model": {"callable": compiled.lines.model, "arguments": dict(compiled.lines.arguments)},
-        "model_source": target_hashes(compiled.lines.model, compiled.folder),
+        "model_source": {name: code_hash for name, (code_hash, _) in code.items()},
+        "model_lines": {name: lines for name, (_, lines) in code.items()},
         "inputs": input_facts(plan),
         "sizes": compiled.sizes,
         "loss": {"kind": plan.loss.kind, "target": plan.loss.target, "operands": list(plan.loss.operands),

@@ -13,9 +13,9 @@ from parc.compiler.artifact import Build, json_text
 from parc.compiler.verify import Fault
 from parc.driver import Compiled, files_of, manifest_of, stored
 
-_MOVING = ("files", "folder", "format")
-"""Facts of where and how files lie: other code holds these."""
-_PLAN_LINE = re.compile(r" plan:\d+")
+_MOVING = ("files", "folder", "format", "model_lines")
+"""Facts of where and how files lie, and lines in them: other code holds these."""
+_LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
 _MEASURED = ("checks", "numbers")
 
 
@@ -47,8 +47,9 @@ def _file_faults(build: Build, expected: Mapping[str, str]) -> Iterator[Fault]:
 
 
 def _rows(text: str) -> list[str]:
-    """Lines, without the numbers of the plan's: a build keeps its plan in another layout than it was written in."""
-    return [_PLAN_LINE.sub("", row) for row in text.splitlines()]
+    """Lines, without the numbers of the plan's and the model's: a build keeps its plan in another layout than it was
+    written in, and comments move code that they do not change."""
+    return [_LINES.sub("", row) for row in text.splitlines()]
 
 
 def _key_faults(file: str, found: Mapping[str, Any], expected: Mapping[str, Any], free: tuple[str, ...]) -> list[Fault]:
@@ -64,6 +65,8 @@ def _key_faults(file: str, found: Mapping[str, Any], expected: Mapping[str, Any]
 def _unnumbered(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _unnumbered(inner) for key, inner in value.items() if key != "line"}
+    if isinstance(value, str):
+        return _LINES.sub("", value)
     return [_unnumbered(inner) for inner in value] if isinstance(value, list) else value
 
 

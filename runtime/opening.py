@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..compiler.artifact import Build, BuildError, again, read_build
-from ..compiler.callables import CallableError, changed_files
+from ..compiler.callables import CallableError
 from ..compiler.mesh import Mesh
+from ..compiler.model_code import changed_files
 from ..compiler.padding import pads_from, real_shape
 from ..compiler.placement import TensorType, parse_type
 from ..compiler.task import TaskLines
@@ -64,7 +65,7 @@ def check_source_of(build: Build) -> None:
         RunError: it changed, or it cannot be imported (why is in the notes).
     """
     try:
-        changed = changed_files(task_of(build.manifest).model, build.folder, build.manifest["model_source"])
+        changed = changed_files(task_of(build.manifest).sources, build.folder, build.manifest["model_source"])
     except CallableError as error:
         cause = error.__cause__
         notes = [f"{type(cause).__name__}: {cause}"] if cause is not None else []

@@ -69,6 +69,8 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     from parc.compiler.artifact import read_build
 
     build = read_build(path)
+    if moved := build.moved():
+        say(f"note: {moved}")
     if given.role or given.action:
         return _show_programs(given, build)
     if given.pipeline or given.svg:

@@ -50,6 +50,8 @@ def run(given: argparse.Namespace) -> int:
         message = f"{listed(found.altered)} altered since the build, though every check holds"
         show([Diagnostic(BAD_BUILD, message, help=again(given.build))])
         return 1
+    if moved := found.build.moved():
+        say(f"note: {moved}")
     held = ", ".join(f"{name} {how}" for name, how in found.checks.items())
     if given.static:
         say(f"{given.build}: {held}; the model was not imported, numbers not tested")

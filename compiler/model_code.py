@@ -1,0 +1,169 @@
+"""What a model is as code, held by hashes: of the plan's files, what its callables reach, without comments."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from .callables import CallableError, existing, load_callable
+from .python_code import Code, read_code
+
+_OWN = __name__.partition(".")[0]
+
+Hashes = Mapping[str, tuple[str, str]]
+"""By a file's path from the plan's folder, or a module's name: a hash of its code, and one of the lines it is on."""
+
+
+def sources(model: str, loss_kind: str, loss: str) -> tuple[str, ...]:
+    """The callables whose code a build rests on: the model's, and the loss's where a plan names one."""
+    return (model, loss) if loss_kind == "callable" else (model,)
+
+
+def file_hashes(targets: Sequence[str], folder: Path) -> Hashes:
+    """Hashes of what callables reach in the files of the plan's folder; nothing is imported. None of a callable whose
+    module is not of the folder.
+
+    Raises:
+        CallableError: there is no such file.
+    """
+    reached = _reach(targets, folder.resolve())
+    found = {os.path.relpath(path, folder.resolve()): code.hashes(kept) for path, (code, kept) in reached.items()
+             if kept or code.as_text}  # fmt: skip
+    return dict(sorted(found.items()))
+
+
+def target_hashes(targets: Sequence[str], folder: Path) -> Hashes:
+    """``file_hashes`` and, where the first callable is written in yet another file, hashes of that by its module's
+    name; it is imported.
+
+    Raises:
+        CallableError: the callable cannot be had.
+    """
+    named, function = file_hashes(targets, folder), inspect.unwrap(load_callable(targets[0], folder))
+    try:
+        path = Path(inspect.getsourcefile(function) or "")
+    except TypeError:
+        return named
+    if not path.is_file() or path.resolve() in _reach(targets, folder.resolve()):
+        return named
+    code = read_code(path)
+    return {**named, function.__module__: code.hashes(set(range(len(code.statements))))}
+
+
+def changed_files(targets: Sequence[str], folder: Path, built: Mapping[str, str]) -> list[str]:
+    """Which of ``target_hashes`` are not those of a build; where one of the plan's folder is not, none is imported.
+
+    Raises:
+        CallableError: the callable cannot be had.
+    """
+    found = file_hashes(targets, folder)
+    if {name: code for name, (code, _) in found.items()} == {n: h for n, h in built.items() if n.endswith(".py")}:
+        found = target_hashes(targets, folder)
+    codes = {name: code for name, (code, _) in found.items()}
+    return sorted(name for name in codes.keys() | built.keys() if codes.get(name) != built.get(name))
+
+
+def moved_files(targets: Sequence[str], folder: Path, built: Mapping[str, str], lines: Mapping[str, str]) -> list[str]:
+    """Files of the plan's folder whose code is that of a build, on other lines than then; nothing is imported."""
+    try:
+        found = file_hashes(targets, folder)
+    except (CallableError, OSError):  # a build may be read where its model is not
+        return []
+    return [name for name, (code, at) in found.items() if built.get(name) == code and lines.get(name) != at]
+
+
+def local_files(target: str, folder: Path) -> list[Path]:
+    """The files below ``folder`` of which the import or the call of a callable runs anything, by ``import`` statements;
+    none where its module is not of the folder. parc's own are left out."""
+    return sorted(_reach([target], folder.resolve()))
+
+
+def _reach(targets: Sequence[str], folder: Path) -> dict[Path, tuple[Code, set[int]]]:
+    reached = _Reached(folder)
+    for target in targets:
+        place, _, name = target.rpartition(":")
+        first = [existing((folder / place).resolve())] if place.endswith(".py") else _files_of(place.split("."), folder)
+        files = [reached.run(file) for file in first]
+        for file in files[-1:]:
+            reached.name(file, name.partition(".")[0])
+    return reached.close()
+
+
+_EFFECTS, _EVERY = "", "*"
+"""Instead of a name: a statement runs for what else it does; every name of it is asked for."""
+
+
+class _Reached:
+    """Files, and which of their statements matter to the names that are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[Path, tuple[Code, set[int]]] = {}
+        self._todo: list[tuple[Path, int, str]] = []
+
+    def run(self, path: Path) -> Path:
+        """Ask for what an import of the file does."""
+        if path not in self._found:
+            code = read_code(path)
+            self._found[path] = code, set()
+            for at, statement in enumerate(code.statements):
+                if code.whole or not statement.inert:
+                    self._todo.append((path, at, _EVERY if code.whole else _EFFECTS))
+        return path
+
+    def name(self, path: Path, name: str) -> None:
+        """Ask for a name of the file; for all of the file where its text does not show the name."""
+        code = self._found[self.run(path)][0]
+        found = list(code.binding(name))
+        self._todo += [(path, at, name) for at in found]
+        if not found:
+            self._todo += [(path, at, _EVERY) for at in range(len(code.statements))]
+
+    def close(self) -> dict[Path, tuple[Code, set[int]]]:
+        """Follow what is asked for to its end."""
+        seen = set[tuple[Path, int, str]]()
+        while self._todo:
+            asked = path, at, name = self._todo.pop()
+            if asked in seen:
+                continue
+            seen.add(asked)
+            code, kept = self._found[path]
+            kept.add(at)
+            statement = code.statements[at]
+            self._todo += [(path, other, read) for read in statement.reads for other in code.binding(read)]
+            for node in statement.imports:
+                self._follow(path, node, name if node is statement.node else _EVERY)
+        return self._found
+
+    def _follow(self, path: Path, node: ast.Import | ast.ImportFrom, name: str) -> None:
+        """Run what an import of the folder's files runs, and ask there for what it asks for."""
+        for alias in node.names:
+            asked = name in (_EVERY, alias.asname or alias.name.partition(".")[0])
+            if isinstance(node, ast.Import):
+                files = [self.run(file) for file in self._files(alias.name.split("."), self._folder)]
+                for file in files if asked else ():
+                    self.name(file, _EVERY)
+                continue
+            root = path.parents[node.level - 1] if 0 < node.level <= len(path.parents) else self._folder
+            parts = node.module.split(".") if node.module else []
+            package = [self.run(file) for file in self._files(parts or ["__init__"], root)]
+            inner = [self.run(file) for file in self._files([*parts, alias.name], root) if file not in package]
+            if asked and inner:
+                self.name(inner[-1], _EVERY)
+            if asked and package and not (inner and not any(self._found[package[-1]][0].binding(alias.name))):
+                self.name(package[-1], alias.name)
+
+    def _files(self, parts: list[str], root: Path) -> list[Path]:
+        return [file for file in _files_of(parts, root) if file.is_relative_to(self._folder)]
+
+
+def _files_of(parts: list[str], root: Path) -> Iterator[Path]:
+    """The files that an import of a dotted name reads: of each package on the way, then of the module."""
+    if parts[0] == _OWN:
+        return
+    for count in range(1, len(parts) + 1):
+        place = root.joinpath(*parts[:count])
+        yield from (file for file in (place / "__init__.py", place.with_name(f"{place.name}.py")) if file.is_file())

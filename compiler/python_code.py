@@ -1,0 +1,243 @@
+"""Python files read as text: what of a file runs for some of its names, and that as a hash; nothing is imported.
+
+A statement at a file's top level runs for whoever imports the file, unless all it does is give a value to a name: a
+function, a class, an assignment of what is written there, an import from torch or Python's own library. Such a
+statement matters only to what reads the name. Where the text shows no certain answer, everything matters.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OPEN = re.compile(rb"import\s*\*|\b(globals|vars|exec)\(|\bsys\.modules\b|\bglobal\s|^def __getattr__\b", re.MULTILINE)
+"""In a module's text, what may make names that its statements do not show."""
+_READS_ANY = re.compile(rb"\b(eval|locals|__import__)\(|\b(importlib|pickle|__globals__)\b|\btorch\.load\b")
+"""In a module's text, what may read names that its statements do not show."""
+_READS_TEXT = re.compile(rb"getsource|linecache|getdoc|getcomments|__doc__|currentframe|_getframe|co_firstlineno")
+"""What may read comments, docstrings or line numbers."""
+_LIBRARIES = sys.stdlib_module_names - {"__future__", "this", "antigravity"} | {"torch", "numpy"}
+"""Modules that are there before any model is imported, or whose import changes none."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement at the top level: the names to which it gives a value, those that it reads, the imports in it, and
+    whether to give these values is all it does."""
+
+    node: ast.stmt
+    binds: frozenset[str]
+    reads: frozenset[str]
+    imports: tuple[ast.Import | ast.ImportFrom, ...]
+    inert: bool
+
+
+@dataclass(frozen=True)
+class Code:
+    """A file's statements; ``whole``: any of them may be read by any name. Of a file that is no Python there are none,
+    and of one that may read its own text that text counts."""
+
+    path: Path
+    text: bytes
+    statements: tuple[Statement, ...]
+    whole: bool
+    as_text: bool
+
+    def binding(self, name: str) -> Iterator[int]:
+        """Which statements give a name a value."""
+        return (at for at, statement in enumerate(self.statements) if name in statement.binds)
+
+    def hashes(self, kept: set[int]) -> tuple[str, str]:
+        """A hash of some statements without comments, docstrings and layout, and one of the lines they stand on; of all
+        versions of Python the same."""
+        if self.as_text:
+            return hashlib.sha256(self.text).hexdigest(), ""
+        chosen = [self.statements[at].node for at in sorted(kept)]
+        lines = [getattr(node, "lineno", 0) for root in chosen for node in ast.walk(root)]
+        tokens = "\0".join(token for node in chosen for token in _tokens(node))
+        return hashlib.sha256(tokens.encode()).hexdigest(), hashlib.sha256(str(lines).encode()).hexdigest()
+
+
+def parsed(path: Path) -> ast.Module | None:
+    """A file's syntax tree; None where it is no Python, which is for whoever imports it to say."""
+    try:
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def read_code(path: Path) -> Code:
+    """What a file says."""
+    text, tree = path.read_bytes(), parsed(path)
+    if tree is None or _READS_TEXT.search(text):
+        statements = () if tree is None else tuple(_statement(node, False) for node in tree.body)
+        return Code(path, text, statements, True, True)
+    statements = tuple(_statements(tree))
+    return Code(path, text, statements, bool(OPEN.search(text) or _READS_ANY.search(text)), False)
+
+
+def bound(tree: ast.AST) -> Iterator[str]:
+    """The names that a module's statements give something to, inside functions and classes aside."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+            continue
+        if isinstance(node, ast.alias):
+            yield node.asname or node.name.partition(".")[0]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        yield from bound(node)
+
+
+def _statements(tree: ast.Module) -> Iterator[Statement]:
+    """Statements in order, with what is known of names so far: those of libraries, and of classes whose subclasses are
+    no one's business but their own."""
+    library = set[str]()
+    plain = {"object", "Exception", "ValueError", "RuntimeError", "dict", "list", "tuple", "int", "float", "str"}
+    others = set(bound(tree))
+    plain -= others
+    for node in tree.body:
+        names = set(bound(ast.Module([node], [])))
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                inert = _is_library(node)
+                library |= names if inert else set()
+            case ast.ClassDef():
+                inert = _is_plain_class(node, plain, library, others)
+                hooks = any(isinstance(n, ast.FunctionDef) and n.name == "__init_subclass__" for n in node.body)
+                plain |= {node.name} if inert and not hooks else set()
+            case _:
+                inert = _is_inert(node, library, others)
+        yield _statement(node, inert)
+
+
+def _statement(node: ast.stmt, inert: bool) -> Statement:
+    inside = list(ast.walk(node))
+    reads = frozenset(n.id for n in inside if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store))
+    imports = tuple(n for n in inside if isinstance(n, ast.Import | ast.ImportFrom))
+    return Statement(node, frozenset(bound(ast.Module([node], []))), reads, imports, inert)
+
+
+def _is_library(node: ast.Import | ast.ImportFrom) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+    relative = isinstance(node, ast.ImportFrom) and node.level > 0
+    return not relative and all(name.partition(".")[0] in _LIBRARIES for name in names)
+
+
+def _is_plain_class(node: ast.ClassDef, plain: set[str], library: set[str], others: set[str]) -> bool:
+    """Whether to make a class does nothing else."""
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+    known = all(_dotted(base) in plain or _dotted(base).partition(".")[0] in library for base in bases)
+    body = (_is_inert(inner, library, others) for inner in node.body)
+    return known and not node.keywords and _decorated(node, library, others) and all(body)
+
+
+_EXPRESSIONS = (
+    ast.Constant, ast.Name, ast.Attribute, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.BoolOp,
+    ast.Compare, ast.IfExp, ast.Subscript, ast.Slice, ast.Starred, ast.JoinedStr, ast.FormattedValue, ast.expr_context,
+    ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
+)  # fmt: skip
+
+
+def _is_inert(node: ast.AST | None, library: set[str], others: set[str]) -> bool:
+    """Whether a statement or expression only makes a value, and gives it to names."""
+    match node:
+        case None | ast.Pass() | ast.Expr(value=ast.Constant()):
+            return True
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            arguments = [*ast.walk(node.args), node.returns]
+            hints = [argument.annotation for argument in arguments if isinstance(argument, ast.arg)]
+            given = [*node.args.defaults, *node.args.kw_defaults, *hints, node.returns]
+            return _decorated(node, library, others) and all(_is_inert(value, library, others) for value in given)
+        case ast.Assign():
+            return all(map(_is_name, node.targets)) and _is_inert(node.value, library, others)
+        case ast.AnnAssign():
+            return _is_name(node.target) and all(_is_inert(v, library, others) for v in (node.value, node.annotation))
+        case ast.If(
+            test=ast.Compare(left=ast.Name(id="__name__"), ops=[ast.Eq()], comparators=[ast.Constant(value=v)])
+        ):
+            return v == "__main__" and not node.orelse  # a model's file is imported, never run
+        case ast.Lambda():
+            return all(_is_inert(v, library, others) for v in (*node.args.defaults, *node.args.kw_defaults))
+        case _:
+            inner = ast.iter_child_nodes(node)
+            return isinstance(node, _EXPRESSIONS) and all(_is_inert(child, library, others) for child in inner)
+
+
+def _is_name(target: ast.expr) -> bool:
+    return isinstance(target, ast.Name) or (
+        isinstance(target, ast.Tuple | ast.List) and all(map(_is_name, target.elts))
+    )
+
+
+_DECORATORS = frozenset({
+    "staticmethod", "classmethod", "property", "dataclass", "dataclasses.dataclass", "abstractmethod", "override",
+    "abc.abstractmethod", "typing.override", "cache", "lru_cache", "cached_property", "functools.cache",
+    "functools.lru_cache", "functools.cached_property", "torch.no_grad", "torch.inference_mode",
+})  # fmt: skip
+
+
+def _decorated(
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, library: set[str], others: set[str]
+) -> bool:
+    """Whether a definition's decorators do nothing but to wrap it."""
+    for decorator in node.decorator_list:
+        given: list[ast.expr] = []
+        if isinstance(decorator, ast.Call):
+            given, decorator = [*decorator.args, *(word.value for word in decorator.keywords)], decorator.func
+        name = _dotted(decorator)
+        first = name.partition(".")[0]
+        mine = first in others and first not in library
+        setter = name.endswith((".setter", ".getter", ".deleter"))
+        if not setter and (mine or name not in _DECORATORS):
+            return False
+        if not all(_is_inert(value, library, others) for value in given):
+            return False
+    return True
+
+
+def _dotted(node: ast.expr) -> str:
+    """``a.b.c`` of names and attributes; nothing of any other expression."""
+    if isinstance(node, ast.Attribute):
+        first = _dotted(node.value)
+        return f"{first}.{node.attr}" if first else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _tokens(root: ast.AST) -> Iterator[str]:
+    """A tree as words, in an order that says what lies in what. Fields that are empty are left out: versions of Python
+    differ in which there are."""
+    todo: list[Any] = [root]
+    while todo:
+        item = todo.pop()
+        match item:
+            case str():
+                yield item
+            case list():
+                kept = [inner for inner in item if not _says_nothing(inner)]
+                todo += ["]", *reversed(kept), "["]
+            case ast.AST():
+                fields = [(n, v) for n, v in ast.iter_fields(item) if n not in _UNSAID and v is not None and v != []]
+                todo.append(")")
+                for name, value in reversed(fields):
+                    todo += [value if isinstance(value, ast.AST | list) else _literal(value), f"{name}="]
+                todo.append(f"{type(item).__name__}(")
+            case _:
+                todo.append(_literal(item))
+
+
+_UNSAID = frozenset({"kind", "type_comment", "type_ignores"})
+
+
+def _says_nothing(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _literal(value: Any) -> str:
+    return f"{type(value).__name__} {hex(value) if type(value) is int else ascii(value)}"
