@@ -16,7 +16,8 @@ from parc.grammar.codes_build import BAD_DATA, CAPTURE_FAILED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import String
 from parc.runtime.data import DataError, misfit
-from parc.runtime.feed import MISFIT_HELP, open_data
+from parc.runtime.feed import MISFIT_HELP
+from parc.runtime.sources import is_synthetic, open_data
 
 
 def data_facts(plan: Plan) -> dict[str, Any] | None:
@@ -43,7 +44,7 @@ def check_data(plan: Plan, folder: Path) -> None:
         PlanError: the callable cannot be had, or takes other arguments; a glob matches no file, or all are too short.
     """
     line, facts = plan.data, data_facts(plan)
-    if line is None or facts is None:
+    if line is None or facts is None or is_synthetic(facts):
         return
     sizes = {name: size.low for name, size in plan.sizes.items()}  # what is too short at any of them
     try:
@@ -90,14 +91,14 @@ def check_sample(plan: Plan, folder: Path, read: Container[str]) -> None:
 
 
 def _first_sample(plan: Plan, folder: Path) -> Mapping[str, Tensor] | None:
-    """None where there is no ``data`` line, and where the sample cannot be made: a build may be made where the data is
-    not, and a run says what is missing.
+    """None where no line names files or a callable, and where the sample cannot be made: a build may be made where the
+    data is not, and a run says what is missing.
 
     Raises:
         PlanError: it is no dict of tensors.
     """
     facts = data_facts(plan)
-    if facts is None:
+    if facts is None or is_synthetic(facts):
         return None
     sizes = {name: size.low for name, size in plan.sizes.items()}
     try:

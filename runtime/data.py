@@ -1,9 +1,10 @@
-"""Samples by global number: byte tokens of text files, or a callable; each rank reads only the rows that it owns."""
+"""Samples by global number: byte tokens of text files, random ones, or a callable; each rank reads only its rows."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import math
 import os
 import sysconfig
 from bisect import bisect_right
@@ -15,6 +16,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
+from ..compiler.counter import normal, stream, uniform
 from ..compiler.directives.sizes import SizeRange
 from ..grammar.nearest import did_you_mean
 
@@ -116,6 +118,32 @@ class CallableData:
             help_ = "return tensors by the names of inputs, a number as `torch.tensor(3)`"
             raise DataError(f"sample {number} is not a dict of tensors: {wrong or 'it is a tensor'}", help_)
         return dict(sample)
+
+
+@final
+class SyntheticData:
+    """Random samples of the plan's inputs, functions of ``seed``, the sample's number and the input's name alone.
+
+    ``bounds`` has how many rows or classes the whole numbers of an input may name; others are 0 or 1.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], bounds: Mapping[str, int], seed: int
+    ) -> None:
+        self._inputs, self._sizes, self._bounds, self._seed = inputs, sizes, bounds, seed
+
+    def __call__(self, number: int) -> dict[str, Tensor]:
+        """Sample ``number`` >= 0."""
+        return {line["name"]: self._drawn(line, number) for line in self._inputs}
+
+    def _drawn(self, line: Mapping[str, Any], number: int) -> Tensor:
+        name, dtype = line["name"], getattr(torch, line["dtype"])
+        shape = [int(self._sizes.get(dim, dim)) for dim in line["dims"][line["dims"][:1] == ["B"] :]]
+        index = torch.arange(math.prod(shape)).reshape(shape)
+        key = stream(self._seed, f"synthetic {name}", number)
+        if dtype.is_floating_point:
+            return normal(key, index).to(dtype)
+        return (uniform(key, index) * self._bounds.get(name, 2)).to(torch.int64).to(dtype)
 
 
 def misfit(

@@ -6,17 +6,14 @@ import atexit
 import math
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 import torch
 
 from ..compiler.artifact import Build
-from ..compiler.callables import CallableError, check_arguments, load_callable
 from ..compiler.counter import digest
 from ..compiler.directives.sizes import SizeRange
 from ..compiler.mesh import Mesh
@@ -24,10 +21,11 @@ from ..compiler.placement import TensorType, dim_index, take
 from ..compiler.program import Program
 from ..compiler.template import sizes_text
 from ..grammar.codes_build import BAD_DATA
-from .data import ByteText, CallableData, DataError, Source, misfit, read_batch
+from .data import DataError, Source, misfit, read_batch
 from .faults import RunError
 from .holders import parameters_of
 from .random_batch import class_bounds
+from .sources import line_of, make_data, raised_at
 from .tails import Tails
 
 Parts = list[dict[str, torch.Tensor]]
@@ -170,7 +168,7 @@ class Feed:
             with self._reading:
                 samples = read_batch(source, step, size, rows)
         except DataError as error:
-            notes = [note for note in (self._line, _raised_at(error.__cause__)) if note]
+            notes = [note for note in (self._line, raised_at(error.__cause__)) if note]
             raise RunError(BAD_DATA, f"step {step + 1}: {error}", error.help, notes) from error
         missing = [name for name in self.types if name not in samples]
         if missing:
@@ -259,84 +257,7 @@ def _end_reading() -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-def line_of(build: Build, verb: str = "data") -> str:
-    """Where the build's plan names its data, or says something else."""
-    try:
-        lines = (build.path / "plan.parc").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    found = ((number, text) for number, text in enumerate(lines, 1) if text.split()[:1] == [verb])
-    return next((f"line {number} of the build's plan.parc: {' '.join(text.split())}" for number, text in found), "")
-
-
-def _raised_at(error: BaseException | None) -> str:
-    """The line of the person's own file that failed."""
-    if error is None:
-        return ""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/parc/runtime/" not in frame.filename]
-    return f"raised at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
-
-
 def input_types(programs: Mapping[str, Program]) -> dict[str, TensorType]:
     """The type of each input that the programs read, in one microbatch."""
     found = [programs[action] for action in ("F", "COUNT") if action in programs]
     return {name: value.type for program in found for name, value in parameters_of(program.main, "input").items()}
-
-
-def make_data(build: Build) -> Source:
-    """The source of samples of a build's ``data`` line.
-
-    Raises:
-        RunError: there is none, or nothing can be read.
-    """
-    line, where = build.manifest["data"], line_of(build)
-    if line is None:
-        raise RunError(BAD_DATA, "the plan has no `data` line", 'add one, e.g. `data bytes "{stdlib}/*.py"`')
-    try:
-        manifest = build.manifest
-        return open_data(line, manifest["inputs"], manifest["loss"]["operands"], manifest["sizes"], build.folder)
-    except (CallableError, DataError) as error:
-        notes = [note for note in (where, _raised_at(error.__cause__)) if note]
-        message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)
-        raise RunError(BAD_DATA, message, error.help, notes) from error
-
-
-def open_data(
-    line: Mapping[str, Any],
-    inputs: Sequence[Mapping[str, Any]],
-    operands: Sequence[str],
-    sizes: Mapping[str, int],
-    folder: Path,
-) -> Source:
-    """The samples of a ``data`` line, their tensors by the plan's inputs; none is read.
-
-    Raises:
-        CallableError: the callable cannot be had, or takes other arguments.
-        DataError: a glob matches no file, or the files are too short.
-    """
-    target, arguments = line["callable"], line["arguments"]
-    if target is not None:
-        function = load_callable(target, folder)
-        check_arguments(function, target, arguments, 1)
-        return CallableData(lambda index: function(index, **arguments))
-    first = inputs[0]["dims"]
-    text = ByteText(line["globs"], folder, int(sizes.get(first[-1], first[-1]) if first else 0))
-    names = byte_inputs(inputs, operands)
-    return lambda number: {names.get(name, name): value for name, value in text(number).items()}
-
-
-def byte_inputs(inputs: Sequence[Mapping[str, Any]], operands: Sequence[str]) -> dict[str, str]:
-    """Which inputs bytes and the bytes after them are: by the inputs' names, else by what the plan does with them.
-
-    >>> ids, labels = {"name": "input_ids", "dtype": "int64"}, {"name": "labels", "dtype": "int64"}
-    >>> byte_inputs([labels, ids], ["output.logits", "labels"])
-    {'targets': 'labels', 'tokens': 'input_ids'}
-    """
-    whole = [line["name"] for line in inputs if line["dtype"].startswith("int")]
-    found = {name: name for name in ("tokens", "targets") if name in whole}
-    for kind, choices in (("targets", [n for n in whole if n in operands]),
-                          ("tokens", [n for n in whole if n not in operands])):  # fmt: skip
-        free = [name for name in choices if name not in found.values()]
-        if kind not in found and free:
-            found[kind] = free[0]
-    return found

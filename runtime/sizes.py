@@ -14,7 +14,8 @@ from ..compiler.directives.sizes import SizeRange
 from ..compiler.template import sizes_text
 from ..grammar.codes_build import BAD_DATA, OUT_OF_RANGE
 from .faults import RunError
-from .feed import Feed, line_of
+from .feed import Feed
+from .sources import line_of
 from .step import Stepper
 
 Made = TypeVar("Made")

@@ -81,7 +81,7 @@ def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
   --> order.txt:3:1
  3 | rank 1: 1F0 1f1 1B0 1B1
    | ^^^^^^^^^^^^^^^^^^^^^^^
-  ::: seven.parc:12:17
+  ::: seven.parc:13:17
 12 | schedule  table "order.txt" microbatches 2
    |                 ----------- read here""",
         ),

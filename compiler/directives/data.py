@@ -20,9 +20,13 @@ class Data(Directive):
     input that the loss does not use, gets the bytes; the one named `targets`, else the first that the loss uses, the
     byte after each. `"package.module:name" (name=value)`: a callable that is given the global number of a sample (and
     the arguments) and returns its inputs by name. `parc check` and `parc build` look at sample 0, where it can be made.
+
+    `synthetic`: random samples for a first run and for measuring, drawn from `seed` and each sample's number, so that
+    every mesh trains on the same: whole numbers below the rows that they look up or the classes of the loss, 0 or 1
+    where nothing says so; normal real numbers.
     """
 
-    USAGE = "data bytes GLOBS | CALLABLE [ARGS]"
+    USAGE = "data bytes GLOBS | synthetic | CALLABLE [ARGS]"
 
     globs: tuple[str, ...] = argument(
         lambda given: tuple(item.text for item in given.items("bytes") if isinstance(item, String))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import ast
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 from parc.cli.terminal import say, table
+from parc.compiler.plan import read_plan
 from parc.grammar.nearest import did_you_mean, listed
+from parc.grammar.source import Source
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +42,39 @@ def run(given: argparse.Namespace) -> int:
     for file, text in texts.items():
         (given.folder / file).write_text(text, encoding="utf-8")
         say(f"written {given.folder / file}")
-    say(f"next: parc build {given.folder / f'{name}.parc'}")
+    for text in _commands(given.folder, name, texts):
+        say(text)
     return 0
+
+
+_MOST_RANKS = 8
+
+
+def _commands(folder: Path, name: str, texts: Mapping[str, str]) -> Iterator[str]:
+    """What to do next: what a plan for one machine trains with, and what shows one for many."""
+    plan = read_plan(Source(f"{name}.parc", texts[f"{name}.parc"]))
+    missing = sorted({package for text in texts.values() for package in _imported(text) if find_spec(package) is None})
+    if missing:
+        yield f"first: pip install {' '.join(missing)}"
+    out, ranks = folder / name, plan.mesh.world
+    yield f"next:  parc build {folder / f'{name}.parc'} -o {out}"
+    if ranks > _MOST_RANKS:
+        yield f"       parc show {out}        # on {ranks:,} ranks `parc run` trains it"
+    else:
+        yield f"       parc run {out} --steps 5        # {ranks} process{'es' * (ranks != 1)} on this machine"
+
+
+def _imported(text: str) -> Iterator[str]:
+    """The packages that a model's file imports; a plan is no Python, and imports none."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError:
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module.partition(".")[0]
 
 
 def _plans() -> dict[str, str]:
@@ -54,9 +89,6 @@ def _plans() -> dict[str, str]:
 
 def _texts(name: str, text: str) -> Mapping[str, str]:
     """The files of an example: the plan, and the file of its model."""
-    from parc.compiler.plan import read_plan
-    from parc.grammar.source import Source
-
     model = read_plan(Source(f"{name}.parc", text)).model.callable.partition(":")[0]
     return {f"{name}.parc": text, model: (files("parc") / "examples" / model).read_text(encoding="utf-8")}
 

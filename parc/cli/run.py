@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parc.cli.plan_arguments import add_defines, chosen_sizes, default_out, is_plan, positive
+from parc.cli.plan_arguments import add_defines, chosen_sizes, default_out, is_plan, positive, read
 from parc.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from parc.compiler.artifact import Build
     from parc.runtime.train import Options
+
+
+NO_STEPS = "parc run: the plan has no `steps` line: say how many with --steps K"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +75,16 @@ def run(given: argparse.Namespace) -> int:
     target = given.target
     if is_plan(target):
         from parc.cli.build import make
+        from parc.grammar.codes_build import BAD_DATA
+        from parc.runtime.faults import RunError
+        from parc.runtime.sources import NO_DATA, NO_DATA_HELP
 
+        plan = read(given, target)
+        if plan.data is None:
+            raise RunError(BAD_DATA, NO_DATA, NO_DATA_HELP)
+        if not (given.steps or plan.steps):
+            say(NO_STEPS)
+            return 2
         target = default_out(target)
         made = make(given, given.target, target)
         if isinstance(made, int):
@@ -103,7 +115,7 @@ def _options(given: argparse.Namespace, build: Build) -> Options | None:
 
     steps = given.steps or build.manifest["steps"]
     if steps is None:
-        say("parc run: the plan has no `steps` line: say how many with --steps K")
+        say(NO_STEPS)
         return None
     return Options(steps, given.metrics, given.save, given.save_every, given.resume, given.trace)
 
@@ -118,10 +130,10 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     import torch
 
     from parc.runtime.compiled import check_compiler
-    from parc.runtime.feed import make_data
     from parc.runtime.initial import weights_of
     from parc.runtime.opening import check_fits, mesh_of, open_checkpoint
     from parc.runtime.processes import check_device, default_device
+    from parc.runtime.sources import make_data
     from parc.runtime.state import check_target
 
     mesh = mesh_of(build)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parc.runtime.data import ByteText, CallableData, DataError, permuted, read_batch
+from parc.runtime.data import ByteText, CallableData, DataError, SyntheticData, permuted, read_batch
 
 
 @pytest.fixture
@@ -70,6 +70,21 @@ def test_what_cannot_be_read_is_said(folder: Path) -> None:
 @given(st.integers(1, 500), st.text(max_size=5))
 def test_permutations_are_permutations(count: int, key: str) -> None:
     assert sorted(permuted(i, count, key) for i in range(count)) == list(range(count))
+
+
+def test_synthetic_samples_have_the_types_and_ranges_of_the_inputs() -> None:
+    types = {"ids": "int32", "mask": "bool", "pixels": "bfloat16", "scale": "float64", "flag": "uint8"}
+    dims = {"scale": ["S"], "flag": ["B"]}
+    inputs = [{"name": name, "dtype": type_, "dims": dims.get(name, ["B", "S", 3])} for name, type_ in types.items()]
+    data = SyntheticData(inputs, {"B": 4, "S": 50}, {"ids": 7}, seed=1)
+    sample, again = data(3), SyntheticData(inputs[::-1], {"B": 8, "S": 50}, {"ids": 7}, seed=1)(3)
+    assert all(torch.equal(value, again[name]) for name, value in sample.items())
+    assert {name: str(value.dtype) for name, value in sample.items()} == {n: f"torch.{t}" for n, t in types.items()}
+    assert [list(value.shape) for value in sample.values()] == [[50, 3], [50, 3], [50, 3], [50], []]
+    assert set(sample["ids"].unique().tolist()) == set(range(7))
+    assert 0.3 < sample["mask"].double().mean() < 0.7
+    assert abs(sample["pixels"].double().mean()) < 0.3 and 0.8 < sample["pixels"].double().std() < 1.2
+    assert not torch.equal(data(4)["scale"], sample["scale"])
 
 
 def test_ranks_read_their_rows_and_no_others() -> None:

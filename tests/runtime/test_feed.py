@@ -66,6 +66,19 @@ def test_ranks_read_their_rows_once_and_ahead(made: Build) -> None:
             assert all(torch.equal(part[name], whole[name][rows]) for name in whole)
 
 
+def test_synthetic_samples_fit_the_model_and_are_alike_on_every_mesh(tmp_path: Path) -> None:
+    plan = PLAN.replace('bytes "*.py"', "synthetic").replace("vocab=256", "vocab=11")
+    one, two = (open_build(build(tmp_path, text, plan, name)) for text, name in ((ONE, "one"), (DATA, "two")))
+    (whole,), halves = feeds(one), feeds(two)
+    seen = [part[name] for step in range(8) for part in whole.next(step) for name in ("tokens", "targets")]
+    assert {int(number) for value in seen for number in value.unique()} == set(range(11))
+    assert len({value.numpy().tobytes() for value in seen}) == len(seen)
+    for part, *parts in zip(whole.next(5), *(half.next(5) for half in halves), strict=True):
+        assert all(torch.equal(part[name], torch.cat([half[name] for half in parts])) for name in part)
+    for feed in (whole, *halves):
+        feed.close()
+
+
 def test_steps_may_be_asked_for_in_any_order(made: Build) -> None:
     feed, other = feeds(made)[0], feeds(made)[0]
     seen = {step: feed.next(step)[0]["tokens"] for step in (0, 1, 5, 2)}

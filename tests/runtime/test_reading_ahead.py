@@ -13,7 +13,7 @@ import torch
 
 import parc
 from parc.runtime.faults import RunError
-from parc.runtime.feed import byte_inputs
+from parc.runtime.sources import byte_inputs
 from tests.runtime.tiny import DATA, ONE, PLAN, batch, build
 
 SAMPLES = """
