@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
 class FolderError(Exception):
     """A path at which no folder can be put."""
+
+
+class FolderHeld(Exception):
+    """A folder that another process holds; the message says who."""
 
 
 def current(path: Path) -> Path:
@@ -34,7 +41,8 @@ def check_place(path: Path) -> Path:
 def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Make the folder at ``path`` what ``write`` puts into an empty one; until all of it is on disk the old one stays.
 
-    Between the two renames the old folder has a name under which ``current`` finds it.
+    Between the two renames the old folder has a name under which ``current`` finds it. Of several processes at once the
+    last one's folder stays.
 
     Raises:
         FolderError: it is no place for a folder.
@@ -43,22 +51,74 @@ def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
     real = check_place(path)
     old, fresh = _old(real), real.with_name(f".{real.name}.{socket.gethostname()}.{os.getpid()}")
     real.parent.mkdir(parents=True, exist_ok=True)
-    _clean(real)
+    lock = real.with_name(f".{real.name}.swap")
+    with _locked(lock):
+        _clean(real)
     try:
         fresh.mkdir()
         write(fresh)
         _sync(fresh)
-        if real.exists():
-            real.rename(old)
-        fresh.rename(real)
-        _sync_folder(real.parent)
-        if old.exists():
-            shutil.rmtree(old)
+        with _locked(lock):
+            try:
+                if real.exists():
+                    real.rename(old)
+                fresh.rename(real)
+                _sync_folder(real.parent)
+                if old.exists():
+                    shutil.rmtree(old)
+            finally:
+                if old.exists() and not real.exists():
+                    old.rename(real)
     finally:
         if fresh.exists():
             shutil.rmtree(fresh)
-        if old.exists() and not real.exists():
-            old.rename(real)
+
+
+@contextmanager
+def hold_folder(path: Path, who: str) -> Iterator[None]:
+    """Keep a folder to one holder for a while, such as a run that saves there, at most until the holder's process ends.
+    ``who`` is what others are told. The folders above it are made.
+
+    Raises:
+        FolderHeld: another process holds it.
+        FolderError: it is no place for a folder.
+        OSError: nothing can be written beside it.
+    """
+    real = check_place(path)
+    real.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(real.with_name(f".{real.name}.lock"), who):
+        yield
+
+
+@contextmanager
+def _locked(file: Path, who: str = "") -> Iterator[None]:
+    """Hold a file that is there only while somebody does; with ``who`` not to wait for others, but to tell them.
+
+    Where the file system knows no locks, nothing is held.
+    """
+    handle = -1
+    while handle < 0:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if who else 0))
+        except BlockingIOError:
+            held = os.read(handle, 4096).decode("utf-8", "replace").strip()
+            os.close(handle)
+            raise FolderHeld(held or "another process") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                os.close(handle)
+                raise
+        if not file.exists() or os.stat(file).st_ino != os.fstat(handle).st_ino:  # its holder has just removed it
+            os.close(handle)
+            handle = -1
+    try:
+        os.truncate(handle, 0)
+        os.write(handle, who.encode())
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(handle)
 
 
 def _old(real: Path) -> Path:

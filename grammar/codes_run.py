@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from .code import Code
+from .code import Code, shown
 
+FOLDER_HELD = shown(
+    name="P0411",
+    title="another run saves there",
+    why="a run keeps the folder of its `--save` to itself until it ends: two that save to one would write over each"
+    " other's checkpoints.",
+    example="parc run build --save checkpoint & parc run build --save checkpoint",
+    instead="parc run build --save checkpoint & parc run build --save other-checkpoint",
+)
 BATCHES_DIFFER = Code(
     name="P0410",
     title="ranks gave what is not one batch",

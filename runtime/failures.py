@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..grammar.diagnostics import render
 from .communication import PeerLost
 from .faults import RunError
+from .processes import STORE
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _LOST = (
@@ -63,6 +64,27 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     if not follows:
         text = "".join(traceback.format_exception(error)).rstrip()
     return Failure(rank, time.time(), 4, text, follows=follows, waited=waited)
+
+
+def begin() -> None:
+    """Leave word for the launcher that this rank notes signals by itself from now on, and says what it saved."""
+    if STORE in os.environ:
+        began_file(Path(os.environ[STORE]).parent).touch()
+
+
+def began(folder: Path) -> bool:
+    """Whether a rank has left that word."""
+    return began_file(folder).exists()
+
+
+def began_file(folder: Path) -> Path:
+    """Where it is left, among the files of a run's processes."""
+    return folder / "began"
+
+
+def unbegun(number: int) -> str:
+    """What is said of a run that a signal stopped before it trained."""
+    return f"stopped by {signal.Signals(number).name} before the first step; nothing was saved"
 
 
 def leave_failure(failure: Failure) -> bool:

@@ -29,7 +29,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .failures import Failure, read_failure
+from .failures import Failure, began, read_failure, unbegun
+from .hanging import Hanging
 from .processes import DEVICE, STORE
 
 _ONE_HOST = "parc-one-host"
@@ -60,20 +61,24 @@ def launch(command: Sequence[str], processes: Processes) -> Outcome:
 
     SIGTERM and SIGINT are passed on, and the processes are waited for.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:  # torch gives each of them a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="parc-run-") as folder:
         config = LaunchConfig(
             min_nodes=processes.nnodes, max_nodes=processes.nnodes, nproc_per_node=processes.nproc,
             run_id=_run_id(processes), role="parc", max_restarts=0, monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder), **_rendezvous(processes),
         )  # fmt: skip
-        with _environment(_variables(processes, Path(folder))):
+        with _environment(_variables(processes, Path(folder))), Hanging(Path(folder)) as hanging:
             try:
                 elastic_launch(config, sys.executable)(*command)
             except ChildFailedError as error:
-                return _outcome(error.failures, Path(folder))
+                return _outcome(error.failures, Path(folder), hanging.found)
             except SignalException as stopped:
-                return Outcome(128 + int(stopped.sigval))
+                number = int(stopped.sigval)
+                unsaid = None if began(Path(folder)) else Failure(None, time.time(), 128 + number, unbegun(number))
+                return Outcome(128 + number, unsaid)
             except KeyboardInterrupt:
                 return Outcome(128 + signal.SIGINT)
             except (RendezvousError, dist.DistError) as error:
@@ -178,7 +183,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _outcome(failures: Mapping[int, ProcessFailure], folder: Path) -> Outcome:
+def _outcome(failures: Mapping[int, ProcessFailure], folder: Path, hanging: Sequence[str] = ()) -> Outcome:
     """The failure that explains the others: not one that only lost its peers, then the earliest. A rank that others
     waited for too long does not end when it is told to, and is killed."""
     found = {rank: read_failure(rank, failure.exitcode, Path(failure.error_file)) for rank, failure in failures.items()}
@@ -187,5 +192,5 @@ def _outcome(failures: Mapping[int, ProcessFailure], folder: Path) -> Outcome:
     first = min(found.items(), key=lambda item: (item[1].follows or item[0] in hung, item[1].time_s))[1]
     # Others, which may have ended after the launcher had looked, say what they waited for.
     waited = sorted({read_failure(0, 1, place).waited for place in folder.rglob("error.json")} - {"", first.waited})
-    first = replace(first, message="\n".join([first.message, *waited]))
+    first = replace(first, message="\n".join([first.message, *waited, *hanging]))
     return Outcome(first.exit_code, None if first.exit_code > 128 else first)

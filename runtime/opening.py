@@ -3,6 +3,7 @@ those it was built with."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,15 @@ def open_build(path: Path | str) -> Build:
 def constants_of(build: Build) -> dict[str, TensorType]:
     """The types of a model's buffers and constants by name."""
     return {name: value.type for name, value in parameters_of(build.programs["F"].main, *BUFFERS).items()}
+
+
+def checkpoint_bytes(build: Build) -> int:
+    """How large a checkpoint of a build is: parameters, the optimizer's state of each, buffers that steps change."""
+    mesh, line, constants = mesh_of(build), build.manifest["optimizer"], constants_of(build)
+    slots = 2 if line["name"] == "adamw" else int(bool(line["momentum"]))
+    parameters = [parse_type(text, mesh) for text in build.manifest["parameters"].values()] * (1 + slots)
+    everything = [*parameters, *(constants[name] for name in build.manifest["updates"])]
+    return sum(math.prod(type_.shape) * type_.dtype.itemsize for type_ in everything)
 
 
 def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, list[str]]]:

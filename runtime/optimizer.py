@@ -95,7 +95,7 @@ def restore_optimizer(checkpoint: Checkpoint, name: str, types: Mapping[str, Ten
             "name the optimizer that the checkpoint was made with",
         )  # fmt: skip
     slots: dict[str, list[str]] = {}
-    faults = []
+    faults, steps = [], list[str]()
     for key, shape in checkpoint.shapes.items():
         kind, _, rest = key.partition(".")
         slot, _, owner = rest.partition(".")
@@ -106,11 +106,20 @@ def restore_optimizer(checkpoint: Checkpoint, name: str, types: Mapping[str, Ten
             faults.append(f"`{key}` is no state of `{name}`")
         elif slot == "step":
             faults += [] if shape == () else [f"`{key}` is {list(shape)} there, not a number"]
+            steps.append(key)
         elif (shape, checkpoint.dtypes[key]) != (types[owner].shape, types[owner].dtype):
             have, wanted = (f"{d} {list(s)}".removeprefix("torch.") for s, d in
                             ((shape, checkpoint.dtypes[key]), (types[owner].shape, types[owner].dtype)))  # fmt: skip
             faults.append(f"`{key}` is {have} there, its parameter {wanted}")
     faults += [f"`{owner}` has {', '.join(f'`{slot}`' for slot in found)} alone, not all of {', '.join(_SLOTS[name])}"
                for owner, found in slots.items() if len(found) < len(_SLOTS[name])]  # fmt: skip
+    if not faults:
+        with checkpoint.tensors() as file:
+            done = {key: file.get_tensor(key) for key in steps}
+        faults = [
+            f"`{key}` is {value.item()} ({str(value.dtype).removeprefix('torch.')}), which is no number of steps"
+            for key, value in done.items()
+            if value.dtype != torch.float32 or not 0 <= value < 2**53
+        ]
     refuse(checkpoint.folder, "holds a state of the optimizer that does not fit the model", faults)
     return slots

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..compiler.folders import FolderError, check_place, current, replace_folder
+from ..compiler.folders import FolderError, FolderHeld, check_place, current, hold_folder, replace_folder
 from ..compiler.placement import DTYPES
 from ..compiler.weights import shown_faults
 from ..grammar.codes_build import BAD_STATE
+from ..grammar.codes_run import FOLDER_HELD
 from ..grammar.nearest import path_meant
+from ..grammar.syntax import size_text
 from .faults import RunError
 
 TENSORS, FACTS = "state.safetensors", "state.json"
@@ -54,6 +61,37 @@ def check_target(folder: Path) -> None:
         raise RunError(
             BAD_STATE, f"`{folder}` exists and is not a checkpoint; it is left as it is", "name another folder"
         )
+
+
+@contextmanager
+def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
+    """Keep ``folder``, where a run will save ``size`` bytes at a time, to this run alone. The hosts of one run give it
+    one name.
+
+    Raises:
+        RunError: another run saves there, it holds something else, or it cannot be written; nothing was trained yet.
+    """
+    check_target(folder)
+    with ExitStack() as stack:
+        try:
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            who = f"process {os.getpid()} on {socket.gethostname()} since {since}" + f", for {run}" * bool(run)
+            stack.enter_context(hold_folder(folder, who))
+            free = shutil.disk_usage(folder.resolve().parent).free
+        except FolderHeld as held:
+            if not run or not str(held).endswith(f", for {run}"):
+                help_ = "name another folder with `--save`, or wait until that run ends"
+                raise RunError(FOLDER_HELD, f"`{folder}` is where another run saves: {held}", help_) from None
+        except OSError as error:
+            raise RunError(BAD_STATE, f"`{folder}` cannot be written: {error}", "name another folder") from None
+        else:
+            if free < size:
+                lacking = f"a checkpoint is {size_text(size)}, and {size_text(free)} are free there"
+                help_ = (
+                    "name a folder on another disk, or make room; an old checkpoint stays until the new one is complete"
+                )
+                raise RunError(BAD_STATE, f"`{folder}` cannot be written: {lacking}", help_)
+        yield
 
 
 @dataclass(frozen=True)
@@ -121,7 +159,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
             shapes = {name: tuple(slice_.get_shape()) for name, slice_ in slices.items()}
             dtypes = {name: DTYPES.get(slice_.get_dtype().lower()) for name, slice_ in slices.items()}
-        int(facts["step"])
+        step = facts["step"]
+        if type(step) is not int or not 0 <= step < 2**53:
+            raise ValueError(f"its {FACTS} has step {step!r}, which is no number of steps done")
     except FileNotFoundError:
         lacks = f"is not a checkpoint: it has no {FACTS} or no {TENSORS}" if folder.exists() else "does not exist"
         help_ = path_meant(named, _is_checkpoint, "name a folder that `parc run --save` or `session.save` wrote")

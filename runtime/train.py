@@ -17,6 +17,8 @@ from typing import Any, Self, final
 import torch
 
 from ..compiler.artifact import Build
+from .failures import begin
+from .faults import RunError
 from .metrics import MetricsFile, ProgressDisplay
 from .optimizer import rate
 from .processes import launched
@@ -78,6 +80,7 @@ def train(session: Session, options: Options) -> int:
     with ExitStack() as stack:
         stack.enter_context(session)
         stop = stack.enter_context(Stop())
+        begin()
         metrics = display = None
         if first and options.trace is not None:
             write_trace(options.trace, [])  # a place that cannot be written is known before training
@@ -96,10 +99,13 @@ def train(session: Session, options: Options) -> int:
                 display.say(f"compiling {session.regions.distinct} distinct regions in the first step…")
         started = session.step_number
         saved = session.step_number if options.resume == options.save else -1
-        asked = 0
+        asked = max(row[0] for row in session.exchange([stop.signal]))
         while session.step_number < options.steps and not asked:
             start = time.perf_counter()
-            report = session.step()
+            try:
+                report = session.step()
+            except RunError as error:
+                raise _kept(session, options.save, error, max(saved, started)) from error
             step_s = time.perf_counter() - start
             rows = session.exchange([stop.signal, peak_bytes(session.device)])
             asked = max(row[0] for row in rows)
@@ -115,15 +121,33 @@ def train(session: Session, options: Options) -> int:
             if options.save is not None and options.save_every and report.step % options.save_every == 0:
                 session.save(options.save)
                 saved = report.step
-        if options.save is not None and saved != session.step_number:
+        unbegun = asked and session.step_number == started
+        if options.save is not None and saved != session.step_number and not unbegun:
             session.save(options.save)
+            saved = session.step_number
         if options.trace is not None:
             session.write_trace(options.trace)
     if asked and first:
-        where = f"; saved to {options.save}" if options.save is not None else ""
-        name = signal.Signals(asked).name
-        print(f"stopped by {name} after step {session.step_number}{where}", file=sys.stderr)
+        where = f"saved to {options.save}" if saved == session.step_number else "nothing was saved"
+        when = f"before step {started + 1}" if unbegun else f"after step {session.step_number}"
+        print(f"stopped by {signal.Signals(asked).name} {when}; {where}", file=sys.stderr)
     return 128 + asked if asked else 0
+
+
+def _kept(session: Session, folder: Path | None, error: RunError, saved: int) -> RunError:
+    """The error of a step, after which all ranks are as they were before it, and what was saved of that; ``saved`` is
+    the step of the last checkpoint, or that at which the run began."""
+    if session.step_number == saved:
+        return error
+    if folder is None:
+        note = f"the state after step {session.step_number} was not saved: there is no `--save`"
+    else:
+        note = f"the state after step {session.step_number} was saved to {folder}"
+        try:
+            session.save(folder)
+        except RunError as other:
+            note = f"the state after step {session.step_number} could not be saved: {other.message}"
+    return RunError(error.code, error.message, error.help, (*error.notes, note))
 
 
 def work_per_step(build: Build) -> tuple[str, int]:

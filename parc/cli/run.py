@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +65,32 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Launch the processes; in a process that was launched, by parc or by torchrun, be one of them."""
+    with _stops_said():
+        return _run(given)
+
+
+@contextmanager
+def _stops_said() -> Iterator[None]:
+    """Until training notes signals by itself, SIGTERM and SIGINT end the process at once, with a word where none other
+    is said."""
+    before = {}
+
+    def end(number: int, _: object) -> None:
+        if "PARC_STORE" not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+            say(f"stopped by {signal.Signals(number).name} before the first step; nothing was saved")
+            sys.stderr.flush()
+        os._exit(128 + number)
+
+    try:
+        if threading.current_thread() is threading.main_thread():
+            before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(given: argparse.Namespace) -> int:
     wrong = _wrong_usage(given)
     if wrong:
         say(f"parc run: {wrong}")
@@ -95,9 +125,25 @@ def run(given: argparse.Namespace) -> int:
     if options is None:
         return 2
     nproc = _before_launch(given, build, options)
-    if nproc * given.nnodes == 1:  # one rank needs no other process
-        return _train(given, build, options, torch_device(given))
-    return _launch(given, target, nproc)
+    with _target(given, build):
+        if nproc * given.nnodes == 1:  # one rank needs no other process
+            return _train(given, build, options, torch_device(given))
+        return _launch(given, target, nproc)
+
+
+def _target(given: argparse.Namespace, build: Build) -> AbstractContextManager[None]:
+    """The folder of `--save`, kept to this run; the hosts of one run, which name one meeting place, share it.
+
+    Raises:
+        RunError: another run saves there, or it cannot be written.
+    """
+    if given.save is None:
+        return nullcontext()
+    from parc.runtime.opening import checkpoint_bytes
+    from parc.runtime.state import target_held
+
+    run = f"the run that meets at {given.rdzv_endpoint}" if given.nnodes > 1 else ""
+    return target_held(given.save, checkpoint_bytes(build), run)
 
 
 def _wrong_usage(given: argparse.Namespace) -> str:
@@ -134,13 +180,10 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     from parc.runtime.opening import check_fits, mesh_of, open_checkpoint
     from parc.runtime.processes import check_device, default_device
     from parc.runtime.sources import make_data
-    from parc.runtime.state import check_target
 
     mesh = mesh_of(build)
     nproc = int(given.nproc or max(1, mesh.world // given.nnodes))
     check_fits(build, nproc * given.nnodes)
-    if options.save is not None:
-        check_target(options.save)
     if options.resume is not None:
         open_checkpoint(build, options.resume)
     weights_of(build)
@@ -189,8 +232,11 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
 def _rank(given: argparse.Namespace) -> int:
     """One rank of a run. What fails is left for the launcher; torchrun prints no words of ours, so then we do."""
     from parc.runtime.failures import failure_of, leave_failure
+    from parc.runtime.hanging import answer
     from parc.runtime.processes import STORE
 
+    if STORE in os.environ:
+        answer()
     try:
         code = _train_rank(given)
     except Exception as error:
@@ -207,7 +253,7 @@ def _rank(given: argparse.Namespace) -> int:
 
 def _train_rank(given: argparse.Namespace) -> int:
     from parc.runtime.opening import check_fits, open_build
-    from parc.runtime.processes import join, launched, leave
+    from parc.runtime.processes import STORE, join, launched, leave
     from parc.runtime.sizes import bound
 
     build = bound(open_build(given.target), given.sizes)
@@ -215,6 +261,7 @@ def _train_rank(given: argparse.Namespace) -> int:
     options = _options(given, build)
     if options is None:
         return 2
-    code = _train(given, build, options, join(torch_device(given), float(given.timeout)))
+    with _target(given, build) if STORE not in os.environ and os.environ["RANK"] == "0" else nullcontext():
+        code = _train(given, build, options, join(torch_device(given), float(given.timeout)))
     leave()
     return code

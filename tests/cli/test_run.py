@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, build
 SAMPLES = """
 import os
 import signal
+import time
 import torch
 
 
@@ -36,6 +38,18 @@ def good(number):
 def killed(number):
     if number >= 12 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
+    return good(number)
+
+
+def stops(number):
+    if number >= 12 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return good(number)
+
+
+def sleeps(number):
+    if number >= 12 and os.environ["RANK"] == "1":
+        time.sleep(1000)
     return good(number)
 
 
@@ -192,22 +206,40 @@ def test_a_rank_that_fails_is_said_once(folder: Path, data: str, code: int, expe
     assert "Traceback" not in err and "torch.distributed" not in err, err
 
 
-def test_numbers_that_are_not_finite_stop_a_run(folder: Path) -> None:
-    made = build(folder, TENSOR, PLAN.replace("lr 1e-2", "lr 1e30"), name="steep")
-    code, err = finish(start(made, "--steps", 5))
+@pytest.mark.parametrize(
+    ("data", "where"), [("stops", r"is stopped \(SIGSTOP\)"), ("sleeps", r"is at \S+/samples\.py:\d+ in sleeps")]
+)
+def test_a_rank_that_does_not_answer_is_named_at_once(folder: Path, data: str, where: str) -> None:
+    made = build(folder, DATA, PLAN.replace('bytes "*.py"', f'"./samples.py:{data}" ()'), name=data)
+    began = time.monotonic()
+    code, err = finish(start(made, "--steps", 5, "--timeout", 4))
+    assert code == 4 and "rank 0 failed: it waited too long for another rank" in err, err
+    assert re.search(rf"^rank 1 does not answer: process \d+ {where}$", err, re.MULTILINE), err
+    assert time.monotonic() - began < 30, "torch's agent waits so long for a rank that it ends"
+
+
+def test_numbers_that_are_not_finite_stop_a_run_and_the_last_good_ones_are_saved(folder: Path, tmp_path: Path) -> None:
+    made, checkpoint = build(folder, TENSOR, PLAN.replace("lr 1e-2", "lr 1e30"), name="steep"), tmp_path / "good"
+    code, err = finish(start(made, "--steps", 5, "--save", checkpoint))
     assert code == 4, err
+    assert f"note: the state after step 1 was saved to {checkpoint}" in err
+    assert json.loads((checkpoint / "state.json").read_text())["step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
     assert err.count("error[P0302]: step 2: ") == 1 and "note: the first is " in err and "nothing was updated" in err
 
 
 @pytest.mark.parametrize(("name", "number", "code"), [("dp", signal.SIGTERM, 143), ("one", signal.SIGINT, 130)])
 def test_a_signal_saves_between_two_steps(
-    folder: Path, tmp_path: Path, name: str, number: signal.Signals, code: int
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, number: signal.Signals, code: int
 ) -> None:
     metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint"
     process = start(folder / name, "--steps", 10**6, "--metrics", metrics, "--save", checkpoint)
     until = time.monotonic() + 60
     while time.monotonic() < until and not (metrics.is_file() and len(steps_of(metrics)) >= 2):
         time.sleep(0.05)
+    code_of_another = main(["run", str(folder / "one"), "--steps", "1", "--save", str(checkpoint)])
+    held = f"error[P0411]: `{checkpoint}` is where another run saves: process {process.pid} on "
+    assert code_of_another == 1 and held in capsys.readouterr().err
     process.send_signal(number)
     found, err = finish(process)
     assert found == code, err
@@ -215,6 +247,33 @@ def test_a_signal_saves_between_two_steps(
     assert f"stopped by {number.name} after step {last}; saved to {checkpoint}" in err
     assert "Traceback" not in err
     assert steps_of(metrics)[-1]["step"] == last
+
+
+def test_a_signal_before_the_first_step_says_that_nothing_is_saved(folder: Path, tmp_path: Path) -> None:
+    said = "stopped by SIGTERM before the first step; nothing was saved\n"
+    process = start(folder / "dp", "--save", tmp_path / "checkpoint")
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not _notes_sigterm(process.pid):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (143, said)
+    code = (
+        "import pathlib, sys, time; from parc.runtime.launch import *\n"
+        "command = ['-c', f'import os, pathlib, time; pathlib.Path({sys.argv[1]!r}, os.environ[\"RANK\"]).touch(); '\n"
+        "           'time.sleep(100)']\n"
+        "print(launch(command, Processes(2)).failure.text(), file=sys.stderr)"
+    )
+    process = start(tmp_path, launcher=("-c", code))
+    while time.monotonic() < until and len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[1] == said
+
+
+def _notes_sigterm(process: int) -> bool:
+    """Whether a process has a handler of SIGTERM; Linux alone tells."""
+    (line,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{process}/status").read_text())
+    return bool(int(line, 16) >> signal.SIGTERM - 1 & 1)
 
 
 def test_a_plan_is_built_and_run(folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,12 @@ from safetensors.torch import load_file, save_file
 
 import parc
 from parc.compiler.folders import FolderError, current, replace_folder
+from parc.grammar.codes_build import BAD_STATE
+from parc.grammar.codes_run import FOLDER_HELD
 from parc.runtime.faults import RunError
+from parc.runtime.opening import checkpoint_bytes, open_build
 from parc.runtime.optimizer import make_optimizer, update
+from parc.runtime.state import target_held
 from tests.runtime.tiny import ONE, batch, build
 
 ADAMW = {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "no_decay": []}
@@ -67,6 +72,14 @@ def _dropped(tensors: dict[str, torch.Tensor]) -> None:
     del tensors["optimizer.exp_avg_sq.embed.weight"]
 
 
+def _before_the_first(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["optimizer.step.embed.weight"] = torch.tensor(-5.0)
+
+
+def _not_a_number(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["optimizer.step.embed.weight"] = torch.tensor(float("nan"))
+
+
 def _foreign(tensors: dict[str, torch.Tensor]) -> None:
     tensors["optimizer.exp_avg.nothing"] = torch.zeros(2)
 
@@ -77,6 +90,8 @@ def _foreign(tensors: dict[str, torch.Tensor]) -> None:
         (_reshaped, r"`optimizer.exp_avg.embed.weight` is float32 \[3, 3\] there"),
         (_retyped, r"is float64 \[256, 16\] there, its parameter float32 \[256, 16\]"),
         (_dropped, r"`embed.weight` has .* alone"),
+        (_before_the_first, r"`optimizer.step.embed.weight` is -5.0 \(float32\), which is no number of steps"),
+        (_not_a_number, r"`optimizer.step.embed.weight` is nan \(float32\), which is no number of steps"),
         (_foreign, "`optimizer.exp_avg.nothing` is no state of `adamw`"),
     ],
 )
@@ -138,9 +153,69 @@ def test_a_kill_at_any_rename_leaves_a_folder_that_is_read(tmp_path: Path, monke
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert not place.exists() and (current(place) / "a.txt").read_text() == "first"
-    assert len(list(tmp_path.iterdir())) == 2  # the old one and what the dead process had written
+    assert len(list(tmp_path.iterdir())) == 3  # the old one, what the dead process had written, and its lock
     replace_folder(place, _write("third"))
     assert [path.name for path in tmp_path.iterdir()] == ["saved"] and (place / "a.txt").read_text() == "third"
+
+
+def test_many_processes_replace_one_folder_at_once(tmp_path: Path) -> None:
+    place = tmp_path / "saved"
+    children = []
+    for number in range(4):
+        children.append(os.fork())
+        if children[-1] == 0:
+            code = 1
+            try:
+                for _ in range(25):
+                    replace_folder(place, _write(str(number)))
+                code = 0
+            finally:
+                os._exit(code)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"] and (place / "a.txt").read_text() in "0123"
+
+
+def test_a_folder_is_kept_to_one_holder_until_it_ends(made: Path, tmp_path: Path) -> None:
+    place, size = tmp_path / "below" / "saved", checkpoint_bytes(open_build(made))
+    with target_held(place, size):
+        with pytest.raises(RunError, match=rf"where another run saves: process {os.getpid()} on \S+ since 2") as held:
+            target_held(place, size).__enter__()
+        assert held.value.code is FOLDER_HELD
+        replace_folder(place, _write("by the holder"))
+    assert [path.name for path in place.parent.iterdir()] == ["saved"]
+    with target_held(tmp_path / "other", size, "the run that meets at a:1"):
+        with target_held(tmp_path / "other", size, "the run that meets at a:1"):
+            pass
+        with pytest.raises(RunError, match="where another run saves"):
+            target_held(tmp_path / "other", size, "the run that meets at b:1").__enter__()
+    child = os.fork()
+    if child == 0:
+        target_held(tmp_path / "left", size).__enter__()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    with target_held(tmp_path / "left", size):  # what a killed process held is free
+        pass
+    for folder, asked, message in (
+        (Path("/proc/nowhere/saved"), size, "cannot be written: "),
+        (tmp_path / "saved", 1 << 60, r"a checkpoint is 1048576.0 TiB, and \S+ \S+ are free there"),
+    ):
+        with pytest.raises(RunError, match=message) as fault:
+            target_held(folder, asked).__enter__()
+        assert fault.value.code is BAD_STATE and fault.value.help
+    with parc.load(made) as session:
+        session.step(batch(0))
+        session.save(tmp_path / "saved")
+    assert size < (tmp_path / "saved" / "state.safetensors").stat().st_size < 1.1 * size + 20_000
+
+
+@pytest.mark.parametrize("step", ["-5", "2.5", "true", '"3"', "1e400", "NaN", "null", str(10**30), "[1]"])
+def test_a_number_of_steps_that_makes_no_sense_is_said(made: Path, tmp_path: Path, step: str) -> None:
+    with parc.load(made) as session:
+        session.save(tmp_path / "saved")
+        (tmp_path / "saved" / "state.json").write_text(f'{{"optimizer": "adamw", "step": {step}}}')
+        with pytest.raises(RunError, match=r"its state\.json has step .*, which is no number of steps done") as fault:
+            session.restore(tmp_path / "saved")
+        assert fault.value.code is BAD_STATE
 
 
 def test_links_are_followed_and_the_current_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
