@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench bench-pipelines build-time families wheel planted-bugs soak clean
+.PHONY: help demo test check fuzz bench bench-pipelines bench-batches build-time families wheel planted-bugs soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -22,6 +22,7 @@ help:
 	@echo "make fuzz    the property tests with many more examples"
 	@echo "make bench   step times beside DDP, DTensor and the plain module, in turn in one run"
 	@echo "make bench-pipelines  a pipeline beside torch's own, and what stages keep for backward"
+	@echo "make bench-batches  what it takes of a step to find out whether all ranks gave one batch"
 	@echo "make build-time     build Llama 3 8B of 2 to 32 layers on 1 to 16,384 ranks: seconds, memory, a plot"
 	@echo "make families       every family of models under every plan: verified, what it sends, how exact it is"
 	@echo "make wheel   dist/: source distribution and wheel, installed beside torch alone, used and measured"
@@ -68,6 +69,9 @@ bench: $(READY)
 
 bench-pipelines: $(READY)
 	$(PY) -m benchmarks.pipelines
+
+bench-batches: $(READY)
+	$(PY) -m benchmarks.batches
 
 build-time: $(READY)
 	$(PY) benchmarks/build_time.py
