@@ -1,7 +1,7 @@
 """``make bench-batches``: what it takes of a step to find out whether all ranks gave one batch.
 
 Two gloo ranks of one thread train the Llama of ``llama20m.parc`` over ``dp``, on whole batches. Steps that hash the
-batch and steps that do not take turns; the time inside the hash stands beside them, as does how fast a batch of pictures is
+batch and steps that do not take turns; the time inside the hash stands beside them, as does how fast pictures are
 hashed. The exchange that brings the hashes is in both: it is the one in which ranks add up their counts of targets.
 """
 

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,14 +90,8 @@ def train(session: Session, options: Options) -> int:
             metrics = stack.enter_context(MetricsFile(options.metrics, run_facts(session), append))
         if first:
             display = stack.enter_context(ProgressDisplay(options.steps, what))
-        if display is not None and session.step_number >= options.steps:
-            done = f"`{options.resume}` is at step {session.step_number}, and the last is {options.steps}"
-            display.say(f"{done}: nothing is left to train; `--steps K` trains on until step K")
-        elif display is not None:
-            if said := rate_ends(session.build, options.steps):
-                display.say(said)
-            if session.regions is not None:
-                display.say(f"compiling {session.regions.distinct} distinct regions in the first step…")
+            for text in _at_the_start(session, options):
+                display.say(text)
         started = session.step_number
         saved = session.step_number if options.resume == options.save else -1
         asked = max(row[0] for row in session.exchange([stop.signal]))
@@ -124,14 +119,25 @@ def train(session: Session, options: Options) -> int:
         unbegun = asked and session.step_number == started
         if options.save is not None and saved != session.step_number and not unbegun:
             session.save(options.save)
-            saved = session.step_number
         if options.trace is not None:
             session.write_trace(options.trace)
     if asked and first:
-        where = f"saved to {options.save}" if saved == session.step_number else "nothing was saved"
+        where = "nothing was saved" if options.save is None or unbegun else f"saved to {options.save}"
         when = f"before step {started + 1}" if unbegun else f"after step {session.step_number}"
         print(f"stopped by {signal.Signals(asked).name} {when}; {where}", file=sys.stderr)
     return 128 + asked if asked else 0
+
+
+def _at_the_start(session: Session, options: Options) -> Iterator[str]:
+    """What a person is told before the first step."""
+    if session.step_number >= options.steps:
+        done = f"`{options.resume}` is at step {session.step_number}, and the last is {options.steps}"
+        yield f"{done}: nothing is left to train; `--steps K` trains on until step K"
+        return
+    if said := rate_ends(session.build, options.steps):
+        yield said
+    if session.regions is not None:
+        yield f"compiling {session.regions.distinct} distinct regions in the first step…"
 
 
 def _kept(session: Session, folder: Path | None, error: RunError, saved: int) -> RunError:
