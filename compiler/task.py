@@ -16,6 +16,7 @@ from torch import nn
 from ..grammar.nearest import listed, nearest
 from .callables import check_arguments, load_callable
 from .capture import CallModel, LossFunction
+from .making import at_home
 from .model_code import sources
 from .model_output import tensor_at, value_at
 
@@ -67,7 +68,8 @@ def model_builder(
     check_arguments(make, lines.model, arguments)
 
     def build() -> nn.Module:
-        module = make(**arguments)
+        with at_home(folder):
+            module = make(**arguments)
         if not isinstance(module, nn.Module):
             raise TypeError(f"`{lines.model}` returned a {type(module).__name__}, not an nn.Module")
         return module.train()

@@ -12,6 +12,7 @@ from parc.callable_faults import callable_diagnostic, own_trace
 from parc.compiler.callables import CallableError
 from parc.compiler.capture import Captured, InputSpec, capture
 from parc.compiler.capture_faults import CaptureError, user_frame
+from parc.compiler.making import not_found
 from parc.compiler.plan import Plan
 from parc.compiler.recipes import Recorded, record
 from parc.compiler.task import InputsError, TaskLines, caller, loss_function, model_builder
@@ -45,8 +46,10 @@ def capture_plan(
     except CallableError as error:
         raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.model, plan.verify)]) from None
     except Exception as error:
-        message = f"making the model failed: {type(error).__name__}: {error}"
-        raise PlanError([Diagnostic(MODEL_FAILED, message, Label(model_span), notes=own_trace(error))]) from None
+        why, help_ = not_found(error, {**dict(lines.arguments), **(overrides or {})}, folder)
+        message = f"making the model failed: {why or f'{type(error).__name__}: {error}'}"
+        notes = () if why else own_trace(error)
+        raise PlanError([Diagnostic(MODEL_FAILED, message, Label(model_span), help=help_, notes=notes)]) from None
     try:
         call, loss = caller(recorded.module, lines), loss_function(lines, folder)
     except InputsError as error:

@@ -13,7 +13,9 @@ from ..directive import Directive, Literal, Scope, argument, check_callable, che
 class Model(Directive):
     """The model: any callable that returns an `nn.Module`, as `"package.module:name"` or `"./file.py:name"`.
 
-    The plan's folder is importable. Arguments are numbers, strings, `true`, `false` and `none`, given by name.
+    The plan's folder is importable, and is the current folder while the model is made: paths among the arguments count
+    from it. What a model's code asks the Hugging Face Hub for is taken from what was downloaded already, unless
+    `HF_HUB_OFFLINE=0` is set. Arguments are numbers, strings, `true`, `false` and `none`, given by name.
     """
 
     USAGE = "model CALLABLE [ARGS]"

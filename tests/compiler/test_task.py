@@ -1,14 +1,19 @@
-"""How a model is called with a plan's inputs."""
+"""How a model is made, and called with a plan's inputs."""
 
 from __future__ import annotations
 
+import os
+import socket
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from parc.compiler.task import InputsError, TaskLines, caller, passed_on
+from parc.compiler.making import not_found
+from parc.compiler.task import InputsError, TaskLines, caller, model_builder, passed_on
 
 
 class Named(nn.Module):
@@ -77,3 +82,55 @@ def test_what_goes_into_kwargs_is_told() -> None:
     lines = TaskLines("", (), ("tokens", "mask"), "output", "loss", (), None, (("mask", "attention_mask"),))
     assert passed_on(Wrapper(), lines) == {"tokens": "tokens", "mask": "attention_mask"}
     assert passed_on(Named(), lines) == {}
+
+
+MAKERS = """
+from pathlib import Path
+
+from torch import nn
+
+
+def sized(path):
+    return nn.Linear(int(Path(path).read_text()), 1)
+
+
+def pretrained(path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+"""
+
+
+def made(folder: Path, function: str, path: str) -> nn.Module:
+    (folder / "makers.py").write_text(MAKERS)
+    lines = TaskLines(f"./makers.py:{function}", (("path", path),), (), "output", "", (), None)
+    return model_builder(lines, folder)()
+
+
+def test_paths_among_a_models_arguments_count_from_the_plans_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "size.txt").write_text("3")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "size.txt").write_text("5")
+    monkeypatch.chdir(elsewhere)
+    model = made(tmp_path, "sized", "size.txt")
+    assert isinstance(model, nn.Linear) and model.in_features == 3
+    assert Path.cwd() == elsewhere
+
+
+@pytest.mark.parametrize(("path", "help_"), [("hff", "did you mean `hf`?"), ("./nothing", "from the plan's folder.")])
+def test_a_misspelt_folder_is_not_looked_for_on_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, help_: str
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    looked = Mock(side_effect=OSError("no network"))
+    monkeypatch.setattr(socket, "getaddrinfo", looked)
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(OSError) as failed:
+        made(tmp_path, "pretrained", path)
+    why, way_out = not_found(failed.value, {"layers": 2, "path": path}, tmp_path)
+    assert f"there is no folder `{path}` beside the plan" in why and help_ in way_out
+    assert not looked.called and "HF_HUB_OFFLINE" not in os.environ
+    assert not_found(ValueError("something else"), {"path": path}, tmp_path) == ("", "")
