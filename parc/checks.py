@@ -30,6 +30,7 @@ from parc.compiler.sample_flow import combination
 from parc.compiler.template import sizes_text
 from parc.compiler.timeline import simulate
 from parc.compiler.verify import Fault, check_program
+from parc.compiler.verify_integers import check_integers
 from parc.compiler.verify_padding import check_padding
 from parc.compiler.verify_precision import check_precision
 from parc.compiler.verify_reduce import check_reduce
@@ -79,7 +80,8 @@ def static_faults(
     if not faults:
         faults += check_bindings(programs, types)
         faults += check_reference(programs, reference, microbatches, pads, summed)
-        faults += check_reduce(programs["REDUCE"])
+        faults += check_reduce(programs["SCALE"], programs["REDUCE"])
+        faults += check_integers(programs, reference)
         faults += check_precision(programs, reference, rounding or Rounding())
         faults += check_padding(programs, pads, types)
         faults += check_schedule(roles, microbatches, counts="COUNT" in programs)

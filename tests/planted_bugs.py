@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from tests.planted_builds import BUILDS, CHECKS, GoodBuild, Verdict, good_build, judge
 from tests.planted_conversions import CONVERSIONS
+from tests.planted_integers import shortened
 from tests.planted_norms import wrong_norms
 from tests.planted_sites import Mutant
 from tests.planted_slips import SLIPS
@@ -40,18 +42,23 @@ COLLECTIVE_CLASSES = (
 )  # fmt: skip
 
 
-def plant(build: GoodBuild) -> Iterator[Mutant]:
-    """Every mutant of a build."""
-    for make in (*CONVERSIONS, *SLIPS, wrong_norms):
+_MANY = (wrong_norms, shortened)
+
+
+def plant(build: GoodBuild, share: int = 1) -> Iterator[Mutant]:
+    """Every mutant of a build; of classes of many that are much alike one of ``share``."""
+    for make in (*CONVERSIONS, *SLIPS):
         yield from make(build)
+    for make in _MANY:
+        yield from islice(make(build), 0, None, share)
 
 
-def table(names: Sequence[str] = BUILDS) -> dict[str, Row]:
-    """All mutants of some builds, judged."""
+def table(names: Sequence[str] = BUILDS, share: int = 1) -> dict[str, Row]:
+    """All mutants of some builds, or a share of them, judged."""
     rows: dict[str, Row] = {}
     for name in names:
         build = good_build(name)
-        for mutant in plant(build):
+        for mutant in plant(build, share):
             verdict = judge(build, mutant.programs, mutant.actions)
             rows.setdefault(mutant.kind, Row()).note(mutant, verdict)
     return rows

@@ -7,9 +7,10 @@ from functools import cache
 
 import pytest
 
-from parc.runtime.simulate import compare
+from parc.runtime.simulate import TOLERANCE, compare
 from tests.planted_bugs import Row, table, table_text, type_share
 from tests.planted_builds import BUILDS, good_build, judge
+from tests.planted_integers import shortened
 from tests.planted_norms import wrong_norms
 
 PLACEMENT = ("drop a collective", "double a collective", "retype a collective", "re-group a collective",
@@ -19,7 +20,7 @@ PLACEMENT = ("drop a collective", "double a collective", "retype a collective", 
 @cache
 def rows() -> dict[str, Row]:
     """The whole table, made once."""
-    found = table()
+    found = table(share=13)
     print(f"\n{table_text(found)}")
     return found
 
@@ -68,6 +69,19 @@ def test_a_wrong_norm_is_refused_by_proof_and_by_its_number() -> None:
     assert found.norm > 1e-3
     assert found.largest == found.norm
     assert compare(build.case, steps=1).norm < 1e-14
+
+
+def test_a_whole_number_that_is_cut_off_is_refused_by_proof() -> None:
+    row = rows()["cut a whole number off"]
+    assert row.first["types"] == row.mutants > 40
+
+
+def test_a_late_step_draws_its_own_random_numbers() -> None:
+    build = good_build("gpt dp=2, tp=2, two microbatches")
+    early = next(mutant for mutant in shortened(build) if "rng by aten.remainder" in mutant.what)
+    case = replace(build.case, programs=early.programs)
+    assert compare(case, steps=1).largest < TOLERANCE
+    assert compare(case, steps=2).loss > 1e-3
 
 
 def test_there_are_enough_mutants_of_every_class() -> None:
