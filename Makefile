@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench bench-pipelines bench-batches build-time families wheel planted-bugs soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches build-time families wheel planted-bugs soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -18,6 +18,7 @@ SOAK_MINUTES ?= 60
 help:
 	@echo "make demo    build a plan, train it on 4 processes beside the plain module, compare the losses"
 	@echo "make test    the tests"
+	@echo "make test-torch VERSION=2.15   the tests with another torch, in an environment of its own (gigabytes of CUDA on Linux)"
 	@echo "make check   what continuous integration runs: format, lint, types, layers, tests"
 	@echo "make fuzz    the property tests with many more examples"
 	@echo "make bench   step times beside DDP, DTensor and the plain module, in turn in one run"
@@ -53,6 +54,21 @@ demo: $(READY)
 
 test: $(READY)
 	$(PY) -m pytest -q -n $(WORKERS)
+
+# The whole tested set but for torch, and for setuptools, of which each torch has its own bounds.
+test-torch:
+	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.15" >&2; exit 1; }
+	@$(MAKE) --no-print-directory $(OTHER)/.parc-ready
+	$(OTHER)/bin/python -m pytest -q -n $(WORKERS)
+
+OTHER := .venv-torch-$(VERSION)
+$(OTHER)/.parc-ready: constraints.txt pyproject.toml
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@grep -vE '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints-but-torch.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r $(OTHER)/constraints-but-torch.txt 'torch==$(VERSION).*' 'setuptools>=65'
+	@$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
 
 check: $(READY)
 	$(PY) -m ruff format --check .
@@ -91,4 +107,4 @@ soak: $(READY)
 	done
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
+	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info

@@ -1,4 +1,4 @@
-"""The private entry points of torch that parc uses, in one place; tested on torch 2.11 and 2.13."""
+"""The private entry points of torch that parc uses, in one place; tested on torch 2.11, 2.13 and 2.15."""
 
 from __future__ import annotations
 
@@ -260,8 +260,8 @@ def one_frame(own: Callable[[str], bool]) -> Iterator[None]:
 def without_checkpoints(refusal: Exception) -> Iterator[None]:
     """Within it ``torch.utils.checkpoint`` raises, by whatever name it was imported: a trace would lose it."""
     module: Any = torch.utils.checkpoint
-    names = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
-    kept = {name: getattr(module, name) for name in names}
+    names = "CheckpointFunction", "_checkpoint_without_reentrant_generator"  # 2.15 calls `…_impl`, which begins so too
+    kept = {name: value for name, value in vars(module).items() if name.startswith(names)}
 
     class Refusal:
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -270,7 +270,7 @@ def without_checkpoints(refusal: Exception) -> Iterator[None]:
         apply = classmethod(lambda cls, *_, **__: cls())
 
     try:
-        for name in names:
+        for name in kept:
             setattr(module, name, Refusal)
         yield
     finally:

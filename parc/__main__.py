@@ -2,7 +2,9 @@
 
 import atexit
 import gc
+import os
 import sys
+from contextlib import suppress
 
 from parc.cli import main
 
@@ -12,8 +14,19 @@ def process() -> int:
     collection of garbage, Python's last one too, walks over all of them and frees next to nothing. A run collects."""
     if sys.argv[1:2] != ["run"]:
         gc.disable()
-    atexit.register(gc.freeze)
-    return main()
+    codes = [1]  # as Python's own, if an exception leaves `main`
+    atexit.register(_leave, codes)  # the first is called last
+    codes[0] = main()
+    return codes[0]
+
+
+def _leave(codes: list[int]) -> None:
+    """End the process when all else has been told that it ends, without taking Python apart: objects kept from that
+    alone (``gc.freeze``) are reported as leaked by the libraries that count theirs."""
+    with suppress(OSError, ValueError):  # nobody reads
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(codes[0])
 
 
 if __name__ == "__main__":

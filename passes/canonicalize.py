@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +10,9 @@ from torch import fx
 
 from ..compiler.ops import OPS
 from ..compiler.program import Origin
+from .attention import attention
 from .creation import CREATION
-from .decompose import DECOMPOSITIONS, depends_on_parameter, looked_up, selected, shape_of, written_out
+from .decompose import DECOMPOSITIONS, looked_up, selected, shape_of
 from .draws import DRAWS
 from .slices import join_slices
 
@@ -185,26 +185,6 @@ def _addmm(c: Canonicalizer, node: Any) -> None:
     c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
 
 
-def _attention(c: Canonicalizer, node: Any) -> None:
-    names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    p = float(given.get("dropout_p") or 0.0)
-    mask, q = given.get("attn_mask"), given["q"]
-    if q.meta["val"].dim() != 4:
-        return
-    key = c.stream(node, c.rng) if p else None
-    if mask is not None:
-        while mask.meta["val"].dim() < 4:
-            mask = c.emit(node, aten.unsqueeze.default, mask, 0)
-        if depends_on_parameter(mask):
-            written_out(c, node, {**given, "attn_mask": mask}, key)
-            return
-    options = (bool(given.get("is_causal") or False), given.get("scale"), p)
-    pair = c.emit(node, OPS.attention.default, q, given["k"], given["v"], mask, key, *options)
-    out = c.emit(node, operator.getitem, pair, 0, val=pair.meta["val"][0])
-    c.replace(node, out)
-
-
 def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     """``mean`` becomes a sum of token losses over the count of targets that are not ignored, or over the sum of their
     classes' weights."""
@@ -312,7 +292,7 @@ TABLE: Mapping[Any, Rewrite] = {
     **DECOMPOSITIONS,
     **DRAWS,
     **CREATION,
-    aten.scaled_dot_product_attention.default: _attention,
+    aten.scaled_dot_product_attention.default: attention,
     aten.nll_loss_nd.default: _cross_entropy,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.add.Tensor: _add,

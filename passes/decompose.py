@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ..compiler.ops import OPS
 from ..compiler.precision import is_narrow
 
 if TYPE_CHECKING:
@@ -234,32 +233,6 @@ def selected(c: Canonicalizer, node: fx.Node) -> None:
     made = c.emit(node, aten.index.Tensor, x, indices)
     c.replace(node, made)
     looked_up(c, made)
-
-
-def written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key: fx.Node | None) -> None:
-    """Attention with its scores written out: one whose mask is trained, of which attention's own backward makes no
-    gradient (relative positions added to the scores)."""
-    q, k, v, mask = given["q"], given["k"], given["v"], given["attn_mask"]
-    p, scale = float(given.get("dropout_p") or 0.0), given.get("scale")
-    k, v = (_repeated(c, node, x, shape_of(q)[1]) for x in (k, v))
-    scores = c.emit(node, aten.matmul.default, q, c.emit(node, aten.transpose.int, k, -2, -1))
-    if (factor := shape_of(q)[-1] ** -0.5 if scale is None else scale) != 1:
-        scores = c.emit(node, aten.mul.Tensor, scores, factor)
-    weights = c.emit(node, aten.softmax.int, c.emit(node, aten.add.Tensor, scores, mask), -1)
-    if key is not None:
-        kept = c.emit(node, OPS.dropout_mask.default, key, list(shape_of(weights)), p, weights.meta["val"].dtype)
-        weights = c.emit(node, aten.mul.Tensor, weights, kept)
-    c.replace(node, c.emit(node, aten.matmul.default, weights, v))
-
-
-def _repeated(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx.Node:
-    """Keys or values [b, g, t, d] for every query head."""
-    batch, groups, length, size = shape_of(x)
-    if groups == heads:
-        return x
-    apart = c.emit(near, aten.unsqueeze.default, x, 2)
-    apart = c.emit(near, aten.expand.default, apart, [batch, groups, heads // groups, length, size])
-    return c.emit(near, aten.reshape.default, apart, [batch, heads, length, size])
 
 
 def depends_on_parameter(node: fx.Node) -> bool:

@@ -24,7 +24,7 @@ from tests.family_plans import plan_text
 Stages = dict[fx.Node, int]
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 GPT = """
-model "./gpt.py:GPT" (layers=4, width=16, heads=2, length=8)
+model "./gpt.py:GPT" (layers=4, width=16, heads=2, length=8, dropout=0.1)
 input tokens int64 [B, S]
 input targets int64 [B, S]
 sizes B=8, S=8
