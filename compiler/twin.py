@@ -1,112 +1,140 @@
-"""The comparison that carries a result from a small twin to its build: programs equal up to sizes and repetition."""
+"""The comparison that carries a result from a small twin to its build: every place of one is a place of the other."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from itertools import zip_longest
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cached_property, reduce
+from operator import or_
 
-import torch
-
-from .collectives import COLLECTIVES
-from .program import Cut, Function, Line, Program, Ref, operator, references
+from .program import Program
+from .twin_backward import Backward, reduce_facts
+from .twin_bodies import Pairs, function_body, number_problem
+from .twin_wiring import Call, Fact, Forward, Graph, Kinds, WiringFault
 from .verify import Fault
 
-_NUMBER = re.compile(r"(?<![A-Za-z_])\d+")
-_LAYER = re.compile(r"\d+")
+Programs = Mapping[str, Program]
 
 
-def compare_structure(full: Mapping[str, Program], twin: Mapping[str, Program]) -> list[Fault]:
-    """Where the programs differ in more than sizes and in how often equal blocks repeat: the first place of each."""
-    differences = {action: _difference(program, twin.get(action)) for action, program in full.items()}
-    return [Fault("numbers", action, found) for action, found in differences.items() if found is not None]
+def compare_structure(full: Programs, captured: Program, twin: Programs, twin_captured: Program) -> list[Fault]:
+    """Where a build's programs, beside its captured graph, are not put together as its twin's beside the twin's.
+
+    What is compared, and why that carries a result over: docs/architecture.md, "What a twin carries over".
+    """
+    if full.keys() != twin.keys():
+        return [Fault("numbers", "step", f"has the programs {', '.join(full)}, its twin {', '.join(twin)}")]
+    kinds = Kinds()
+    whose = "the twin"
+    try:
+        small = _Step(twin, twin_captured, kinds)
+        seen = list(small.facts())
+        whose = "the build"
+        large = _Step(full, captured, kinds)
+        fault = _fact_fault(list(large.facts()), seen)
+    except WiringFault as problem:
+        return [Fault("numbers", whose, str(problem))]
+    fault = fault or _number_fault(large, small) or _scale_fault(full["SCALE"], twin["SCALE"])
+    return [] if fault is None else [fault]
 
 
-def _difference(full: Program, twin: Program | None) -> str | None:
-    """The first place where two programs are not the same work."""
-    if twin is None:
-        return "the twin has no such program"
-    theirs = {function.name: function for function in twin.functions}
-    for function in full.functions[:-1]:
-        if function.name not in theirs:
-            return f"only the build has a function `{function.name}`"
-        pairs = zip_longest(_function_rows(function, full), _function_rows(theirs[function.name], twin))
-        for ours, other in pairs:
-            if ours != other:
-                return f"`{function.name}` has `{ours}` in the build and `{other}` in its twin"
-    if len(theirs) > len(full.functions):
-        return f"only the twin has {', '.join(sorted(theirs.keys() - {function.name for function in full.functions}))}"
-    order, other_order = (list(dict.fromkeys(line.op for line in made.main.lines)) for made in (full, twin))
-    if order != other_order:
-        at = next((pair for pair in zip_longest(order, other_order) if pair[0] != pair[1]), None)
-        return f"the order of work differs: `{at and at[0]}` in the build where its twin has `{at and at[1]}`"
-    ours, others = dict.fromkeys(_edges(full.main, full)), dict.fromkeys(_edges(twin.main, twin))
-    for mine, rest, whose in ((ours, others, "the build"), (others, ours, "its twin")):
-        missing = next((row for row in mine if row not in rest), None)
-        if missing is not None:
-            return f"only {whose} has `{missing}`"
+class _Step:
+    """The programs of a step beside their captured graph."""
+
+    def __init__(self, programs: Programs, captured: Program, kinds: Kinds) -> None:
+        self.programs = programs
+        self.forwards = {"F": Forward(programs["F"], programs["B"], Graph(captured.main, kinds), kinds)}
+        if "COUNT" in programs and len(captured.functions) > 1:
+            self.forwards["COUNT"] = Forward(programs["COUNT"], None, Graph(captured.functions[0], kinds), kinds)
+
+    def facts(self) -> Iterator[Fact]:
+        """All that is so at the places of the step."""
+        for forward in self.forwards.values():
+            yield from forward.facts()
+        yield from Backward(self.programs["B"], self.forwards["F"]).facts()
+        yield from reduce_facts(self.programs["REDUCE"])
+
+
+def _fact_fault(facts: Sequence[Fact], of_twin: Sequence[Fact]) -> Fault | None:
+    """The first fact of a build that its twin does not have, or that cannot be so in both by one rule."""
+    seen: dict[Hashable, set[Hashable]] = defaultdict(set)
+    options: dict[Hashable, frozenset[Hashable]] = {}
+    for fact in of_twin:
+        seen[fact.key].add(fact.what)
+    for whose, found in (("the twin", of_twin), ("the build", facts)):
+        for fact in found:
+            if fact.what not in seen[fact.key]:
+                return Fault("numbers", fact.where, f"is as nothing is in the twin: {fact.key} {fact.what}")
+            key = fact.key, fact.what
+            options[key] = options.get(key, fact.options) & fact.options
+            if not options[key]:
+                return Fault("numbers", fact.where, f"is in {whose} not as in other repetitions: {fact.key}")
     return None
 
 
-def _edges(function: Function, program: Program) -> Iterator[str]:
-    makers = {value.name: _LAYER.sub("*", value.role or value.name) for value in function.parameters}
-    for value in function.parameters:
-        yield f"{makers[value.name]}: {_sizeless(value.type.text(program.mesh))}"
-    for line in function.lines:
-        for position, made in enumerate(line.results):
-            if made is not None:
-                makers[made.name] = f"{line.op}.{position}"
-                yield f"{makers[made.name]}: {_sizeless(made.type.text(program.mesh))}"
-        for position, item in enumerate(line.args):
-            for name in references(item):
-                yield f"{makers[name]} -> {line.op}({position})"
-    for key, name in function.returns:
-        yield f"{makers[name]} -> return {_LAYER.sub('*', key)}"
+def _number_fault(large: _Step, small: _Step) -> Fault | None:
+    """The first number of a call's functions that the captured graph does not have there, in both builds alike."""
+    for action, forward in large.forwards.items():
+        numbers = _CallNumbers(forward, small.forwards[action])
+        for call in forward.calls:
+            problem = numbers.problem(call)
+            if problem is not None:
+                return Fault("numbers", f"{action} {call.place}", problem)
+    return None
 
 
-def _function_rows(function: Function, program: Program) -> Iterator[str]:
-    names = {value.name: f"x{index}" for index, value in enumerate(function.parameters)}
-    for value in function.parameters:
-        yield f"{names[value.name]}: {_sizeless(value.type.text(program.mesh))}"
-    for index, line in enumerate(function.lines):
-        for position, made in enumerate(line.results):
-            if made is not None:
-                names[made.name] = f"{index}.{position}"
-        yield _line_row(line, names, program)
-    yield f"return {', '.join(names[name] for _, name in function.returns)}"
+class _CallNumbers:
+    """The numbers of F's calls beside the captured graph's, both in a build and in its twin."""
+
+    def __init__(self, ours: Forward, theirs: Forward) -> None:
+        self.ours, self.theirs = ours, theirs
+        self.calls = Counter(call.place for call in ours.calls)
+        self.mates: dict[Hashable, dict[Hashable, Call]] = defaultdict(dict)
+        for call in theirs.calls:
+            self.mates[call.sort][_numbers_key(call)] = call
+        self.known: dict[Hashable, str | None] = {}
+
+    def problem(self, call: Call) -> str | None:
+        """What is wrong beside every equal call of the twin; None if some call of it has no other numbers."""
+        problem = None
+        for key, mate in self.mates[call.sort].items():
+            key = _numbers_key(call), key
+            if key not in self.known:
+                self.known[key] = self._beside(call, mate)
+            problem = self.known[key]
+            if problem is None:
+                break
+        return problem
+
+    def _beside(self, call: Call, mate: Call) -> str | None:
+        name, other = call.line.op, mate.line.op
+        model = self._every
+        if call.piece is not None and mate.piece is not None:
+            model = Pairs.of(call.piece.numbers, mate.piece.numbers)
+        ours, theirs = self.ours.bodies[name].numbers, self.theirs.bodies[other].numbers
+        problem = number_problem(ours, theirs, model, whole=self.calls[call.place] == 1 and call.piece is not None)
+        if problem is None and name in self.ours.backward:
+            undone = self.ours.backward[name].numbers, self.theirs.backward[other].numbers
+            problem = number_problem(*undone, model | Pairs.of(ours, theirs), whole=False)
+        return problem
+
+    @cached_property
+    def _every(self) -> Pairs:
+        """The numbers of all equal pieces of the captured graphs: for calls that are of none."""
+        theirs = {piece.kind: piece for piece in self.theirs.graph.pieces.values()}
+        ours = {(piece.kind, piece.numbers_kind): piece for piece in self.ours.graph.pieces.values()}
+        pairs = [Pairs.of(piece.numbers, theirs[kind].numbers) for (kind, _), piece in ours.items() if kind in theirs]
+        return reduce(or_, pairs, Pairs())
 
 
-def _line_row(line: Line, names: Mapping[str, str], program: Program) -> str:
-    kept = _exact_arguments(line)
-    args = [_argument(item, names, index in kept) for index, item in enumerate(line.args)]
-    args += [f"{key}={_argument(item, names, False)}" for key, item in line.kwargs]
-    results = ", ".join("_" if v is None else names[v.name] for v in line.results)
-    types = "; ".join("-" if v is None else _sizeless(v.type.text(program.mesh)) for v in line.results)
-    return f"{results} = {line.op}({', '.join(args)}): {types}"
+def _numbers_key(call: Call) -> tuple[str, int]:
+    return call.line.op, call.piece.numbers_kind if call.piece is not None else -1
 
 
-def _exact_arguments(line: Line) -> frozenset[int]:
-    """Positions of arguments that name dims: these are no sizes and must be equal."""
-    if line.op in COLLECTIVES or line.calls_function:
-        return frozenset(range(2))
-    arguments = operator(line.op)._schema.arguments
-    return frozenset(i for i, a in enumerate(arguments) if a.name in ("dim", "dims", "dim0", "dim1", "dim2", "axis"))
-
-
-def _argument(item: Any, names: Mapping[str, str], exact: bool) -> str:
-    if isinstance(item, Ref):
-        return names[item.name]
-    if isinstance(item, Cut):
-        return "/".join(["#", *item.axes])
-    if isinstance(item, (list, tuple)):
-        return f"[{', '.join(_argument(inner, names, exact) for inner in item)}]"
-    if isinstance(item, bool) or item is None or isinstance(item, torch.dtype) or exact:
-        return str(item)
-    if isinstance(item, str):
-        return _LAYER.sub("*", item)
-    return "#"
-
-
-def _sizeless(text: str) -> str:
-    return _NUMBER.sub("#", text)
+def _scale_fault(full: Program, twin: Program) -> Fault | None:
+    """SCALE follows neither sizes nor repetitions."""
+    bodies = []
+    for program in (full, twin):
+        body = function_body(program.main, program.mesh)
+        given = [numbers.given for numbers in body.numbers]
+        bodies.append(([value.role for value in program.main.parameters], body.rows, given))
+    return None if bodies[0] == bodies[1] else Fault("numbers", "SCALE", "is not as in the twin")

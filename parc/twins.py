@@ -15,7 +15,7 @@ from parc.compiler.program import Program
 from parc.compiler.twin import compare_structure
 from parc.compiler.verify import Fault
 from parc.driver import Compiled, compile_plan
-from parc.grammar.codes_build import NO_TWIN
+from parc.grammar.codes_build import MANY_AXES, NO_TWIN
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 
 _LARGE_WORK = 2_000_000_000  # parameters times tokens of a step: about half a minute in float64 on one core
@@ -49,13 +49,24 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
         except PlanError as error:
             problem = problem or error
             continue
-        differences = compare_structure(programs, twin.built.programs)
+        differences = compare_structure(programs, compiled.built.reference, twin.built.programs, twin.built.reference)
         if not differences:
             return twin, []
         first = first or (twin, differences)
     if first is None:
-        raise problem if problem is not None else AssertionError("a mesh has at least one twin")
+        raise problem or _many_axes(compiled)
     return first
+
+
+def _many_axes(compiled: Compiled) -> PlanError:
+    line = next(statement for statement in compiled.plan.statements if statement.verb.text == "mesh")
+    axes = [axis for axis, size in compiled.mesh.axes if size > 1]
+    return PlanError([Diagnostic(
+        MANY_AXES,
+        f"numbers cannot be tested on {2 ** len(axes)} ranks, 2 along each of {len(axes)} axes",
+        Label(line.span),
+        help="join axes over which the same is split into one",
+    )])  # fmt: skip
 
 
 def _meshes(mesh: Mesh) -> Iterator[Mesh]:

@@ -13,6 +13,7 @@ from itertools import islice
 from tests.planted_builds import BUILDS, CHECKS, GoodBuild, Verdict, good_build, judge
 from tests.planted_conversions import CONVERSIONS
 from tests.planted_integers import shortened
+from tests.planted_large import refusals, refusals_text
 from tests.planted_norms import wrong_norms
 from tests.planted_sites import Mutant
 from tests.planted_slips import SLIPS
@@ -94,3 +95,4 @@ if __name__ == "__main__":
     for kind, row in found.items():
         for what in row.accepted:
             print(f"accepted: {kind}: {what}")
+    print(refusals_text(refusals(60)))

@@ -61,3 +61,32 @@ class Tied(nn.Module):
         for layer in others:
             made = torch.tanh(layer(made)) + skip
         return self.norm(made)
+
+
+class _Layer(nn.Module):
+    """Statistics of the batch, two products, and a factor that is the layer's own or frozen."""
+
+    def __init__(self, width: int, rate: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.scale, self.rate = nn.Parameter(torch.full((width,), 0.5)), rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, width] → [B, width]."""
+        return x + self.rate * self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    """Layers with buffers, frozen weights and a factor that falls with depth; all read the input again."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(width, 1.0 / (depth + 1)) for depth in range(layers))
+        self.mix = nn.Parameter(torch.full((layers,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, width] → [B, width]."""
+        first = x
+        for depth, layer in enumerate(self.layers):
+            x = layer(x + self.mix[depth] * first)
+        return x

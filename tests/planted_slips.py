@@ -92,7 +92,7 @@ def wrong_gradients(build: GoodBuild) -> Iterator[Mutant]:
     for position, (name, value) in enumerate(main.returns):
         without = _main(programs, "B", returns=tuple(pair for pair in main.returns if pair[0] != name))
         yield Mutant("leave out a gradient", f"B: {name}", without)
-        yield Mutant("leave out a gradient", f"B, REDUCE: {name}", _unreduced(without, f"gradient {name}"))
+        yield Mutant("leave out a gradient", f"B, REDUCE: {name}", unreduced(without, f"gradient {name}"))
         alike = [(n, v) for n, v in main.returns if n > name and values[v].type == values[value].type]
         for other, theirs in alike[: position % 3 == 0]:
             swap = {name: theirs, other: value}
@@ -105,7 +105,7 @@ def wrong_gradients(build: GoodBuild) -> Iterator[Mutant]:
             )
 
 
-def _unreduced(programs: Programs, role: str) -> Programs:
+def unreduced(programs: Programs, role: str) -> Programs:
     """REDUCE without one gradient, its sum and its part of the norm."""
     main = programs["REDUCE"].main
     gone = {value.name for value in main.parameters if value.role == role}

@@ -1,0 +1,278 @@
+"""Ways to get one repetition wrong: which block reads, saves or gets what, and numbers of one size of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from parc.compiler.collectives import COLLECTIVES
+from parc.compiler.program import Function, Line, Ref, map_references
+from tests.planted_sites import Programs, with_function
+from tests.planted_slips import unreduced
+
+Mutants = Iterator[tuple[str, Programs]]
+
+
+def _main(programs: Programs, action: str, **changes: Any) -> Programs:
+    return with_function(programs, action, replace(programs[action].main, **changes))
+
+
+def _swapped(item: Any, one: str, other: str) -> Any:
+    names = {one: other, other: one}
+    return map_references(item, lambda name: Ref(names.get(name, name)))
+
+
+def _calls(programs: Programs, action: str) -> list[tuple[int, Line]]:
+    return [(at, line) for at, line in enumerate(programs[action].main.lines) if line.calls_function]
+
+
+def _alike(programs: Programs, action: str) -> Iterator[tuple[int, Line, int, Line]]:
+    """Pairs of calls of one function."""
+    for (i, a), (j, b) in combinations(_calls(programs, action), 2):
+        if a.op == b.op:
+            yield i, a, j, b
+
+
+def _with_lines(programs: Programs, action: str, changed: Mapping[int, Line]) -> Programs:
+    lines = programs[action].main.lines
+    return _main(programs, action, lines=tuple(changed.get(at, line) for at, line in enumerate(lines)))
+
+
+def _roles(programs: Programs, action: str) -> dict[str, str]:
+    """The role of each of a main function's parameters; keys of streams have one too."""
+    main = programs[action].main
+    keys = {v.name: "stream" for line in main.lines if line.op == "parc.stream_key.default" for v in line.made}
+    return {v.name: v.role for v in main.parameters} | keys
+
+
+def exchanged(action: str, kind: str, every: bool, programs: Programs) -> Mutants:
+    """Two calls of one function read one another's: all of a kind, or one."""
+    roles = _roles(programs, action)
+    for i, a, j, b in _alike(programs, action):
+        places = [at for at, (x, y) in enumerate(zip(a.uses(), b.uses(), strict=True))
+                  if x != y and roles.get(x, "").startswith(kind)]  # fmt: skip
+        for chosen in [places] if every else [[place] for place in places]:
+            first = tuple(b.args[at] if at in chosen else item for at, item in enumerate(a.args))
+            second = tuple(a.args[at] if at in chosen else item for at, item in enumerate(b.args))
+            if chosen:
+                what = (
+                    f"{action} {a.origin.module} and {b.origin.module}: {[str(a.args[at].name) for at in chosen][:3]}"
+                )
+                yield what, _with_lines(programs, action, {i: replace(a, args=first), j: replace(b, args=second)})
+
+
+def within(action: str, kind: str, programs: Programs) -> Mutants:
+    """A call reads two things of a kind and of one type in each other's place."""
+    roles, values = _roles(programs, action), programs[action].main.values()
+    for at, line in _calls(programs, action):
+        read = [name for name in line.uses() if roles.get(name, "").startswith(kind)]
+        for one, other in combinations(read, 2):
+            if values[one].type == values[other].type:
+                what = f"{action} {line.origin.module}: {one} and {other}"
+                yield what, _with_lines(programs, action, {at: replace(line, args=_swapped(line.args, one, other))})
+
+
+def skipped(programs: Programs) -> Mutants:
+    """A call of F reads what an earlier call of the same function returned, or of another, in the same place."""
+    main = programs["F"].main
+    values = main.values()
+    made: dict[str, tuple[str, int]] = {}
+    for at, line in enumerate(main.lines):
+        for place, item in enumerate(line.args):
+            if line.calls_function and item.name in made:
+                like = [n for n in made if n != item.name and made[n][1] < made[item.name][1]
+                        and values[n].type == values[item.name].type]  # fmt: skip
+                for name in like[-3:]:
+                    args = (*line.args[:place], Ref(name), *line.args[place + 1 :])
+                    yield (
+                        f"{line.origin.module} reads {name} for {item.name}",
+                        _with_lines(programs, "F", {at: replace(line, args=args)}),
+                    )
+        made.update((v.name, (line.op, at)) for v in line.made if line.calls_function)
+
+
+def inputs(programs: Programs) -> Mutants:
+    """Two inputs of one type are read in each other's place, in all calls."""
+    main = programs["F"].main
+    found = [v for v in main.parameters if v.role.startswith("input")]
+    for one, other in combinations(found, 2):
+        if one.type == other.type:
+            parameters = tuple({one: replace(one, role=other.role), other: replace(other, role=one.role)}.get(v, v)
+                               for v in main.parameters)  # fmt: skip
+            yield f"{one.name} and {other.name}", _main(programs, "F", parameters=parameters)
+
+
+def reordered(programs: Programs) -> Mutants:
+    """Two calls of one function one after the other run in the other order, each with its own weights."""
+    calls = [(i, a, j, b) for i, a, j, b in _alike(programs, "F") if set(b.uses()) & {v.name for v in a.made}]
+    main = programs["F"].main
+    for i, a, j, b in calls:
+        (between,) = {v.name for v in a.made} & set(b.uses())
+        place = [item.name for item in b.args].index(between)
+        out = next(n.name for n, m in zip(b.results, a.results, strict=True) if n and m and m.name == between)
+        first = replace(b, args=(*b.args[:place], a.args[place], *b.args[place + 1 :]))
+        second = replace(a, args=(*a.args[:place], Ref(out), *a.args[place + 1 :]))
+        rest = [line if out not in line.uses() else _reading(line, out, between) for line in main.lines[j + 1 :]]
+        lines = (*main.lines[:i], *main.lines[i + 1 : j], first, second, *rest)
+        yield f"{b.origin.module} before {a.origin.module}", _main(programs, "F", lines=lines)
+
+
+def _reading(line: Line, old: str, new: str) -> Line:
+    return replace(line, args=tuple(map_references(i, lambda n: Ref(new if n == old else n)) for i in line.args))
+
+
+def streams(programs: Programs) -> Mutants:
+    """Two streams of random numbers change places."""
+    lines = programs["F"].main.lines
+    keys = [(at, line) for at, line in enumerate(lines) if line.op == "parc.stream_key.default"]
+    for (i, a), (j, b) in combinations(keys, 2):
+        changed = {i: replace(a, args=b.args), j: replace(b, args=a.args)}
+        yield f"{a.args[1]} and {b.args[1]}", _with_lines(programs, "F", changed)
+
+
+def results(action: str, kind: str, programs: Programs) -> Mutants:
+    """Two values that a program returns change places, and one is returned for both."""
+    main = programs[action].main
+    values = main.values()
+    found = [(key, name) for key, name in main.returns if key.startswith(kind)]
+    for (one, x), (other, y) in combinations(found, 2):
+        if values[x].type == values[y].type and x != y:
+            swap = {one: y, other: x}
+            yield (
+                f"{one} and {other}",
+                _main(programs, action, returns=tuple((k, swap.get(k, n)) for k, n in main.returns)),
+            )
+
+
+def exchanged_results(action: str, programs: Programs) -> Mutants:
+    """Two results of two calls of one function change names: all that a call gives goes to the other's readers."""
+    for i, a, j, b in _alike(programs, action):
+        for place, (x, y) in enumerate(zip(a.results, b.results, strict=True)):
+            if x is not None and y is not None:
+                changed = {i: _with_result(a, place, y), j: _with_result(b, place, x)}
+                order = programs[action].main.lines[i + 1 : j + 1]
+                if not any(y.name in line.uses() for line in order):
+                    yield f"{action} {x.name} and {y.name}", _with_lines(programs, action, changed)
+
+
+def _with_result(line: Line, place: int, value: Any) -> Line:
+    return replace(line, results=(*line.results[:place], value, *line.results[place + 1 :]))
+
+
+def numbers(action: str, factor: float, programs: Programs) -> Mutants:
+    """A number that is no size is another, in all repetitions of one program."""
+    for function in programs[action].functions if action in programs else ():
+        for at, line in enumerate(function.lines):
+            for place, item in enumerate(line.args):
+                whole = isinstance(item, int) and not isinstance(item, bool) and "." in line.op and item > 1
+                if line.op not in COLLECTIVES and (whole or (isinstance(item, float) and 0 < item < 1e30)):
+                    other = type(item)(item * factor)
+                    args = (*line.args[:place], other, *line.args[place + 1 :])
+                    yield (
+                        f"{action} {function.name}: {line.op} {other} for {item}",
+                        _with_line(programs, action, function, at, replace(line, args=args)),
+                    )
+
+
+def _with_line(programs: Programs, action: str, function: Function, at: int, line: Line) -> Programs:
+    lines = (*function.lines[:at], line, *function.lines[at + 1 :])
+    return with_function(programs, action, replace(function, lines=lines))
+
+
+def other_numbers(action: str, others: Programs, programs: Programs) -> Mutants:
+    """A number is the twin's: as if a pass had taken it from the smaller model."""
+    theirs = {function.name: function for function in others[action].functions[:-1]}
+    for function in programs[action].functions[:-1]:
+        mate = theirs.get(function.name)
+        if mate is None or [line.op for line in mate.lines] != [line.op for line in function.lines]:
+            continue
+        for at, (line, other) in enumerate(zip(function.lines, mate.lines, strict=True)):
+            for place, (item, small) in enumerate(zip(line.args, other.args, strict=True)):
+                if isinstance(item, (int, float)) and item != small:
+                    args = (*line.args[:place], small, *line.args[place + 1 :])
+                    what = f"{action} {function.name}: {line.op} {small} for {item}"
+                    yield what, _with_line(programs, action, function, at, replace(line, args=args))
+
+
+_OTHER = {
+    "aten.silu.default": "aten.gelu.default",
+    "aten.gelu.default": "aten.silu.default",
+    "aten.add.Tensor": "aten.sub.Tensor",
+    "aten.mul.Tensor": "aten.div.Tensor",
+    "aten.tanh.default": "aten.sigmoid.default",
+    "aten.neg.default": "aten.abs.default",
+    "aten.rsqrt.default": "aten.reciprocal.default",
+}
+
+
+def one_apart(action: str, programs: Programs) -> Mutants:
+    """One call alone runs another function: an operator is another in it."""
+    program = programs[action]
+    for at, call in _calls(programs, action)[1:3]:
+        function = program.function(call.op)
+        for place, line in enumerate(function.lines):
+            if line.op in _OTHER:
+                changed = replace(line, op=_OTHER[line.op])
+                apart = replace(
+                    function, name="apart", lines=(*function.lines[:place], changed, *function.lines[place + 1 :])
+                )
+                lines = program.main.lines
+                main = replace(program.main, lines=(*lines[:at], replace(call, op="apart"), *lines[at + 1 :]))
+                made = replace(program, functions=(*program.functions[:-1], apart, main))
+                yield f"{action} {call.origin.module}: {changed.op} for {line.op}", {**programs, action: made}
+
+
+def dropped(programs: Programs) -> Mutants:
+    """A block is left out of all programs with its weights and their gradients."""
+    for _, a, _, b in _alike(programs, "F"):
+        between = {v.name for v in a.made} & set(b.uses())
+        if len(between) != 1:
+            continue
+        name = between.pop()
+        place = list(b.uses()).index(name)
+        mine = {v.name for v in a.made}
+        forward = programs["F"].main
+        saved = {f"saved {v}" for v in mine}
+        gone = [key.removeprefix("saved ") for key, _ in forward.returns if key in saved]
+        lines = [_reading(line, name, a.args[place].name) for line in forward.lines if line is not a]
+        returns = [pair for pair in forward.returns if pair[0] not in saved]
+        made = _main(programs, "F", lines=tuple(lines), returns=tuple(returns))
+        backward = programs["B"].main
+        call = next(x for _, x in _calls(programs, "B") if x.op == f"{a.op}_backward" and set(gone) & set(x.uses()))
+        instead = next(v for v in call.made if v.type == forward.values()[name].type)
+        lines = [_reading(line, instead.name, call.args[-1].name) for line in backward.lines if line is not call]
+        kept = [(key, v) for key, v in backward.returns if v not in {made.name for made in call.made}]
+        made = _main(made, "B", lines=tuple(lines), returns=tuple(kept))
+        for key, v in backward.returns:
+            if (key, v) not in kept:
+                made = unreduced(made, f"gradient {key}")
+        yield a.origin.module, _main(_main(made, "F", parameters=_read(made, "F")), "B", parameters=_read(made, "B"))
+
+
+def _read(programs: Programs, action: str) -> tuple[Any, ...]:
+    main = programs[action].main
+    read = {name for line in main.lines for name in line.uses()} | {name for _, name in main.returns}
+    return tuple(value for value in main.parameters if value.name in read)
+
+
+def norm_twice(programs: Programs) -> Mutants:
+    """A gradient counts twice in the norm, and one of its type not at all."""
+    main = programs["REDUCE"].main
+    squares = [line for line in main.lines if line.op == "parc.square_sum.default"]
+    for one, other in combinations(squares, 2):
+        if one.made[0].type == other.made[0].type:
+            x, y = one.made[0].name, other.made[0].name
+            lines = tuple(_reading(line, y, x) if line.op == "aten.stack.default" else line for line in main.lines)
+            yield f"{x} for {y}", _main(programs, "REDUCE", lines=tuple(line for line in lines if line is not other))
+
+
+def reduced(programs: Programs) -> Mutants:
+    """Two sums over ranks in REDUCE change places."""
+    main = programs["REDUCE"].main
+    sums = [(at, line) for at, line in enumerate(main.lines) if line.op == "parc.all_reduce"]
+    for (i, a), (j, b) in combinations(sums, 2):
+        if a.made[0].type == b.made[0].type and a.args[1:] == b.args[1:]:
+            changed = {i: replace(a, args=b.args), j: replace(b, args=a.args)}
+            yield f"{a.made[0].name} and {b.made[0].name}", _with_lines(programs, "REDUCE", changed)
