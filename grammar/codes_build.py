@@ -110,6 +110,14 @@ NO_TWIN = shown(
     example='model "./llama.py:llama" (layers=32, width=4096)',
     instead='model "./llama.py:llama" (layers=32, width=4096)\nverify layers=2, width=64',
 )
+MANY_AXES = shown(
+    name="P0250",
+    title="a mesh of more axes than a twin can have",
+    why="numbers of a build of many ranks are tested on its twin, which has 2 ranks or more along every axis that the"
+    " build has: with 1 its programs would be others. They all run in one process, so they are 256 at most.",
+    example="mesh a=2, b=2, c=2, d=2, e=2, f=2, g=2, h=2, i=2",
+    instead="mesh a=4, b=4, c=4, d=2, e=2, f=2",
+)
 NOTHING_TRAINED = shown(
     name="P0214",
     title="no parameter is left to train",

@@ -21,6 +21,8 @@ from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 _LARGE_WORK = 2_000_000_000  # parameters times tokens of a step: about half a minute in float64 on one core
 _LARGE_WORLD = 8
 _TWIN_WORLD = 32
+_MOST_AXES = 8
+"""Up to here a twin has every axis at 2, whatever world that makes: on fewer ranks its programs were others."""
 
 
 def work_of(compiled: Compiled) -> int:
@@ -78,7 +80,8 @@ def _meshes(mesh: Mesh) -> Iterator[Mesh]:
     seen = set()
     for choice in choices:
         candidate = replace(mesh, axes=tuple(choice.items()))
-        if candidate.world <= _TWIN_WORLD and candidate not in seen:
+        fits = candidate.world <= (2**_MOST_AXES if choice is small else _TWIN_WORLD)
+        if fits and candidate not in seen:
             seen.add(candidate)
             yield candidate
 

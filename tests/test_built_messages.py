@@ -139,6 +139,7 @@ class Case:
 LOSS = "cross_entropy(output, targets)"
 SQUARES = (f"S=8\nloss      {LOSS}", 'S=8..40\nloss      "./models.py:squares"(output, targets)')
 GPIPE = ("microbatches", "gpipe microbatches")
+AXES = f"mesh {', '.join(f'{axis}=2' for axis in 'abcdefghi')}\n"
 COMMANDS = {
     "P0013": Case(words=("check", "missing.parc")),
     "P0021": Case(lines='include "other.parc"\n'),
@@ -172,6 +173,7 @@ COMMANDS = {
     "P0242": Case("plain", GPIPE, "mesh pp=2\nstage before mid over pp\n", of="Normed"),
     "P0243": Case(change=GPIPE, lines="mesh pp=3\nstage before blocks.1, blocks.0 over pp\n"),
     "P0244": Case("plain", GPIPE, "mesh pp=2\nstage before drop over pp\n", of="Normed"),
+    "P0250": Case("plain", lines=AXES, words=("build", "tiny.parc")),
     "P0401": Case(lines=TENSOR + "budget memory 100KB\n"),
     "P0402": Case(lines=TENSOR + "forbid all_reduce in blocks.*.mlp during forward\n"),
     "P0403": Case(lines=TENSOR + "expect 2 all_reduce in blocks.*\n"),
