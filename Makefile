@@ -28,7 +28,7 @@ help:
 	@echo "make families       every family of models under every plan: verified, what it sends, how exact it is"
 	@echo "make wheel   dist/: source distribution and wheel, installed beside torch alone, used and measured"
 	@echo "make planted-bugs   break good builds in every way, and say which check refuses each"
-	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES))"
+	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES)), a quarter of them hostile plans, builds, checkpoints"
 
 # constraints.txt is the whole tested set; without its torch line pip leaves a torch that it finds as it is. A Python that
 # is itself in a virtual environment hands its torch on by a path file: --system-site-packages would skip over it.
@@ -102,7 +102,8 @@ planted-bugs: $(READY)
 	$(PY) -m tests.planted_bugs
 
 soak: $(READY)
-	end=$$(($$(date +%s) + 60 * $(SOAK_MINUTES))); while test $$(date +%s) -lt $$end; do \
+	$(PY) -m tests.hostile_inputs --seconds $$((15 * $(SOAK_MINUTES))) --seed $$RANDOM
+	end=$$(($$(date +%s) + 45 * $(SOAK_MINUTES))); while test $$(date +%s) -lt $$end; do \
 		$(PY) -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz --hypothesis-seed=$$RANDOM --timeout=0; \
 	done
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..grammar.bounded import parse_json, read_bounded, read_json
 from ..grammar.nearest import listed, path_meant
 from .actions import parse_schedule
 from .callables import CallableError
 from .directives.sizes import SizeRange
+from .facts import fact_faults
 from .folders import FolderError, check_place, current, replace_folder
 from .forms import MANIFEST_FORM, REPORT_FORM, Form, FormError, hold_form
 from .model_code import changed_files, moved_files, sources
@@ -22,8 +24,11 @@ from .program_text import ProgramError, parse_program
 from .ranges import check_points
 from .roles import SINGLE, Role, group, join
 from .template import Template, sizes_text
+from .verify import Fault
 
 FORMAT = 3
+MOST_BYTES = 128 << 20
+"""Of all files of a build: they are held in memory, and programs grow with distinct layers, not with ranks."""
 MANIFEST = "manifest.json"
 _ACTIONS = {"SCALE", "F", "B", "REDUCE"}
 _HAVE_PROGRAMS = _ACTIONS | {"COUNT"}
@@ -74,6 +79,10 @@ class Build:
             raise BuildError(f"`{self.path}` at {sizes_text(sizes)}: {error}") from None
         manifest = {**self.manifest, "sizes": sizes}
         return replace(self, manifest=manifest, programs=whole, reference=reference, roles=roles)
+
+    def fact_faults(self) -> list[Fault]:
+        """Where the manifest is not what the programs and the schedule say."""
+        return fact_faults(self.manifest, self.programs, self.reference, self.roles)
 
     def cases(self) -> list[Build]:
         """What is checked: the build; where sizes have ranges, at the largest and a few others."""
@@ -152,11 +161,12 @@ def again(path: Path) -> str:
 
 
 def read_build(path: Path, *, altered: list[str] | None = None, imports: bool = True) -> Build:
-    """Read a build, and hold every file against its hash. Programs are parsed; nothing is executed, but where they
-    declare custom operators: the model's module, if it is the one that was built, is imported, as it registers those.
+    """Read a build; hold every file against its hash, and the manifest against programs and schedule. Programs are
+    parsed; nothing is executed, but where they declare custom operators: the model's module, if it is the one that
+    was built, is imported, as it registers those.
 
-    With ``imports`` false that is a fault. Where a list ``altered`` is given, names of altered files go there, and
-    their contents are read all the same.
+    With ``imports`` false that is a fault. Where a list ``altered`` is given, names of files that are altered or that
+    no build has go there; their contents are read all the same, and the manifest is left to ``Build.fact_faults``.
 
     Raises:
         BuildError: no manifest, another format, a file that is missing or altered, a program that is none.
@@ -189,7 +199,7 @@ def _read(named: Path, altered: list[str] | None, imports: bool) -> Build:
         if list(timelines) != list(found):
             raise ValueError(f"its schedule is of {', '.join(timelines)}, its programs are of {', '.join(found)}")
         roles = {name: Role(name, found[name], timelines[name]) for name in found}
-        report = json.loads(texts["report.json"])
+        report = parse_json(texts["report.json"])
     except (ProgramError, KeyError, ValueError, TypeError) as error:
         raise BuildError(f"`{path}`{' was altered since it was built' if altered else ''}: {error}") from None
     kinds = {action.kind for actions in timelines.values() for action in actions}
@@ -202,7 +212,15 @@ def _read(named: Path, altered: list[str] | None, imports: bool) -> Build:
         except (ValueError, KeyError) as error:
             raise BuildError(f"`{path / MANIFEST}`: `parameters.{name}` is no type: {error}") from None
     _hold(path / "report.json", report, REPORT_FORM)
-    return Build(path, manifest, programs, reference, roles, report, template)
+    build = Build(path, manifest, programs, reference, roles, report, template)
+    if altered is None and (faults := build.fact_faults()):
+        raise misfit(path, faults)
+    return build
+
+
+def misfit(path: Path, faults: Sequence[Fault]) -> BuildError:
+    """The error of a manifest that is not what other files of its build say."""
+    return BuildError(f"`{path / MANIFEST}` is not of its build: {faults[0].message}", again(path))
 
 
 def read_programs(texts: Mapping[str, str]) -> tuple[dict[str, dict[str, Program]], Program]:
@@ -226,7 +244,7 @@ def _is_target(path: Path) -> bool:
 def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
     """The manifest of a folder that a person named otherwise, perhaps."""
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = read_json(path / MANIFEST)
     except NotADirectoryError:
         made = f"a build of it is made by `parc build {named}`" if named.suffix == ".parc" else "name a build's folder"
         raise BuildError(f"`{named}` is a file, not the folder of a build", made) from None
@@ -253,7 +271,10 @@ def _read_files(path: Path, manifest: Mapping[str, Any], altered: list[str] | No
         place = path / name
         if not place.resolve().is_relative_to(path.resolve()) or not place.is_file():
             raise BuildError(f"`{place}` is missing")
-        data = place.read_bytes()
+        try:
+            data = read_bounded(place, MOST_BYTES - sum(map(len, texts.values())))
+        except OSError as error:
+            raise BuildError(f"`{place}` cannot be read: {error.strerror}") from None
         if hashlib.sha256(data).hexdigest() != expected:
             if altered is None:
                 raise BuildError(f"`{place}` was altered since it was built")
@@ -262,6 +283,9 @@ def _read_files(path: Path, manifest: Mapping[str, Any], altered: list[str] | No
             texts[name] = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise BuildError(f"`{place}` is not text: {error}") from None
+    if altered is not None:
+        there = sorted(str(place.relative_to(path)) for place in path.rglob("*") if not place.is_dir())
+        altered += [f"{name} (not of the build)" for name in there if name not in texts and name != MANIFEST]
     return texts
 
 

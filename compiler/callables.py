@@ -7,8 +7,11 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import signal
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,41 @@ class CallableError(Exception):
     def __init__(self, message: str, help: str = "", argument: str = "") -> None:
         super().__init__(message)
         self.help, self.argument = help, argument
+
+
+class Ended(Exception):
+    """Code of the model's ended the process, or said that a person interrupted it."""
+
+
+@contextmanager
+def ending_said() -> Iterator[None]:
+    """Around code that is not parc's: where it calls ``sys.exit``, or raises what only a person's Ctrl-C should, that
+    is a failure of it like any other.
+
+    Raises:
+        Ended: it did.
+    """
+    pressed = []
+
+    def press(number: int, frame: Any) -> None:
+        pressed.append(number)
+        signal.default_int_handler(number, frame)
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    except SystemExit as error:
+        raise Ended(f"it ends the process: SystemExit({error.code!r})").with_traceback(error.__traceback__) from error
+    except KeyboardInterrupt as error:
+        if pressed or not ours:
+            raise
+        raise Ended("it raises KeyboardInterrupt").with_traceback(error.__traceback__) from error
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def load_callable(target: str, folder: Path) -> Callable[..., Any]:
@@ -101,7 +139,8 @@ def check_arguments(function: Callable[..., Any], target: str, named: Iterable[s
 
 def _import(place: str, folder: Path) -> Any:
     try:
-        return importlib.import_module(place)
+        with ending_said():
+            return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
             raise CallableError(f"there is no module `{place}`", _module_meant(error.name, folder)) from None
@@ -130,7 +169,8 @@ def _load_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[label] = module
     try:
-        spec.loader.exec_module(module)
+        with ending_said():
+            spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[label]
         raise CallableError(f"importing `{path.name}` failed") from error

@@ -59,7 +59,7 @@ def communication_table(role: Role) -> list[dict[str, Any]]:
     times = {name: sum(a.program_in(role.programs) == name for a in role.actions) for name in role.programs}
     found = [
         (times[name], message)
-        for name, program in role.programs.items()
+        for name, program in sorted(role.programs.items(), key=_place)
         for message in (*messages(program), *_sent(program, role.axis))
     ]
     found.sort(key=lambda row: PHASES.index(row[1].phase))
@@ -71,6 +71,12 @@ def communication_table(role: Role) -> list[dict[str, Any]]:
         }
         for number, (count, message) in enumerate(found)
     ]  # fmt: skip
+
+
+def _place(item: tuple[str, Program]) -> tuple[int, int]:
+    """Programs as a step runs them, those of several stages in order; files have another order."""
+    name, program = item
+    return list(_PHASES).index(program.action), int("".join(filter(str.isdigit, name)) or 0)
 
 
 def _sent(program: Program, axis: str) -> Iterator[Message]:

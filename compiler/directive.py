@@ -77,7 +77,7 @@ class Scope:
 
     def one(self, kind: type[D]) -> D | None:
         """The first directive of a kind, if there is one."""
-        return next(iter(self.all(kind)), None)
+        return next((directive for directive in self.directives if isinstance(directive, kind)), None)
 
     def check_axis(self, axis: Word) -> Iterator[Diagnostic]:
         """An error if the mesh has no such axis."""

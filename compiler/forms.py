@@ -19,6 +19,14 @@ class Each:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """A list of so many values of one form."""
+
+    form: Any
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Maybe:
     """A value of the form, or null."""
 
@@ -27,7 +35,7 @@ class Maybe:
 
 Form = Any
 """A type or types; ``[form]`` for a list; ``{key: form}`` for a table with these keys at least, those that end in ``?``
-aside; ``Each`` or ``Maybe``."""
+aside; ``Each``, ``Row`` or ``Maybe``."""
 
 _NONE = type(None)
 _NUMBER = (int, float)
@@ -42,14 +50,15 @@ MANIFEST_FORM: Form = {
     "model_lines": Each(str),
     "inputs": [{"name": str, "as?": str, "dtype": str, "dims": [(str, int)]}],
     "sizes": Each(int),
-    "ranges?": Each([int]),
+    "ranges?": Each(Row(int, 3)),
+    "budget?": int,
     "loss": {"kind": str, "target": str, "operands": [str], "ignore": (int, _NONE)},
     "mesh": Each(int),
     "microbatches": int,
     "optimizer": {
         "name": str, "shape": str, "lr": _NUMBER, "warmup": int, "to": (int, float, _NONE), "over": (int, _NONE),
-        "no_decay": [str], "weight_decay": _NUMBER, "clip": (int, float, _NONE), "eps": _NUMBER, "betas": [_NUMBER],
-        "momentum": _NUMBER, "nesterov": bool,
+        "no_decay": [str], "weight_decay": _NUMBER, "clip": (int, float, _NONE), "eps": _NUMBER,
+        "betas": Row(_NUMBER, 2), "momentum": _NUMBER, "nesterov": bool,
     },
     "frozen": [str],
     "accumulate": str,
@@ -60,7 +69,7 @@ MANIFEST_FORM: Form = {
     "steps": (int, _NONE),
     "aliases": Each(str),
     "parameters": Each(str),
-    "padding": Each([[int]]),
+    "padding": Each([Row(int, 4)]),
     "updates": [str],
     "constants": Each({"dtype": str, "values": (int, float, bool, list)}),
     "role": str,
@@ -108,6 +117,10 @@ def hold_form(value: Any, form: Form, name: str = "") -> None:
     if isinstance(form, Maybe):
         if value is not None:
             hold_form(value, form.form, name)
+    elif isinstance(form, Row):
+        hold_form(value, [form.form], name)
+        if len(value) != form.count:
+            raise FormError(f"`{name}` is a list of {len(value)}, not of {form.count}")
     elif isinstance(form, Each):
         _hold_type(value, dict, name)
         for key, inner in value.items():

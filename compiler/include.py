@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from ..grammar.codes_language import INCLUDE_CYCLE, NO_FILE, UNREADABLE, WRONG_KIND
+from ..grammar.bounded import read_bounded
+from ..grammar.codes_language import INCLUDE_CYCLE, NO_FILE, NO_PLAN, TOO_LONG, UNREADABLE, WRONG_KIND
 from ..grammar.diagnostics import Diagnostic, Label, PlanError
 from ..grammar.nearest import listed, nearest, path_meant
 from ..grammar.parse import parse
@@ -16,12 +17,20 @@ from ..grammar.substitute import substitute
 from ..grammar.syntax import Binding, Statement
 from ..grammar.usage import parse_usage
 from .directive import Scope
+from .directives import verbs
 from .directives.include import Include
 from .mesh import Mesh
 
 INCLUDE = "include"
 FAMILY = "parc:"
 NAME_A_PLAN = "name a plan file, as `gpt.parc`"
+MOST_BYTES = 1 << 20
+"""Of a plan's file, or of a schedule's table that a plan names."""
+MOST_LINES = 10_000
+"""Of a plan with all that it includes, as often as it does: they take some seconds to read."""
+MOST_FILES = 256
+"""Of a plan and its includes, a file as often as it is included; each opens files anew, and looks up its own path."""
+DEEPEST = 32
 
 
 def families() -> tuple[str, ...]:
@@ -52,17 +61,29 @@ def read_source(path: Path) -> Source:
 def read_text(path: Path) -> tuple[str | None, str]:
     """The text of a file, or None and why not."""
     try:
-        return path.read_text(encoding="utf-8-sig"), ""
+        text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n"), ""
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
         return None, reason[:1].lower() + reason[1:]
 
 
+def _is_statements(statements: Sequence[Statement], malformed: Sequence[Diagnostic]) -> bool:
+    """Whether at least half of a file's lines are statements of a plan, comments aside."""
+    known = sum(statement.verb.text in verbs() for statement in statements)
+    return 2 * known >= len(statements) + len(malformed)
+
+
 class Expanded:
     """Statements of a plan and of all that it includes, in order, without ``$name`` and without ``include``; what went
-    wrong; every text; whether all could be read. ``defines`` are values of ``-D``."""
+    wrong; every text; whether all could be read. ``defines`` are values of ``-D``.
+
+    Raises:
+        PlanError: there is more than anyone writes.
+    """
 
     def __init__(self, source: Source, defines: Mapping[str, str]) -> None:
+        self._lines = self._files = 0
         self.diagnostics: list[Diagnostic] = []
         self.sources: list[Source] = []
         self.complete = True
@@ -70,8 +91,14 @@ class Expanded:
 
     def _read(self, source: Source, defines: Mapping[str, str], given: Sequence[Binding]) -> Iterator[Statement]:
         """The statements of one file, includes replaced."""
-        self.sources.append(source)
+        self._count(source)
         statements, malformed = parse(source)
+        if source.included is not None and not _is_statements(statements, malformed):
+            message = f"`{source.name}` is no plan: most of its lines are no statements of one"
+            help_ = "name a file of a plan's lines; what this one holds is not shown"
+            self._fail(Diagnostic(NO_PLAN, message, Label(source.included), help=help_))
+            return
+        self.sources.append(source)
         statements, errors = substitute(statements, defines, given)
         self.diagnostics += [*malformed, *errors]
         for statement in statements:
@@ -79,6 +106,22 @@ class Expanded:
                 yield from self._included(statement)
             else:
                 yield statement
+
+    def _count(self, source: Source) -> None:
+        self._files += 1
+        self._lines += source.text.count("\n") + 1
+        depth = sum(1 for _ in Span(source, 0, 0).includes)
+        bounds = (
+            (self._lines, MOST_LINES, "lines with all that it includes"), (self._files, MOST_FILES, "includes"),
+            (depth, DEEPEST, "includes inside each other"),
+        )  # fmt: skip
+        what = next((f"more than {most:,} {name}" for count, most, name in bounds if count > most), "")
+        if not what:
+            return
+        help_ = "name many things by one pattern, as `blocks.*`, and include a file once"
+        label = Label(source.included.root) if source.included is not None else None
+        first = label.span.source if label is not None else source
+        raise PlanError([Diagnostic(TOO_LONG, f"`{first.name}` has {what}", label, help=help_)])
 
     def _included(self, statement: Statement) -> Iterator[Statement]:
         arguments, errors = parse_usage(Include.USAGE).match(statement)

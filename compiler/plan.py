@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from .mesh import Mesh
 from .promises import Promise
 
 MESH = "mesh"
+MOST_ERRORS = 100
 REQUIRED: dict[str, str] = {
     "model": 'model "./model.py:Model" (width=64)',
     "input": "input tokens int64 [B, S]",
@@ -108,7 +110,7 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
         raise PlanError([Diagnostic(UNREADABLE, message, help=path_meant(source.path, is_plan, NAME_A_PLAN))])
     axes = merged([found for found in directives if isinstance(found, MeshLine)])
     scope = Scope(directives, mesh_of(axes), _broken(expanded, directives))
-    found = [_with_defines(diagnostic, defines) for diagnostic in (*wrong, *_check(scope, source))]
+    found = [_with_defines(diagnostic, defines) for diagnostic in (*wrong, *_few(_check(scope, source)))]
     found.sort(key=_position)
     if any(diagnostic.is_error for diagnostic in found):
         raise PlanError(found)
@@ -162,9 +164,19 @@ def _broken(expanded: Expanded, directives: Sequence[Directive]) -> frozenset[st
     if not expanded.complete:
         return frozenset(verbs())
     texts = (line for source in expanded.sources for line in source.text.split("\n"))
-    lines = [match[1] for line in texts if (match := re.match(r"\s*(\w+)", line))]
-    read = [found.arguments.statement.verb.text for found in directives]
-    return frozenset(verb for verb in lines if lines.count(verb) > read.count(verb))
+    lines = Counter(match[1] for line in texts if (match := re.match(r"\s*(\w+)", line)))
+    read = Counter(found.arguments.statement.verb.text for found in directives)
+    return frozenset(verb for verb in lines if lines[verb] > read[verb])
+
+
+def _few(found: Iterator[Diagnostic]) -> Iterator[Diagnostic]:
+    """Diagnostics to the hundredth error: who has as many has one cause, and each looks at all lines."""
+    errors = 0
+    for diagnostic in found:
+        yield diagnostic
+        errors += diagnostic.is_error
+        if errors == MOST_ERRORS:
+            return
 
 
 def _check(scope: Scope, source: Source) -> Iterator[Diagnostic]:

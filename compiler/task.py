@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..grammar.nearest import listed, nearest
-from .callables import check_arguments, load_callable
+from .callables import check_arguments, ending_said, load_callable
 from .capture import CallModel, LossFunction
 from .making import at_home
 from .model_code import sources
@@ -68,7 +68,7 @@ def model_builder(
     check_arguments(make, lines.model, arguments)
 
     def build() -> nn.Module:
-        with at_home(folder):
+        with at_home(folder), ending_said():
             module = make(**arguments)
         if not isinstance(module, nn.Module):
             raise TypeError(f"`{lines.model}` returned a {type(module).__name__}, not an nn.Module")
@@ -101,7 +101,8 @@ def caller(model: nn.Module, lines: TaskLines) -> CallModel:
 
     def call(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
         first = (inputs[name] for place in in_order for name in filled[place])
-        return module(*first, **{place: inputs[name] for place, name in named.items()})
+        with ending_said():
+            return module(*first, **{place: inputs[name] for place, name in named.items()})
 
     return call
 
@@ -169,9 +170,13 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
     check_arguments(function, lines.target, (), len(lines.operands))
     if isinstance(function, FunctionType):
         function = _with_lines(function)
-    return lambda output, inputs: function(
-        *(inputs[name] if name in inputs else value_at(name, output) for name in lines.operands)
-    )
+
+    def call(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        given = (inputs[name] if name in inputs else value_at(name, output) for name in lines.operands)
+        with ending_said():
+            return function(*given)  # type: ignore[no-any-return]
+
+    return call
 
 
 def _with_lines(function: FunctionType) -> FunctionType:

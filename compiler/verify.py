@@ -27,8 +27,8 @@ from .typing import infer
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a check refuses: ``check`` is ``shapes``, ``types``, ``communication`` or ``numbers``; ``where`` a program,
-    function and value."""
+    """What a check refuses: ``check`` is ``shapes``, ``types``, ``communication``, ``numbers`` or ``facts``; ``where``
+    a program, function and value."""
 
     check: str
     where: str

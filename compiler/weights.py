@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..grammar.bounded import check_regular
 from .mesh import Mesh
 from .padded_tensors import real_entries, spread
 from .padding import Pad
@@ -163,7 +164,7 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
     twice: list[str] = []
     for file in files:
         try:
-            with safe_open(file, framework="pt") as opened:
+            with safe_open(check_regular(file), framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 no mapping
                     part = opened.get_slice(name)
                     twice += [name] if name in tensors else []

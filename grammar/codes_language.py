@@ -110,6 +110,30 @@ NO_EFFECT = Code(
     example="let width = 64, depth = 2\nseed $width",
     instead="let width = 64\nseed $width",
 )
+INVISIBLE = shown(
+    name="P0023",
+    title="a character that nobody sees",
+    why="a control character, one that turns the direction of writing, or a space of another kind makes a line read"
+    " otherwise than it looks.",
+    example="parc check gpt.parc   # in which U+202E stands before a name",
+    instead="parc check gpt.parc   # without it: letters, digits, signs, spaces and tabs",
+)
+TOO_LONG = shown(
+    name="P0024",
+    title="a plan is longer than any that makes sense",
+    why="a plan is read whole, with all that it includes; ten thousand lines are six for every parameter of a model of"
+    " 126 layers, and take some seconds.",
+    example='parc check a.parc   # include "b.parc" twice, b.parc c.parc twice, and so on',
+    instead="parc check a.parc   # patterns of names, `blocks.*.attn.qkv`, in place of a line for each",
+)
+NO_PLAN = shown(
+    name="P0025",
+    title="an included file is no plan",
+    why="fewer than half of its lines are statements of a plan, so it was named by mistake; what it holds is not"
+    " shown.",
+    example='parc check a.parc   # include "../secrets.txt"',
+    instead='parc check a.parc   # include "layers.parc"',
+)
 NO_FILE = Code(
     name="P0020",
     title="an included file cannot be read",

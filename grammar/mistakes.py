@@ -10,6 +10,7 @@ from lark import Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 Parse = Callable[[str], object]
+MOST_SHOWN = 80  # characters of a token in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,9 @@ def diagnose(error: UnexpectedInput, parse: Parse) -> tuple[str, str]:
     if mistake is not None:
         return mistake.message, mistake.help
     if isinstance(error, UnexpectedToken) and isinstance(error.token, Token) and error.token.type != "$END":
-        return f"unexpected `{error.token}`", "a line is a verb and phrases; see docs/language.md"
+        token = str(error.token)
+        shown = token if len(token) <= MOST_SHOWN else f"{token[:MOST_SHOWN]}…"
+        return f"unexpected `{shown}`", "a line is a verb and phrases; see docs/language.md"
     if isinstance(error, UnexpectedCharacters):
         return f"unexpected character `{error.char}`", "remove it"
     return "the line ends too early", "write the rest of the statement on the same line"

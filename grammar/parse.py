@@ -14,7 +14,7 @@ from lark import Lark, Token, Transformer, Tree, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 from lark.tree import Meta
 
-from .codes_language import MALFORMED
+from .codes_language import INVISIBLE, MALFORMED
 from .diagnostics import Diagnostic, Label
 from .mistakes import diagnose
 from .source import Source, Span
@@ -38,6 +38,10 @@ from .syntax import (
 
 MAX_NESTING = 16
 MAX_NUMBER = 40  # characters
+LARGEST = 2**63 - 1
+"""Of whole numbers: what a tensor's sizes and the counters of programs hold."""
+LONGEST = 4096
+"""Characters of a name or a string: what a path may have."""
 GLUED = re.compile(r'"[^"]*"|(?<![\w*.}])([\w*.}]*[\w*}])(\[[0-9]+\.\.[0-9]+(?::[0-9]+)?\])')
 CLOSES = {")": "(", "]": "[", "}": "{"}
 
@@ -67,11 +71,26 @@ def parse_lines(source: Source) -> Iterator[Line]:
         code = re.match(r'(?:[^"#]|"[^"]*")*', text)
         end = code.end() if code else 0
         comment = text[end + 1 :].strip() if text[end : end + 1] == "#" else None
-        if not text[:end].strip(" \t\r") and (end == len(text) or comment is not None):
+        if not text.isprintable() and (hidden := _hidden(text)) is not None:
+            yield _unseen(source, start + hidden, comment)
+        elif not text[:end].strip(" \t\r") and (end == len(text) or comment is not None):
             yield Line(None, comment)
         else:
             yield _parse_line(source, start, text, end, comment)
         start += len(text) + 1
+
+
+def _hidden(text: str) -> int | None:
+    """Where a line has a control character, a sign of direction, a joiner or a space of another width."""
+    ends = text.removesuffix("\r")
+    return next((at for at, character in enumerate(ends) if not character.isprintable() and character != "\t"), None)
+
+
+def _unseen(source: Source, at: int, comment: str | None) -> Line:
+    character = source.text[at]
+    message = f"the line holds U+{ord(character):04X}, which shows nothing or turns the text after it"
+    help_ = "remove it: a plan holds characters that can be seen, spaces and tabs"
+    return Line(None, comment, Diagnostic(INVISIBLE, message, Label(Span(source, at, at + 1)), help=help_))
 
 
 def parse_value(source: Source) -> Item | None:
@@ -103,11 +122,20 @@ def _parse_line(source: Source, start: int, text: str, end: int, comment: str | 
         message, help_ = diagnose(error, parser)
         at, to = _error_range(error, text)
         return malformed(message, at, to, help_)
-    for token in tree.scan_values(lambda value: isinstance(value, Token) and value.type == "NUMBER"):
-        if len(token) > MAX_NUMBER or not math.isfinite(Number(str(token), Span(source, 0, 0)).value):
-            at = token.start_pos or 0
-            return malformed("the number is too large", at, at + len(token), "write a number that a float can hold")
+    for token in tree.scan_values(lambda value: isinstance(value, Token)):
+        at = token.start_pos or 0
+        if token.type == "NUMBER" and _too_large(str(token), source):
+            help_ = f"whole numbers go to {LARGEST:,}, others as far as a float"
+            return malformed("the number is too large", at, at + len(token), help_)
+        if len(token) > LONGEST:
+            return malformed(f"a word of {len(token):,} characters", at, at + len(token), f"write at most {LONGEST:,}")
     return Line(_Builder(source, start).transform(tree), comment)
+
+
+def _too_large(text: str, source: Source) -> bool:
+    number = Number(text, Span(source, 0, 0))
+    whole = number.is_integer and len(text) <= MAX_NUMBER and abs(number.value) > LARGEST
+    return len(text) > MAX_NUMBER or whole or not math.isfinite(number.value)
 
 
 def _unbalanced(text: str) -> tuple[str, int, str] | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 
@@ -28,17 +30,21 @@ class Source:
 
     def line_text(self, number: int) -> str:
         """The text of line ``number`` (from 1), without its newline."""
-        return self.text.split("\n")[number - 1]
+        return self.span_of(number).text
 
     def line_of(self, offset: int) -> int:
         """The number (from 1) of the line that holds ``offset``."""
-        return self.text.count("\n", 0, max(offset, 0)) + 1
+        return bisect_right(self._starts, max(offset, 0))
 
     def span_of(self, number: int) -> Span:
         """The text of line ``number`` (from 1)."""
-        *before, line = self.text.split("\n")[:number]
-        start = sum(len(other) + 1 for other in before)
-        return Span(self, start, start + len(line))
+        ends = [*self._starts, len(self.text) + 1]
+        return Span(self, ends[number - 1], ends[number] - 1)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where each line begins."""
+        return [0, *(at + 1 for at, character in enumerate(self.text) if character == "\n")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .codes_language import NO_EFFECT, REPEATED, UNDEFINED_NAME, UNKNOWN_DEFINE, WRONG_KIND
+from .codes_language import BAD_VALUE, NO_EFFECT, REPEATED, UNDEFINED_NAME, UNKNOWN_DEFINE, WRONG_KIND
 from .diagnostics import Diagnostic, Label, Severity
 from .nearest import did_you_mean, listed
-from .parse import parse_value
+from .parse import LONGEST, parse_value
 from .source import Source, Span
 from .syntax import (
     KIND_NAMES,
@@ -199,7 +199,14 @@ class _Scope:
             value = self._find(match[1], string.span)
             return match[0] if value is None else _plain(value)
 
-        return replace(string, text=IN_STRING.sub(text, string.text))
+        # a text of texts of texts has no end
+        whole = IN_STRING.sub(text, string.text)
+        if len(whole) > LONGEST:
+            self._complete = False
+            message, help_ = f"the text has {len(whole):,} characters", f"write at most {LONGEST:,}"
+            self.diagnostics.append(Diagnostic(BAD_VALUE, message, Label(string.span), help=help_))
+            return string
+        return replace(string, text=whole)
 
     def _find(self, name: str, span: Span) -> Value | None:
         self._used.add(name)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,14 +13,14 @@ import torch
 
 from parc.compiler.actions import Action
 from parc.compiler.artifact import REFERENCE_FILE, Build, program_file
-from parc.compiler.contract import communication_table
-from parc.compiler.cost import Memory, estimate_memory
+from parc.compiler.cost import Memory
 from parc.compiler.directives.precision import WHOLE
-from parc.compiler.directives.schedule import ACCUMULATE, BATCH
+from parc.compiler.directives.schedule import ACCUMULATE
 from parc.compiler.mesh import Mesh
-from parc.compiler.padding import Pads, pads_from, real_shape
+from parc.compiler.padding import Pads, pads_from
 from parc.compiler.placement import TensorType, parse_type
 from parc.compiler.plan import Plan
+from parc.compiler.plan_facts import plan_faults
 from parc.compiler.precision import Rounding, regions
 from parc.compiler.program import Program
 from parc.compiler.program_text import parse_program
@@ -42,6 +41,7 @@ from parc.driver import Compiled, Progress, compile_plan, optimizer_facts, store
 from parc.eager import CLAMP, EagerAgreement, compare_with_eager, not_finite
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.format import format_statements
+from parc.report import plan_of, program_rows, rank_memory, report_faults
 from parc.runtime.holders import BUFFERS, parameters_of
 from parc.runtime.reference_run import Case
 from parc.runtime.simulate import TOLERANCE, Agreement, compare
@@ -260,10 +260,8 @@ def case_of(compiled: Compiled, programs: Mapping[str, Program], roles: Mapping[
 
 
 def memory_of(compiled: Compiled, role: Role, types: Mapping[str, TensorType]) -> Memory:
-    """The memory of a rank of a role; what is frozen has no state of the optimizer."""
-    trained = [name for name in types if name not in compiled.frozen]
-    moments = dict.fromkeys(trained, compiled.plan.optimizer.moments)
-    return estimate_memory(role.programs, role.actions, types, moments)
+    """The memory of a rank of a role."""
+    return rank_memory(compiled.plan, role, types, compiled.frozen)
 
 
 def report_of(compiled: Compiled, types: Mapping[str, TensorType]) -> dict[str, Any]:
@@ -271,14 +269,7 @@ def report_of(compiled: Compiled, types: Mapping[str, TensorType]) -> dict[str, 
     plan = compiled.plan
     roles, pads = compiled.roles(), compiled.resolved.pads
     return {
-        "mesh": dict(compiled.mesh.declared.axes),
-        "world": compiled.mesh.world,
-        "sizes": {name: str(size) for name, size in plan.sizes.items()},
-        "roles": list(roles),
-        "parameters": sum(math.prod(real_shape(t.shape, pads.get(name, ()))) for name, t in types.items()),
-        "memory": [_memory_row(name, memory_of(compiled, role, types)) for name, role in roles.items()],
-        "communication": [row for name, role in roles.items()
-                          for row in communication_table(role)],
+        **program_rows(plan, compiled.mesh, roles, types, compiled.frozen, pads),
         "pipeline": _pipeline_row(compiled),
         "padding": [
             {"value": name, "dim": pad.dim, "from": pad.outer * pad.real, "to": pad.outer * pad.padded,
@@ -294,10 +285,6 @@ def report_of(compiled: Compiled, types: Mapping[str, TensorType]) -> dict[str, 
         "numerics": _numerics(plan),
         "checks": {},
     }  # fmt: skip
-
-
-def _memory_row(role: str, memory: Memory) -> dict[str, Any]:
-    return {"role": role, "peak_bytes": memory.peak_bytes, **asdict(memory)}
 
 
 def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
@@ -323,8 +310,10 @@ def _numerics(plan: Plan) -> list[dict[str, Any]]:
 
 
 def check_files(build: Build) -> list[Fault]:
-    """Re-prove a build from its files alone: shapes, types and communication."""
-    mesh = build.programs["F"].mesh
+    """Re-prove a build from its files alone: its manifest and its report, then shapes, types and communication."""
+    mesh, plan = build.programs["F"].mesh, plan_of(build)
+    if faults := [*build.fact_faults(), *plan_faults(build.manifest, plan)]:
+        return faults
     types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
     microbatches = int(build.manifest["microbatches"])
     pads = pads_from(build.manifest["padding"])
@@ -333,10 +322,9 @@ def check_files(build: Build) -> list[Fault]:
     template = build.template
     errors = template.faults(mesh) or size_faults(template, mesh) if template is not None else []
     faults = [fault.fault() for fault in errors]
-    unbatched = [line["name"] for line in build.manifest["inputs"] if line["dims"][:1] != [BATCH]]
-    summed = microbatches > 1 and combination(build.reference, unbatched) == "sum"
+    summed = microbatches > 1 and combination(build.reference, plan.unbatched) == "sum"
     for at in build.cases() if not faults else ():
         faults += static_faults(
             at.programs, types, mesh, (), microbatches, at.reference, pads, rounding, at.roles, summed
         )
-    return faults
+    return faults or report_faults(build, plan, types)

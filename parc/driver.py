@@ -18,11 +18,13 @@ from parc.compiler.actions import Action, schedule_text
 from parc.compiler.artifact import REFERENCE_FILE, program_file, read_programs
 from parc.compiler.capture import Captured
 from parc.compiler.directives.schedule import ACCUMULATE
+from parc.compiler.facts import program_facts, stored_in
 from parc.compiler.mesh import Mesh
 from parc.compiler.model_code import target_hashes
 from parc.compiler.padding import Pads, facts_of
 from parc.compiler.placement import TensorType
 from parc.compiler.plan import Plan
+from parc.compiler.plan_facts import plan_facts
 from parc.compiler.precision import regions
 from parc.compiler.ranges import check_points, moving
 from parc.compiler.recipes import Recorded
@@ -39,8 +41,6 @@ from parc.passes.pipeline import Built, Choices, Request, build_programs, names_
 from parc.passes.stages import Pipeline
 from parc.pipelines import pipeline_of, timelines_of
 from parc.plan_capture import capture_plan
-from parc.plan_data import data_facts, input_facts
-from parc.runtime.holders import PARAMETERS, parameters_of
 from parc.size_ranges import compile_range, fixed
 
 Progress = Callable[[str], None]
@@ -238,39 +238,25 @@ def files_of(compiled: Compiled) -> dict[str, str]:
 
 def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
     """The facts a run needs beside the programs."""
-    plan, forward = compiled.plan, compiled.built.programs["F"]
+    plan, built = compiled.plan, compiled.built
     code = target_hashes(compiled.lines.sources, compiled.folder)
-    ranges = {name: [size.low, size.high, size.step] for name, size in moving(plan.sizes).items()}
+    facts, precision = plan_facts(plan), regions(compiled.resolved.precision)
     return {
-        **({"ranges": ranges} if ranges else {}),
-        **({"budget": plan.budget.memory} if plan.budget is not None else {}),
+        **facts,
+        **program_facts(built.programs, built.reference),
         "parc": parc.__version__,
         "torch": torch.__version__.split("+")[0],
         "folder": os.path.relpath(compiled.folder.resolve(), out.resolve()),
-        "model": {"callable": compiled.lines.model, "arguments": dict(compiled.lines.arguments)},
         "model_source": {name: code_hash for name, (code_hash, _) in code.items()},
         "model_lines": {name: lines for name, (_, lines) in code.items()},
-        "inputs": input_facts(plan),
-        "sizes": compiled.sizes,
-        "loss": {"kind": plan.loss.kind, "target": plan.loss.target, "operands": list(plan.loss.operands),
-                 "ignore": plan.loss.ignore},
-        "mesh": dict(compiled.mesh.declared.axes),
-        "microbatches": plan.microbatches,
         "optimizer": optimizer_facts(compiled),
         "frozen": sorted(compiled.frozen),
-        "accumulate": ACCUMULATE[plan.accumulate],
-        "precision": [{"type": str(line.dtype).removeprefix("torch."), "modules": list(line.modules), "line": line.line}
-                      for line in regions(compiled.resolved.precision)],
-        "data": data_facts(plan),
+        "precision": [{**fact, "modules": list(line.modules), "line": line.line}
+                      for fact, line in zip(facts["precision"], precision, strict=True)],
         "init": init_facts(plan, compiled.recorded, compiled.captured),
-        "seed": plan.seed,
-        "steps": plan.steps,
         "aliases": dict(compiled.captured.aliases),
-        "parameters": stored_types(compiled),
         "padding": facts_of(compiled.resolved.pads),
-        "updates": list(compiled.captured.updates),
         "constants": constant_facts(compiled),
-        "role": forward.role,
     }  # fmt: skip
 
 
@@ -283,25 +269,13 @@ def constant_facts(compiled: Compiled) -> dict[str, Any]:
 
 
 def optimizer_facts(compiled: Compiled) -> dict[str, Any]:
-    """The optimizer line as the manifest has it; a rate that falls has its last step."""
-    line = compiled.plan.optimizer
-    over = line.over if line.over is not None else compiled.plan.steps
-    return {
-        "shape": line.shape, "warmup": line.warmup, "to": line.to, "over": None if line.shape == "constant" else over,
-        "no_decay": sorted(compiled.resolved.no_decay),
-        "name": line.name, "lr": line.lr, "weight_decay": line.weight_decay, "clip": line.clip, "eps": line.eps,
-        "betas": list(line.betas), "momentum": line.momentum, "nesterov": line.nesterov,
-    }  # fmt: skip
+    """The optimizer line as the manifest has it."""
+    return {**plan_facts(compiled.plan)["optimizer"], "no_decay": sorted(compiled.resolved.no_decay)}
 
 
 def stored(compiled: Compiled) -> dict[str, TensorType]:
     """Each parameter's type as a rank stores it."""
-    reduce = compiled.built.programs["REDUCE"].main
-    values = reduce.values()
-    kept = {key.removeprefix("gradient "): values[name].type for key, name in reduce.returns
-            if key.startswith("gradient ")}  # fmt: skip
-    read = {name: value.type for name, value in parameters_of(compiled.built.programs["F"].main, *PARAMETERS).items()}
-    return dict(sorted({**read, **kept}.items()))
+    return stored_in(compiled.built.programs)
 
 
 def stored_types(compiled: Compiled) -> dict[str, str]:

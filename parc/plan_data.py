@@ -12,6 +12,7 @@ from torch import Tensor
 from parc.callable_faults import callable_diagnostic
 from parc.compiler.callables import CallableError
 from parc.compiler.plan import Plan
+from parc.compiler.plan_facts import data_facts, input_facts
 from parc.grammar.codes_build import BAD_DATA, CAPTURE_FAILED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import String
@@ -20,30 +21,13 @@ from parc.runtime.feed import MISFIT_HELP
 from parc.runtime.sources import is_synthetic, open_data
 
 
-def data_facts(plan: Plan) -> dict[str, Any] | None:
-    """The ``data`` line as the manifest has it."""
-    line = plan.data
-    if line is None:
-        return None
-    return {"globs": list(line.globs), "callable": line.callable, "arguments": dict(line.values)}
-
-
-def input_facts(plan: Plan) -> list[dict[str, Any]]:
-    """The ``input`` lines as the manifest has them."""
-    return [
-        {"name": line.name, **({"as": line.parameter} if line.parameter != line.name else {}), "dtype": line.dtype,
-         "dims": list(line.dims)}
-        for line in plan.inputs
-    ]  # fmt: skip
-
-
 def check_data(plan: Plan, folder: Path) -> None:
     """Hold the ``data`` line against what is there: the callable and its arguments, the files; no sample is read.
 
     Raises:
         PlanError: the callable cannot be had, or takes other arguments; a glob matches no file, or all are too short.
     """
-    line, facts = plan.data, data_facts(plan)
+    line, facts = plan.data, data_facts(plan.data)
     if line is None or facts is None or is_synthetic(facts):
         return
     sizes = {name: size.low for name, size in plan.sizes.items()}  # what is too short at any of them
@@ -97,7 +81,7 @@ def _first_sample(plan: Plan, folder: Path) -> Mapping[str, Tensor] | None:
     Raises:
         PlanError: it is no dict of tensors.
     """
-    facts = data_facts(plan)
+    facts = data_facts(plan.data)
     if facts is None or is_synthetic(facts):
         return None
     sizes = {name: size.low for name, size in plan.sizes.items()}

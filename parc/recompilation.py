@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
@@ -12,10 +11,10 @@ from parc.checks import report_of
 from parc.compiler.artifact import Build, json_text
 from parc.compiler.verify import Fault
 from parc.driver import Compiled, files_of, manifest_of, stored
+from parc.report import LINES, unlined
 
 _MOVING = ("files", "folder", "format", "model_lines")
 """Facts of where and how files lie, and lines in them: other code holds these."""
-_LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
 _MEASURED = ("checks", "numbers")
 
 
@@ -49,25 +48,17 @@ def _file_faults(build: Build, expected: Mapping[str, str]) -> Iterator[Fault]:
 def _rows(text: str) -> list[str]:
     """Lines, without the numbers of the plan's and the model's: a build keeps its plan in another layout than it was
     written in, and comments move code that they do not change."""
-    return [_LINES.sub("", row) for row in text.splitlines()]
+    return [LINES.sub("", row) for row in text.splitlines()]
 
 
 def _key_faults(file: str, found: Mapping[str, Any], expected: Mapping[str, Any], free: tuple[str, ...]) -> list[Fault]:
     faults = []
     for key in sorted((found.keys() | expected.keys()) - set(free)):
-        have, wanted = (json_text(_unnumbered(side[key])) if key in side else None for side in (found, expected))
+        have, wanted = (json_text(unlined(side[key])) if key in side else None for side in (found, expected))
         if have != wanted:
             shown = ["nothing" if text is None else _short(text) for text in (have, wanted)]
             faults.append(Fault("recompilation", file, f"`{key}` is {shown[0]}, but the plan says {shown[1]}"))
     return faults
-
-
-def _unnumbered(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _unnumbered(inner) for key, inner in value.items() if key != "line"}
-    if isinstance(value, str):
-        return _LINES.sub("", value)
-    return [_unnumbered(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _short(text: str) -> str:

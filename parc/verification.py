@@ -8,12 +8,12 @@ from typing import Any
 
 from parc.checks import Checked, case_of, check_files, check_numbers
 from parc.compiler.artifact import Build, read_build
-from parc.compiler.plan import read_plan
 from parc.compiler.verify import Fault
 from parc.difference import first_difference
 from parc.driver import Progress, compile_plan
 from parc.promises import hold_promises
 from parc.recompilation import differences
+from parc.report import plan_of
 from parc.runtime.opening import check_fits, check_source_of
 from parc.twins import find_twin, is_large
 
@@ -71,7 +71,7 @@ def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: boo
         return found
     found.checks = _proved(build)
     progress("numbers")
-    compiled = compile_plan(read_plan(build.path / "plan.parc"), build.folder)
+    compiled = compile_plan(plan_of(build), build.folder)
     found.faults += differences(build, compiled)
     roles = {name: role.programs for name, role in build.roles.items()}
     built = replace(compiled.built, programs=dict(build.programs), roles=roles)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from ..compiler.folders import FolderError, FolderHeld, check_place, current, hold_folder, replace_folder
 from ..compiler.placement import DTYPES
 from ..compiler.weights import shown_faults
+from ..grammar.bounded import check_regular, read_json
 from ..grammar.codes_build import BAD_STATE
 from ..grammar.codes_run import FOLDER_HELD
 from ..grammar.nearest import path_meant
@@ -154,8 +155,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     named, folder = folder, current(folder)
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        with safe_open(folder / TENSORS, framework="pt") as file:
+        facts = read_json(folder / FACTS)
+        with safe_open(check_regular(folder / TENSORS), framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
             shapes = {name: tuple(slice_.get_shape()) for name, slice_ in slices.items()}
             dtypes = {name: DTYPES.get(slice_.get_dtype().lower()) for name, slice_ in slices.items()}

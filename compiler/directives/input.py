@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 from ...grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, WRONG_KIND
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import did_you_mean, listed
 from ...grammar.syntax import Item, Layout, Number, Word
 from ..directive import Directive, Scope, argument
-from .sizes import Sizes
+from .sizes import LARGEST, Sizes
 
 DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
@@ -53,6 +54,11 @@ class Input(Directive):
                 message = f"no size is given for `{item.text}`"
                 help_ = did_you_mean(item.text, known, f"add `{item.text}=...` to the `sizes` line")
                 yield Diagnostic(MISSING_STATEMENT, message, Label(item.span), help=help_)
+        sizes = {name: size.high for line in scope.all(Sizes) for name, size in line.ranges}
+        entries = prod(dim if isinstance(dim, int) else sizes.get(dim, 1) for dim in self.dims)
+        if entries > LARGEST:
+            message = f"`{self.name}` has {entries:,} entries a step, and inputs go to {LARGEST:,}"
+            yield Diagnostic(BAD_VALUE, message, Label(layout.span), help="choose smaller sizes")
 
 
 def _dims(layouts: Iterable[Item]) -> Iterator[str | int]:

@@ -11,6 +11,10 @@ from ...grammar.syntax import Binding, Number
 from ..directive import Directive, Scope, argument, check_unique
 from ..mesh import Mesh
 
+MOST_RANKS = 1 << 20
+"""Ranks of a mesh: sixty times the GPUs that a model is trained on."""
+MOST_AXES = 32
+
 
 @dataclass(frozen=True)
 class MeshLine(Directive):
@@ -27,6 +31,12 @@ class MeshLine(Directive):
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         bindings = self.arguments.bindings("name")
+        first = next(line for line in scope.all(MeshLine) if line.span.source == self.span.source)
+        if first is not self:
+            related = (Label(first.span, "given here first"),)
+            message, label = "a plan has one `mesh` line", Label(self.arguments.statement.verb.span)
+            yield Diagnostic(REPEATED, message, label, related, help="remove one of them")
+            return
         yield from self._check_others(scope)
         yield from check_unique(tuple(binding.name for binding in bindings), "axis")
         for binding in bindings:
@@ -37,6 +47,11 @@ class MeshLine(Directive):
             elif value.value < 1:
                 message = f"the axis `{binding.name.text}` has size {value.text}"
                 yield Diagnostic(BAD_VALUE, message, label, help="sizes are 1 or more; 1 turns an axis off")
+        if scope.mesh.world > MOST_RANKS or len(bindings) > MOST_AXES:
+            message = f"a mesh of {scope.mesh.world:,} ranks along {len(bindings)} axes"
+            help_ = f"at most {MOST_RANKS:,} ranks along {MOST_AXES} axes are read"
+            yield Diagnostic(BAD_VALUE, message, Label(self.span), help=help_)
+            return
         yield from self._check_parts(scope)
 
     def _check_parts(self, scope: Scope) -> Iterator[Diagnostic]:
@@ -51,16 +66,9 @@ class MeshLine(Directive):
                 yield Diagnostic(BAD_VALUE, message, Label(binding.name.span), related, help=help_)
 
     def _check_others(self, scope: Scope) -> Iterator[Diagnostic]:
-        """An error for a second line in one file, and for axes that another file gives another size."""
+        """An error for each axis that another file gives another size."""
         earlier = outer_first(scope.all(MeshLine))
         earlier = earlier[: next(at for at, line in enumerate(earlier) if line is self)]
-        same = next((line for line in earlier if line.span.source == self.span.source), None)
-        if same is not None:
-            verb = self.arguments.statement.verb
-            related = (Label(same.span, "given here first"),)
-            message = "a plan has one `mesh` line"
-            yield Diagnostic(REPEATED, message, Label(verb.span), related, help="remove one of them")
-            return
         before = {binding.name.text: binding for binding in merged(earlier)}
         sizes = dict(mesh_of(tuple(before.values())).axes)
         for name, own in self.mesh.axes:

@@ -95,7 +95,7 @@ class Schedule(Directive):
         except ValueError as error:
             label = Label(self.arguments.span(TABLE))
             related: tuple[Label, ...] = ()
-            if isinstance(error, RowError):
+            if isinstance(error, RowError) and error.shown:
                 label, related = Label(Source(self.table, text).span_of(error.line)), (Label(label.span, "read here"),)
             help_ = "list each `F` and `B` of every stage and microbatch once, in the row of its rank"
             if isinstance(error, Endless):

@@ -11,6 +11,11 @@ from ...grammar.source import Span
 from ...grammar.syntax import Binding, Item, Number, Range, Word
 from ..directive import Directive, Scope, argument, check_unique
 
+LARGEST = 1 << 40
+"""Entries of a dim, and of an input: a step of a trillion tokens is ten thousand times the largest that are trained."""
+MOST_CHOICES = 1 << 20
+"""Sizes of one range: lengths to a million, one by one."""
+
 
 @dataclass(frozen=True, slots=True)
 class SizeRange:
@@ -35,6 +40,10 @@ class SizeRange:
             return f"the range ends at {self.high}, below its start {self.low}"
         if self.high % self.step or self.low % self.step:
             return f"the step {self.step} does not divide {self.low} and {self.high}"
+        if self.high > LARGEST:
+            return f"a size of {self.high}: sizes go to {LARGEST:,}"
+        if (self.high - self.low) // self.step >= MOST_CHOICES:
+            return f"the range has {(self.high - self.low) // self.step + 1:,} sizes, over {MOST_CHOICES:,}"
         return ""
 
     @property

@@ -38,8 +38,8 @@ class Stage(Directive):
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from scope.check_axis(self.axis)
-        first = scope.all(Stage)[0]
-        if self is not first:
+        first = scope.one(Stage)
+        if first is not None and self is not first:
             yield from self._check_beside(first)
             return
         yield from self._check_placements(scope)

@@ -19,11 +19,13 @@ Row = tuple[int, str]
 
 
 class RowError(ValueError):
-    """What is wrong with one line of a table; its number is ``line``, from 1."""
+    """What is wrong with one line of a table; its number is ``line``, from 1, and may be ``shown`` where the file is a
+    table at all."""
 
-    def __init__(self, line: int, message: str) -> None:
+    def __init__(self, line: int, message: str, shown: bool = True) -> None:
         super().__init__(f"line {line} of the table{message}")
         self.line = line
+        self.shown = shown
 
 
 def table(text: str) -> Callable[[int, int, int], tuple[tuple[Action, ...], ...]]:
@@ -45,7 +47,8 @@ def table(text: str) -> Callable[[int, int, int], tuple[tuple[Action, ...], ...]
         line = line.partition("#")[0].strip()
         match = re.fullmatch(r"rank +(r|[0-9]{1,6}) *:(.*)", line)
         if line and match is None:
-            raise RowError(number, f" is not `rank 0: 0F0 0B0`: `{line}`")
+            shown = bool(rows) or line.startswith("rank")
+            raise RowError(number, f" is not `rank 0: 0F0 0B0`{f': `{line[:80]}`' if shown else ''}", shown)
         if match is not None:
             rank = match[1] if match[1] == "r" else str(int(match[1]))
             if rank in rows:

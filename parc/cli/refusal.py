@@ -13,7 +13,8 @@ _SHOWN = 10
 
 
 def show_refusal(faults: Sequence[object], *, edited: Path | None = None) -> int:
-    """Why a build was refused, and the exit code of that; ``edited``: the build whose files are not as they were."""
+    """Why a build was refused, and the exit code of that; ``edited``: the folder it was read from, whose files a hand
+    may have changed."""
     from parc.compiler.artifact import again
 
     notes = [str(fault) for fault in faults[:_SHOWN]]

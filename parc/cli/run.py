@@ -99,6 +99,9 @@ def _run(given: argparse.Namespace) -> int:
 
     if launched():
         return _rank(given)
+    from parc.compiler.artifact import misfit
+    from parc.compiler.plan_facts import plan_faults
+    from parc.report import plan_of
     from parc.runtime.opening import open_build
     from parc.runtime.sizes import bound
 
@@ -120,7 +123,10 @@ def _run(given: argparse.Namespace) -> int:
         if isinstance(made, int):
             return made
         say(f"built {target}")
-    build = bound(open_build(target), given.sizes)
+    build = open_build(target)
+    if faults := plan_faults(build.manifest, plan_of(build)):
+        raise misfit(build.path, faults)
+    build = bound(build, given.sizes)
     options = _options(given, build)
     if options is None:
         return 2

@@ -12,6 +12,8 @@ from typing import Any
 
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
 
+MOST_SHOWN = 100  # messages of one command
+
 
 def say(text: str = "") -> None:
     """A line of words, on stderr."""
@@ -19,9 +21,12 @@ def say(text: str = "") -> None:
 
 
 def show(diagnostics: Iterable[Diagnostic]) -> None:
-    """Diagnostics on stderr, a blank line after each."""
-    for diagnostic in diagnostics:
+    """Diagnostics on stderr, a blank line after each; of very many the first."""
+    every = tuple(diagnostics)
+    for diagnostic in every[:MOST_SHOWN]:
         say(render(diagnostic) + "\n")
+    if len(every) > MOST_SHOWN:
+        say(f"and {len(every) - MOST_SHOWN:,} more")
 
 
 def print_json(value: Any) -> None:

@@ -40,14 +40,14 @@ def run(given: argparse.Namespace) -> int:
     if found.faults:
         if found.difference:
             say(f"first difference: {found.difference}\n")
-        return show_refusal(found.faults, edited=given.build if found.altered else None)
+        return show_refusal(found.faults, edited=given.build)
     if found.altered:
         from parc.compiler.artifact import again
         from parc.grammar.codes_build import BAD_BUILD
         from parc.grammar.diagnostics import Diagnostic
         from parc.grammar.nearest import listed
 
-        message = f"{listed(found.altered)} altered since the build, though every check holds"
+        message = f"{listed(found.altered)} not as built, though every check holds"
         show([Diagnostic(BAD_BUILD, message, help=again(given.build))])
         return 1
     if moved := found.build.moved():

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from parc.checks import check_files
+from parc.compiler.artifact import read_build
 from tests.cli.commands import Captured, parc
 from tests.runtime.tiny import PLAN, TENSOR, build
 
@@ -54,30 +55,101 @@ def test_verify_accepts_what_was_built(capsys: Captured, copy: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "change"),
     [
-        ("seed", lambda m: m.update(seed=4)),
-        ("mesh", lambda m: m.update(mesh={"tp": 4})),
-        ("optimizer", lambda m: m["optimizer"].update(lr=0.5)),
-        ("sizes", lambda m: m["sizes"].update(B=16)),
-        ("data", lambda m: m["data"].update(globs=["*.txt"])),
-        ("steps", lambda m: m.update(steps=7)),
-        ("frozen", lambda m: m.update(frozen=["embed.weight"])),
         ("constants", lambda m: m.update(constants={"c": {"dtype": "float32", "values": [1.0]}})),
-        ("parameters", lambda m: m["parameters"].update({"more": "f32[4]"})),
-        ("invented", lambda m: m.update(invented=1)),
+        ("aliases", lambda m: m.update(aliases={})),
     ],
 )
-def test_verify_names_a_fact_that_is_not_the_plans(
+def test_verify_names_a_fact_that_is_not_the_models(
     capsys: Captured, copy: Path, key: str, change: Callable[[dict[str, Any]], None]
 ) -> None:
     edit(copy, change)
     code, _, err = parc(capsys, "verify", copy)
-    assert code == 5 and (f"`{key}` is" in err or key == "parameters"), err
+    assert code == 5 and f"`{key}` is" in err and "parc's own" not in err, err
+
+
+MUTANTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "model": lambda m: m["model"]["arguments"].update(dropout=0.0),
+    "inputs": lambda m: m["inputs"].pop(),
+    "sizes": lambda m: m["sizes"].update(B=16),
+    "ranges": lambda m: m.update(ranges={"B": [4, 8, 4]}),
+    "budget": lambda m: m.update(budget=1),
+    "loss": lambda m: m["loss"].update(ignore=0),
+    "mesh": lambda m: m["mesh"].update(dp=2),
+    "microbatches": lambda m: m.update(microbatches=10**9),
+    "optimizer": lambda m: m["optimizer"].update(clip=None),
+    "optimizer.no_decay": lambda m: m["optimizer"].update(no_decay=["norm.weight"]),
+    "accumulate": lambda m: m.update(accumulate="bfloat16"),
+    "precision": lambda m: m.update(precision=[{"type": "bfloat16", "modules": [""], "line": 1}]),
+    "data": lambda m: m.update(data=None),
+    "init": lambda m: m.update(init={"folder": "/", "rounded": True, "tensors": []}),
+    "seed": lambda m: m.update(seed=2**70),
+    "steps": lambda m: m.update(steps=None),
+    "frozen": lambda m: m.update(frozen=["embed.weight"]),
+    "parameters": lambda m: m["parameters"].update({"norm.weight": "f32[8]"}),
+    "padding.embed.weight": lambda m: m.update(padding={"embed.weight": [[-1, 1, 255, 256]]}),
+    "updates": lambda m: m.update(updates=["embed.weight"]),
+    "role": lambda m: m.update(role="pp0"),
+    "invented": lambda m: m.update(invented=1),
+}
+"""The fact that a mutant of a manifest breaks, and how: all that is not the model's alone or found where it is used."""
+
+
+@pytest.mark.parametrize("key", MUTANTS)
+def test_a_manifest_is_held_against_plan_programs_and_schedule(made: Path, key: str) -> None:
+    build = read_build(made)
+    manifest = json.loads(json.dumps(build.manifest))
+    assert check_files(build) == []
+    MUTANTS[key](manifest)
+    faults = check_files(replace(build, manifest=manifest))
+    assert any(f"`{key}` " in fault.message for fault in faults) and {fault.check for fault in faults} == {"facts"}
+
+
+@pytest.mark.parametrize("key", ["mesh", "microbatches", "padding"])
+def test_a_manifest_that_is_not_of_its_build_neither_verifies_nor_runs(capsys: Captured, copy: Path, key: str) -> None:
+    edit(copy, MUTANTS.get(key, lambda m: m.update(padding={"norm.weight": [[0, 1, 16, 16, 7]]})))
+    for words in (("verify", "--static"), ("run",), ("show",)):
+        code, _, err = parc(capsys, *words, copy)
+        assert code == (5 if words == ("verify", "--static") and key != "padding" else 1), err
+        assert f"`{key}" in err and "parc's own" not in err and "build the plan again" in err, err
+
+
+@pytest.mark.parametrize("key", ["mesh", "sizes", "world", "roles", "parameters", "memory", "communication"])
+def test_a_report_is_held_against_the_programs(made: Path, key: str) -> None:
+    build = read_build(made)
+    report = dict(build.report)
+    report[key] = type(report[key])()
+    assert check_files(build) == []
+    (fault,) = check_files(replace(build, report=report))
+    assert fault.message == f"`{key}` is not what the programs say"
+
+
+def test_plan_and_manifest_changed_alike_are_held_against_the_programs(capsys: Captured, copy: Path) -> None:
+    for old, new, change in (
+        ("mesh      tp=2", "mesh      tp=4", lambda m: m.update(mesh={"tp": 4})),
+        ("B=8", "B=16", lambda m: m["sizes"].update(B=16)),
+        ("microbatches 2", "microbatches 4", lambda m: m.update(microbatches=4)),
+    ):
+        place, kept = copy / "plan.parc", [(copy / name).read_text() for name in ("plan.parc", "manifest.json")]
+        place.write_text(kept[0].replace(old, new))
+        edit(copy, change)
+        code, _, err = parc(capsys, "verify", "--static", copy)
+        assert code == 5 and "facts: manifest.json: " in err and "parc's own" not in err, err
+        place.write_text(kept[0])
+        (copy / "manifest.json").write_text(kept[1])
+
+
+def test_a_file_that_no_build_has_is_said(capsys: Captured, copy: Path) -> None:
+    (copy / "programs" / "stage1.F.py").write_text("print('extra')\n")
+    code, _, err = parc(capsys, "verify", "--static", copy)
+    assert code == 1 and "`programs/stage1.F.py (not of the build)`" in err and "error[P0211]" in err, err
 
 
 def test_verify_holds_the_report_and_every_number_of_a_program(capsys: Captured, copy: Path) -> None:
+    peak = json.loads((copy / "report.json").read_text())["memory"][0]["peak_bytes"]
     edit(copy, lambda report: report["memory"][0].update(peak_bytes=1), "report.json")
     code, _, err = parc(capsys, "verify", copy)
     assert code == 5 and "`memory` is" in err
+    edit(copy, lambda report: report["memory"][0].update(peak_bytes=peak), "report.json")
     program = copy / "programs" / "stage0.F.py"
     text = program.read_text()
     row = next(line for line in text.splitlines() if "native_layer_norm" in line and "1e-05" in line)
@@ -128,14 +200,12 @@ def test_a_model_that_changed_is_not_imported(capsys: Captured, copy: Path) -> N
     assert parc(capsys, "verify", "--static", copy)[0] in (1, 5)
 
 
-def test_places_where_no_build_goes(made: Path, tmp_path: Path) -> None:
+def test_places_where_no_build_goes(
+    capsys: Captured, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for out in (".", ".."):
-        done = subprocess.run(
-            [sys.executable, "-m", "parc", "build", str(made.parent / "build.parc"), "-o", out],
-            cwd=tmp_path, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 1 and "is the current folder or one above it" in done.stderr, done.stderr
-    done = subprocess.run(
-        [sys.executable, "-m", "parc", "run", "b/nothere"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1 and "there is no build `b/nothere`" in done.stderr, done.stderr
+        code, _, err = parc(capsys, "build", made.parent / "build.parc", "-o", out)
+        assert code == 1 and "is the current folder or one above it" in err, err
+    code, _, err = parc(capsys, "run", "b/nothere")
+    assert code == 1 and "there is no build `b/nothere`" in err, err

@@ -1,0 +1,85 @@
+"""What of a build's report follows from its plan, its programs and its schedule, for reports made and held."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from parc.compiler.artifact import Build, BuildError, again, json_text
+from parc.compiler.contract import communication_table
+from parc.compiler.cost import Memory, estimate_memory
+from parc.compiler.mesh import Mesh
+from parc.compiler.padding import Pads, pads_from, real_shape
+from parc.compiler.placement import TensorType
+from parc.compiler.plan import Plan, read_plan
+from parc.compiler.roles import Role
+from parc.compiler.verify import Fault
+from parc.grammar.diagnostics import PlanError
+
+LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
+"""Numbers of a plan's lines and of a model's in texts."""
+
+
+def program_rows(
+    plan: Plan, mesh: Mesh, roles: Mapping[str, Role], types: Mapping[str, TensorType], frozen: Collection[str],
+    pads: Pads,
+) -> dict[str, Any]:  # fmt: skip
+    """Mesh, sizes, roles, memory and communication as a report has them."""
+    return {
+        "mesh": dict(mesh.declared.axes),
+        "world": mesh.world,
+        "sizes": {name: str(size) for name, size in plan.sizes.items()},
+        "roles": list(roles),
+        "parameters": sum(math.prod(real_shape(t.shape, pads.get(name, ()))) for name, t in types.items()),
+        "memory": [_memory_row(name, rank_memory(plan, role, types, frozen)) for name, role in roles.items()],
+        "communication": [row for role in roles.values() for row in communication_table(role)],
+    }
+
+
+def rank_memory(plan: Plan, role: Role, types: Mapping[str, TensorType], frozen: Collection[str]) -> Memory:
+    """The memory of a rank of a role; what is frozen has no state of the optimizer."""
+    moments = dict.fromkeys((name for name in types if name not in frozen), plan.optimizer.moments)
+    return estimate_memory(role.programs, role.actions, types, moments)
+
+
+def _memory_row(role: str, memory: Memory) -> dict[str, Any]:
+    return {"role": role, "peak_bytes": memory.peak_bytes, **asdict(memory)}
+
+
+def plan_of(build: Build) -> Plan:
+    """The plan that a build holds.
+
+    Raises:
+        BuildError: it is none.
+    """
+    try:
+        return read_plan(build.path / "plan.parc")
+    except PlanError as error:
+        message = f"`{build.path / 'plan.parc'}` is no plan: {error.diagnostics[0].message}"
+        raise BuildError(message, again(build.path)) from None
+
+
+def report_faults(build: Build, plan: Plan, types: Mapping[str, TensorType]) -> list[Fault]:
+    """Where a build's report is not what its programs and its schedule say. Errors of tests, the lines of the plan that
+    it names, and what its build asked for are its own: a recompilation holds them."""
+    mesh, pads = build.programs["F"].mesh, pads_from(build.manifest["padding"])
+    rows = program_rows(plan, mesh, build.roles, types, build.manifest["frozen"], pads)
+    wanted = json.loads(json_text(unlined(rows)))
+    return [
+        Fault("facts", "report.json", f"`{key}` is not what the programs say")
+        for key in wanted
+        if unlined(build.report[key]) != wanted[key]
+    ]
+
+
+def unlined(value: Any) -> Any:
+    """A value without numbers of lines: a build keeps its plan in another layout than it was written in."""
+    if isinstance(value, Mapping):
+        return {key: unlined(inner) for key, inner in value.items() if key != "line"}
+    if isinstance(value, str):
+        return LINES.sub("", value)
+    return [unlined(inner) for inner in value] if isinstance(value, list) else value
