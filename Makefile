@@ -90,6 +90,7 @@ bench-batches: $(READY)
 	$(PY) -m benchmarks.batches
 
 build-time: $(READY)
+	$(PY) benchmarks/small_build_time.py
 	$(PY) benchmarks/build_time.py
 
 families: $(READY)

@@ -43,7 +43,7 @@ def operations_of(node: fx.Node) -> int:
     view = node.target is operator.getitem or getattr(node.target, "is_view", False) or target in VIEWS
     if node.op != "call_function" or view or _passes_on(target, node):
         return 0
-    products = _products(target, node)
+    products = products_of(node)
     if products:
         return PASSES * 2 * products
     read = node.all_input_nodes[1:] if target.startswith(_LOOKUPS) else node.all_input_nodes
@@ -58,8 +58,14 @@ def _passes_on(target: str, node: fx.Node) -> bool:
     return target.startswith(_COPIES) and [value.dtype for value in read] == [value.dtype for value in made]
 
 
-def _products(target: str, node: fx.Node) -> int:
+def numbers_of(node: fx.Node) -> int:
+    """How many numbers a node's tensors hold."""
+    return sum(value.numel() for value in _tensors(node))
+
+
+def products_of(node: fx.Node) -> int:
     """How many products of two numbers an operator adds up; 0 for one that is no product."""
+    target = str(node.target)
     _, _, name = target.removesuffix(".default").partition(".")
     if not _PRODUCTS.fullmatch(name.partition(".")[0]):
         return 0

@@ -36,7 +36,7 @@ def trace(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> fx.Graph:
     """The ATen graph, forward and backward, of a function on fake tensors."""
-    with mode, quiet(), torch.backends.mkldnn.flags(enabled=False):
+    with mode, quiet(), without_code(), torch.backends.mkldnn.flags(enabled=False):
         made = make_fx(function, decompositions, tracing_mode="real", _allow_non_fake_inputs=True)
         return made(*values).graph
 

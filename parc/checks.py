@@ -46,9 +46,7 @@ from parc.runtime.holders import BUFFERS, parameters_of
 from parc.runtime.reference_run import Case
 from parc.runtime.simulate import TOLERANCE, Agreement, compare
 from parc.size_ranges import fault_diagnostic, misfit_diagnostic
-from parc.twins import find_twin, is_large, twin_text
-
-_STEPS = 3
+from parc.twins import subject_of
 
 
 @dataclass
@@ -185,11 +183,9 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
     Raises:
         PlanError: what the model or its loss makes of random batches is not finite, or no function of them.
     """
-    subject, on = compiled, "the build itself"
-    if is_large(compiled):
-        subject, differences = find_twin(compiled, compiled.built.programs)
-        on = twin_text(subject)
-        checked.faults += differences or prove(subject)
+    chosen = subject_of(compiled)
+    subject, on = chosen.compiled, chosen.text
+    checked.faults += chosen.differences or (prove(subject) if subject.mesh != compiled.mesh else [])
     if checked.faults:
         return
     cases = subject.cases()
@@ -202,7 +198,7 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
         case = case_of(at, whole, roles if at.pipeline is not None else None)
         with one_thread():
             eager = compare_with_eager(at, case)
-            agreement = compare(case, 1 if checked.agreement else _STEPS)
+            agreement = compare(case, 1 if checked.agreement else chosen.steps)
         if agreement.not_finite:
             line, help_ = (
                 (at.plan.optimizer, "take a smaller learning rate") if agreement.steps else (at.plan.loss, CLAMP)

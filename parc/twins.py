@@ -4,37 +4,78 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from parc.compiler.balance import numbers_of, products_of
 from parc.compiler.directive import Literal
+from parc.compiler.directives.schedule import BATCH
 from parc.compiler.directives.sizes import SizeRange
 from parc.compiler.directives.stage import Stage
 from parc.compiler.mesh import Mesh
 from parc.compiler.plan import Plan
 from parc.compiler.program import Program
+from parc.compiler.template import sizes_text
 from parc.compiler.twin import compare_structure
 from parc.compiler.verify import Fault
 from parc.driver import Compiled, compile_plan
 from parc.grammar.codes_build import MANY_AXES, NO_TWIN
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.runtime.holders import parameters_of
 
-_LARGE_WORK = 2_000_000_000  # parameters times tokens of a step: about half a minute in float64 on one core
+_SMALL_WORK = 200_000_000  # multiply-adds of a step's forward: half a second of tests, less than a twin costs
+_LARGE_WORK = 2_000_000_000
+_MOST_WORK = 20_000_000_000  # about a minute in float64 on one core
 _LARGE_WORLD = 8
 _TWIN_WORLD = 32
 _MOST_AXES = 8
 """Up to here a twin has every axis at 2, whatever world that makes: on fewer ranks its programs were others."""
+_STEPS = 3
+_PASS = 10  # multiply-adds in the time in which a number is read and written
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What numbers are tested on instead of a build, or the build itself: how it is smaller in words, for how many
+    steps, and where its programs are others."""
+
+    compiled: Compiled
+    text: str
+    steps: int = _STEPS
+    differences: tuple[Fault, ...] = ()
 
 
 def work_of(compiled: Compiled) -> int:
-    """Parameters times tokens of a step."""
-    parameters = compiled.captured.placeholders("parameter").values()
-    elements = sum(int(math.prod(node.meta["val"].shape)) for node in parameters)
-    return elements * (math.prod(compiled.sizes.values()) if compiled.sizes else 1)
+    """Multiply-adds of a step's forward; other operators, and parameters on every rank, by the time that they take."""
+    nodes = [node for node in compiled.captured.graph.nodes if node.op == "call_function"]
+    work = sum(products_of(node) + _PASS * numbers_of(node) for node in nodes)
+    parameters = sum(map(numbers_of, compiled.captured.placeholders("parameter").values()))
+    return compiled.plan.microbatches * work + _PASS * parameters * (1 + compiled.mesh.world)
 
 
-def is_large(compiled: Compiled) -> bool:
-    """Whether numbers are tested on a twin: more ranks, or more work, than one process should take on."""
-    return work_of(compiled) > _LARGE_WORK or compiled.mesh.world > _LARGE_WORLD
+def subject_of(compiled: Compiled) -> Subject:
+    """What the numbers of a build are tested on: the same model at smaller sizes, where that takes less and gives the
+    same programs; of more ranks, or more work, than one process should take on, the twin; else the build itself.
+
+    Raises:
+        PlanError: nothing is small enough, or the twin cannot be made.
+    """
+    work, few_ranks = work_of(compiled), compiled.mesh.world <= _LARGE_WORLD
+    if work > _SMALL_WORK and few_ranks and compiled.template is None:
+        for sizes in _smaller_sizes(compiled, compiled.mesh, {}):
+            part = math.prod(sizes.values()) / math.prod(compiled.sizes.values())
+            if part > 0.5 or work * part > _LARGE_WORK:
+                continue
+            try:
+                made = _compiled(compiled, compiled.mesh, sizes, {})
+            except PlanError:
+                continue  # the model does not take these
+            if not _differences(compiled, made, compiled.built.programs):
+                return Subject(made, f"the same programs at {sizes_text(sizes)}")
+    if work > _LARGE_WORK or not few_ranks:
+        twin, differences = find_twin(compiled, compiled.built.programs)
+        few = work_of(twin) > _MOST_WORK // _STEPS
+        return Subject(twin, twin_text(twin, few), 1 if few else _STEPS, tuple(differences))
+    return Subject(compiled, "the build itself")
 
 
 def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Compiled, list[Fault]]:
@@ -46,15 +87,19 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
     first: tuple[Compiled, list[Fault]] | None = None
     problem: PlanError | None = None
     for mesh in _meshes(compiled.mesh):
-        try:
-            twin = _twin(compiled, mesh)
-        except PlanError as error:
-            problem = problem or error
-            continue
-        differences = compare_structure(programs, compiled.built.reference, twin.built.programs, twin.built.reference)
-        if not differences:
-            return twin, []
-        first = first or (twin, differences)
+        given = _arguments(compiled.plan)
+        chosen = {name: int(given.pop(name)) for name in compiled.plan.sizes if name in given}  # type: ignore[arg-type]
+        for sizes in _smaller_sizes(compiled, mesh, chosen):
+            try:
+                twin = _small_enough(_compiled(compiled, mesh, sizes, given))
+            except PlanError as error:  # that it is too large is said before that its sizes are not the model's
+                too_large = error.diagnostics[0].code is NO_TWIN
+                problem = error if problem is None or too_large else problem
+                continue
+            differences = _differences(compiled, twin, programs)
+            if not differences:
+                return twin, []
+            first = first or (twin, differences)
     if first is None:
         raise problem or _many_axes(compiled)
     return first
@@ -69,6 +114,10 @@ def _many_axes(compiled: Compiled) -> PlanError:
         Label(line.span),
         help="join axes over which the same is split into one",
     )])  # fmt: skip
+
+
+def _differences(compiled: Compiled, twin: Compiled, programs: Mapping[str, Program]) -> list[Fault]:
+    return compare_structure(programs, compiled.built.reference, twin.built.programs, twin.built.reference)
 
 
 def _meshes(mesh: Mesh) -> Iterator[Mesh]:
@@ -86,32 +135,54 @@ def _meshes(mesh: Mesh) -> Iterator[Mesh]:
             yield candidate
 
 
-def _twin(compiled: Compiled, mesh: Mesh) -> Compiled:
-    """The same plan with the ``verify`` line's arguments, sizes as small as the axes allow."""
+def _smaller_sizes(compiled: Compiled, mesh: Mesh, given: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes as small as shows everything: every rank has two entries of what is split, and what divides a size by twos
+    still does. First all of them, then the batch alone, for a model that takes no other pictures; a size that is
+    ``given`` is that."""
     plan = compiled.plan
-    given = _arguments(plan)
-    sizes = {}
+    pieces = dict.fromkeys(plan.sizes, 1)
+    for program in compiled.built.programs.values():
+        placed = parameters_of(program.main, "input")
+        for line in plan.inputs:
+            for dim, name in enumerate(line.dims):
+                if line.name in placed and name in pieces:
+                    axes = [axis for _, axis in placed[line.name].type.placement.splits(dim)]
+                    pieces[str(name)] = math.lcm(pieces[str(name)], math.prod(map(mesh.size, axes)))
+    small = {}
     for name, size in plan.sizes.items():
-        chosen = given.pop(name, None)
-        if chosen is None:
-            unit = mesh.world * (plan.microbatches if name == "B" else 4)
-            chosen = min(size.high, unit * 2 if name == "B" else max(unit, 16))
-        sizes[name] = SizeRange(int(chosen), int(chosen))
-        if not size.fixed:  # two sizes, of what the range's own are multiples of
-            step = math.lcm(max(int(chosen) // 2, 1), math.gcd(size.step, 16))
-            sizes[name] = SizeRange(step, 2 * step, step)
+        batch = name == BATCH
+        unit = 2 * pieces[name] * (plan.microbatches if batch else 1)
+        twos = 1 if batch else math.gcd(size.high, 32)
+        fits = (n for n in range(unit, size.high, unit) if not (size.high % n or n % twos) and (batch or n >= 16))
+        small[name] = given.get(name, next(fits, size.high))
+    yield small
+    others = {name: given.get(name, size.high) for name, size in plan.sizes.items() if name != BATCH}
+    if others != {name: size for name, size in small.items() if name != BATCH}:
+        yield {**small, **others}
+
+
+def _compiled(compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: Mapping[str, Literal]) -> Compiled:
+    """The same plan on another mesh, at other sizes, two of each that has a range, and with ``given`` arguments.
+
+    Raises:
+        PlanError: the model does not take them, or something does not divide.
+    """
+    plan, ranges = compiled.plan, dict[str, SizeRange]()
+    for name, chosen in sizes.items():
+        step = math.lcm(max(chosen // 2, 1), math.gcd(plan.sizes[name].step, 16))  # what the range's are multiples of
+        ranges[name] = SizeRange(chosen, chosen) if plan.sizes[name].fixed else SizeRange(step, 2 * step, step)
     factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
     copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
-    small = replace(plan, sizes=sizes, mesh=mesh.declared, stages=_stages(plan, mesh))
-    twin = compile_plan(small, compiled.folder, overrides=given, copies=copies, longer=pads)
-    if work_of(twin) > _LARGE_WORK:
-        line = plan.verify or plan.model
-        raise PlanError([Diagnostic(
-            NO_TWIN,
-            f"the model is too large to test its numbers: {work_of(twin):.0e} parameters times tokens, even small",
-            Label(line.span),
-            help="a `verify` line names smaller arguments of the model, e.g. `verify layers=2, width=64`",
-        )])  # fmt: skip
+    small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=_stages(plan, mesh))
+    return compile_plan(small, compiled.folder, overrides=given, copies=copies, longer=pads)
+
+
+def _small_enough(twin: Compiled) -> Compiled:
+    if (work := work_of(twin)) > _MOST_WORK:
+        line = twin.plan.verify or twin.plan.model
+        message = f"the model is too large to test its numbers: {work:.0e} multiply-adds a step, even small"
+        help_ = "a `verify` line names smaller arguments of the model, e.g. `verify layers=2, width=64`"
+        raise PlanError([Diagnostic(NO_TWIN, message, Label(line.span), help=help_)])
     return twin
 
 
@@ -134,9 +205,10 @@ def _smaller(value: Literal, own: Literal) -> Literal:
     return min(value, own) if numbers else value  # type: ignore[type-var]
 
 
-def twin_text(twin: Compiled) -> str:
+def twin_text(twin: Compiled, few_steps: bool = False) -> str:
     """How the twin is smaller."""
     given = _arguments(twin.plan)
     words = [f"{name}={value}" for name, value in given.items()]
     words += [f"{name}={size}" for name, size in twin.plan.sizes.items() if name not in given]
-    return f"the twin: {', '.join(words)}, mesh {twin.mesh}"
+    few = " (large for its numbers, so no more steps)" if few_steps else ""
+    return f"the twin: {', '.join(words)}, mesh {twin.mesh}{few}"

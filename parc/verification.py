@@ -15,7 +15,7 @@ from parc.promises import hold_promises
 from parc.recompilation import differences
 from parc.report import plan_of
 from parc.runtime.opening import check_fits, check_source_of
-from parc.twins import find_twin, is_large
+from parc.twins import subject_of
 
 
 @dataclass
@@ -85,7 +85,7 @@ def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: boo
         found.checks["numbers"] = "tested"
     elif locate and checked.faults:
         progress("first difference")
-        subject = find_twin(compiled, compiled.built.programs)[0] if is_large(compiled) else compiled
+        subject = subject_of(compiled).compiled
         differing = (
             first_difference(case_of(at, at.built.programs, at.roles() if at.pipeline else None))
             for at in subject.cases()

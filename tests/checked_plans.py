@@ -18,21 +18,24 @@ def square(output):
 """
 _SMALL = """\
 model "./net.py:{model}
-input x float32 [B, 8]
-sizes B=8
+input x float32 [{shape}]
+sizes {sizes}
 loss "./net.py:square"(output)
 optimizer sgd lr 0.1
 mesh dp=2, pp={pp}
-shard x [B/dp, _]
+shard x [B/dp, ...]
 """
 _STAGES = "stage before b over pp\nschedule gpipe microbatches 2\n"
 
 
-def compiled_net(folder: Path, file: str, model: str, stages: bool = False, lines: str = "") -> Compiled:
-    """The programs of a model of 8 numbers a sample on two data ranks: ``model`` is the plan's text after the name of
-    the file, whose text ``file`` is; with ``stages`` the model is cut before its ``b``; ``lines`` are the last."""
+def compiled_net(
+    folder: Path, file: str, model: str, stages: bool = False, lines: str = "", shape: str = "B, 8", sizes: str = "B=8"
+) -> Compiled:
+    """The programs of a model of 8 numbers a sample, or another ``shape``, on two data ranks: ``model`` is the plan's
+    text after the name of the file, whose text ``file`` is; with ``stages`` the model is cut before its ``b``;
+    ``lines`` are the last."""
     (folder / "net.py").write_text(file + _SQUARE)
-    text = _SMALL.format(model=model, pp=1 + stages) + _STAGES * stages + lines
+    text = _SMALL.format(model=model, shape=shape, sizes=sizes, pp=1 + stages) + _STAGES * stages + lines
     return compile_plan(read_plan(Source("net.parc", text)), folder)
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from parc.twins import find_twin, twin_text
-from tests.checked_plans import compiled
+from pathlib import Path
+
+import pytest
+
+import parc.twins
+from parc.grammar.diagnostics import PlanError
+from parc.twins import find_twin, subject_of, twin_text, work_of
+from tests.checked_plans import compiled, compiled_net
 from tests.planted_builds import ROOT
 from tests.planted_large import refusals, refusals_text
 from tests.runtime.tiny import PLAN, TENSOR
@@ -37,7 +43,7 @@ def test_a_twin_is_nowhere_larger_than_its_build() -> None:
     made = compiled(PLAN.replace("layers=2", "layers=1") + lines)
     twin, differences = find_twin(made, made.built.programs)
     assert not differences
-    assert twin_text(twin).startswith("the twin: layers=1, width=8, S=8, B=8, mesh tp=2")
+    assert twin_text(twin).startswith("the twin: layers=1, width=8, S=8, B=4, mesh tp=2")
 
 
 def test_a_mesh_of_six_axes_has_a_twin() -> None:
@@ -45,3 +51,37 @@ def test_a_mesh_of_six_axes_has_a_twin() -> None:
     assert made.mesh.world == 64
     twin, differences = find_twin(made, made.built.programs)
     assert not differences and twin.mesh == made.mesh
+
+
+_PICTURES = """
+import torch
+from torch import nn
+
+class Pictures(nn.Module):
+    def __init__(self, size=32, width=8):
+        super().__init__()
+        self.stem, self.place = nn.Conv2d(3, width, 4, stride=4), nn.Parameter(torch.zeros(width, size // 4, size // 4))
+        self.mix, self.head = nn.Conv2d(width, width, 3, padding=1, groups=width), nn.Linear(width, 4)
+
+    def forward(self, x):
+        x = self.stem(x) + self.place
+        return self.head((x + self.mix(x)).mean((2, 3)))
+"""
+
+
+def test_a_large_model_without_smaller_arguments_is_tested_on_a_smaller_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = compiled_net(tmp_path, _PICTURES, 'Pictures"', shape="B, 3, H, H", sizes="B=32, H=32")
+    assert subject_of(made).compiled is made
+    monkeypatch.setattr(parc.twins, "_SMALL_WORK", work_of(made) // 4)
+    small = subject_of(made)
+    assert (small.text, small.steps) == ("the same programs at B=4, H=32", 3)
+    monkeypatch.setattr(parc.twins, "_LARGE_WORK", work_of(small.compiled) // 2)
+    monkeypatch.setattr(parc.twins, "_MOST_WORK", work_of(small.compiled))
+    few = subject_of(made)
+    assert few.steps == 1 and few.text.startswith("the twin: B=4, H=32, mesh dp=2, pp=1 (")
+    monkeypatch.setattr(parc.twins, "_MOST_WORK", work_of(small.compiled) // 2)
+    with pytest.raises(PlanError) as refused:
+        subject_of(made)
+    assert "too large to test its numbers" in refused.value.diagnostics[0].message
