@@ -90,6 +90,7 @@ REPORT_FORM: Form = {
         "number": int, "op": str, "axis": str, "phase": str, "count_per_step": int, "bytes": int, "dtype": str,
         "module": str, "line": (int, _NONE), "role": str,
     }],
+    "placed?": Each(str),
     "pipeline": {"schedule": str, "microbatches": int},
     "padding": [{"value": str, "dim": int, "from": int, "to": int, "line": int}],
     "reshards": [dict],

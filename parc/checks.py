@@ -41,6 +41,7 @@ from parc.driver import Compiled, Progress, compile_plan, optimizer_facts, store
 from parc.eager import CLAMP, EagerAgreement, compare_with_eager, not_finite
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.format import format_statements
+from parc.grammar.source import Span
 from parc.report import plan_of, program_rows, rank_memory, report_faults
 from parc.runtime.holders import BUFFERS, parameters_of
 from parc.runtime.reference_run import Case
@@ -267,6 +268,7 @@ def report_of(compiled: Compiled, types: Mapping[str, TensorType]) -> dict[str, 
     return {
         **program_rows(plan, compiled.mesh, roles, types, compiled.frozen, pads),
         "pipeline": _pipeline_row(compiled),
+        "placed": {seed.value: place_text(seed.span) for seed in compiled.resolved.seeds},
         "padding": [
             {"value": name, "dim": pad.dim, "from": pad.outer * pad.real, "to": pad.outer * pad.padded,
              "line": compiled.resolved.line_of(name, pad.dim)}
@@ -281,6 +283,11 @@ def report_of(compiled: Compiled, types: Mapping[str, TensorType]) -> dict[str, 
         "numerics": _numerics(plan),
         "checks": {},
     }  # fmt: skip
+
+
+def place_text(span: Span) -> str:
+    """The number of a plan's line; of a line of an included file its file too."""
+    return str(span.line) if span.source.included is None else f"{span.source.name}:{span.line}"
 
 
 def _pipeline_row(compiled: Compiled) -> dict[str, Any]:

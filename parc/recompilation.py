@@ -15,7 +15,7 @@ from parc.report import LINES, unlined
 
 _MOVING = ("files", "folder", "format", "model_lines")
 """Facts of where and how files lie, and lines in them: other code holds these."""
-_MEASURED = ("checks", "numbers")
+_MEASURED = ("checks", "numbers", "placed")
 
 
 def differences(build: Build, compiled: Compiled) -> list[Fault]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from parc.cli.plan_arguments import add_defines, is_plan, read
 from parc.cli.terminal import print_json, say, stages, table
 from parc.grammar.syntax import size_text
+from parc.placement_words import in_words
 
 if TYPE_CHECKING:
     from parc.compiler.artifact import Build
@@ -20,6 +21,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DIR|PLAN", type=Path, help="a build, or a plan that is built for this alone")
     parser.add_argument("--role", metavar="R", help="show a role's programs as text, e.g. stage0")
     parser.add_argument("--action", metavar="F", help="one action's program: COUNT, SCALE, F, B or REDUCE")
+    parser.add_argument(
+        "--list", action="store_true", help="the modules that a plan's lines can name, with their weights"
+    )
     parser.add_argument(
         "--expand", action="store_true", help="the plan with every placement as `shard` or `replicate` of names"
     )
@@ -73,6 +77,9 @@ def _show(given: argparse.Namespace, path: Path) -> int:
         say(f"note: {moved}")
     if given.role or given.action:
         return _show_programs(given, build)
+    if given.list:
+        print(table(_modules(build), ("module", "", "weights"), right=(1,)))
+        return 0
     if given.pipeline or given.svg:
         return _show_timeline(given, build)
     report = {
@@ -91,7 +98,10 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     for name, role in build.roles.items():
         print(f"{'actions':13}{name}: {' '.join(map(str, role.actions))}")
     print()
-    print(table(_folded(parameters), ("parameters", "", "type", "placement", "a rank"), right=(1, 4)) + "\n")
+    head = ("parameters", "", "type", "placement", "plan line", "a rank")
+    print(table(_folded(parameters, build.report.get("placed", {})), head, right=(1, 5)) + "\n")
+    split = [kind for row in parameters for kind in row["placement"].values() if kind not in ("I", "R")]
+    print("".join(f"{sentence}\n" for sentence in in_words(split)))
     print(_communication(build) + "\n")
     lines = [(p["role"], p["action"], p["file"], p["lines"], p["collectives"]) for p in programs]
     print(table(lines, ("role", "action", "program", "lines", "collectives"), right=(3, 4)))
@@ -129,14 +139,13 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
 
 
 def _show_programs(given: argparse.Namespace, build: Build) -> int:
-    chosen = [
-        program
-        for program in build.files()
-        if given.role in (None, program.role) and given.action in (None, program.action)
-    ]
+    mine = build.roles[given.role].programs.values() if given.role in build.roles else build.files()
+    of_role = [p for p in mine if given.role in build.roles or given.role in (None, p.role)]
+    chosen = [program for program in of_role if given.action in (None, program.action)]
     if not chosen:
         known = ", ".join(f"{program.role} {program.action}" for program in build.files())
-        say(f"parc show: no such program; there are {known}")
+        roles = f"; roles are {', '.join(build.roles)}" if len(build.roles) > 1 else ""
+        say(f"parc show: no such program; there are {known}{roles}")
         return 2
     print("\n\n".join(build.text(program).rstrip("\n") for program in chosen))
     return 0
@@ -158,14 +167,45 @@ def _parameters(build: Build) -> list[dict[str, Any]]:
     return rows
 
 
-def _folded(parameters: list[dict[str, Any]]) -> list[tuple[object, ...]]:
+def _modules(build: Build) -> list[tuple[object, ...]]:
+    """Rows of a table of the model's modules, those of numbered ones that are alike with their number."""
+    weights: dict[str, list[str]] = {}
+    for program in build.files():
+        for module in (line.origin.module for function in program.functions for line in function.lines):
+            if "*" not in module and module not in build.manifest["parameters"]:
+                weights.setdefault(module, [])
+    for name, text in build.manifest["parameters"].items():
+        module, _, own = name.rpartition(".")
+        weights.setdefault(module, []).append(f"{own} {text}")
+    for module in list(weights):
+        parts = module.split(".")
+        for count in range(1, len(parts)):
+            weights.setdefault(".".join(parts[:count]), [])
+    rows: dict[tuple[str, ...], int] = {}
+    for module in sorted(filter(None, weights), key=natural):
+        key = folded(module), ", ".join(weights[module])
+        rows[key] = rows.get(key, 0) + 1
+    return [(name, f"x{count}" if count > 1 else "", text) for (name, text), count in rows.items()]
+
+
+def _folded(parameters: list[dict[str, Any]], lines: dict[str, str]) -> list[tuple[object, ...]]:
     """Rows of a table; parameters of numbered modules that are alike share one, with their number."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for row in parameters:
-        name = ".".join("*" if word.isdigit() else word for word in row["name"].split("."))
-        groups.setdefault((name, row["type"], _placement(row["placement"])), []).append(row["local_bytes"])
-    return [(name, f"x{len(sizes)}" if len(sizes) > 1 else "", type_, placement, size_text(sum(sizes)))
-            for (name, type_, placement), sizes in groups.items()]  # fmt: skip
+        key = folded(row["name"]), row["type"], _placement(row["placement"]), lines.get(row["name"], "-")
+        groups.setdefault(key, []).append(row["local_bytes"])
+    return [(name, f"x{len(sizes)}" if len(sizes) > 1 else "", type_, placement, line, size_text(sum(sizes)))
+            for (name, type_, placement, line), sizes in groups.items()]  # fmt: skip
+
+
+def folded(name: str) -> str:
+    """A dotted name with `*` for its numbers, as patterns of plans have it."""
+    return ".".join("*" if word.isdigit() else word for word in name.split("."))
+
+
+def natural(name: str) -> list[tuple[bool, int, str]]:
+    """A key that sorts numbers in dotted names by their size."""
+    return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in name.split(".")]
 
 
 def _placement(kinds: dict[str, str]) -> str:
