@@ -12,3 +12,11 @@ PASSED_ON = shown(
     example="input attention_msk int64 [B, S]   # forward(tokens, attention_mask=None, **kwargs)",
     instead="input attention_mask int64 [B, S]",
 )
+MEANT_OTHERWISE = shown(
+    name="P0121",
+    title="a line costs gathers that another would not",
+    why="where a line splits a weight otherwise than the values that meet it, parts are gathered or exchanged, often at"
+    " other lines, which are right. With the line that is proposed none is.",
+    example="column blocks.*.attn.qkv over tp rows (2 h/tp d)   # the model takes three parts: q, k and v",
+    instead="column blocks.*.attn.qkv over tp rows (3 h/tp d)",
+)

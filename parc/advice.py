@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from parc.compiler.placement import Split
 from parc.compiler.precision import is_narrow
 from parc.compiler.task import forward_text, passed_on
 from parc.driver import Compiled
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
-from parc.grammar.codes_model import PASSED_ON
+from parc.grammar.codes_model import MEANT_OTHERWISE, PASSED_ON
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.grammar.nearest import did_you_mean
+from parc.grammar.source import Span
 from parc.grammar.syntax import size_text
+from parc.meant import Meant, find_meant, is_gather
 from parc.passes.partition import Reshard
+from parc.placement_words import in_words
 from parc.runtime.holders import parameters_of
 from parc.size_ranges import line_span
 
@@ -27,26 +30,65 @@ def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
 
 
 def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Gathers and exchanges, equal ones of repeated blocks together."""
+    """Gathers and exchanges, equal ones of repeated blocks together; at the lines that cause all of them, where these
+    are found."""
     groups: dict[tuple[str, str, str, int], list[Reshard]] = {}
     for reshard in compiled.built.reshards:
-        if isinstance(reshard.source, Split) and not reshard.heads:
+        if is_gather(reshard):
             key = (reshard.cause.source, str(reshard.source), str(reshard.result), reshard.cause.plan)
             groups.setdefault(key, []).append(reshard)
-    for (place, source, result, line), found in groups.items():
-        first = found[0]
-        op = "all_to_all" if isinstance(first.result, Split) else "all_gather"
-        many = f"{len(found)} times, first " if len(found) > 1 else ""
-        inside = f"`{first.cause.module}`" if first.cause.module else "the model itself"
-        where = f"in {inside}" + (f" at {place}" if place else "")
-        what = f"{op} over `{first.axis}` of `{first.value}`"
-        message = f"{what} ({source} to {result}, {size_text(first.bytes)} a rank) {many}{where}"
-        span = line_span(compiled.plan, line)
+    texts = [_gather_text(found) for found in groups.values()]
+    meant = find_meant(compiled)
+    if meant is not None:
+        yield _meant(meant, texts)
+        return
+    for (_, source, result, line), text in zip(groups, texts, strict=True):
+        span = _claim_span(compiled, groups[_, source, result, line][0])
         yield Diagnostic(
-            UNASKED_RESHARD, message, Label(span) if span else None,
+            UNASKED_RESHARD, text, Label(span) if span else None, notes=tuple(in_words((source, result))),
             help="split both sides alike, or leave the axis out where it does not divide, or leave it as it is if it is"
             " meant", severity=Severity.WARNING,
         )  # fmt: skip
+
+
+def _gather_text(found: Sequence[Reshard]) -> str:
+    first = found[0]
+    op = "all_to_all" if isinstance(first.result, Split) else "all_gather"
+    many = f"{len(found)} times, first " if len(found) > 1 else ""
+    inside = f"`{first.cause.module}`" if first.cause.module else "the model itself"
+    where = f"in {inside}" + (f" at {first.cause.source}" if first.cause.source else "")
+    what = f"{op} over `{first.axis}` of `{first.value}`"
+    return f"{what} ({first.source} to {first.result}, {size_text(first.bytes)} a rank) {many}{where}"
+
+
+_SHOWN = 3
+"""How many gathers are named beside the line that causes them."""
+
+
+def _meant(meant: Meant, texts: Sequence[str]) -> Diagnostic:
+    (span, text), *others = meant.lines
+    whose = "these lines cost" if others else "the line costs"
+    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return Diagnostic(
+        MEANT_OTHERWISE, f"{whose} {size_text(meant.bytes)} a rank in gathers and exchanges of a forward",
+        Label(span, f"probably meant: `{_spaced(text)}`"),
+        tuple(Label(other, f"and `{_spaced(change)}`") for other, change in others),
+        help="with what was probably meant there is none; leave it as it is if it is meant",
+        notes=(*texts[:_SHOWN], *more), severity=Severity.WARNING,
+    )  # fmt: skip
+
+
+def _spaced(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _claim_span(compiled: Compiled, reshard: Reshard) -> Span | None:
+    """The line of the plan behind a conversion; of an included file that of the file, where one of its lines places a
+    weight of the module."""
+    line, module = reshard.cause.plan, reshard.cause.module
+    seeds = (seed for seed in compiled.resolved.seeds if seed.span.root.line == line and seed.axis == reshard.axis)
+    near = [seed.span for seed in seeds if module and seed.value.startswith(f"{module}.")]
+    return near[0] if near and near[0].source.included is not None else line_span(compiled.plan, line)
 
 
 def _rules(compiled: Compiled) -> Iterator[Diagnostic]:

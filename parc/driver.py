@@ -160,6 +160,42 @@ def compile_captured(
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
+    asked = ask(plan, recorded, captured, copies, longer, declared, choices, smaller)
+    try:
+        built = build_programs(captured, asked.mesh, asked.request)
+    except RuleMisfit as error:
+        source = [f"at {error.origin.source}"] if error.origin.source else []
+        span = plan.model.arguments.statement.span
+        found = Diagnostic(BAD_RULE, str(error), Label(span), help=error.hint, notes=tuple(source))
+        raise PlanError([found]) from error
+    pipeline = asked.request.pipeline
+    timelines = timelines_of(plan, "COUNT" in built.programs, pipeline, folder)
+    sizes = {name: size.high for name, size in plan.sizes.items()}
+    return Compiled(
+        plan, folder, asked.mesh, task_lines(plan), recorded, captured, asked.resolved, built, timelines, pipeline,
+        sizes, frozen=asked.request.frozen, copies=asked.copies,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan asks of the passes, of one captured model."""
+
+    mesh: Mesh
+    resolved: Resolved
+    copies: Copies
+    request: Request
+
+
+def ask(
+    plan: Plan, recorded: Recorded, captured: Captured, copies: Copies | None = None, longer: Pads | None = None,
+    declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
+) -> Asked:  # fmt: skip
+    """What ``compile_captured`` gives the passes.
+
+    Raises:
+        PlanError: the plan is at fault.
+    """
     lines, names = task_lines(plan), replace(names_of(captured), smaller=smaller)
     pipeline = pipeline_of(plan, names, captured)
     pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
@@ -178,23 +214,10 @@ def compile_captured(
         for axis, split in copies.splits(seed, mesh).items()
     )
     pads = {f"{kinds.get(name, 'parameter')} {name}": rows for name, rows in resolved.pads.items()}
-    request = Request(
+    return Asked(mesh, resolved, copies, Request(
         claims, plan.microbatches, plan.seed, frozen, getattr(torch, ACCUMULATE[plan.accumulate]),
         copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline, plan.unbatched, choices,
-    )  # fmt: skip
-    try:
-        built = build_programs(captured, mesh, request)
-    except RuleMisfit as error:
-        source = [f"at {error.origin.source}"] if error.origin.source else []
-        span = plan.model.arguments.statement.span
-        found = Diagnostic(BAD_RULE, str(error), Label(span), help=error.hint, notes=tuple(source))
-        raise PlanError([found]) from error
-    timelines = timelines_of(plan, "COUNT" in built.programs, pipeline, folder)
-    sizes = {name: size.high for name, size in plan.sizes.items()}
-    return Compiled(
-        plan, folder, mesh, lines, recorded, captured, resolved, built, timelines, pipeline, sizes, frozen=frozen,
-        copies=copies,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:

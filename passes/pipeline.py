@@ -27,7 +27,7 @@ from .draws import drop_unread, uncounted
 from .fuse import fuse_bias
 from .heads import few_heads
 from .lift import lift_parameters
-from .loss import split_loss, stop_gradients
+from .loss import SplitLoss, split_loss, stop_gradients
 from .own_rules import check_registered, explained
 from .pad import pad
 from .partition import Partition, Reshard
@@ -39,7 +39,7 @@ from .segments import block_of, node_type
 from .stages import Pipeline, in_stages
 from .weights import names_of
 
-__all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of", "prepare"]
+__all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of", "prepare", "reshards_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,13 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
         return _build(captured, mesh, request)
 
 
-def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
+def reshards_of(captured: Captured, mesh: Mesh, request: Request) -> Sequence[Reshard]:
+    """The conversions that a build would make; the other passes are left out."""
+    return _place(_forward(captured, request)[0].graph, mesh, request)[2]
+
+
+def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
+    """The graph that is placed, with its loss apart, and the reference."""
     graph = canonicalize(captured.graph, ranged=request.choices is not None)
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
@@ -109,6 +115,11 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     for part in (loss.graph, loss.count):
         if part is not None:
             mark_blocks(part)
+    return loss, reference
+
+
+def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
+    loss, reference = _forward(captured, request)
     loss.graph.output_node().meta["updates"] = captured.updates
     typed, placed, reshards = _place(loss.graph, mesh, request)
     typed.output_node().meta["updates"] = captured.updates

@@ -150,6 +150,7 @@ COMMANDS = {
     "P0204": Case("plain", (LOSS, '"./models.py:each"(output, targets)'), ONE),
     "P0205": Case("numpy", lines=ONE),
     "P0120": Case("plain", ("targets int64", "maks int64 [B, S]\ninput     targets int64"), ONE, of="Open"),
+    "P0121": Case(lines=TENSOR.replace("(3 h", "(2 h")),
     "P0206": Case(change=("input     tokens", "input     words")),
     "P0207": Case("halves", SQUARES, ONE, ("build", "tiny.parc")),
     "P0208": Case("scale", lines="mesh dp=2\nshard tokens, targets [B/dp, _]\n"),

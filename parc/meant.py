@@ -1,0 +1,119 @@
+"""Which line of a plan was probably meant otherwise: the change after which nothing is gathered that no line asks for.
+
+A wrong claim shows where its values meet others, mostly at lines that are right. So each ``column`` and ``row`` line is
+changed for a try, as a person mistakes them (the other word, other groups of ``rows``), and the passes that place
+values are run on the same graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from parc.compiler.constraints import SplitWeights
+from parc.compiler.placement import AxisType, Split
+from parc.compiler.plan import Plan, read_plan
+from parc.driver import Compiled, ask
+from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source, Span
+from parc.passes.partition import Reshard
+from parc.passes.pipeline import reshards_of
+from parc.size_ranges import fixed, line_span
+
+_MOST_OPERATORS = 3000
+"""Of larger graphs nothing is tried: each try takes as long as placing them."""
+_TOGETHER = 2
+"""How many lines may be wrong together."""
+_WORTH = 0.75
+"""What a second line must leave of what ranks send, where the first was enough for gathers."""
+
+
+@dataclass(frozen=True)
+class Meant:
+    """Lines of a plan with what was probably meant, and what they cost: bytes of a rank in one forward."""
+
+    lines: tuple[tuple[Span, str], ...]
+    bytes: int
+
+
+def is_gather(reshard: Reshard) -> bool:
+    """Whether a conversion moves parts of a value between ranks though no line asks for it."""
+    return isinstance(reshard.source, Split) and not reshard.heads
+
+
+def find_meant(compiled: Compiled) -> Meant | None:
+    """The change of one line, or of two, after which no value is gathered or exchanged unasked; None where there is
+    none, or nothing is gathered as it is."""
+    cost = _gathered(compiled.built.reshards)
+    if not cost or len(compiled.captured.graph.nodes) > _MOST_OPERATORS:
+        return None
+    plan = compiled.plan
+    best, found = _sent(compiled.built.reshards), list[tuple[Span, str]]()
+    groups = {group for reshard in compiled.built.reshards if is_gather(reshard)
+              for kind in (reshard.source, reshard.result) for group in _groups(kind)}  # fmt: skip
+    left = cost
+    for _ in range(_TOGETHER):
+        tries = [(_sent(made), line, text, changed, made) for line, text, changed in _changes(plan, groups)
+                 if (made := _tried(compiled, changed)) is not None]  # fmt: skip
+        sent, line, text, changed, made = min(tries, key=lambda tried: tried[:2], default=(best, 0, "", plan, ()))
+        if sent >= best * (1 if left else _WORTH):
+            break
+        best, plan, left = sent, changed, _gathered(made)
+        span = line_span(compiled.plan, line)
+        assert span is not None
+        found.append((span, text))
+    return Meant(tuple(found), cost) if found and not left else None
+
+
+def _groups(kind: AxisType) -> set[int]:
+    """How many equal groups of a dim a placement splits, where it does."""
+    return {kind.outer} - {1} if isinstance(kind, Split) and isinstance(kind.outer, int) else set()
+
+
+def _gathered(reshards: Sequence[Reshard]) -> int:
+    return sum(reshard.bytes for reshard in reshards if is_gather(reshard))
+
+
+def _sent(reshards: Sequence[Reshard]) -> int:
+    """Bytes of everything that a rank sends or sums."""
+    return sum(reshard.bytes for reshard in reshards)
+
+
+def _changes(plan: Plan, groups: set[int]) -> Iterator[tuple[int, str, Plan]]:
+    """The plan with one line changed, for each line of its own and each way to mistake it: its number and new text."""
+    for line in plan.placements:
+        span = line.arguments.statement.span
+        if not isinstance(line, SplitWeights) or line.role == "vocab" or line.pad or span.source is not plan.source:
+            continue
+        for text in _mistakes(span.text, line, groups):
+            whole = f"{plan.source.text[: span.start]}{text}{plan.source.text[span.end :]}"
+            try:
+                yield (
+                    span.line,
+                    text,
+                    read_plan(Source(plan.source.name, whole, path=plan.source.path), dict(plan.defines)),
+                )
+            except PlanError:
+                continue
+
+
+def _mistakes(text: str, line: SplitWeights, groups: set[int]) -> Iterator[str]:
+    axis = line.axis.text
+    plain = re.sub(r"\s+rows\s*\([^)]*\)", "", text)
+    other = "row" if line.role == "column" else "column"
+    yield re.sub(rf"^{line.role}\b\s*", f"{other} ", plain)
+    if line.role == "column":
+        yield from (f"{plain} rows ({count} h/{axis} d)" for count in sorted(groups))
+        if plain != text:
+            yield plain
+
+
+def _tried(compiled: Compiled, plan: Plan) -> Sequence[Reshard] | None:
+    """What another plan for the same model converts; None if it is none."""
+    sizes = {name: size.high for name, size in plan.sizes.items()}
+    try:
+        asked = ask(fixed(plan, sizes), compiled.recorded, compiled.captured)
+    except PlanError:
+        return None
+    return reshards_of(compiled.captured, asked.mesh, asked.request)

@@ -1,0 +1,74 @@
+"""Lines that were probably meant otherwise, and what `show` says of lines and placements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parc.advice import warnings_of
+from parc.cli import main
+from parc.compiler.plan import read_plan
+from parc.driver import compile_plan
+from parc.grammar.codes_model import MEANT_OTHERWISE
+from parc.grammar.diagnostics import Diagnostic
+from tests.runtime.tiny import PLAN, TENSOR, build
+
+QKV, OUT = "column    blocks.*.attn.qkv over tp rows (3 h/tp d)", "row       blocks.*.attn.out over tp"
+UP, DOWN = "column    blocks.*.mlp.up over tp", "row       blocks.*.mlp.down over tp"
+WRONG = {
+    "rows of two": {QKV: QKV.replace("(3 h", "(2 h")},
+    "no rows": {QKV: QKV.partition(" rows")[0]},
+    "column for row": {OUT: OUT.replace("row   ", "column")},
+    "both exchanged": {UP: UP.replace("column", "row   "), DOWN: DOWN.replace("row   ", "column")},
+}
+
+
+def said(folder: Path, changes: dict[str, str], more: str = "") -> tuple[Diagnostic, ...]:
+    build(folder, "mesh tp=2\n")  # the model beside the plan
+    text = TENSOR
+    for right, wrong in changes.items():
+        assert right in text
+        text = text.replace(right, wrong)
+    plan = folder / "tiny.parc"
+    plan.write_text(PLAN + text + more)
+    return warnings_of(compile_plan(read_plan(plan), folder))
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_line_that_was_meant_otherwise_is_named_itself_and_alone(tmp_path: Path, what: str) -> None:
+    (warning,) = said(tmp_path, WRONG[what])
+    assert warning.code is MEANT_OTHERWISE and warning.primary is not None
+    labels = (warning.primary, *warning.related)
+    assert [label.span.text for label in labels] == list(WRONG[what].values())
+    assert [label.text.partition("`")[2][:-1] for label in labels] == [" ".join(right.split()) for right in WRONG[what]]
+    assert "KiB a rank" in warning.message
+
+
+def test_what_no_other_line_would_save_is_said_as_it_is(tmp_path: Path) -> None:
+    assert said(tmp_path, {}) == ()
+    found = said(tmp_path, WRONG["rows of two"], "shard tokens [_, S/tp]\n")
+    assert found and MEANT_OTHERWISE not in {warning.code for warning in found}
+
+
+def test_show_finds_programs_by_role_and_names_modules_lines_and_placements(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "part.parc").write_text("mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (3 h/tp d)\n")
+    stages = 'mesh pp=2, tp=2\nstage before blocks.1 over pp\ninclude "part.parc"\n'
+    made = build(tmp_path, stages, PLAN.replace("microbatches", "gpipe microbatches"))
+
+    def shown(*words: str) -> str:
+        capsys.readouterr()
+        assert main(["show", str(made), *words]) == 0
+        return capsys.readouterr().out
+
+    assert shown("--role", "pp1", "--action", "F").startswith('"""parc program: role stage1, action F"""')
+    assert shown("--role", "stage1", "--action", "F") == shown("--role", "pp1", "--action", "F")
+    modules = [line.split() for line in shown("--list").splitlines()]
+    assert ["blocks.*.attn.qkv", "x2", "bias", "f32[(3", "16/tp)],", "weight", "f32[(3", "16/tp),", "16]"] in modules
+    assert not any(row[0].endswith((".weight", ".bias")) for row in modules)
+    whole = shown()
+    row = next(line for line in whole.splitlines() if line.startswith("blocks.*.attn.qkv.weight"))
+    assert "tp: S(0,3)  part.parc:2" in row
+    assert "S(0,3): dim 0 is 3 equal groups one after the other, each of which is split\n" in whole
