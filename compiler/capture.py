@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_map_only
 from .assigned_buffers import assigned_in_place, beside_makers
 from .attribute_tensors import attribute_tensors, check_memory, not_kept
 from .capture_faults import CaptureError, explain
+from .complex_numbers import real_form
+from .complex_pairs import as_pairs
 from .composites import functional
 from .placement import is_supported
 from .program import Origin
@@ -164,6 +166,7 @@ def capture(
         if name in step.attributes.assigned and node.users:
             raise not_kept(name)
     _select_by_tensors(captured.graph)
+    as_pairs(captured.graph)
     check_values(captured.graph)
     return captured
 
@@ -299,7 +302,9 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
     graph.output((values[""], *(values[name] for name in updates)))
     modules = frozenset(name for name, _ in step.model.named_modules() if name)
     written = {name: exported.constants[name] for name in signature.inputs_to_lifted_tensor_constants.values()}
-    constants = {n.removeprefix("model."): value for n, value in written.items() if not isinstance(value, FakeTensor)}
+    constants = {
+        n.removeprefix("model."): real_form(value) for n, value in written.items() if not isinstance(value, FakeTensor)
+    }
     return Captured(graph, updates, aliases, modules, constants)
 
 

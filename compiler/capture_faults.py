@@ -9,8 +9,8 @@ _OURS = str(Path(__file__).parent.parent)
 
 
 class CaptureError(Exception):
-    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output``, ``field``, ``checkpoint`` or
-    ``other``, and ``help`` a way out that its kind alone does not tell."""
+    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output``, ``field``, ``checkpoint``,
+    ``complex`` or ``other``, and ``help`` a way out that its kind alone does not tell."""
 
     def __init__(self, kind: str, message: str, source: str = "", in_loss: bool = False, help: str = "") -> None:
         super().__init__(message)

@@ -91,6 +91,19 @@ LAWS: dict[str, Callable[[Bound], Law | None]] = {
 """Distributions of random operators; None for one that is drawn whole."""
 
 
+def law_of(name: str, bound: Bound, dtype: torch.dtype) -> Law | None:
+    """How an operator draws, if each number by itself; of complex numbers both parts, as torch does: of a normal one
+    each part has half of the variance."""
+    if name not in LAWS or not dtype.is_complex:
+        return LAWS[name](bound) if name in LAWS else None
+    if LAWS[name] is _normal and not isinstance(std := bound.get("std", 1.0), Read):
+        bound = {**bound, "std": std * math.sqrt(0.5)}
+    if (law := LAWS[name](bound)) is None:
+        return None
+    draw, _ = law
+    return (lambda key, index: torch.complex(draw(key, 2 * index), draw(key, 2 * index + 1))), None
+
+
 def elements_of(call: Elements) -> Node | None:
     """The node of an operator whose element i needs only element i of each operand; None for any other."""
     if call.name in FILLS:

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import counter
 from .recipe_nodes import Call, Draw, Fill, Literal, Result, Write
-from .recipe_ops import LAWS, Elements, bind, elements_of
-from .recipe_values import Node, Read, Replay, dense, is_contiguous
+from .recipe_ops import Elements, bind, elements_of, law_of
+from .recipe_values import Node, Read, Replay, dense, is_contiguous, seen_as
 
 
 class RecipeError(Exception):
@@ -77,11 +77,12 @@ class Recorder(TorchDispatchMode):
         _, node = self._nodes.get(tensor.untyped_storage()._cdata, (None, None))
         if node is None:
             raise RecipeError(f"a fake tensor of sizes {tuple(tensor.shape)} was made outside of the building code")
-        if node.dtype != tensor.dtype and tensor.numel():
+        seen = seen_as(node, tensor.dtype) if tensor.numel() else node
+        if seen is None:
             raise RecipeError(
                 f"memory written as {node.dtype} is read as {tensor.dtype}: write it as what it is read as"
             )
-        return Read(node, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return Read(seen, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def adopt(self, fake: Tensor, real: Tensor) -> Tensor:
         """Note that a fake tensor stands for given numbers."""
@@ -139,7 +140,7 @@ class Recorder(TorchDispatchMode):
         """The node of an operator that gives each element by itself, or None."""
         name = func.overloadpacket.__name__.removesuffix("_")
         bound = bind(func, *reads)
-        law = LAWS[name](bound) if name in LAWS else None
+        law = law_of(name, bound, target.dtype)
         if law is not None:
             return self._draw(*law, target.numel(), target.dtype)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -164,6 +165,7 @@ class Recorder(TorchDispatchMode):
             if not _is_nested(sizes, strides):
                 raise RecipeError(f"a tensor of sizes {sizes} and strides {strides} is written: its elements overlap")
             before = self._nodes.get(storage._cdata, (None, Fill(count, tensor.dtype, 0)))[1]
+            before = seen_as(before, tensor.dtype) or before
             if tensor.numel() == count:
                 before = Fill(count, tensor.dtype, 0)  # nothing of it is left
             node = Write(count, tensor.dtype, before, dense(node, sizes), strides, int(tensor.storage_offset()))

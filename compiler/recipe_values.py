@@ -121,6 +121,52 @@ class Read:
         return Read(self.node, tuple(sizes), tuple(strides), self.offset)
 
 
+@dataclass(frozen=True, eq=False)
+class Parts(Node):
+    """A storage of complex numbers seen as one of reals, real and imaginary parts in turn."""
+
+    whole: Node
+
+    def at(self, index: Tensor, replay: Replay) -> Tensor:
+        pairs = torch.view_as_real(replay.at(self.whole, index // 2))
+        return pairs.gather(1, (index % 2)[:, None])[:, 0]
+
+    def sources(self) -> Iterator[Node]:
+        yield self.whole
+
+
+@dataclass(frozen=True, eq=False)
+class Joined(Node):
+    """A storage of reals seen as one of complex numbers."""
+
+    parts: Node
+
+    def at(self, index: Tensor, replay: Replay) -> Tensor:
+        return torch.complex(replay.at(self.parts, index * 2), replay.at(self.parts, index * 2 + 1))
+
+    def sources(self) -> Iterator[Node]:
+        yield self.parts
+
+
+def seen_as(node: Node, dtype: torch.dtype) -> Node | None:
+    """The same storage in another dtype: complex numbers as their parts, or these as the numbers; None for others."""
+    if node.dtype == dtype:
+        return node
+    if node.dtype.is_complex and node.dtype.to_real() == dtype:
+        return node.parts if isinstance(node, Joined) else Parts(node.count * 2, dtype, node)
+    if dtype.is_complex and dtype.to_real() == node.dtype:
+        return node.whole if isinstance(node, Parts) else Joined(node.count // 2, dtype, node)
+    return None
+
+
+def in_reals(read: Read) -> Read:
+    """A tensor as programs hold it: of complex numbers, their parts along a last dim."""
+    parts = seen_as(read.node, read.dtype.to_real()) if read.dtype.is_complex else None
+    if parts is None:
+        return read
+    return Read(parts, (*read.sizes, 2), (*(2 * stride for stride in read.strides), 1), 2 * read.offset)
+
+
 def dense(node: Node, sizes: Sequence[int]) -> Read:
     """A node as a dense tensor in C order."""
     return Read(node, tuple(sizes), contiguous_strides(sizes), 0)

@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .attribute_tensors import attribute_tensors
+from .complex_numbers import own_form
 from .recipe_nodes import Draw, Result
 from .recipe_trace import RecipeError, Recorder, truncated_normals_by
-from .recipe_values import Read, Replay, reachable
+from .recipe_values import Read, Replay, in_reals, reachable
 
 __all__ = ["Recipe", "RecipeError", "Recorded", "initialize", "record"]
 
@@ -25,7 +26,8 @@ _PART = 1 << 22  # elements whose indices are made at once
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How to compute the initial value of one parameter or buffer, of global shape ``shape``, on a CPU.
+    """How to compute the initial value of one parameter or buffer, of global shape ``shape``, on a CPU; a complex one's
+    as programs hold it, in its ``real_form``.
 
     Element i depends on the seed, on the parameter's name and on i alone, never on which other elements are asked for.
     """
@@ -95,7 +97,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
     def recipe_of(name: str, tensor: Tensor) -> Recipe:
         where = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()), *tensor.shape, *tensor.stride())
         if where not in known:
-            read = recorder.read(tensor)
+            read = in_reals(recorder.read(tensor))
             nodes = reachable(read.node)
             # draws that no earlier tensor owns get streams of this name
             mine = (node for node in nodes if isinstance(node, Draw) and not node.stream)
@@ -119,7 +121,7 @@ def initialize(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     targets = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():
         for name, tensor in targets.items():
-            value = recorded.recipes[name].whole()
+            value = own_form(recorded.recipes[name].whole(), tensor.is_complex())
             # Expanded memory cannot be written; and a size may come from a random number.
             if (0 in tensor.stride() and tensor.numel() > 1) or tensor.shape != value.shape:
                 tensor.data = value.to(tensor.device)

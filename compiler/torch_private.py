@@ -34,11 +34,11 @@ def trace(
     values: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    whole: bool = False,
 ) -> fx.Graph:
-    """The ATen graph, forward and backward, of a function on fake tensors."""
+    """The ATen graph, forward and backward, of a function on fake tensors; ``whole``: composites stay one operator."""
     with mode, quiet(), without_code(), torch.backends.mkldnn.flags(enabled=False):
-        made = make_fx(function, decompositions, tracing_mode="real", _allow_non_fake_inputs=True)
-        return made(*values).graph
+        return make_fx(function, decompositions, "real", True, pre_dispatch=whole)(*values).graph
 
 
 def is_composite(target: Any) -> bool:
@@ -313,7 +313,7 @@ def detach_without_gradients(module: fx.GraphModule) -> bool:
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
         return node
     made = graph.call_function(torch.ops.aten.detach.default, (node,))
     made.meta = dict(node.meta)

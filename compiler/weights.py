@@ -15,12 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..grammar.bounded import check_regular
+from .complex_numbers import real_form
 from .mesh import Mesh
 from .padded_tensors import real_entries, spread
 from .padding import Pad
 from .placement import DTYPES, TensorType
 
 Shape = tuple[int, ...]
+_COMPLEX = "C64"  # as safetensors calls complex64
 
 
 class WeightsError(Exception):
@@ -42,6 +44,10 @@ class _Found:
     shape: Shape
     dtype: torch.dtype | None
     type_name: str
+
+    @property
+    def is_complex(self) -> bool:
+        return self.type_name == _COMPLEX
 
 
 @dataclass(frozen=True)
@@ -115,10 +121,16 @@ class Weights:
                 self._open[found.file] = self._stack.enter_context(safe_open(found.file, framework="pt"))
             if not found.shape:
                 return self._open[found.file].get_tensor(name)  # type: ignore[no-any-return]
-            part = self._open[found.file].get_slice(name)
-            return _joined(part, runs, ())
+            if not found.is_complex:
+                return self._own(found, name, runs)
+            parts = real_form(self._own(found, name, runs[:-1]))
+            return torch.cat([parts[..., first:last] for first, last in runs[-1]], -1)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"`{found.file}` cannot be read: {error}") from None
+
+    def _own(self, found: _Found, name: str, runs: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
+        file = self._open[found.file]
+        return _joined(file.get_slice(name), runs, ()) if runs else file.get_tensor(name)
 
     def close(self) -> None:
         self._open.clear()
@@ -150,6 +162,14 @@ def _runs(index: torch.Tensor) -> list[tuple[int, int]]:
     return [(numbers[first], numbers[last - 1] + 1) for first, last in bounds] if numbers else [(0, 0)]
 
 
+def held_type(shape: Sequence[int], kind: str) -> tuple[Shape, torch.dtype | None]:
+    """Shape and dtype, of complex numbers those of their ``real_form``, of a tensor in a safetensors file; None for a
+    dtype that programs do not hold."""
+    if kind == _COMPLEX:
+        return (*shape, 2), torch.float32
+    return tuple(shape), DTYPES.get(kind.lower())
+
+
 def open_weights(folder: Path, rounded: bool = False) -> Weights:
     """What the safetensors files of a folder hold.
 
@@ -169,7 +189,7 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
                     part = opened.get_slice(name)
                     twice += [name] if name in tensors else []
                     kind = part.get_dtype()
-                    tensors[name] = _Found(file, tuple(part.get_shape()), DTYPES.get(kind.lower()), kind)
+                    tensors[name] = _Found(file, *held_type(part.get_shape(), kind), kind)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"`{file}` cannot be read: {error}") from None
     return Weights(folder, tensors, tuple(twice), rounded)

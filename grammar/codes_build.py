@@ -159,6 +159,16 @@ NOT_RECOMPUTED = Code(
     instead=_MODEL.format(body="return torch.tanh(x)"),
     language="python",
 )
+NOT_IN_REALS = Code(
+    name="P0256",
+    title="an operator on complex numbers that is not known as one of reals",
+    why="programs hold real numbers: complex ones are rewritten as pairs of them, and so are arithmetic, powers, `exp`,"
+    " `log`, angles, products, sums, FFTs and all that moves entries. Decompositions and solvers of complex matrices"
+    " are not.",
+    example=_MODEL.format(body="return torch.linalg.inv(torch.fft.fft(x)).real"),
+    instead=_MODEL.format(body="return torch.fft.fft(torch.linalg.inv(x)).real"),
+    language="python",
+)
 KEPT_TWICE = shown(
     name="P0220",
     title="heads of keys and values are kept by several ranks",

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from parc.compiler.attribute_tensors import attribute_tensors
+from parc.compiler.complex_numbers import real_form
 from parc.compiler.directive import Directive
 from parc.compiler.program import Line
 from parc.compiler.recipes import initialize
@@ -111,7 +113,7 @@ class _Result:
 
 def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = False) -> _Result:
     module = initialize(model_builder(compiled.lines, compiled.folder, compiled.overrides), compiled.plan.seed)
-    module = module.double() if wide else module
+    module = _widened(module) if wide else module
     attributes = attribute_tensors(module)
     call, loss_of = caller(module, compiled.lines), loss_function(compiled.lines, compiled.folder)
     for name, parameter in module.named_parameters():
@@ -141,8 +143,8 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     *output, loss = forward()
     others = _COINS if _python_draws() != before else 1
     loss.backward()
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    updated = {name: value.detach().clone() for name, value in module.named_buffers(remove_duplicate=False)
+    gradients = {name: real_form(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+    updated = {name: real_form(value.detach().clone()) for name, value in module.named_buffers(remove_duplicate=False)
                if name in buffers and buffers[name].numel() and not torch.equal(value, buffers[name])}  # fmt: skip
     states = random.getstate(), numpy.random.get_state()
     try:
@@ -151,6 +153,14 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
         random.setstate(states[0])
         numpy.random.set_state(states[1])
     return _Result(loss.detach(), gradients, updated, tuple(output), again)
+
+
+def _widened(module: nn.Module) -> nn.Module:
+    """A module in float64, its complex numbers in complex128, which torch's own ``double`` leaves as they are."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_complex():
+            tensor.data = tensor.data.to(torch.complex128)
+    return module.double()
 
 
 def _python_draws() -> tuple[Any, ...]:

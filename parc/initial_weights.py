@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from parc.compiler.capture import Captured
+from parc.compiler.complex_numbers import real_form
 from parc.compiler.plan import Plan
 from parc.compiler.recipes import Recorded
 from parc.compiler.weights import Expected, WeightsError, open_weights, shown_faults
@@ -35,7 +36,8 @@ def state_tensors(recorded: Recorded, captured: Captured) -> list[Expected]:
         if isinstance(value, torch.Tensor):
             owner = aliases.get(name, name)
             names = (*found[owner].names, name) if owner in found else (name,)
-            found[owner] = Expected(names, tuple(value.shape), value.dtype)
+            held = real_form(value)
+            found[owner] = Expected(names, tuple(held.shape), held.dtype)
     return list(found.values())
 
 

@@ -22,6 +22,7 @@ from parc.grammar.codes_build import (
     LOSS_NOT_NUMBER,
     MODEL_FAILED,
     NO_FIELD,
+    NOT_IN_REALS,
     NOT_RECOMPUTED,
     RETURNED_CACHE,
     UNCOUNTED_DRAW,
@@ -83,6 +84,7 @@ def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
         "cache": (RETURNED_CACHE, "give the model `use_cache=False`, or return its logits or its loss alone"),
         "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),
         "field": (NO_FIELD, error.help),
+        "complex": (NOT_IN_REALS, "write it with arithmetic, powers, `exp`, `log`, products, sums, FFTs and views"),
     }.get(error.kind, (CAPTURE_FAILED, error.help))
     line = plan.loss if error.kind == "output" or error.in_loss else plan.model
     shapes = ((given, list(plan.input_shape(given))) for given in plan.inputs if code is CAPTURE_FAILED)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..compiler.artifact import Build
+from ..compiler.complex_numbers import own_form
 from ..compiler.mesh import Mesh
 from ..compiler.padded_tensors import grow, real_entries, spread
 from ..compiler.padding import Pad, pads_from
@@ -60,6 +61,8 @@ class Initial:
         recorded = record(model_builder(lines, build.folder), int(build.manifest["seed"]))
         self._recipes = recorded.recipes
         self.kept = [name for name in recorded.module.state_dict() if name in recorded.recipes]
+        made = (recorded.module.named_parameters, recorded.module.named_buffers)
+        self._complex = {name for of in made for name, value in of(remove_duplicate=False) if value.is_complex()}
         self._weights = weights_of(build)
         self._pads = pads_from(build.manifest["padding"])
         line = build.manifest["init"]
@@ -83,8 +86,17 @@ class Initial:
             if self._weights is not None:
                 self._weights.close()
 
+    def own(self, name: str, value: torch.Tensor | None) -> torch.Tensor:
+        """A tensor of the model's state as the model has it, complex numbers out of their parts; without a value its
+        initial one.
+
+        Raises:
+            RunError: a file can no longer be read.
+        """
+        return own_form(self.whole(name) if value is None else value, name in self._complex)
+
     def whole(self, name: str) -> torch.Tensor:
-        """The whole initial value of a tensor of the model's state.
+        """The whole initial value of a tensor of the model's state, complex numbers as their parts.
 
         Raises:
             RunError: a file can no longer be read.

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compiler.artifact import Build
+from ..compiler.complex_numbers import own_form, real_form
 from ..compiler.counter import dropped, keep_mask, random, stream
 from ..compiler.mesh import Mesh
 from ..compiler.recipes import initialize
@@ -148,7 +149,7 @@ class Plain:
         state = self.module.state_dict()
         with torch.no_grad():
             for tensor in expected_of(self.build.manifest["init"]):
-                state[tensor.names[0]].copy_(weights.whole(tensor.names, tensor.dtype))
+                real_form(state[tensor.names[0]]).copy_(weights.whole(tensor.names, tensor.dtype))
         weights.close()
 
     def step(self, batch: Mapping[str, Tensor] | None = None, lr: float | None = None) -> StepReport:
@@ -182,11 +183,14 @@ class Plain:
             total += float(loss.detach()) * weight
             for name, parameter in self._parameters.items():
                 if parameter.grad is not None:
-                    small = sums is not None and sums.itemsize < parameter.grad.dtype.itemsize
-                    made = parameter.grad.to(sums) if small else parameter.grad
+                    made = real_form(parameter.grad)
+                    made = made.to(sums) if sums is not None and sums.itemsize < made.dtype.itemsize else made
                     found[name] = found[name] + made if name in found else made
                     parameter.grad = None
-        return total, {name: value.to(self._parameters[name].dtype) for name, value in found.items()}
+        trained = self._parameters
+        return total, {
+            n: own_form(v.to(real_form(trained[n]).dtype), trained[n].is_complex()) for n, v in found.items()
+        }
 
     def _unread(self, at: Build, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for the inputs that the model takes but nothing reads, which a build does not feed."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from ..compiler.artifact import Build
+from ..compiler.complex_numbers import real_form
 from ..compiler.padded_tensors import grow
 from ..compiler.padding import pads_from
 from ..compiler.placement import TensorType, parse_type, take
@@ -240,7 +241,7 @@ class Session:
             if name in whole:
                 whole[alias] = whole[name]
         # What no line of the programs reads or changes is as it was made.
-        return {name: whole[name] if name in whole else self._initial.whole(name) for name in self._initial.kept}
+        return {name: self._initial.own(name, whole.get(name)) for name in self._initial.kept}
 
     def _whole_parameters(self) -> dict[str, torch.Tensor]:
         return {
@@ -260,7 +261,7 @@ class Session:
     def _whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All that a checkpoint holds."""
         for name, value in self._whole_parameters().items():
-            yield f"parameter.{name}", value
+            yield f"parameter.{name}", self._initial.own(name, value)
         slots = self._gatherer.slots(self.state.parameters, self.optimizer)
         for name, type_ in self.types.items():
             parameter = self.state.parameters.get(name)
@@ -270,7 +271,7 @@ class Session:
                 whole = self._gatherer.whole(mine.get(key), *like) if number is None else number
                 yield f"optimizer.{key}.{name}", whole
         for name, value in self._whole_buffers().items():
-            yield f"buffer.{name}", value
+            yield f"buffer.{name}", self._initial.own(name, value)
 
     def save(self, path: Path | str) -> None:
         """Write parameters, optimizer state and the step number, whole and by the model's names (safetensors, JSON).
@@ -296,7 +297,7 @@ class Session:
         try:
             with checkpoint.tensors() as file:
                 read = {
-                    f"{kind}.{name}": self._take(file.get_tensor(f"{kind}.{name}"), type_, name)
+                    f"{kind}.{name}": self._take(real_form(file.get_tensor(f"{kind}.{name}")), type_, name)
                     for kind, types, mine in (
                         ("parameter", self.types, self.state.parameters), ("buffer", self._updates, self.state.buffers)
                     )

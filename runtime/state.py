@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..compiler.folders import FolderError, FolderHeld, check_place, current, hold_folder, replace_folder
-from ..compiler.placement import DTYPES
-from ..compiler.weights import shown_faults
+from ..compiler.weights import held_type, shown_faults
 from ..grammar.bounded import check_regular, read_json
 from ..grammar.codes_build import BAD_STATE
 from ..grammar.codes_run import FOLDER_HELD
@@ -97,7 +96,8 @@ def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's facts and the shapes and dtypes of its tensors; tensors are read one by one."""
+    """A checkpoint's facts, and the shapes and dtypes of its tensors, complex ones in their ``real_form``; tensors are
+    read one by one."""
 
     folder: Path
     facts: Mapping[str, Any]
@@ -158,8 +158,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         facts = read_json(folder / FACTS)
         with safe_open(check_regular(folder / TENSORS), framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
-            shapes = {name: tuple(slice_.get_shape()) for name, slice_ in slices.items()}
-            dtypes = {name: DTYPES.get(slice_.get_dtype().lower()) for name, slice_ in slices.items()}
+            types = {name: held_type(slice_.get_shape(), slice_.get_dtype()) for name, slice_ in slices.items()}
+            shapes, dtypes = {n: type_[0] for n, type_ in types.items()}, {n: type_[1] for n, type_ in types.items()}
         step = facts["step"]
         if type(step) is not int or not 0 <= step < 2**53:
             raise ValueError(f"its {FACTS} has step {step!r}, which is no number of steps done")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from parc.compiler.attribute_tensors import attribute_tensors
+from parc.compiler.complex_numbers import real_form
 from parc.compiler.recipes import Recipe, RecipeError, initialize, record
 from tests.family_models import decoder, gpt2
 
@@ -254,8 +255,39 @@ def test_the_fake_module_can_be_exported() -> None:
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"written as torch.complex64 is read as torch.float32"):
-        record(lambda: Holder(torch.view_as_real(torch.randn(3, dtype=torch.complex64)) * 2), 0)
+    with pytest.raises(RecipeError, match=r"written as torch.float32 is read as torch.int32"):
+        record(lambda: Holder(torch.randn(3).view(torch.int32) * 2.0), 0)
+
+
+class Waves(nn.Module):
+    """Complex tensors, made in the ways that models make them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = nn.Parameter(torch.randn(64, 300, dtype=torch.complex64) * 3)
+        self.even = nn.Parameter(torch.rand(64, 300, dtype=torch.complex64))
+        self.by_parts = nn.Parameter(torch.empty(300, 64, dtype=torch.complex64).t())
+        nn.init.normal_(torch.view_as_real(self.by_parts.detach())[:, 7:], std=0.5)
+        self.joined = nn.Parameter(torch.view_as_complex(torch.randn(5, 3, 2)) * 1j)
+        self.register_buffer("turns", torch.polar(torch.ones(9, 4), torch.outer(torch.arange(9.0), torch.arange(4.0))))
+        self.sizes = torch.view_as_real(self.get_buffer("turns"))[1:4, :, 0] * 2
+
+
+def test_complex_tensors_are_recorded_as_pairs() -> None:
+    recorded, module = record(Waves, 0), initialize(Waves, 0)
+    for name, recipe in recorded.recipes.items():
+        value = real_form(dict([*module.named_parameters(), *module.named_buffers()])[name].detach())
+        assert recipe.shape == value.shape and same(recipe.whole(), value.contiguous()), name
+        index = torch.randperm(value.numel())[:50]
+        assert same(recipe.elements(index), value.reshape(-1)[index]), name
+    for name, spread in (("drawn", 3 * math.sqrt(0.5)), ("even", math.sqrt(1 / 12))):
+        parts = real_form(module.get_parameter(name).detach())
+        assert parts.std((0, 1)).sub(spread).abs().max() < 0.02 * spread * 3
+        assert abs(float(torch.corrcoef(parts.reshape(-1, 2).t())[0, 1])) < 0.03
+    own = Waves()
+    assert same(module.get_buffer("turns"), own.get_buffer("turns")) and same(module.get_buffer("sizes"), own.sizes)
+    parts = torch.view_as_real(module.get_parameter("by_parts").detach())
+    assert not parts[:, :7].any() and abs(float(parts[:, 7:].std()) - 0.5) < 0.02
 
 
 def transformers_model(name: str) -> nn.Module:

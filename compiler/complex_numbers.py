@@ -1,0 +1,263 @@
+"""Complex numbers as pairs of real tensors: arithmetic, functions and products, which autograd goes through."""
+
+from __future__ import annotations
+
+import cmath
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def real_form(tensor: Tensor) -> Tensor:
+    """What programs hold of a tensor: of complex numbers, real and imaginary parts along a last dim of 2 (a view)."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def own_form(tensor: Tensor, is_complex: bool) -> Tensor:
+    """The model's own tensor out of what programs hold of it."""
+    return torch.view_as_complex(tensor.contiguous()) if is_complex else tensor
+
+
+class Pair(NamedTuple):
+    """A complex value; a part that is None is zero everywhere, and costs nothing."""
+
+    real: Any
+    imag: Any
+
+
+_ONE = 1.0
+
+
+def pair(x: Any) -> Pair:
+    """Any operand as a pair; of a number, parts that are zero are None."""
+    if isinstance(x, Pair):
+        return x
+    if isinstance(x, Tensor):
+        return Pair(x, None)
+    return Pair(*(None if part == 0 else _ONE if part == 1 else part for part in (x.real, x.imag)))
+
+
+def is_pair(x: Any) -> bool:
+    """Whether an operand is a pair, which a tree of operands keeps whole."""
+    return isinstance(x, Pair)
+
+
+def _plus(x: Any, y: Any) -> Any:
+    return y if x is None else x if y is None else x + y
+
+
+def _minus(x: Any, y: Any) -> Any:
+    return x if y is None else -y if x is None else x - y
+
+
+def _times(x: Any, y: Any) -> Any:
+    if x is None or y is None:
+        return None
+    return x if y is _ONE else y if x is _ONE else x * y
+
+
+def whole(x: Any) -> tuple[Tensor, Tensor]:
+    """Both parts, zeros written out."""
+    real, imag = pair(x)
+    return torch.zeros_like(imag) if real is None else real, torch.zeros_like(real) if imag is None else imag
+
+
+# ---- arithmetic
+
+
+def add(x: Any, y: Any, alpha: Any = 1) -> Pair:
+    """``x + alpha y``."""
+    first, second = pair(x), pair(y) if alpha == 1 else mul(y, alpha)
+    return Pair(_plus(first.real, second.real), _plus(first.imag, second.imag))
+
+
+def sub(x: Any, y: Any, alpha: Any = 1) -> Pair:
+    """``x - alpha y``."""
+    first, second = pair(x), pair(y) if alpha == 1 else mul(y, alpha)
+    return Pair(_minus(first.real, second.real), _minus(first.imag, second.imag))
+
+
+def mul(x: Any, y: Any) -> Pair:
+    """``x y``, or a number by either."""
+    (a, b), (c, d) = pair(x), pair(y)
+    return Pair(_minus(_times(a, c), _times(b, d)), _plus(_times(a, d), _times(b, c)))
+
+
+def neg(x: Any) -> Pair:
+    """``-x``."""
+    return sub(0, x)
+
+
+def conj(x: Any) -> Pair:
+    """The other sign of the imaginary part."""
+    real, imag = pair(x)
+    return Pair(real, None if imag is None else -imag)
+
+
+def scaled(x: Any, by: Any) -> Pair:
+    """Over a real number or tensor."""
+    real, imag = pair(x)
+    return Pair(None if real is None else real / by, None if imag is None else imag / by)
+
+
+def square_sum(x: Any) -> Any:
+    """``|x|^2``."""
+    real, imag = pair(x)
+    return _plus(_times(real, real), _times(imag, imag))
+
+
+def div(x: Any, y: Any) -> Pair:
+    """``x / y``."""
+    divisor = pair(y)
+    if divisor.imag is None:
+        return scaled(x, y if not isinstance(y, Pair) else y.real)
+    return scaled(mul(x, conj(y)), square_sum(y))
+
+
+def reciprocal(x: Any) -> Pair:
+    """``1 / x``."""
+    return div(1.0, x)
+
+
+def abs_(x: Any) -> Tensor:
+    """The gradient at zero is zero, as torch has it there."""
+    real, imag = pair(x)
+    if real is None or imag is None:
+        return torch.abs(imag if real is None else real)
+    none = (real == 0) & (imag == 0)
+    return torch.hypot(real.masked_fill(none, 1.0), imag).masked_fill(none, 0.0)
+
+
+def angle(x: Any) -> Tensor:
+    """From -pi to pi; the gradient at zero is zero."""
+    real, imag = whole(x)
+    none = (real == 0) & (imag == 0)
+    side = torch.copysign(torch.ones_like(real), real)  # a zero has a sign
+    return torch.atan2(torch.where(none, imag.detach(), imag), torch.where(none, side, real))
+
+
+def sgn(x: Any) -> Pair:
+    """``x / |x|``; zero of zero."""
+    size = abs_(x)
+    return scaled(x, size.masked_fill(size == 0, 1.0))
+
+
+# ---- functions
+
+
+def polar(size: Tensor, angle: Tensor) -> Pair:
+    """A number by its size and its angle."""
+    return Pair(size * angle.cos(), size * angle.sin())
+
+
+def exp(x: Any) -> Pair:
+    """``e^x``."""
+    real, imag = pair(x)
+    if imag is None:
+        return Pair(real.exp(), None)
+    turn = Pair(imag.cos(), imag.sin())
+    return turn if real is None else mul(Pair(real.exp(), None), turn)
+
+
+def log(x: Any) -> Pair:
+    """The principal logarithm."""
+    return Pair(abs_(x).log(), angle(x))
+
+
+def log_to(base: float) -> Callable[[Any], Pair]:
+    """The logarithm to a base."""
+    return lambda x: scaled(log(x), math.log(base))
+
+
+def sqrt(x: Any) -> Pair:
+    """The principal root."""
+    return polar(abs_(x).sqrt(), angle(x) / 2)
+
+
+def pow_(x: Any, y: Any) -> Pair:
+    """By products where the power is a small whole number, else ``exp(y log x)``."""
+    if isinstance(y, (int, float)) and float(y).is_integer() and abs(y) <= 64:
+        if y == 0:
+            return Pair(torch.ones_like(whole(x)[0]), None)
+        made, power = None, reciprocal(x) if y < 0 else pair(x)
+        for bit in bin(abs(int(y)))[:1:-1]:
+            if bit == "1":
+                made = power if made is None else mul(made, power)
+            power = mul(power, power)
+        return made or power
+    return exp(mul(y, log(x) if isinstance(x, (Pair, Tensor)) else cmath.log(x)))
+
+
+def sin(x: Any) -> Pair:
+    """The sine."""
+    real, imag = whole(x)
+    return Pair(real.sin() * imag.cosh(), real.cos() * imag.sinh())
+
+
+def cos(x: Any) -> Pair:
+    """The cosine."""
+    real, imag = whole(x)
+    return Pair(real.cos() * imag.cosh(), -real.sin() * imag.sinh())
+
+
+def sinh(x: Any) -> Pair:
+    """The hyperbolic sine."""
+    real, imag = whole(x)
+    return Pair(real.sinh() * imag.cos(), real.cosh() * imag.sin())
+
+
+def cosh(x: Any) -> Pair:
+    """The hyperbolic cosine."""
+    real, imag = whole(x)
+    return Pair(real.cosh() * imag.cos(), real.sinh() * imag.sin())
+
+
+def sigmoid(x: Any) -> Pair:
+    """``1 / (1 + e^-x)``."""
+    return reciprocal(add(exp(neg(x)), 1.0))
+
+
+# ---- comparisons
+
+
+def equal(x: Any, y: Any) -> Tensor:
+    """Where both parts are those of a value or a number."""
+    (a, b), (c, d) = whole(x), pair(y)
+    return torch.eq(a, 0.0 if c is None else c) & torch.eq(b, 0.0 if d is None else d)
+
+
+def of_any(test: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
+    """A test that one part is enough for."""
+
+    def rule(x: Any) -> Tensor:
+        real, imag = whole(x)
+        return test(real) | test(imag)
+
+    return rule
+
+
+# ---- products
+
+
+def product(op: Any) -> Callable[..., Pair]:
+    """An operator that is linear in each tensor: the sum of its results for every choice of parts, by powers of i."""
+
+    def rule(*args: Any, **kwargs: Any) -> Pair:
+        leaves, structure = tree_flatten((args, kwargs), is_pair)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Pair)]
+        sums: list[Any] = [None, None]
+        for choice in itertools.product((0, 1), repeat=len(places)):
+            parts = {place: leaves[place][part] for place, part in zip(places, choice, strict=True)}
+            if any(part is None for part in parts.values()):
+                continue
+            given, options = tree_unflatten([parts.get(at, leaf) for at, leaf in enumerate(leaves)], structure)
+            turns = sum(choice) % 4
+            sums[turns % 2] = (_plus if turns < 2 else _minus)(sums[turns % 2], op(*given, **options))
+        return Pair(*sums)
+
+    return rule
