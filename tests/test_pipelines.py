@@ -82,7 +82,7 @@ def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
  3 | rank 1: 1F0 1f1 1B0 1B1
    | ^^^^^^^^^^^^^^^^^^^^^^^
   ::: seven.parc:13:17
-12 | schedule  table "order.txt" microbatches 2
+13 | schedule  table "order.txt" microbatches 2
    |                 ----------- read here""",
         ),
         ("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1F0 1B0 1B1\n", "help: put what other ranks wait for before"),
