@@ -2,14 +2,15 @@
 
 Small vocabularies and short sequences fit into eight bits, and what random numbers are drawn from is small in the first
 steps, so no test of small numbers sees one that is clamped, taken modulo something, or too long for its type. Each
-integer or boolean gets an expression of the inputs, positions and constants that it is made of, whatever moves it
-between dims and ranks; arithmetic in a program is to be arithmetic of the captured graph, whose operators are taken
-apart by torch as they were for the programs. What depends on an activation or a weight is left to the numbers.
+integer or boolean, and each table that is made of these and of buffers, gets an expression of what it is made of,
+whatever moves it between dims and ranks; arithmetic in a program is to be arithmetic of the captured graph, whose
+operators are taken apart by torch as they were for the programs. What depends on an activation or a weight is left to
+the numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class _Expressions:
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {("activation",): _ACTIVATION}
-        self._answers: dict[tuple[Question, tuple[int, ...]], tuple[list[int], list[int]]] = {}
+        self._answers: dict[tuple[Question, tuple[int, ...]], tuple[list[int], list[int], list[int]]] = {}
         self._mode = FakeTensorMode()
         self.constants: set[int] = set()
         self.stream = self("stream")
@@ -65,24 +66,24 @@ class _Expressions:
         exact = kind in ("buffer", "constant") or (kind == "input" and not value.type.dtype.is_floating_point)
         return self(value.role) if exact else self.rng if kind == "rng" else _ACTIVATION
 
-    def answer(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        """Expressions of a line's results, and of the arithmetic of its parts."""
+    def answer(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
+        """Expressions of a line's results, and of the arithmetic of its parts: with whole numbers, and without."""
         line, name = question.line, base_name(question.line.op)
         if name == "stream_key" and given == (self.rng,):
-            return [self.stream], []
+            return [self.stream], [], []
         if self.rng in given or (self.stream in given and name not in _DRAWS):
-            return [_ACTIVATION] * len(line.made), [self("random", name)]
+            return [_ACTIVATION] * len(line.made), [self("random", name)], []
         if line.op in COLLECTIVES or name in MOVES or (given and not any(given)):
-            return [given[0]] * len(line.made), []
+            return [given[0]] * len(line.made), [], []
         floats = all(type_.dtype.is_floating_point for type_ in question.results)
         if floats and not {_ACTIVATION, self.stream}.isdisjoint(given) and not is_composite(operator(line.op)):
-            return [_ACTIVATION] * len(line.made), []
+            return [_ACTIVATION] * len(line.made), [], []
         key = question, given
         if key not in self._answers:
             self._answers[key] = self._run(question, given)
         return self._answers[key]
 
-    def _run(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    def _run(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
         call = call_of(question.line, question.operands, question.results, lambda item: item.size)
         with self._mode:
             tensors = [torch.empty(type_.shape, dtype=type_.dtype) for type_ in question.operands]
@@ -92,7 +93,7 @@ class _Expressions:
                 )
         results = made if isinstance(made, (tuple, list)) else [made]
         kept = [x for x, value in zip(results, question.line.results, strict=True) if value is not None]
-        return [parts.known.get(id(x), _ACTIVATION) for x in kept], parts.arithmetic
+        return [parts.known.get(id(x), _ACTIVATION) for x in kept], parts.arithmetic, parts.tables
 
 
 class _Parts(TorchDispatchMode):
@@ -103,6 +104,8 @@ class _Parts(TorchDispatchMode):
         self.express, self.alive = expressions, list(operands)
         self.known = {id(x): found for x, found in zip(operands, given, strict=True)}
         self.arithmetic: list[int] = []
+        self.tables: list[int] = []
+        """Arithmetic of floating numbers alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,8 +139,8 @@ class _Parts(TorchDispatchMode):
         expression = self.express(name, str(words), *dtypes)
         if name in _JOINS or not varying:
             return expression
-        if dtypes or not all(x.is_floating_point() for x in operands):
-            self.arithmetic.append(expression)
+        whole = dtypes or not all(x.is_floating_point() for x in operands)
+        (self.arithmetic if whole else self.tables).append(expression)
         return expression
 
     def _word(self, item: Any) -> Any:
@@ -150,8 +153,8 @@ def check_integers(programs: Mapping[str, Program], reference: Program) -> Itera
     known: set[int] = set()
 
     def noted(_: str, question: Question, given: tuple[int, ...]) -> list[int]:
-        found, parts = express.answer(question, given)
-        known.update(parts)
+        found, parts, tables = express.answer(question, given)
+        known.update(parts, tables)
         return found
 
     for function in reference.functions:
@@ -165,16 +168,17 @@ def check_integers(programs: Mapping[str, Program], reference: Program) -> Itera
 
 
 def _held(
-    program: Program, express: _Expressions, known: Set[int], saved: Mapping[str, int]
+    program: Program, express: _Expressions, known: set[int], saved: Mapping[str, int]
 ) -> tuple[list[int], list[Fault]]:
     """Expressions of what a program returns, and where it has arithmetic that is not known."""
     faults: dict[str, Fault] = {}
 
     def held(function: str, question: Question, given: tuple[int, ...]) -> list[int]:
-        found, parts = express.answer(question, given)
-        if not known >= set(parts):
+        found, parts, tables = express.answer(question, given)
+        if not known.issuperset(parts if program.action == "B" else [*parts, *tables]):  # B differentiates tables
             where = f"{program.action} {function}: {', '.join(value.name for value in question.line.made)}"
-            faults[where] = Fault("types", where, f"{question.line.op} makes other whole numbers than the model")
+            what = "whole numbers" if parts else "tables"
+            faults[where] = Fault("types", where, f"{question.line.op} makes other {what} than the model")
         return found
 
     given = [express.source(value, saved) for value in program.main.parameters]

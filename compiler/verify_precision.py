@@ -3,18 +3,23 @@
 Numbers are tested in float64, where a cast is nothing, so it is here that a rounding too many is refused. What is
 proved: weights, their gradients as they are summed, and the loss have the model's own types; an operator that is
 sensitive to rounding, a loss, what is made of a loss, and a single number are never narrow; a value becomes narrow only
-in a module that computes so, and in a backward only as the gradient of what a forward widens there.
+in a module that computes so, and in a backward only as the gradient of what a forward widens there. What is made of
+positions, buffers and constants alone (angles, tables, masks) is rounded once, for a line that reads it with narrow
+activations: whatever reads it before, or not with these, reads it as the model computes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 
 import torch
 
+from .collectives import COLLECTIVES
 from .precision import LOSSES, Rounding, base_name, is_narrow, is_sensitive, may_narrow
 from .program import Function, Line, Program, Value
 from .verify import Fault, Question, follow
+from .verify_integers import MOVES
 
 _LOSS = LOSSES | {"loss_parts"}
 Shape = tuple[int, ...]
@@ -30,7 +35,7 @@ def check_precision(programs: Mapping[str, Program], reference: Program, roundin
             for line, fault in _line_faults(function, action, rounding, own, widened):
                 names = ", ".join(value.name for value in line.made)
                 faults.append(Fault("types", f"{action} {function.name}: {names}", fault))
-    return [*faults, *_loss_faults(programs["F"], own)]
+    return [*faults, *_loss_faults(programs["F"], own), *_table_faults(programs, own)]
 
 
 class _Own:
@@ -141,6 +146,76 @@ def _loss_faults(forward: Program, own: _Own) -> Iterator[Fault]:
 
     follow(forward, forward.main, [False] * len(forward.main.parameters), made)
     yield from found.values()
+
+
+class _Table(Enum):
+    """What a value is made of."""
+
+    EXACT = "positions, buffers and constants, as the model computes them"
+    ROUNDED = "the same, once rounded"
+    OTHER = "weights or activations"
+
+
+def _table_faults(programs: Mapping[str, Program], own: _Own) -> Iterator[Fault]:
+    """Tables, angles and masks are rounded by nothing but the line that meets narrow activations."""
+    saved: dict[str, _Table] = {}
+    for program in (programs["F"], programs["B"]):
+        main = program.main
+        given = [saved.get(value.name, _Table.OTHER) if value.role.startswith("saved ") else _source(value)
+                 for value in main.parameters]  # fmt: skip
+        made, faults = _followed(program, given, own)
+        yield from faults
+        for (key, _), found in zip(main.returns, made, strict=True):
+            saved[key.removeprefix("saved ")] = found
+            if key.startswith("buffer ") and found is _Table.ROUNDED:
+                yield Fault("types", f"{program.action} {key}", "is kept rounded from step to step")
+
+
+def _followed(program: Program, given: Sequence[_Table], own: _Own) -> tuple[list[_Table], list[Fault]]:
+    """What a program returns is made of, and which lines read what they may not."""
+    faults: dict[str, Fault] = {}
+
+    def made(function: str, question: Question, given: tuple[_Table, ...]) -> list[_Table]:
+        line = question.line
+        found, fault = _table_made(question, given)
+        if fault and not own.mixes(line.origin.module):
+            where = f"{program.action} {function}: {', '.join(value.name for value in line.made)}"
+            faults[where] = Fault("types", where, fault)
+        return [found] * len(line.made)
+
+    return follow(program, program.main, given, made), list(faults.values())
+
+
+def _source(value: Value) -> _Table:
+    kind = value.role.partition(" ")[0]
+    exact = kind in ("buffer", "constant") or (kind == "input" and not value.type.dtype.is_floating_point)
+    return _Table.EXACT if exact else _Table.OTHER
+
+
+def _table_made(question: Question, given: Sequence[_Table]) -> tuple[_Table, str]:
+    """What a line makes, and what is wrong with what it reads."""
+    line, results = question.line, question.results
+    narrow = any(is_narrow(type_.dtype) for type_ in results)
+    pairs = [pair for pair in zip(question.operands, given, strict=True) if pair[0].dtype.is_floating_point]
+    moving = [type_.dtype for type_, found in pairs if found is _Table.OTHER and type_.shape]
+    rounded = any(found is _Table.ROUNDED for _, found in pairs)
+    if line.op in COLLECTIVES or base_name(line.op) in MOVES:
+        return (given or [_Table.EXACT])[0], ""
+    if rounded and (not narrow or not all(map(is_narrow, moving))):
+        return _Table.OTHER, "reads what was rounded and is made of positions, buffers and constants as if it were not"
+    if rounded and base_name(line.op) == "attention" and given[3:4] == [_Table.ROUNDED]:
+        return _Table.OTHER, "reads a mask that was rounded"
+    if _Table.OTHER in given:
+        return _Table.OTHER, ""
+    if rounded and line.op != "aten._to_copy.default":
+        return _Table.OTHER, "computes with what was rounded, and meets no activation"
+    held = all(is_narrow(type_.dtype) for type_, _ in pairs) and pairs  # narrow in the model itself
+    exact = line.op == "aten.full.default" and _holds(line.args[1], results[0].dtype)
+    return (_Table.EXACT if not narrow or (held and not rounded) or exact else _Table.ROUNDED), ""
+
+
+def _holds(number: float, dtype: torch.dtype) -> bool:
+    return torch.tensor(number, dtype=dtype).item() == number
 
 
 def _text(dtype: torch.dtype) -> str:

@@ -26,13 +26,22 @@ class _Flow(IntEnum):
 
     MADE = 0
     """Made of constants alone (masks): stays as it is, and asks for nothing."""
-    STORED = 1
-    """Made of weights and buffers too: adapts to the activations that it meets."""
-    NARROW = 2
-    WIDE = 3
+    TABLE = 1
+    """Made of buffers too (angles, rotary tables): adapts to the activations that it meets, and to nothing before."""
+    STORED = 2
+    """Made of weights too: adapts to the activations that it meets, and is rounded where it leaves its module."""
+    NARROW = 3
+    WIDE = 4
     """Made by a sensitive operator, or by a module that is not narrow."""
-    KEPT = 4
+    KEPT = 5
     """Made float32 by the model itself, a loss, or a single number: nothing narrows it."""
+
+
+_GIVEN = {
+    **dict.fromkeys(("buffer", "constant"), _Flow.TABLE), **dict.fromkeys(("parameter", "frozen"), _Flow.STORED),
+    "input": _Flow.WIDE,
+}  # fmt: skip
+"""What a value of the captured graph's placeholders is, by the kind of its role."""
 
 
 def narrow(graph: fx.Graph, lines: Regions) -> None:
@@ -84,8 +93,7 @@ class _Narrowing:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
                 kind = node.meta["role"].split(" ")[0]
-                stored = kind in ("parameter", "frozen", "buffer", "constant")
-                self.flow[node] = _Flow.STORED if stored else _Flow.WIDE if kind == "input" else _Flow.MADE
+                self.flow[node] = _GIVEN.get(kind, _Flow.MADE)
             elif computes(node):
                 self.operator(node)
             elif node.target is operator.getitem:
@@ -107,7 +115,7 @@ class _Narrowing:
     def seen(self, value: fx.Node, reader: fx.Node) -> fx.Node:
         """A value as a reader has it: outside the narrow module that made it, its rounding."""
         maker = _maker(value)
-        if maker.op == "placeholder" or self.flow[value] in (_Flow.MADE, _Flow.KEPT):
+        if maker.op == "placeholder" or self.flow[value] in (_Flow.MADE, _Flow.TABLE, _Flow.KEPT):
             return value
         line, origin = self.line_of(maker), maker.meta["origin"]
         if line is None or (_inside(reader.meta["origin"].module, origin.module) and not reader.meta.get("loss")):
@@ -134,7 +142,7 @@ class _Narrowing:
         if line is None:
             flow = max(flow, _Flow.WIDE) if flow >= _Flow.NARROW else flow
             self.set(node, dict.fromkeys(floats, torch.float32))
-        elif flow in (_Flow.MADE, _Flow.STORED, _Flow.KEPT):
+        elif flow in (_Flow.MADE, _Flow.TABLE, _Flow.STORED, _Flow.KEPT):
             self.set(node, dict.fromkeys(floats, torch.float32))
         elif name in PRODUCTS:
             flow = _Flow.NARROW

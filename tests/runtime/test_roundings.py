@@ -7,37 +7,18 @@ from dataclasses import replace
 
 import torch
 
-from parc.checks import rounding_of, static_faults
+from parc.checks import prove, rounding_of, static_faults
 from parc.compiler.placement import parse_type
 from parc.compiler.precision import Rounding, base_name
-from parc.compiler.program import Function, Line, Program, Ref, Value, map_references
+from parc.compiler.program import Function, Program
 from parc.compiler.verify_precision import check_precision
 from parc.driver import Compiled, stored_types
 from tests.checked_plans import compiled
+from tests.planted_bugs import rounding_rows
 from tests.planted_sites import with_function
+from tests.planted_tables import rounded, tables_build
 from tests.runtime.test_precision import BF16
 from tests.runtime.tiny import BOTH, PLAN
-
-
-def rounded(function: Function, name: str) -> Function:
-    """The function with a value rounded to bfloat16 and back as soon as it is there."""
-    value = function.values()[name]
-    low = Value(f"{name}_low", replace(value.type, dtype=torch.bfloat16))
-    back = Value(f"{name}_back", value.type)
-    at = next((i for i, line in enumerate(function.lines) if value in line.results), -1)
-    origin = function.lines[max(at, 0)].origin
-    casts = tuple(
-        Line((to,), "aten._to_copy.default", (Ref(of),), (("dtype", to.type.dtype),), origin)
-        for to, of in ((low, name), (back, low.name))
-    )
-    later = tuple(_read(line, name, back.name) for line in function.lines[at + 1 :])
-    returns = tuple((key, back.name if used == name else used) for key, used in function.returns)
-    return replace(function, lines=(*function.lines[: at + 1], *casts, *later), returns=returns)
-
-
-def _read(line: Line, old: str, new: str) -> Line:
-    args = tuple(map_references(item, lambda name: Ref(new if name == old else name)) for item in line.args)
-    return replace(line, args=args)
 
 
 def faults(made: Compiled, programs: dict[str, Program], rounding: Rounding) -> list[str]:
@@ -99,3 +80,12 @@ def test_gradients_are_added_up_in_a_narrow_type_only_where_the_plan_says() -> N
     programs = dict(made.built.programs)
     assert not faults(made, programs, rounding_of(made))
     assert any("added up over microbatches in bfloat16" in fault for fault in faults(made, programs, Rounding()))
+
+
+def test_what_is_made_of_positions_is_rounded_by_the_line_that_meets_an_activation() -> None:
+    """Angles that one module makes and another takes cosines of; distances that attention adds to its scores."""
+    for how in ("angles", "slopes"):
+        assert not prove(tables_build(how))
+        row = rounding_rows([how])["round a table early"]
+        assert row.mutants >= 4
+        assert not row.accepted, row.accepted

@@ -1,0 +1,89 @@
+"""Planted bugs of precision: what is made of positions, buffers and constants is rounded before its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from parc.checks import rounding_of
+from parc.compiler.precision import may_narrow
+from parc.compiler.program import Function, Line, Program, Ref, Value, map_references
+from parc.driver import Compiled
+from tests.checked_plans import compiled
+from tests.planted_sites import Mutant, with_function
+
+ROOT = Path(__file__).parent.parent
+PLAN = """\
+model "tests.table_models:Attends" (how="{how}")
+input tokens int64 [B, S]
+input targets int64 [B, S]
+sizes B=4, S=8
+loss cross_entropy(output, targets)
+optimizer sgd lr 0.1
+mesh dp=2
+shard tokens, targets [B/dp, _]
+precision bf16
+"""
+HOW = ("angles", "waves", "slopes", "given", "scores")
+
+
+def tables_build(how: str) -> Compiled:
+    """The programs of a model that computes with positions in one of the ways ``HOW``."""
+    text = PLAN.format(how=how)
+    return compiled(text if how != "given" else text.replace("sizes", "input positions int64 [1, S]\nsizes"), ROOT)
+
+
+def rounded(function: Function, name: str) -> Function:
+    """The function with a value rounded to bfloat16 and back as soon as it is there."""
+    value = function.values()[name]
+    low = Value(f"{name}_low", replace(value.type, dtype=torch.bfloat16))
+    back = Value(f"{name}_back", value.type)
+    at = next((i for i, line in enumerate(function.lines) if value in line.results), -1)
+    origin = function.lines[max(at, 0)].origin
+    casts = tuple(
+        Line((to,), "aten._to_copy.default", (Ref(of),), (("dtype", to.type.dtype),), origin)
+        for to, of in ((low, name), (back, low.name))
+    )
+    later = tuple(_read(line, name, back.name) for line in function.lines[at + 1 :])
+    returns = tuple((key, back.name if used == name else used) for key, used in function.returns)
+    return replace(function, lines=(*function.lines[: at + 1], *casts, *later), returns=returns)
+
+
+def _read(line: Line, old: str, new: str) -> Line:
+    args = tuple(map_references(item, lambda name: Ref(new if name == old else name)) for item in line.args)
+    return replace(line, args=args)
+
+
+def made_of_positions(function: Function, exact: set[str]) -> list[str]:
+    """Floating values that are made of integers, of ``exact`` values, and of one another."""
+    values, found = function.values(), []
+    for line in function.lines:
+        read = [values[name] for name in line.uses()]
+        if line.calls_function or not all(v.name in exact or not v.type.dtype.is_floating_point for v in read):
+            continue
+        for value in line.made:
+            exact.add(value.name)
+            if value.type.dtype == torch.float32 and value.type.shape:
+                found.append(value.name)
+    return found
+
+
+def early_roundings(made: Compiled) -> Iterator[Mutant]:
+    """Each such value in F, and each buffer, rounded to bfloat16 and back in a module that computes so."""
+    programs: dict[str, Program] = dict(made.built.programs)
+    lines, main = rounding_of(made).lines, programs["F"].main
+    buffers = {value.name for value in main.parameters if value.role.startswith(("buffer ", "constant "))}
+    given: dict[str, set[str]] = {main.name: buffers}
+    for call in (line for line in main.lines if line.calls_function):
+        taken = programs["F"].function(call.op).parameters
+        known = {value.name for value, name in zip(taken, call.uses(), strict=True) if name in buffers}
+        given[call.op] = given.get(call.op, known) & known
+    for function in programs["F"].functions:
+        for name in made_of_positions(function, set(given[function.name])):
+            line = next(line for line in function.lines if any(value.name == name for value in line.made))
+            if may_narrow(lines, line.origin.module):
+                changed = with_function(programs, "F", rounded(function, name))
+                yield Mutant("round a table early", f"{function.name}: {name}", changed)
