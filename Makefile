@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches build-time families wheel planted-bugs soak clean
+.PHONY: help demo test test-torch check fuzz bench bench-pipelines bench-batches build-time families outside wheel planted-bugs soak clean
 
 # The first Python of at least 3.11; choose another with `make test PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-batches  what it takes of a step to find out whether all ranks gave one batch"
 	@echo "make build-time     build Llama 3 8B of 2 to 32 layers on 1 to 16,384 ranks: seconds, memory, a plot"
 	@echo "make families       every family of models under every plan: verified, what it sends, how exact it is"
+	@echo "make outside        models of other packages (transformers, timm, diffusers, x-transformers): verified, refused or crashed"
 	@echo "make wheel   dist/: source distribution and wheel, installed beside torch alone, used and measured"
 	@echo "make planted-bugs   break good builds in every way, and say which check refuses each"
 	@echo "make soak    fuzz with fresh seeds for SOAK_MINUTES (now $(SOAK_MINUTES)), a quarter of them hostile plans, builds, checkpoints"
@@ -95,6 +96,18 @@ build-time: $(READY)
 
 families: $(READY)
 	$(PY) -m benchmarks.families
+
+# An environment of its own, which finds all that .venv finds by a path file.
+OUTSIDE := .venv-outside
+$(OUTSIDE)/.parc-ready: $(READY) benchmarks/outside-requirements.txt
+	@test -x $(OUTSIDE)/bin/python || $(PY) -m venv --system-site-packages $(OUTSIDE)
+	@$(PY) -c 'import sys; print("import site;", *(f"site.addsitedir({path!r});" for path in sys.path if "-packages" in path))' \
+		> $$($(OUTSIDE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth
+	$(OUTSIDE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/outside-requirements.txt
+	@touch $@
+
+outside: $(OUTSIDE)/.parc-ready
+	$(OUTSIDE)/bin/python -m benchmarks.outside
 
 wheel: $(READY)
 	$(PY) benchmarks/wheel.py

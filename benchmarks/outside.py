@@ -1,0 +1,158 @@
+"""``make outside``: models as the world writes them, built: verified, refused by a message, or crashed.
+
+Prints every model as it is done and writes a table of the reasons to ``benchmarks/outside.md``. A model is built in a
+child process under a limit of time and one of memory; a child builds several, until one is killed. Words that are given
+choose the models whose names hold one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from benchmarks.outside_table import cases
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = Path(__file__).with_suffix(".md")
+SECONDS, GIGABYTES, AT_ONCE, A_CHILD = 150, 6, int(os.environ.get("WORKERS", "2")), 12
+LEAST = 0.95
+ABOUT = """# Models from elsewhere
+
+Written by `make outside`: tiny models of packages that an index installs (`benchmarks/outside-requirements.txt` and
+`constraints.txt`), batch 4 over dp=2, and over tp=2 too where it is said; no model's code was touched. *Verified* is
+every check of a build. Layers are not left out at random (`layerdrop` is 0), which no program of fixed lines does, and
+spectra are not masked by NumPy's random numbers.
+
+"""
+
+
+def build(name: str) -> tuple[str, str]:
+    """What becomes of a model: ``verified``, ``refused`` or ``crashed``, and why."""
+    from parc.checks import check_build
+    from parc.compiler.plan import read_plan
+    from parc.driver import compile_plan
+    from parc.grammar.diagnostics import PlanError
+    from parc.grammar.source import Source
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages, about their own future
+            checked = check_build(compile_plan(read_plan(Source("outside.parc", cases()[name].plan())), ROOT))
+    except PlanError as refused:
+        found = refused.diagnostics[0]
+        return "refused", f"{found.code.name} {found.message}"
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return "crashed", f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+    if checked.faults:  # of parc's own making
+        return "crashed", f"a check refused it: {checked.faults[0]}"
+    return "verified", ""
+
+
+def child() -> None:
+    """Build the models named on stdin, a line each; a line of JSON for each on the first stdout."""
+    resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES << 30, GIGABYTES << 30))
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what models print
+    for line in sys.stdin:
+        print(json.dumps(build(line.strip())), file=results, flush=True)
+
+
+class Child:
+    """A process that builds one model after the other."""
+
+    def __init__(self) -> None:
+        words = [sys.executable, "-m", "benchmarks.outside", "--child"]
+        self.process = subprocess.Popen(
+            words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self.left = A_CHILD
+
+    def build(self, name: str) -> tuple[str, str]:
+        """As ``build``; the process has ended where it was killed, by its limits or its time."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.left -= 1
+        print(name, file=self.process.stdin, flush=True)
+        ready, _, _ = select.select([self.process.stdout], [], [], SECONDS)
+        line = self.process.stdout.readline() if ready else ""
+        if not line:
+            self.end()
+            ended = f"its process ended with {self.process.returncode}"
+            return "crashed", ended if ready else f"not done in {SECONDS} seconds"
+        outcome, why = json.loads(line)
+        return outcome, why
+
+    def end(self) -> None:
+        """End the process; it holds nothing."""
+        self.process.kill()
+        self.process.wait()
+        self.left = 0
+
+
+def main(wanted: list[str]) -> int:
+    """Build all models, or those whose names hold one of the wanted words."""
+    names = [name for name in cases() if not wanted or any(word in name for word in wanted)]
+    waiting: SimpleQueue[str] = SimpleQueue()
+    for name in names:
+        waiting.put(name)
+    found: dict[str, tuple[str, str]] = {}
+    start = time.perf_counter()
+
+    def work() -> None:
+        builder = Child()
+        while True:
+            try:
+                name = waiting.get_nowait()
+            except Empty:
+                return builder.end()
+            if not builder.left:
+                builder.end()
+                builder = Child()
+            began = time.perf_counter()
+            outcome, why = found[name] = builder.build(name)
+            seconds = time.perf_counter() - began
+            first = why.partition("\n")[0]
+            print(f"{len(found):3}/{len(names)} {outcome:8} {name:44} {seconds:5.1f} s  {first}"[:220], flush=True)
+
+    threads = [threading.Thread(target=work) for _ in range(AT_ONCE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counts = Counter(outcome for outcome, _ in found.values())
+    share = counts["verified"] / len(names)
+    total = f"{len(names)} builds: {counts['verified']} verified ({share:.1%}), {counts['refused']} refused"
+    total += f" by a message, {counts['crashed']} crashed"
+    print(f"{total}; {time.perf_counter() - start:.0f} s")
+    if not wanted:
+        OUT.write_text(ABOUT + "\n".join(table(found, total)) + "\n")
+    return int(share < LEAST or counts["crashed"] > 0)
+
+
+def table(found: dict[str, tuple[str, str]], total: str) -> list[str]:
+    """The lines of the table: what was not verified with its reason, then all else."""
+    rows = [f"{total}.", "", "| not verified | outcome | reason |", "| --- | --- | --- |"]
+    for name, (outcome, why) in sorted(found.items()):
+        if outcome != "verified":
+            rows.append(f"| {name} | {outcome} | {' '.join(why.split()).replace('|', '/')} |")
+    packages: dict[str, list[str]] = {}
+    for name, (outcome, _) in sorted(found.items()):
+        if outcome == "verified":
+            package, _, rest = name.partition(" ")
+            packages.setdefault(package, []).append(rest)
+    return [*rows, "", *(f"Verified of {package}: {', '.join(each)}.\n" for package, each in packages.items())]
+
+
+if __name__ == "__main__":
+    sys.exit(child() if sys.argv[1:] == ["--child"] else main(sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""Models from packages that an index installs, tiny: how each is made, what it is given, and its loss."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+HERE = "benchmarks.outside_models"
+SMALL: dict[str, Any] = {
+    name: value
+    for value, names in {
+        32: "hidden_size d_model n_embd embedding_size word_embed_proj_dim max_position_embeddings n_positions n_ctx"
+        " max_seq_len moe_intermediate_size true_hidden_size bottleneck_size intra_bottleneck_size",
+        64: "vocab_size intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner shared_intermediate_size"
+        " shared_expert_intermediate_size expert_intermediate_size dim_ff",
+        2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers"
+        " num_encoder_layers num_key_value_heads num_experts_per_tok eos_token_id",
+        4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads sliding_window"
+        " num_local_experts num_experts n_routed_experts",
+        8: "head_dim d_kv rotary_dim patch_size",
+        1: "bos_token_id decoder_start_token_id n_shared_experts",
+        0: "pad_token_id",
+        16: "image_size",
+        6: "num_labels",
+    }.items()
+    for name in names.split()
+} | {"use_cache": False}
+"""Arguments that configurations of transformers share; a configuration is given those that it has."""
+
+INPUTS = {
+    **dict.fromkeys(("input_ids", "decoder_input_ids", "targets", "ids", "tokens", "idx"), ("int64", "B, S")),
+    **dict.fromkeys(("labels", "timestep", "class_labels"), ("int64", "B")), "timesteps": ("float32", "B"),
+    "pixel_values": ("float32", "B, 3, 16, 16"), "x": ("float32", "B, 3, 32, 32"),
+    "input_values": ("float32", "B, 800"),
+    "input_features": ("float32", "B, 16, 32"), "mel": ("float32", "B, 32, 16"), "past_values": ("float32", "B, 32, 4"),
+    "sample": ("float32", "B, 4, 8, 8"), "encoder_hidden_states": ("float32", "B, 5, 32"),
+    "hidden_states": ("float32", "B, 16, 4"), "pooled_projections": ("float32", "B, 32"),
+    "img_ids": ("float32", "16, 3"), "txt_ids": ("float32", "5, 3"),
+}  # fmt: skip
+"""Name of an input → type and dims."""
+
+TEXT = ("input_ids targets", "cross_entropy(output.logits, targets)")
+PAIR = ("input_ids decoder_input_ids targets", "cross_entropy(output.logits, targets)")
+LARGE = ("x=pixel_values labels", "cross_entropy(output.logits, labels)")
+IMAGE = ("pixel_values labels", "cross_entropy(output.logits, labels)")
+SQUARES = f'"{HERE}:squares"(output)'
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a plan: the callable that makes it, with arguments; inputs; loss; lines that split it over tp."""
+
+    maker: str
+    arguments: str
+    inputs: str
+    loss: str
+    lines: str = ""
+
+    def plan(self) -> str:
+        """The plan's text: data parallel over 2 ranks, and over 2 more where it has lines for them."""
+        named = {name: INPUTS[name.partition("=")[0]] for name in self.inputs.split()}
+        module = HERE if self.arguments else "benchmarks.outside_plain"
+        rows = [
+            f'model "{module}:{self.maker}"' + f" ({self.arguments})" * bool(self.arguments),
+            "sizes B=4, S=8",
+            f"loss {self.loss}",
+        ]
+        rows += ["optimizer adamw lr 1e-3 eps 1e-5", f"mesh dp=2{', tp=2' * bool(self.lines)}"]
+        for name, (dtype, dims) in named.items():
+            rows.append(f"input {name.replace('=', ' as ')} {dtype} [{dims}]")
+            if dims.startswith("B"):
+                split = ["B/dp", *("_" for _ in dims.split(", ")[1:])]
+                rows.append(f"shard {name.partition('=')[0]} [{', '.join(split)}]")
+        return "\n".join([*rows, self.lines]) + "\n"
+
+
+def squares(output: Any) -> torch.Tensor:
+    """The mean square of the first tensor that a model returns, for a model without a task."""
+    while not isinstance(output, torch.Tensor):
+        output = next(iter(output.values())) if hasattr(output, "values") else output[0]
+    return output.float().square().mean()
+
+
+def transformer(name: str) -> nn.Module:
+    """A model of transformers: its family's configuration with small sizes."""
+    import transformers
+
+    from benchmarks.outside_table import FAMILIES
+
+    head, own, _ = FAMILIES[name]
+    config_class = type(transformers.AutoConfig.for_model(name))
+    default = config_class()
+    known = {key: value for key, value in SMALL.items() if hasattr(default, key)}
+    given = {key: value for key, value in {**known, **own}.items() if value is not None}
+    made: nn.Module = getattr(transformers, head).from_config(config_class(**given))
+    return made
+
+
+def timm_model(name: str) -> nn.Module:
+    """An architecture of timm, for 6 classes."""
+    if "timm" not in sys.modules:
+        stand_ins = {path: _Anything(path) for path in TORCHVISION}
+        sys.modules.update(stand_ins)
+        import timm
+
+        for path in stand_ins:
+            del sys.modules[path]
+    import timm
+
+    from benchmarks.outside_table import TIMM
+
+    made: nn.Module = timm.create_model(name, num_classes=6, **TIMM[name])
+    return made
+
+
+TORCHVISION = ["torchvision"] + [
+    f"torchvision.{name}"
+    for name in (
+        "transforms",
+        "transforms.functional",
+        "datasets",
+        "ops",
+        "ops.misc",
+        "models",
+        "models.feature_extraction",
+    )
+]
+"""What timm imports, whose wheel does not load beside a torch for CPUs alone."""
+
+
+class _Anything(ModuleType):
+    """A package in which every name is a class."""
+
+    __path__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return sys.modules.get(f"{self.__name__}.{name}") or _AnyClass(name, (), {})
+
+
+class _AnyClass(type):
+    """A class with every attribute."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+def diffusers_model(name: str) -> nn.Module:
+    """A class of diffusers."""
+    import diffusers
+
+    from benchmarks.outside_table import DIFFUSERS
+
+    made: nn.Module = getattr(diffusers, name)(**DIFFUSERS[name][1])
+    return made
+
+
+def x_transformer(name: str) -> nn.Module:
+    """A decoder of x-transformers."""
+    from x_transformers import Decoder, TransformerWrapper
+
+    from benchmarks.outside_table import X_TRANSFORMERS
+
+    layers = Decoder(dim=32, depth=2, heads=4, attn_dim_head=8, **X_TRANSFORMERS[name])
+    made: nn.Module = TransformerWrapper(num_tokens=64, max_seq_len=16, attn_layers=layers)
+    return made
