@@ -227,7 +227,8 @@ def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iter
     for kind, where in agreement.worst.items():
         error = getattr(agreement, kind)
         if not error <= TOLERANCE:
-            yield Fault("numbers", f"{where}{at}", f"the {kind} differs from the captured graph's by {error:.1e}")
+            why = f"; {agreement.amplified}" if agreement.amplified else ""
+            yield Fault("numbers", f"{where}{at}", f"the {kind} differs from the captured graph's by {error:.1e}{why}")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from .holders import BUFFERS, held, owners_of, parameters_of, place, together
 from .optimizer import make_optimizer, rate, update
 from .random_batch import random_batch
 from .reference_run import CPU, Batches, Case, ReferenceRun, largest, largest_difference, wide
+from .roundings import Roundings
 from .step import Stepper, StepResult
 from .work import RankState
 
@@ -38,11 +39,13 @@ class Agreement:
     norm: float = 0.0
     parameter: float = 0.0
     updated: float = 0.0
-    """The error of updated parameters as it is; ``parameter`` is what exceeds AdamW's amplification of rounding."""
+    """The error of updated parameters as it is; ``parameter`` is what rounding does not explain."""
     worst: dict[str, str] = field(default_factory=dict)
     steps: int = 0
     not_finite: str = ""
     """What of the captured graph itself is not a finite number, and when; nothing is compared with that."""
+    amplified: str = ""
+    """Where errors are too large: what one rounding moves further than can be tested."""
 
     @property
     def largest(self) -> float:
@@ -194,24 +197,22 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def compare(case: Case, steps: int = 3) -> Agreement:
-    """Train both for some steps and measure how far apart loss, gradients, their norm and updated parameters are; where
-    random numbers are drawn, the last of several steps has a late step's.
+    """Train both for some steps and measure how far apart loss, gradients, their norm, updated parameters and buffers
+    are; where random numbers are drawn, the last of several steps has a late step's.
 
     Errors are relative to a tensor's own largest entry, or to a thousandth of the largest of all gradients, of all
     buffers that steps write (to the largest of all parameters) where that is more, since an entry that is nothing but
-    rounding has no error of its own. Nor has a gradient of terms that cancel: what its weights' rounding moves it by is
-    not counted.
+    rounding has no error of its own. Of an error above ``TOLERANCE`` what rounding explains is not counted: several
+    times what moves where each weight and input of the captured graph is moved by its own rounding.
     """
     agreement = Agreement()
-    reference, simulation = ReferenceRun(case), Simulation(case)
+    reference, simulation, roundings = ReferenceRun(case), Simulation(case), Roundings(case)
     generator = torch.Generator().manual_seed(0)
-    slack: dict[str, float] = {}
     draws = any(value.role == "rng" for value in case.reference.main.parameters)
     for index in range(steps):
         step = _LATE if draws and 0 < index == steps - 1 else index
         batches = random_batch(case.reference, case.microbatches, generator)
-        parameters = {name: value.detach().clone() for name, value in reference.parameters.items()}
-        began = replace(case, parameters=parameters, buffers=dict(reference.buffers))
+        roundings.begin(reference, batches, step)
         loss, gradients = reference.step(batches, step)
         wrong = [
             f"the gradient of `{name}` is not finite" for name, value in gradients.items() if not value.isfinite().all()
@@ -221,9 +222,10 @@ def compare(case: Case, steps: int = 3) -> Agreement:
             agreement.not_finite = f"{wrong[0]} in step {step + 1} on random data"
             return agreement
         losses, found = simulation.step(batches, step)
+        top = float(loss.abs().clamp_min(1e-30))
         for rank, value in enumerate(losses):
-            error = float((value - loss).abs() / loss.abs().clamp_min(1e-30))
-            agreement.note("loss", error, f"step {step}, rank {rank}")
+            apart = roundings.beyond("loss", loss, float((value - loss).abs()), TOLERANCE * top, top)
+            agreement.note("loss", apart / top, f"step {step}, rank {rank}")
         norm = _norm(found.values())  # of gradients that are compared themselves, so cancelling changes nothing here
         for rank, returned in enumerate(simulation.norms if found else ()):
             error = float("inf") if returned is None else abs(float(returned) - norm) / max(norm, 1e-30)
@@ -232,19 +234,17 @@ def compare(case: Case, steps: int = 3) -> Agreement:
             if name not in found and _largest(gradient) > 0:
                 agreement.note("gradient", float("inf"), f"step {step}, {name} (missing)")
         floor = 1e-3 * max((_largest(g) for g in gradients.values()), default=0.0)
-        rounding: dict[str, float] = {}
         for name, value in found.items():
             value, kept = _unpadded(value, case.pads.get(name, ()))
             expected = gradients.get(name, torch.zeros_like(value))
-            apart = raw = _largest(value - expected)
-            top = max(_largest(expected), floor, 1e-30)
-            if apart > TOLERANCE * top:
-                rounding = rounding or _rounding(began, batches, step, gradients)
-                apart = max(0.0, apart - 16 * rounding.get(name, 0.0))
-            apart, raw = (max(a, simulation.spread.get(name, 0.0), 0.0 if kept else float("inf")) for a in (apart, raw))
+            top, apart = max(_largest(expected), floor, 1e-30), _largest(value - expected)
+            if name in gradients:
+                apart = roundings.beyond(f"gradient of {name}", expected, apart, TOLERANCE * top, top)
+            apart = max(apart, simulation.spread.get(name, 0.0), 0.0 if kept else float("inf"))
             agreement.note("gradient", apart / top, f"step {step}, {name}")
-            slack[name] = slack.get(name, 0.0) + _amplified(raw, case.optimizer)
-        _compare_state(agreement, reference, simulation, slack, step)
+        _compare_state(agreement, reference, simulation, roundings, step)
+        if agreement.largest > TOLERANCE and roundings.amplified:
+            agreement.amplified = f"{roundings.amplified} in step {step + 1}"
         simulation.take_state(reference)
         agreement.steps += 1
     return agreement
@@ -254,46 +254,33 @@ def _norm(gradients: Iterable[torch.Tensor]) -> float:
     return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
 
 
-def _rounding(case: Case, batches: Batches, step: int, gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """How far gradients are apart where each weight is moved by its own rounding, up or down."""
-    generator = torch.Generator().manual_seed(0)
-    moved = {name: value * (1 + 2.0**-52 * torch.randint(-1, 2, value.shape, generator=generator).double())
-             for name, value in case.parameters.items()}  # fmt: skip
-    _, found = ReferenceRun(replace(case, parameters=moved)).step(batches, step)
-    return {name: _largest(found[name] - value) for name, value in gradients.items()}
-
-
 def _unpadded(value: torch.Tensor, pads: tuple[Pad, ...]) -> tuple[torch.Tensor, bool]:
     """A whole value as the model has it, and whether its padding holds zeros to the bit."""
     real = shrink(value, pads)
     return real, not pads or torch.equal(grow(real, pads), value)
 
 
-def _amplified(apart: float, line: Mapping[str, Any]) -> float:
-    """How far an update can be apart for gradients that are so far apart: AdamW divides a gradient that is nothing but
-    rounding (that of a bias of keys, which softmax cancels) by its own size, or by ``eps``."""
-    return line["lr"] * min(2.0, apart / line["eps"]) if line["name"] == "adamw" else 0.0
-
-
 def _compare_state(
-    agreement: Agreement, reference: ReferenceRun, simulation: Simulation, slack: Mapping[str, float], step: int
+    agreement: Agreement, reference: ReferenceRun, simulation: Simulation, roundings: Roundings, step: int
 ) -> None:
     """Parameters, and buffers that the model keeps, after an update; replicas must be equal to the bit."""
     case = simulation.case
-    top = max((_largest(p.detach()) for p in reference.parameters.values()), default=1.0)
+    top = max(1e-30, max((_largest(p.detach()) for p in reference.parameters.values()), default=1.0))
     spread = simulation.parameter_spread()
     for name, value in simulation.parameters():
         value, kept = _unpadded(value, case.pads.get(name, ()))
-        raw = _largest(value - reference.parameters[name].detach())
-        agreement.updated = max(agreement.updated, raw / max(top, 1e-30))
-        apart = raw - slack.get(name, 0.0) if kept else float("inf")
-        agreement.note("parameter", max(apart, spread[name]) / max(top, 1e-30), f"step {step}, {name}")
+        expected = reference.parameters[name].detach()
+        raw = _largest(value - expected) if kept else float("inf")
+        agreement.updated = max(agreement.updated, raw / top)
+        apart = roundings.beyond(f"parameter {name}", expected, raw, TOLERANCE * top, top)
+        agreement.note("parameter", max(apart, spread[name]) / top, f"step {step}, {name}")
     moved = [name.removeprefix("buffer ") for name, _ in case.reference.function("forward").returns[1:]]
     floor = 1e-3 * max((largest(reference.buffers[name]) for name in moved), default=0.0)
     floor = max(floor, 1e-3 * top)  # of a mean that is 0 rounding is all there is
     for name, pieces, type_ in simulation.buffers():
         expected = reference.buffers[name]
+        size = max(largest(expected), floor, 1e-30)
         for rank, piece in pieces.items():
-            part = simulation.part(expected, type_, rank)
-            apart = largest_difference(piece, part) / max(largest(expected), floor, 1e-30)
+            raw = largest_difference(piece, simulation.part(expected, type_, rank))
+            apart = roundings.beyond(f"buffer {name}", expected, raw, TOLERANCE * size, size) / size
             agreement.note("parameter", apart, f"step {step}, buffer {name}, rank {rank}")
