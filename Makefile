@@ -56,7 +56,7 @@ demo: $(READY)
 test: $(READY)
 	$(PY) -m pytest -q -n $(WORKERS)
 
-# The whole tested set but for torch, and for setuptools, of which each torch has its own bounds.
+# The whole tested set but for torch, and for setuptools, of which each torch has its own bounds; before 70.1 it needs wheel.
 test-torch:
 	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.15" >&2; exit 1; }
 	@$(MAKE) --no-print-directory $(OTHER)/.parc-ready
@@ -67,7 +67,7 @@ $(OTHER)/.parc-ready: constraints.txt pyproject.toml
 	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	@grep -vE '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints-but-torch.txt
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-r $(OTHER)/constraints-but-torch.txt 'torch==$(VERSION).*' 'setuptools>=65'
+		-r $(OTHER)/constraints-but-torch.txt 'torch==$(VERSION).*' 'setuptools>=77'
 	@$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
