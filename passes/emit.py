@@ -169,7 +169,8 @@ class Emitter:
 
     def _argument(self, whole: Any, local: Any, axes: Any, results: Sequence[TensorType]) -> Any:
         """One argument; a list that spells the result's shape is cut as the result is."""
-        if isinstance(whole, list) and results and tuple(whole) == results[0].shape:
+        shapes = [(r.shape, r.local(self.mesh)) for r in results[:1]]
+        if isinstance(whole, list) and (tuple(whole), tuple(local)) in shapes:
             return [size_argument(results[0], dim) for dim in range(len(whole))]
         return cut_argument(whole, local, axes)
 
