@@ -238,6 +238,16 @@ NO_FUNCTION = Code(
     instead=_MODEL.format(body="return x * torch.rand(())"),
     language="python",
 )
+OWN_GRADIENT = Code(
+    name="P0262",
+    title="gradients that are not those of the forward",
+    why="a build derives gradients from the captured forward. An `autograd.Function` whose `backward` is another"
+    " function (a straight-through estimate, a gradient turned round or scaled) loses it there: gradients then differ"
+    " from those of the module as it is written. One that only saves memory or time is captured as any other code.",
+    example=_MODEL.format(body="return Round.apply(x)  # its backward returns the gradient as it is"),
+    instead=_MODEL.format(body="return x + (x.round() - x).detach()"),
+    language="python",
+)
 LEFT_STEP = Code(
     name="P0230",
     title="a session that an error left in the middle of a step",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from parc.compiler.attribute_tensors import attribute_tensors
@@ -20,8 +21,9 @@ from parc.compiler.program import Line
 from parc.compiler.recipes import initialize
 from parc.compiler.task import caller, loss_function, model_builder
 from parc.driver import Compiled
-from parc.grammar.codes_build import NO_FUNCTION, NOT_FINITE
+from parc.grammar.codes_build import NO_FUNCTION, NOT_FINITE, OWN_GRADIENT
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.grammar.nearest import listed
 from parc.plan_capture import failure, input_specs
 from parc.runtime.execute import Environment
 from parc.runtime.faults import Watcher
@@ -65,7 +67,8 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
     where float32 rounds too much to tell (batch statistics of few elements, layer upon layer).
 
     Raises:
-        PlanError: the module fails, its numbers are not finite, or it has others for the same inputs.
+        PlanError: the module fails, its numbers are not finite, it has others for the same inputs, or its gradients are
+            not those of its forward.
     """
     specs = input_specs(compiled.plan)
     (batch,) = random_batch(case.reference, 1, torch.Generator().manual_seed(0))
@@ -79,6 +82,14 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
         raise PlanError([failure(compiled.plan, error)]) from error
     if found := _fault(compiled, case, inputs, eager):
         raise PlanError([found])
+    agreement = _closest(compiled, case, inputs, eager)
+    if eager.functions and not agreement.holds and agreement.loss <= agreement.allowed[0]:
+        raise PlanError([_own_gradient(compiled.plan.model, eager.functions)])
+    return agreement
+
+
+def _closest(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> EagerAgreement:
+    """The agreement in float32, or in float64 where that is closer."""
     types = {value.type.dtype for function in case.reference.functions for value in function.values().values()}
     tolerance = max(_TOLERANCES.get(dtype, TOLERANCE) for dtype in types)
     allowed = tolerance, min(10 * tolerance, _MOST), min(10 * tolerance, _MOST)
@@ -101,14 +112,15 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Loss, gradients, updated buffers; of the eager module also what it returned, and in float32 that and the loss
-    again and again."""
+    """Loss, gradients, updated buffers; of the eager module also what it returned, in float32 that and the loss again
+    and again, and the `autograd.Function`s that it calls."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     output: tuple[torch.Tensor, ...] = ()
     again: tuple[tuple[torch.Tensor, ...], ...] = ()
+    functions: tuple[str, ...] = ()
 
 
 def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = False) -> _Result:
@@ -142,6 +154,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     before = _python_draws()
     *output, loss = forward()
     others = _COINS if _python_draws() != before else 1
+    functions = _functions(loss)
     loss.backward()
     gradients = {name: real_form(p.grad) for name, p in module.named_parameters() if p.grad is not None}
     updated = {name: real_form(value.detach().clone()) for name, value in module.named_buffers(remove_duplicate=False)
@@ -152,7 +165,19 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     finally:
         random.setstate(states[0])
         numpy.random.set_state(states[1])
-    return _Result(loss.detach(), gradients, updated, tuple(output), again)
+    return _Result(loss.detach(), gradients, updated, tuple(output), again, functions)
+
+
+def _functions(loss: torch.Tensor) -> tuple[str, ...]:
+    """The classes that say themselves what the gradients of their forwards are, of those that made a loss."""
+    seen, pending = set[Any](), [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [of for of, _ in node.next_functions]
+    own: Any = {type(node) for node in seen if isinstance(node, BackwardCFunction)}
+    return tuple(sorted({kind._forward_cls.__qualname__ for kind in own}))
 
 
 def _widened(module: nn.Module) -> nn.Module:
@@ -196,6 +221,12 @@ def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], e
         "does the code read Python's `random`, NumPy's, a counter or the clock? a build has one graph for all steps",
     )
     return Diagnostic(NO_FUNCTION, message, Label(line.arguments.statement.span), help=help_, notes=notes)
+
+
+def _own_gradient(model: Directive, functions: Sequence[str]) -> Diagnostic:
+    message = f"the gradients that the model has are not those of its forward: {listed(functions)} has its own"
+    help_ = "write the forward so that its derivative is the gradient that is meant, as with `x + (f(x) - x).detach()`"
+    return Diagnostic(OWN_GRADIENT, message, Label(model.arguments.statement.span), help=help_)
 
 
 def not_finite(line: Directive, message: str, help_: str = CLAMP, notes: tuple[str, ...] = ()) -> Diagnostic:
