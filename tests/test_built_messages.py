@@ -19,6 +19,7 @@ from parc.cli import main
 from parc.grammar.codes import CODES
 from parc.grammar.diagnostics import render
 from parc.runtime.faults import RunError
+from parc.runtime.state import target_held
 from tests.runtime.tiny import EXAMPLES, ONE, PLAN, TENSOR, build
 
 MODELS = """
@@ -154,6 +155,9 @@ AXES = f"mesh {', '.join(f'{axis}=2' for axis in 'abcdefghi')}\n"
 COMMANDS = {
     "P0013": Case(words=("check", "missing.parc")),
     "P0021": Case(lines='include "other.parc"\n'),
+    "P0023": Case(lines=TENSOR.replace("tp=2", "\u202etp=2")),
+    "P0024": Case(lines="# one more line\n" * 10_000),
+    "P0025": Case(lines='include "models.py"\n'),
     "P0112": Case(lines=TENSOR.replace("tp=2", "tp=4")),
     "P0201": Case(change=("gpt.py:GPT", "gpt.py:GTP")),
     "P0202": Case("branch", lines=ONE),
@@ -218,6 +222,8 @@ def runs(folder: Path) -> list[str]:
     ]
     with patch.object(torch.cuda, "is_available", return_value=False):
         said.append(command("run", "build", "--device", "cuda"))
+    with target_held(folder / "kept", 0):
+        said.append(command("run", "build", "--save", "kept"))
     for name, plan in {
         "hot": PLAN.replace("adamw lr 1e-2 eps 1e-5 weight_decay 0.1 clip 1.0", "sgd lr 1e30"),
         "empty": PLAN.replace('"*.py"', '"nothing/*.txt"'),
@@ -232,6 +238,9 @@ def runs(folder: Path) -> list[str]:
         raise ZeroDivisionError
     with pytest.raises(RunError) as stopped:
         session.exchange([0])
+    said.append(render(stopped.value.diagnostic()))
+    with pytest.raises(RunError) as stopped:
+        session.step({}, local={})
     return [*said, render(stopped.value.diagnostic())]
 
 
@@ -251,7 +260,8 @@ def compiles(folder: Path) -> list[str]:
 
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
-    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0222 P0302 P0303 P0230": runs, "P0305 P0306": compiles,
+    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0222 P0411 P0302 P0303 P0230 P0410": runs,
+    "P0305 P0306": compiles,
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"
 
@@ -300,6 +310,7 @@ def test_every_code_is_produced_and_looks_as_it_did(place: Path) -> None:
     text = "\n\n".join(f"# {code}\n{text}" for code, text in sorted(found.items())) + "\n"
     text = text.replace(str(place), "FOLDER").replace(torch.__version__.partition("+")[0], "TORCH")
     text = re.sub(r"by \d\.\de[+-]\d+$", "by ERROR", text, flags=re.MULTILINE)
+    text = re.sub(r"process \d+ on \S+ since [-:\d ]+", "process NUMBER on HOST since TIME", text)
     text = re.sub(r"the loss is [\d.]+, and [\d.]+ of", "the loss is ONE, and ANOTHER of", text)
     text = re.sub(r"\b(unsafe_)?view_\d+", "VIEW", text)  # values' names are torch's
     text = re.sub(r"^ +[~^]+\n", "", text, flags=re.MULTILINE)  # a traceback's marks are Python's own
