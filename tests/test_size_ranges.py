@@ -204,7 +204,7 @@ def test_a_build_reads_at_its_largest_sizes_and_binds_to_others(gpt: Path) -> No
     [
         ({"B": [4, 16, 0]}, "its manifest has sizes that are not the largest of its ranges"),
         ({"B": [4, 20, 4]}, "its manifest has sizes that are not the largest of its ranges"),
-        ({"B": [4, 16]}, "not enough values"),
+        ({"B": [4, 16]}, "`ranges.B` is a list of 2, not of 3"),
         ({"B": [4, "16", 4]}, "`ranges.B[1]` is str, not int"),
         ({"B": [4, 16, 4]}, "is of no size that has a range"),
     ],
