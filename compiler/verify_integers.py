@@ -83,6 +83,13 @@ class _Expressions:
             self._answers[key] = self._run(question, given)
         return self._answers[key]
 
+    def ignored(self, question: Question, given: tuple[int, ...]) -> list[int]:
+        """Where a loss of the captured graph looks for targets to ignore, which programs write out."""
+        if base_name(question.line.op) != "token_loss":
+            return []
+        index = question.line.args[2]
+        return [self("ne", str(([f"%{given[1]}", index], ())), str(torch.bool))]
+
     def _run(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
         call = call_of(question.line, question.operands, question.results, lambda item: item.size)
         with self._mode:
@@ -154,7 +161,7 @@ def check_integers(programs: Mapping[str, Program], reference: Program) -> Itera
 
     def noted(_: str, question: Question, given: tuple[int, ...]) -> list[int]:
         found, parts, tables = express.answer(question, given)
-        known.update(parts, tables)
+        known.update(parts, tables, express.ignored(question, given))
         return found
 
     for function in reference.functions:
