@@ -38,7 +38,7 @@ spectra are not masked by NumPy's random numbers.
 
 
 def build(name: str) -> tuple[str, str]:
-    """What becomes of a model: ``verified``, ``refused`` or ``crashed``, and why."""
+    """The outcome of a model: ``verified``, ``refused`` or ``crashed``, and why."""
     from parc.checks import check_build
     from parc.compiler.plan import read_plan
     from parc.driver import compile_plan

@@ -130,7 +130,7 @@ TORCHVISION = ["torchvision"] + [
         "models.feature_extraction",
     )
 ]
-"""What timm imports, whose wheel does not load beside a torch for CPUs alone."""
+"""A stand-in for torchvision, which timm imports and whose wheel does not load beside a torch for CPUs alone."""
 
 
 class _Anything(ModuleType):

@@ -100,7 +100,7 @@ LINES = {
     "bert": "parc:bert", "gpt2": "parc:gpt2", "t5": "parc:t5", "vit": "parc:vit", "phi3": "parc:phi3",
     "olmo2": "parc:olmo2", "gemma3_text": "parc:gemma3", "opt": OPT, "gpt_neox": NEOX,
 }  # fmt: skip
-"""What splits a family over tp: a family of plans that parc ships, or lines."""
+"""The lines that split a family over tp: a family of plans that parc ships, or lines."""
 
 FLAT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 STEPS = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}

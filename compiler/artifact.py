@@ -28,7 +28,7 @@ from .verify import Fault
 
 FORMAT = 3
 MOST_BYTES = 128 << 20
-"""Of all files of a build: they are held in memory, and programs grow with distinct layers, not with ranks."""
+"""The most bytes of a build: its files are held in memory, and grow with distinct layers, not with ranks."""
 MANIFEST = "manifest.json"
 _ACTIONS = {"SCALE", "F", "B", "REDUCE"}
 _HAVE_PROGRAMS = _ACTIONS | {"COUNT"}

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def real_form(tensor: Tensor) -> Tensor:
-    """What programs hold of a tensor: of complex numbers, real and imaginary parts along a last dim of 2 (a view)."""
+    """A tensor as programs hold it: complex numbers are real and imaginary parts along a last dim of 2 (a view)."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -85,7 +85,7 @@ class _Rewriter:
         node.replace_all_uses_with(made)
 
     def _read_parts(self, node: fx.Node) -> None:
-        """What selects a part of a pair again reads that part: ``z.real`` is a selection from ``view_as_real``."""
+        """Read a part of a pair where it is selected again: ``z.real`` is a selection from ``view_as_real``."""
         source: Any = node.args[0]
         pair = self.made.get(source, Pair(None, None))
         for user in list(node.users):

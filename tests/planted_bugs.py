@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from parc.checks import rounding_of
 from parc.compiler.verify_precision import check_precision
@@ -50,11 +49,15 @@ _MANY = (wrong_norms, shortened)
 
 
 def plant(build: GoodBuild, share: int = 1) -> Iterator[Mutant]:
-    """Every mutant of a build; of classes of many that are much alike one of ``share``."""
+    """Every mutant of a build; of some classes whose many mutants are much alike, one of ``share`` of each class."""
     for make in (*CONVERSIONS, *SLIPS):
         yield from make(build)
     for make in _MANY:
-        yield from islice(make(build), 0, None, share)
+        seen: Counter[str] = Counter()
+        for mutant in make(build):
+            if seen[mutant.kind] % share == 0:
+                yield mutant
+            seen[mutant.kind] += 1
 
 
 def table(names: Sequence[str] = BUILDS, share: int = 1) -> dict[str, Row]:

@@ -86,5 +86,5 @@ def test_a_late_step_draws_its_own_random_numbers() -> None:
 
 def test_there_are_enough_mutants_of_every_class() -> None:
     assert sum(row.mutants for row in rows().values()) >= 2000
-    assert sum(row.mutants >= 4 for row in rows().values()) >= 12
+    assert min(row.mutants for row in rows().values()) >= 4
     assert rows()["give a gradient to another"].first["numbers"] > 0  # what nothing but numbers sees is still tried

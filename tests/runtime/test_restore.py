@@ -208,12 +208,17 @@ def test_a_folder_is_kept_to_one_holder_until_it_ends(made: Path, tmp_path: Path
     assert size < (tmp_path / "saved" / "state.safetensors").stat().st_size < 1.1 * size + 20_000
 
 
-@pytest.mark.parametrize("step", ["-5", "2.5", "true", '"3"', "1e400", "null", str(10**30), "[1]"])
+@pytest.mark.parametrize("step", ["-5", "2.5", "true", '"3"', "1e400", "NaN", "null", str(10**30), "[1]"])
 def test_a_number_of_steps_that_makes_no_sense_is_said(made: Path, tmp_path: Path, step: str) -> None:
     with parc.load(made) as session:
         session.save(tmp_path / "saved")
         (tmp_path / "saved" / "state.json").write_text(f'{{"optimizer": "adamw", "step": {step}}}')
-        with pytest.raises(RunError, match=r"its state\.json has step .*, which is no number of steps done") as fault:
+        said = (
+            "`NaN` is no number of JSON"
+            if step == "NaN"
+            else r"its state\.json has step .*, which is no number of steps done"
+        )
+        with pytest.raises(RunError, match=said) as fault:
             session.restore(tmp_path / "saved")
         assert fault.value.code is BAD_STATE
 
