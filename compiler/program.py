@@ -137,6 +137,8 @@ class Function:
     parameters: tuple[Value, ...]
     lines: tuple[Line, ...]
     returns: tuple[tuple[str, str], ...]
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """All that was once derived from the function, by what it is: it does not change, and many ask for the same."""
 
     def values(self) -> Mapping[str, Value]:
         """Every value of the function by its name."""
@@ -146,6 +148,13 @@ class Function:
     def _values(self) -> Mapping[str, Value]:
         made = (value for line in self.lines for value in line.results if value is not None)
         return MappingProxyType({value.name: value for value in (*self.parameters, *made)})
+
+    def text(self, mesh: Mesh) -> str:
+        """The function as it stands in a program."""
+        if ("text", mesh) not in self.derived:
+            self.derived["text", mesh] = _function_text(self, mesh)
+        text: str = self.derived["text", mesh]
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +184,7 @@ class Program:
         head = f'"""parc program: role {self.role}, action {self.action}"""\n\nmesh({self.mesh})\n'
         if self.operators:
             head += f"operators({', '.join(map(json.dumps, self.operators))})\n"
-        return head + "".join(f"\n\n{_function_text(function, self.mesh)}" for function in self.functions)
+        return head + "".join(f"\n\n{function.text(self.mesh)}" for function in self.functions)
 
 
 def _function_text(function: Function, mesh: Mesh) -> str:

@@ -75,6 +75,9 @@ class Polynomial:
     def names(self) -> frozenset[str]:
         return frozenset(name for monomial, _ in self.terms for name, _ in monomial)
 
+    def times(self, number: int) -> Polynomial:
+        return Polynomial(tuple((monomial, number * factor) for monomial, factor in self.terms))
+
     def at(self, sizes: Sizes) -> Fraction:
         return sum((factor * _value(monomial, sizes) for monomial, factor in self.terms), Fraction(0))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,16 +112,17 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
     return Recorded(module, recipes, mode)
 
 
-def initialize(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The plain reference: a real module, as ``build`` makes it, whose tensors hold exactly the recipes' values."""
-    recorded = record(build, seed)
+def initialize(build: Callable[[], nn.Module], seed: int, recipes: Mapping[str, Recipe] | None = None) -> nn.Module:
+    """The plain reference: a real module, as ``build`` makes it, whose tensors hold exactly the recipes' values;
+    ``recipes`` are those recorded of ``build`` and ``seed``, if they were before."""
+    recipes = record(build, seed).recipes if recipes is None else recipes
     with torch.random.fork_rng(devices=[]):
         module = build()
     attribute_tensors(module)
     targets = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():
         for name, tensor in targets.items():
-            value = own_form(recorded.recipes[name].whole(), tensor.is_complex())
+            value = own_form(recipes[name].whole(), tensor.is_complex())
             # Expanded memory cannot be written; and a size may come from a random number.
             if (0 in tensor.stride() and tensor.numel() > 1) or tensor.shape != value.shape:
                 tensor.data = value.to(tensor.device)

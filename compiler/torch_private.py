@@ -21,7 +21,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 from torch._subclasses import FakeTensorMode
 from torch.distributions import Distribution
-from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -158,19 +158,10 @@ def _computes(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and not any(item.alias_info for item in target._schema.returns)
 
 
-def tracing_graph() -> fx.Graph:
-    """The graph that is being traced."""
-    mode = get_innermost_proxy_mode()
-    assert mode is not None
-    return mode.tracer.graph
-
-
-def proxy_node(value: torch.Tensor) -> fx.Node | None:
-    """The node of the graph that is being traced which made a value."""
-    mode = get_innermost_proxy_mode()
-    assert mode is not None
-    slot: Any = get_proxy_slot(value, mode.tracer, None)
-    return None if slot is None else slot.proxy.node
+def without_dispatch() -> AbstractContextManager[None]:
+    """Within it operators on tensors of classes of our own are not handed to these, but run as on any other."""
+    found: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return found
 
 
 @contextmanager

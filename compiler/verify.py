@@ -8,13 +8,11 @@ contribution to a gradient that was forgotten in a sum is one.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
-from torch._subclasses import FakeTensorMode
 
 from .collectives import COLLECTIVES
 from .factors import OpCall, Operand, fill_operands
@@ -22,6 +20,7 @@ from .mesh import Mesh
 from .op_rules import TABLE, Row, localize
 from .placement import TensorType
 from .program import Cut, Function, Line, Program, Ref, Value, argument_text, map_references, operator
+from .results import example, results_of
 from .typing import infer
 
 
@@ -63,25 +62,31 @@ Answer = tuple[tuple[str, str], ...]
 
 def check_program(program: Program) -> list[Fault]:
     """Shapes and types of every line of one program, and that every line is read."""
-    faults: list[Fault] = []
-    known: dict[str, Function] = {}
+    faults = check_lines(program)
     for function in program.functions:
         where = f"{program.role}.{program.action} {function.name}"
-        values = {value.name: value for value in function.parameters}
-        for line in function.lines:
-            if line.calls_function:
-                found = tuple(call_faults(line, values, known[line.op]))
-            else:
-                found = _answer(question_of(line, values, program.mesh))
-            names = ", ".join(value.name for value in line.made)
-            faults += [Fault(check, f"{where}: {names}", message) for check, message in found]
-            values.update((value.name, value) for value in line.made)
         faults += [Fault("types", f"{where}: {name}", "is made and never read") for name in _unread(function)]
-        known[function.name] = function
     called = {line.op for function in program.functions for line in function.lines if line.calls_function}
     for function in program.functions[:-1]:
         if function.name not in called:
             faults.append(Fault("types", f"{program.role}.{program.action} {function.name}", "is never called"))
+    return faults
+
+
+def check_lines(program: Program) -> list[Fault]:
+    """Shapes and types of every line of one program."""
+    faults: list[Fault] = []
+    known: dict[str, Function] = {}
+    for function in program.functions:
+        where = f"{program.role}.{program.action} {function.name}"
+        for line, question in questions(function, program.mesh):
+            if question is None:
+                found = tuple(call_faults(line, function.values(), known[line.op]))
+            else:
+                found = _answer(question)
+            names = ", ".join(value.name for value in line.made)
+            faults += [Fault(check, f"{where}: {names}", message) for check, message in found]
+        known[function.name] = function
     return faults
 
 
@@ -107,8 +112,19 @@ def call_faults(line: Line, values: Mapping[str, Value], called: Function) -> It
         yield "types", f"gives the results of `{called.name}` other types than it returns"
 
 
-def question_of(line: Line, values: Mapping[str, Value], mesh: Mesh) -> Question:
-    """A line and the types of its values, of a function's ``values`` by name."""
+def questions(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Question | None]]:
+    """A function's lines and what is asked of each; None where it calls another function."""
+    key = "questions", mesh
+    if key not in function.derived:
+        values = function.values()
+        function.derived[key] = [
+            (line, None if line.calls_function else _question(line, values, mesh)) for line in function.lines
+        ]
+    found: Sequence[tuple[Line, Question | None]] = function.derived[key]
+    return found
+
+
+def _question(line: Line, values: Mapping[str, Value], mesh: Mesh) -> Question:
     operands = tuple(values[name].type for name in line.uses())
     declared = tuple(None if value is None else value.type for value in line.results)
     names = iter(f"%{index}" for index in range(len(operands)))
@@ -136,13 +152,12 @@ def follow(
         key = function.name, given
         if key not in memory:
             known = dict(zip((value.name for value in function.parameters), given, strict=True))
-            values = function.values()
-            for line in function.lines:
+            for line, question in questions(function, program.mesh):
                 read = tuple(known[name] for name in line.uses())
-                if line.calls_function:
+                if question is None:
                     found: Sequence[Fact] = walk(program.function(line.op), read)
                 else:
-                    found = made(function.name, question_of(line, values, program.mesh), read)
+                    found = made(function.name, question, read)
                 known.update(zip((value.name for value in line.made), found, strict=True))
             memory[key] = [known[name] for _, name in function.returns]
         return memory[key]
@@ -237,24 +252,16 @@ def _made_otherwise(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Se
     op = q.line.op
     expected = [None if t is None else (t.dtype, shape) for t, shape in zip(q.declared, wanted, strict=True)]
     try:
-        made = made_of_shapes(call, shapes, q.operands, _fake_mode())
+        operands = [example(type_.dtype, tuple(shape)) for shape, type_ in zip(shapes, q.operands, strict=True)]
+        args, kwargs = fill_operands(call.args, operands), fill_operands(dict(call.kwargs), operands)
+        made = forms_of(results_of(operator(op), args, kwargs).values)
     except Exception as problem:  # whatever an operator raises for operands that it does not take
         return f"{op} does not take these shapes: {(str(problem).strip() or type(problem).__name__).splitlines()[0]}"
     return "" if made == expected else f"{op} makes {_shape_text(made)}, not {_shape_text(expected)}"
 
 
-@cache
-def _fake_mode() -> FakeTensorMode:
-    return FakeTensorMode()
-
-
-def made_of_shapes(
-    call: OpCall, shapes: Sequence[Any], types: Sequence[TensorType], mode: AbstractContextManager[Any]
-) -> list[tuple[torch.dtype, Any] | None]:
-    """Dtype and shape of what an operator makes of operands of these shapes."""
-    with mode:
-        tensors = [torch.empty(s, dtype=t.dtype) for s, t in zip(shapes, types, strict=True)]
-        made = operator(call.op)(*fill_operands(call.args, tensors), **fill_operands(dict(call.kwargs), tensors))
+def forms_of(made: Any) -> list[tuple[torch.dtype, Any] | None]:
+    """Dtypes and shapes of an operator's results."""
     made = made if isinstance(made, (tuple, list)) else [made]
     return [None if x is None else (x.dtype, tuple(x.shape)) for x in made]
 

@@ -75,7 +75,8 @@ class _Expressions:
             return [_ACTIVATION] * len(line.made), [self("random", name)], []
         if line.op in COLLECTIVES or name in MOVES or (given and not any(given)):
             return [given[0]] * len(line.made), [], []
-        floats = all(type_.dtype.is_floating_point for type_ in question.results)
+        # made of floating numbers alone, or into them: also the comparison of an activation with a constant
+        floats = any(all(t.dtype.is_floating_point for t in types) for types in (question.operands, question.results))
         if floats and not {_ACTIVATION, self.stream}.isdisjoint(given) and not is_composite(operator(line.op)):
             return [_ACTIVATION] * len(line.made), [], []
         key = question, given

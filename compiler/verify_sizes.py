@@ -14,16 +14,19 @@ from functools import partial
 from typing import Any
 
 import sympy
+import torch
 
 from .collectives import COLLECTIVES
+from .factors import fill_operands
 from .mesh import Mesh
 from .placement import TensorType
-from .program import Cut, Line, Program
+from .program import Cut, Line, Program, operator
 from .program_text import parse_program
 from .ranges import Polynomial
 from .template import ShapeFault, Template
 from .torch_private import SymbolicSizes
-from .verify import Question, call_faults, call_of, collective_faults, made_of_shapes, question_of
+from .verify import Question, call_faults, call_of, collective_faults, forms_of, questions
+from .verify_numbers import number_faults
 
 _MOST_CHOICES = 1 << 20
 _MOST_WAYS = 16
@@ -34,15 +37,17 @@ _EXACT = {"Mod": sympy.Mod, "PythonMod": sympy.Mod, "FloorDiv": lambda a, b: sym
 
 
 def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
-    """What is not as declared at some sizes, of a template whose numbers are whole everywhere (``Template.faults``).
+    """What is not as declared at some sizes, or no number of the captured graph, of a template whose numbers are whole
+    everywhere (``Template.faults``).
 
     Operators of other libraries, whose shape functions may take no expressions, are held at a few sizes, as all are.
     """
     sizes, numbers = _generic(template, mesh)
     proof = _Proof(template, numbers)
-    faults: dict[str, ShapeFault] = {}
-    for file, text in template.at(sizes).items():
-        for line, message in proof.faults(parse_program(text, file)):
+    programs = {file: parse_program(text, file) for file, text in template.at(sizes).items()}
+    faults = {fault.message: fault for fault in number_faults(template, programs)}
+    for file, program in programs.items():
+        for line, message in proof.faults(program):
             names = ", ".join(value.name for value in line.made)
             fault = ShapeFault(file, names, line.origin.module, line.origin.plan, message, divides=False)
             faults.setdefault(message, fault)
@@ -79,12 +84,11 @@ class _Proof:
         """Lines with what is wrong with them."""
         called = {function.name: function for function in program.functions}
         for function in program.functions:
-            values = function.values()
-            for line in function.lines:
-                if line.calls_function:
-                    found = next((message for _, message in call_faults(line, values, called[line.op])), "")
+            for line, question in questions(function, program.mesh):
+                if question is None:
+                    faults = call_faults(line, function.values(), called[line.op])
+                    found = next((message for _, message in faults), "")
                 else:
-                    question = question_of(line, values, program.mesh)
                     if question not in self.known:
                         self.known[question] = self.wrong(question)
                     found = self.known[question]
@@ -113,8 +117,10 @@ class _Proof:
             cut = partial(self.cut, mesh, local)
             call = call_of(q.line, q.operands, q.results, cut, lambda number: self.size(self.expression(number)))
             try:
-                made = [None if x is None else list(map(self.symbolic.expression, x[1]))
-                        for x in made_of_shapes(call, shapes, q.operands, self.symbolic.mode())]  # fmt: skip
+                with self.symbolic.mode():
+                    given = [torch.empty(s, dtype=type_.dtype) for s, type_ in zip(shapes, q.operands, strict=True)]
+                    results = operator(op)(*fill_operands(call.args, given), **fill_operands(dict(call.kwargs), given))
+                made = [None if x is None else list(map(self.symbolic.expression, x[1])) for x in forms_of(results)]
             except Exception as problem:  # whatever an operator raises for operands that it does not take
                 reason = str(problem).strip() or type(problem).__name__
                 return f"{op} does not take all sizes: {self.named(reason.splitlines()[0])}"

@@ -248,6 +248,16 @@ OWN_GRADIENT = Code(
     instead=_MODEL.format(body="return x + (x.round() - x).detach()"),
     language="python",
 )
+AMPLIFIED = Code(
+    name="P0259",
+    title="a model that amplifies rounding",
+    why="ranks add up in another order than one device, so they round otherwise. Every build is tested to 1e-10 in"
+    " float64, or to what the captured graph itself makes of one rounding of its weights and inputs, up to 1e-6. A"
+    " model that moves further has no numbers that could be compared, nor would two runs of it agree.",
+    example=_MODEL.format(body="for _ in range(50):\n            x = 3.9 * x * (1 - x)\n        return x"),
+    instead=_MODEL.format(body="for _ in range(50):\n            x = 0.9 * x * (1 - x)\n        return x"),
+    language="python",
+)
 LEFT_STEP = Code(
     name="P0230",
     title="a session that an error left in the middle of a step",

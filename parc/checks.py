@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +30,7 @@ from parc.compiler.roles import SINGLE, Role, join
 from parc.compiler.sample_flow import combination
 from parc.compiler.template import sizes_text
 from parc.compiler.timeline import simulate
-from parc.compiler.verify import Fault, check_program
+from parc.compiler.verify import Fault, check_lines, check_program
 from parc.compiler.verify_integers import check_integers
 from parc.compiler.verify_padding import check_padding
 from parc.compiler.verify_precision import check_precision
@@ -39,7 +41,8 @@ from parc.compiler.verify_stages import check_stages
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, Progress, compile_plan, optimizer_facts, stored, stored_types
 from parc.eager import CLAMP, EagerAgreement, compare_with_eager, not_finite
-from parc.grammar.diagnostics import PlanError
+from parc.grammar.codes_build import AMPLIFIED
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.format import format_statements
 from parc.grammar.source import Span
 from parc.report import plan_of, program_rows, rank_memory, report_faults
@@ -94,6 +97,17 @@ def check_schedule(roles: Mapping[str, Role], microbatches: int, *, counts: bool
     return check_timelines(actions, stages, microbatches, counts=counts)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Within it garbage is looked for only in what is made within it: a compiled plan is large, and stays."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_uncollected()
 def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Checked:
     """Check a compiled plan through the texts of its programs, and make its report.
 
@@ -169,7 +183,10 @@ def rounding_of(compiled: Compiled) -> Rounding:
 
 def reread(programs: Mapping[str, Program]) -> dict[str, Program]:
     """The programs as their texts say them."""
-    return {action: parse_program(program.text(), program.action) for action, program in programs.items()}
+    return {action: _reread(program.text(), program.action) for action, program in programs.items()}
+
+
+_reread = lru_cache(maxsize=32)(parse_program)  # proofs and numbers are of the same programs
 
 
 def reread_roles(compiled: Compiled) -> dict[str, Role]:
@@ -205,6 +222,8 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
                 (at.plan.optimizer, "take a smaller learning rate") if agreement.steps else (at.plan.loss, CLAMP)
             )
             raise PlanError([not_finite(line, agreement.not_finite, help_)])
+        if agreement.amplified:
+            raise PlanError([_amplified(at.plan, agreement.amplified)])
         checked.agreement = checked.agreement or agreement
         errors = {
             "steps": agreement.steps,
@@ -227,8 +246,12 @@ def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iter
     for kind, where in agreement.worst.items():
         error = getattr(agreement, kind)
         if not error <= TOLERANCE:
-            why = f"; {agreement.amplified}" if agreement.amplified else ""
-            yield Fault("numbers", f"{where}{at}", f"the {kind} differs from the captured graph's by {error:.1e}{why}")
+            yield Fault("numbers", f"{where}{at}", f"the {kind} differs from the captured graph's by {error:.1e}")
+
+
+def _amplified(plan: Plan, message: str) -> Diagnostic:
+    help_ = "see what divides by a number near 0, or applies a function of large slope again and again"
+    return Diagnostic(AMPLIFIED, message, Label(plan.model.arguments.statement.span), help=help_)
 
 
 @contextmanager
@@ -325,8 +348,8 @@ def check_files(build: Build) -> list[Fault]:
     rounding = Rounding(lines, getattr(torch, build.manifest["accumulate"]))
     template = build.template
     errors = template.faults(mesh) or size_faults(template, mesh) if template is not None else []
-    faults = [fault.fault() for fault in errors]
-    summed = microbatches > 1 and combination(build.reference, plan.unbatched) == "sum"
+    faults = [fault.fault() for fault in errors] or check_lines(build.reference)
+    summed = not faults and microbatches > 1 and combination(build.reference, plan.unbatched) == "sum"
     for at in build.cases() if not faults else ():
         faults += static_faults(
             at.programs, types, mesh, (), microbatches, at.reference, pads, rounding, at.roles, summed

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from ..compiler.ops import OPS
 from ..compiler.program import Origin
+from ..compiler.results import example_of, results_of
 from .attention import attention
 from .creation import CREATION
 from .decompose import DECOMPOSITIONS, looked_up, selected, shape_of
@@ -34,6 +36,7 @@ class Canonicalizer:
         self.keys: dict[str, int] = {}
         self.iotas: dict[fx.Node, tuple[int, int]] = {}
         """Nodes that count 0, 1, … along one dim: ``(dim, size)``."""
+        self._fakes: dict[int, torch.Tensor] = {}
 
     def emit(self, near: fx.Node, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
         """A new node before ``near`` with its provenance; ``val`` defaults to what the operator makes of fakes."""
@@ -41,12 +44,19 @@ class Canonicalizer:
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update(_place(near))
         if val is None:
-            fakes = fx.node.map_arg(args, lambda n: n.meta["val"])
-            mode = next(n.meta["val"].fake_mode for n in self.graph.nodes if n.op == "placeholder")
-            with mode:
-                val = target(*fakes, **kwargs)
+            examples: Any = fx.node.map_arg(args, lambda n: example_of(n.meta["val"]))
+            val = tree_map_only(torch.Tensor, self._fake, results_of(target, examples, kwargs).values)
         node.meta["val"] = val
         return node
+
+    def _fake(self, example: torch.Tensor) -> torch.Tensor:
+        """The fake tensor of the graph that has an example's layout."""
+        if id(example) not in self._fakes:
+            mode = next(n.meta["val"].fake_mode for n in self.graph.nodes if n.op == "placeholder")
+            with mode:
+                made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
+            self._fakes[id(example)] = made
+        return self._fakes[id(example)]
 
     def replace(self, node: fx.Node, by: fx.Node) -> None:
         """Let ``by`` stand for ``node``."""

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
 from ..compiler.mesh import Mesh
 from ..compiler.ops import OPS
 from ..compiler.placement import Placement, TensorType, along, parse_kind
 from ..compiler.precision import is_narrow
 from ..compiler.program import Origin
-from ..compiler.torch_private import proxy_node, trace, tracing_graph
+from ..compiler.recorder import RecordedTensor, Recorder
+from ..compiler.torch_private import quiet
 from ..compiler.typing import infer, place_created
 from .backward_forms import free_creations, is_zero, simplify, write_functional
 from .calls import ancestors, call_of, operands_of, substitute, tensors_of
@@ -67,31 +67,24 @@ class _Record:
 
 def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
     """Trace ``outputs, gradients = segment(inputs, tangents)``; equal segments need one trace."""
-    mode = FakeTensorMode()
     record = _Record()
     flows = [gradient_flows(node) for node in segment.inputs]
     flowing = [index for index, node in enumerate(segment.outputs) if gradient_flows(node)]
-    with mode:
-        values = [torch.empty(node_type(n).shape, dtype=node_type(n).dtype) for n in segment.inputs]
-        values += [torch.empty(node_type(segment.outputs[i]).shape, dtype=node_type(segment.outputs[i]).dtype)
-                   for i in flowing]  # fmt: skip
-
-    def run(*arguments: torch.Tensor) -> Any:
-        given, tangents = arguments[: len(flows)], arguments[len(flows) :]
-        graph = tracing_graph()
+    with quiet(), torch.backends.mkldnn.flags(enabled=False), Recorder() as recorder:
+        types = map(node_type, [*segment.inputs, *(segment.outputs[index] for index in flowing)])
+        values = [recorder.placeholder(type_.dtype, type_.shape) for type_ in types]
+        given, tangents = values[: len(flows)], values[len(flows) :]
         leaves = [x.detach().requires_grad_() if flow else x for x, flow in zip(given, flows, strict=True)]
-        record.last = next(iter(reversed(graph.nodes)), None)
-        env = dict(zip(segment.inputs, leaves, strict=True))
-        _execute(segment, env, record, graph)
+        record.last = next(iter(reversed(recorder.graph.nodes)), None)
+        env: dict[fx.Node, Any] = dict(zip(segment.inputs, leaves, strict=True))
+        _execute(segment, env, record, recorder.graph)
         outputs = [env[node] for node in segment.outputs]
         wanted = [leaf for leaf, flow in zip(leaves, flows, strict=True) if flow]
         gradients: Sequence[Any] = [None] * len(wanted)
         if wanted and flowing:
-            gradients = torch.autograd.grad([outputs[i] for i in flowing], wanted, list(tangents), allow_unused=True)
-        record.claim(graph, segment.nodes[0].meta["origin"])
-        return tuple(outputs), tuple(gradients)
-
-    graph = trace(run, values, mode)
+            gradients = torch.autograd.grad([outputs[i] for i in flowing], wanted, tangents, allow_unused=True)
+        record.claim(recorder.graph, segment.nodes[0].meta["origin"])
+    graph = recorder.finish((tuple(outputs), tuple(gradients)))
     return _read(graph, segment, record, flows, flowing, mesh)
 
 
@@ -103,11 +96,9 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
         target: Any = _FORMS.get(node.target, node.target)
         value = env[node] = target(*args, **kwargs)
         record.claim(graph, node.meta["origin"])
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, RecordedTensor):
             continue
-        made = proxy_node(value)
-        if made is not None:
-            record.known[made] = node_type(node).placement.data()
+        record.known[value.node] = node_type(node).placement.data()
         if value.requires_grad:
             value.register_hook(_arrival(node, node, record, graph))
 
@@ -149,12 +140,11 @@ def _use(value: Any, operand: fx.Node, reader: fx.Node, record: _Record, graph: 
 def _arrival(node: fx.Node, owner: fx.Node, record: _Record, graph: fx.Graph) -> Callable[[Any], None]:
     """A hook that types the gradient of a node's value, and says that ``owner``'s gradient made what came before."""
 
-    def hook(gradient: torch.Tensor | None) -> None:
+    def hook(gradient: RecordedTensor | None) -> None:
         if owner is not node:
             record.claim(graph, owner.meta["origin"])
-        made = None if gradient is None else proxy_node(gradient)
-        if made is not None and made not in record.known:
-            record.known[made] = node_type(node).placement.dual().data()
+        if gradient is not None:
+            record.known.setdefault(gradient.node, node_type(node).placement.dual().data())
 
     return hook
 

@@ -17,6 +17,7 @@ from tests.planted_integers import shortened
 from tests.planted_large import refusals, refusals_text
 from tests.planted_norms import wrong_norms
 from tests.planted_sites import Mutant
+from tests.planted_sizes import size_refusals
 from tests.planted_slips import SLIPS
 from tests.planted_tables import HOW, early_roundings, tables_build
 
@@ -113,3 +114,4 @@ if __name__ == "__main__":
         for what in row.accepted:
             print(f"accepted: {kind}: {what}")
     print(refusals_text(refusals(60)))
+    print(refusals_text(size_refusals(60), "ranges of sizes, by texts alone"))

@@ -194,10 +194,10 @@ def refusals(most: int, names: Sequence[str] = tuple(PLANS)) -> dict[str, Counte
     return rows
 
 
-def refusals_text(rows: Mapping[str, Counter[str]]) -> str:
+def refusals_text(rows: Mapping[str, Counter[str]], title: str = "large builds, by texts alone") -> str:
     """The table, a line a class, and what is accepted."""
     checks = ("parse", "shapes", "types", "twin")
-    lines = [f"{'large builds, by texts alone':<44}{'mutants':>9}" + "".join(f"{check:>9}" for check in checks)]
+    lines = [f"{title:<44}{'mutants':>9}" + "".join(f"{check:>9}" for check in checks)]
     for kind, row in [*rows.items(), ("all", sum(rows.values(), Counter()))]:
         counts = "".join(f"{row[check]:>9}" for check in checks)
         lines.append(f"{kind:<44}{row.total():>9}{counts}")

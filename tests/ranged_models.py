@@ -54,3 +54,23 @@ class Pictures(nn.Module):
     def forward(self, pictures: Tensor) -> Tensor:
         x = torch.relu(self.second(torch.relu(self.norm(self.first(pictures)))))
         return self.head(x.mean((2, 3)))
+
+
+TASK = """
+input tokens int64 [B, S]
+input targets int64 [B, S]
+loss cross_entropy(output, targets)
+optimizer adamw lr 1e-3 eps 1e-5 clip 1.0
+seed 1
+mesh dp=2, tp=2
+shard tokens, targets [B/dp, _]
+column up over tp
+row down over tp
+vocab embed, head over tp
+"""
+"""The rest of a plan of such a model, on four ranks."""
+
+
+def positions(how: str = "", sizes: str = "B=4..16 by 4, S=4..28 by 4", length: int = 32) -> str:
+    """A plan of ``Positions``."""
+    return f'model "tests.ranged_models:Positions" (how="{how}", length={length})\nsizes {sizes}{TASK}'

@@ -62,8 +62,14 @@ WAYS = {
     "counter": lambda x: x * next(COUNTER),
     "root": lambda x: x / math.sqrt(x.shape[1]),
     "plain": lambda x: x, "solved": lambda x: x * torch.linalg.inv(torch.fft.fft(x[..., :8])).abs().sum(),
-    "rounded": lambda x: Round.apply(x),
+    "rounded": lambda x: Round.apply(x), "chaos": lambda x: chaos(x.sigmoid()),
 }
+
+
+def chaos(x):
+    for _ in range(50):
+        x = 3.9 * x * (1 - x)
+    return x
 
 
 class Round(torch.autograd.Function):
@@ -90,6 +96,11 @@ class Model(nn.Module):
 class Open(Model):
     def forward(self, tokens, mask=None, **kwargs):
         return super().forward(tokens)
+
+
+class Late(Model):
+    def forward(self, tokens):
+        return self.way(self.head(self.table(tokens)))
 
 
 class Narrow(Model):
@@ -183,6 +194,7 @@ COMMANDS = {
     "P0225": Case("pairs", ("S=8", "S=4..8 by 2"), "mesh tp=2\nshard tokens, targets [_, S/tp]\n"),
     "P0226": Case("root", ("S=8", "S=4..8 by 2"), ONE),
     "P0227": Case("counter", lines=ONE, words=("build", "tiny.parc")),
+    "P0259": Case("chaos", lines="mesh tp=2\nrow head over tp\n", of="Late", words=("build", "tiny.parc")),
     "P0262": Case("rounded", lines=ONE, words=("build", "tiny.parc")),
     "P0233": Case("plain", (LOSS, '"./models.py:logged"(output, targets)'), ONE, ("build", "tiny.parc")),
     "P0240": Case(change=GPIPE, lines="mesh pp=2\nstage before embed over pp\n"),

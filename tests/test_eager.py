@@ -126,6 +126,12 @@ class Root(Timed):
         return super().forward(tokens) + (self.time.weight - self.time.weight).abs().sqrt().sum()
 
 
+class Amplified(Timed):
+    def forward(self, tokens):
+        rows = 1 + 2e-3 * self.head(self.table(tokens))
+        return nn.functional.layer_norm(rows.float(), (32,), eps=1e-14)  # its squares do not depend on the rows
+
+
 def mean(output):
     return output.square().mean()
 
@@ -166,6 +172,17 @@ def test_a_model_that_does_not_run_in_float64_is_compared_in_float32(tmp_path: P
     other = parse_program(text.replace("aten.gelu.default(", "aten.silu.default("), "model")
     agreement = compare_with_eager(made, replace(case, reference=other))
     assert not agreement.holds and max(agreement.allowed) <= 1e-3
+
+
+def test_gradients_that_are_nothing_but_rounding_may_differ_as_far_as_that(tmp_path: Path) -> None:
+    made = compiled(tmp_path, ("Timed", "Amplified"))
+    case = case_of(made, made.built.programs)
+    text = case.reference.text()
+    same = parse_program(text.replace("aten.mul.Tensor(add, 0.002)", "aten.div.Tensor(add, 500.0)"), "model")
+    agreement = compare_with_eager(made, replace(case, reference=same))
+    assert agreement.holds and agreement.gradient > 1e-3
+    wrong = parse_program(text.replace("1e-14", "0.1"), "model")
+    assert not compare_with_eager(made, replace(case, reference=wrong)).holds
 
 
 @pytest.mark.parametrize(

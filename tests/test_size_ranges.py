@@ -19,7 +19,9 @@ from parc.checks import Checked, case_of, check_files, check_numbers, prove
 from parc.cli import main
 from parc.compiler.artifact import Build, BuildError, read_build
 from parc.compiler.mesh import Mesh
-from parc.compiler.ranges import sample_points
+from parc.compiler.program_text import parse_program
+from parc.compiler.ranges import check_points, sample_points
+from parc.compiler.verify_numbers import number_faults
 from parc.driver import Compiled, compile_plan, manifest_of, programs_of
 from parc.eager import compare_with_eager
 from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
@@ -31,32 +33,18 @@ from parc.size_ranges import fixed
 from parc.verification import verify_build
 from tests.checked_plans import compiled
 from tests.family_plans import plan_text
+from tests.planted_sizes import hidden_sizes
+from tests.ranged_models import TASK, positions
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import EXAMPLES, PLAN, TENSOR
 
 ROOT = Path(__file__).parent.parent
 RANGES = "sizes     B=4..16 by 4, S=4..32 by 4"
 GPT = PLAN.replace("length=8", "length=32").replace("sizes     B=8, S=8", RANGES)
-TASK = """
-input tokens int64 [B, S]
-input targets int64 [B, S]
-loss cross_entropy(output, targets)
-optimizer adamw lr 1e-3 eps 1e-5 clip 1.0
-seed 1
-mesh dp=2, tp=2
-shard tokens, targets [B/dp, _]
-column up over tp
-row down over tp
-vocab embed, head over tp
-"""
 
 
 def compiled_of(text: str) -> Compiled:
     return compiled(text, ROOT)
-
-
-def positions(how: str = "", sizes: str = "B=4..16 by 4, S=4..28 by 4", length: int = 32) -> str:
-    return f'model "tests.ranged_models:Positions" (how="{how}", length={length})\nsizes {sizes}{TASK}'
 
 
 def hold(compiled: Compiled, sizes: Mapping[str, int]) -> None:
@@ -96,6 +84,23 @@ def test_at_any_size_a_template_is_what_is_compiled_there() -> None:
     sizes = {"B": 8, "S": 16}
     assert sizes not in list(sample_points(compiled.template.ranges))
     assert compiled.template.at(sizes) == programs_of(compile_plan(fixed(compiled.plan, sizes), ROOT))
+
+
+@pytest.mark.parametrize("how", ["rate", "prefix"])
+def test_a_number_that_is_right_wherever_it_is_looked_at_is_refused(how: str) -> None:
+    compiled = compiled_of(positions(how, "B=4..16 by 4, S=4..28 by 4" if how == "rate" else "S=4..28 by 4, B=8"))
+    template = compiled.template
+    assert template is not None
+    mutants = list(hidden_sizes(template, numbers=True))
+    assert len(mutants) >= 8
+    for what, mutant in mutants:
+        assert all(mutant.at(point) == template.at(point) for point in check_points(template.ranges))
+        assert list(number_faults(mutant, {})), what
+    programs = {file: parse_program(text, file) for file, text in template.at({"B": 8, "S": 12}).items()}
+    assert not list(number_faults(template, programs))
+    other = parse_program(template.at({"B": 8, "S": 16})["programs/stage0.COUNT.py"])
+    (fault,) = number_faults(template, {**programs, "programs/stage0.COUNT.py": other})
+    assert fault.message == "`input targets` has other sizes where it is made"
 
 
 def test_a_llama_serves_ranges() -> None:

@@ -13,7 +13,8 @@ from parc.compiler.template import Template
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from parc.size_ranges import compile_range
-from tests.test_size_ranges import compiled_of, positions
+from tests.ranged_models import positions
+from tests.test_size_ranges import compiled_of
 
 
 def refused(text: str) -> str:

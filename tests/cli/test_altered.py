@@ -159,6 +159,16 @@ def test_verify_holds_the_report_and_every_number_of_a_program(capsys: Captured,
     assert code == 5 and "recompilation: stage0.F.py" in err.replace("programs/", "") and "plan compiles to" in err, err
 
 
+def test_a_captured_graph_that_no_operator_makes_is_refused_by_its_line(capsys: Captured, copy: Path) -> None:
+    graph = copy / "programs" / "model.py"
+    text = graph.read_text()
+    assert "1, 2)" in text
+    graph.write_text(text.replace("1, 2)", "1, 4611686018427387904)", 1))
+    rehash(copy)
+    code, _, err = parc(capsys, "verify", copy, "--static")
+    assert code == 5 and "aten.transpose.int does not take these shapes" in err, err
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

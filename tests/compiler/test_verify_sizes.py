@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from parc.compiler.artifact import REFERENCE_FILE
 from parc.compiler.directives.sizes import SizeRange
 from parc.compiler.mesh import Mesh
 from parc.compiler.ranges import Ranges, check_points
@@ -44,7 +47,8 @@ def forward(
 
 
 def found(program: str, ranges: Ranges = RANGES) -> list[str]:
-    return [f"{fault.value}: {fault.message}" for fault in size_faults(Template.read(ranges, {"p.py": program}), MESH)]
+    template = Template.read(ranges, {"p.py": program, REFERENCE_FILE: program})  # whose numbers are its own
+    return [f"{fault.value}: {fault.message}" for fault in size_faults(template, MESH)]
 
 
 def test_shapes_are_proved_for_all_sizes() -> None:
@@ -78,8 +82,8 @@ def test_a_size_that_is_right_wherever_it_is_looked_at_is_refused() -> None:
     program = PROGRAM.replace("{B}", "8").replace("{B*S}", "{8*S}")
     assert found(program, ranges) == []
     line = "f32[{S}, (4 8/tp)] | embed"
-    template = Template.read(ranges, {"p.py": program.replace(line, line.replace("{S}", wrong))})
-    right = Template.read(ranges, {"p.py": program})
+    right = Template.read(ranges, {"p.py": program, REFERENCE_FILE: program})
+    template = replace(right, texts={**right.texts, "p.py": program.replace(line, line.replace("{S}", wrong))})
     assert all(template.at(point) == right.at(point) for point in check_points(ranges))
     assert [fault.value for fault in size_faults(template, MESH)] == ["places", "placed"]
 
