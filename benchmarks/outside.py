@@ -25,7 +25,7 @@ from benchmarks.outside_table import cases
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(__file__).with_suffix(".md")
-SECONDS, GIGABYTES, AT_ONCE, A_CHILD = 150, 6, int(os.environ.get("WORKERS", "2")), 12
+SECONDS, GIGABYTES, AT_ONCE, A_CHILD = 400, 6, int(os.environ.get("WORKERS", "2")), 12
 LEAST = 0.95
 ABOUT = """# Models from elsewhere
 

@@ -34,6 +34,7 @@ SMALL: dict[str, Any] = {
 
 INPUTS = {
     **dict.fromkeys(("input_ids", "decoder_input_ids", "targets", "ids", "tokens", "idx"), ("int64", "B, S")),
+    "attention_mask": ("int64", "B, S"),
     **dict.fromkeys(("labels", "timestep", "class_labels"), ("int64", "B")), "timesteps": ("float32", "B"),
     "pixel_values": ("float32", "B, 3, 16, 16"), "x": ("float32", "B, 3, 32, 32"),
     "input_values": ("float32", "B, 800"),
@@ -46,6 +47,7 @@ INPUTS = {
 
 TEXT = ("input_ids targets", "cross_entropy(output.logits, targets)")
 PAIR = ("input_ids decoder_input_ids targets", "cross_entropy(output.logits, targets)")
+MASKED_PAIR = ("input_ids attention_mask decoder_input_ids targets", PAIR[1])
 LARGE = ("x=pixel_values labels", "cross_entropy(output.logits, labels)")
 IMAGE = ("pixel_values labels", "cross_entropy(output.logits, labels)")
 SQUARES = f'"{HERE}:squares"(output)'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.outside_models import IMAGE, LARGE, PAIR, SQUARES, TEXT, Case
+from benchmarks.outside_models import IMAGE, LARGE, MASKED_PAIR, PAIR, SQUARES, TEXT, Case
 
 Own = dict[str, Any]
 
@@ -24,9 +24,9 @@ CAUSAL: dict[str, Own] = {
     "gpt2": {}, "gpt_neo": {"attention_types": [[["global", "local"], 1]]}, "gptj": {}, "gpt_neox": {},
     "gpt_bigcode": {}, "opt": {}, "bloom": {}, "llama": {}, "mistral": {}, "mixtral": {}, "qwen2": {}, "qwen3": {},
     "qwen2_moe": {}, "qwen3_moe": {}, "gemma": {}, "gemma2": {}, "gemma3_text": {}, "phi": {}, "phi3": {}, "olmo": {},
-    "olmo2": {}, "olmoe": {}, "falcon": {}, "stablelm": {}, "starcoder2": {}, "cohere": {}, "cohere2": {}, "mpt": {},
-    "codegen": {}, "xglm": {"layerdrop": 0.0}, "biogpt": {"layerdrop": 0.0}, "persimmon": {}, "nemotron": {},
-    "granite": {}, "granitemoe": {}, "glm": {}, "glm4": {}, "smollm3": {}, "mamba": {},
+    "olmo2": {}, "olmoe": {}, "falcon": {"head_dim": None}, "stablelm": {}, "starcoder2": {}, "cohere": {},
+    "cohere2": {}, "mpt": {}, "codegen": {}, "xglm": {"layerdrop": 0.0}, "biogpt": {"layerdrop": 0.0}, "persimmon": {},
+    "nemotron": {}, "granite": {}, "granitemoe": {}, "glm": {}, "glm4": {}, "smollm3": {}, "mamba": {},
     "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8, "chunk_size": 4}, "ctrl": {}, "openai-gpt": {},
     "helium": {}, "exaone4": {}, "ernie4_5": {}, "seed_oss": {}, "bitnet": {}, "diffllama": {}, "jetmoe": {},
     "deepseek_v3": {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "head_dim": 4, "v_head_dim": 8, "q_lora_rank": 16,
@@ -45,16 +45,19 @@ MASKED: dict[str, Own] = {
 }  # fmt: skip
 STILL = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 PAIRS: dict[str, Own] = {
-    "t5": {}, "mt5": {}, "umt5": {}, "longt5": {}, "bart": {}, "mbart": {}, "pegasus": {}, "marian": {},
-    "m2m_100": STILL, "blenderbot-small": {}, "led": {**STILL, "attention_window": 4}, "switch_transformers": {},
+    "t5": {}, "mt5": {}, "umt5": {}, "bart": {}, "mbart": {}, "pegasus": {}, "marian": {},
+    "m2m_100": STILL, "blenderbot-small": {}, "led": {**STILL, "attention_window": 4},
     "prophetnet": {"num_hidden_layers": None, "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4},
     "plbart": {},
 }  # fmt: skip
-FOUR = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "image_size": 32, "patch_size": None}
+FOUR = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "image_size": 32, "patch_size": None,
+        "num_hidden_layers": None}  # fmt: skip
 SWIN = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2, "patch_size": 2, "hidden_size": None,
-        "num_layers": None}  # fmt: skip
-IMAGES: dict[str, Own] = {"vit": {}, "deit": {}, "beit": {}, "swin": SWIN, "swinv2": SWIN, "dinov2": {},
-                          "data2vec-vision": {}}  # fmt: skip
+        "num_layers": None, "num_hidden_layers": None, "num_attention_heads": None}  # fmt: skip
+IMAGES: dict[str, Own] = {
+    "vit": {}, "deit": {"architectures": ["DeiTForImageClassification"]}, "beit": {}, "swin": SWIN, "swinv2": SWIN,
+    "dinov2": {}, "data2vec-vision": {},
+}  # fmt: skip
 LARGES: dict[str, Own] = {
     "convnext": FOUR, "convnextv2": FOUR, "resnet": {**FOUR, "embedding_size": 8, "layer_type": "basic"},
     "regnet": {**FOUR, "embedding_size": 8, "groups_width": 8}, "poolformer": FOUR, "bit": {**FOUR, "embedding_size": 8,
@@ -62,7 +65,7 @@ LARGES: dict[str, Own] = {
     "pvt_v2": {**FOUR, "num_attention_heads": [1, 2, 2, 4], "mlp_ratios": [2, 2, 2, 2]},
     "mobilevit": {"image_size": 32, "hidden_sizes": [16, 20, 24], "patch_size": 2,
                   "neck_hidden_sizes": [4, 8, 8, 16, 16, 16, 32]},
-    "cvt": {"embed_dim": [8, 16, 24], "num_heads": [1, 2, 3], "depth": [1, 1, 1], "patch_size": None},
+    "cvt": {"embed_dim": [8, 16, 24], "num_heads": [1, 2, 3], "depth": [1, 2, 3], "patch_size": None},
     "focalnet": {"image_size": 32, "embed_dim": 16, "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3],
                  "patch_size": 4, "hidden_sizes": [16, 32]},
     "mobilenet_v2": {"image_size": 32, "depth_multiplier": 0.1},
@@ -90,6 +93,7 @@ FAMILIES: dict[str, tuple[str, Own, tuple[str, str]]] = {
     **{name: ("AutoModelForCausalLM", own, TEXT) for name, own in CAUSAL.items()},
     **{name: ("AutoModelForMaskedLM", own, TEXT) for name, own in MASKED.items()},
     **{name: ("AutoModelForSeq2SeqLM", own, PAIR) for name, own in PAIRS.items()},
+    **{name: ("AutoModelForSeq2SeqLM", {}, MASKED_PAIR) for name in ("longt5", "switch_transformers")},
     **{name: ("AutoModelForImageClassification", own, IMAGE) for name, own in IMAGES.items()},
     **{name: ("AutoModelForImageClassification", own, LARGE) for name, own in LARGES.items()},
     **{name: ("AutoModel", own, (inputs, SQUARES)) for name, (inputs, own) in BASES.items()},
@@ -104,7 +108,6 @@ LINES = {
 
 FLAT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 STEPS = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}
-MIXER = {"img_size": 32, "embed_dim": 32, "num_blocks": 2}
 TIMM: dict[str, Own] = {
     "vit_tiny_patch16_224": FLAT, "deit_tiny_distilled_patch16_224": FLAT, "beit_base_patch16_224": FLAT,
     "eva02_tiny_patch14_224": FLAT, "cait_xxs24_224": FLAT, "xcit_nano_12_p16_224": {**FLAT, "patch_size": 16},
@@ -114,7 +117,7 @@ TIMM: dict[str, Own] = {
     "resnet18": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)},
     "resnet50": {"layers": (1, 1, 1, 1), "channels": (4, 8, 8, 8)},
     "densenet121": {"growth_rate": 4, "block_config": (2, 2)},
-    "mixer_s32_224": MIXER, "gmixer_12_224": MIXER, "resmlp_12_224": MIXER, "gmlp_ti16_224": MIXER,
+    **{name: {"img_size": 32} for name in ("mixer_s32_224", "gmixer_12_224", "resmlp_12_224", "gmlp_ti16_224")},
     "pvt_v2_b0": {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 24, 32), "num_heads": (1, 2, 2, 4)},
     "mobilenetv3_small_050": {}, "ghostnet_050": {}, "regnetx_002": {},
 }  # fmt: skip
