@@ -48,8 +48,9 @@ def ending_said() -> Iterator[None]:
         pressed.append(number)
         signal.default_int_handler(number, frame)
 
-    main = threading.current_thread() is threading.main_thread()
-    ours = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    handler = signal.getsignal(signal.SIGINT)
+    ignored = handler is signal.SIG_IGN  # as for a shell's background jobs, which nobody can press it for
+    ours = threading.current_thread() is threading.main_thread() and handler is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, press)
     try:
@@ -57,7 +58,7 @@ def ending_said() -> Iterator[None]:
     except SystemExit as error:
         raise Ended(f"it ends the process: SystemExit({error.code!r})").with_traceback(error.__traceback__) from error
     except KeyboardInterrupt as error:
-        if pressed or not ours:
+        if pressed or not (ours or ignored):
             raise
         raise Ended("it raises KeyboardInterrupt").with_traceback(error.__traceback__) from error
     finally:

@@ -1,7 +1,8 @@
 """Results of operators on tensors without numbers: dtypes, shapes and strides, remembered.
 
-An operator on operands of the same layouts is run once in a process, on torch's meta device (on fake tensors, where it
-has no kernel there): models repeat operators, and a build asks for the same ones in its passes and in its checks.
+An operator on operands of the same layouts is run once in a process: on torch's meta device, or on fake tensors of a
+CPU, where it has no kernel there, or numbers are narrow, which some operators (norms) keep narrow on a CPU alone.
+Models repeat operators, and a build asks for the same ones in its passes and in its checks.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .precision import is_narrow
 from .torch_private import quiet
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
@@ -80,12 +82,17 @@ def _key(item: Any) -> Any:
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
-    try:
-        found = _run_on(func, args, kwargs, "meta", torch.Tensor.detach)
-    except Exception:  # no kernel for it; or its own message of what it does not take, which fake tensors say as well
-        with _fakes(), quiet():
-            found = _run_on(func, args, kwargs, "cpu", _fake)
-    return found
+    if not any(is_narrow(leaf.dtype) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
+        try:
+            return _run_on(func, args, kwargs, "meta", torch.Tensor.detach)
+        except Exception:  # no kernel for it; or what it does not take, which fake tensors say as well
+            return _run_fake(func, args, kwargs)
+    return _run_fake(func, args, kwargs)
+
+
+def _run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
+    with _fakes(), quiet():
+        return _run_on(func, args, kwargs, "cpu", _fake)
 
 
 def _run_on(func: Any, args: Any, kwargs: Any, device: str, operand: Callable[[torch.Tensor], Any]) -> Results:

@@ -57,14 +57,17 @@ def words(graph: torch.fx.Graph) -> list[tuple[str, str, str, str]]:
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", [mlp, pictures, pieces, norms])
-def test_a_function_and_its_gradients_are_recorded_as_torch_traces_them(function: Callable[..., Tensor]) -> None:
+def test_a_function_and_its_gradients_are_recorded_as_torch_traces_them(
+    function: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
     shapes = (2, 3, 4), (4, 8), (8, 4)
     with quiet(), torch.backends.mkldnn.flags(enabled=False), Recorder() as recorder:
-        recorded = recorder.finish(traced(function, *(recorder.placeholder(torch.float32, shape) for shape in shapes)))
+        recorded = recorder.finish(traced(function, *(recorder.placeholder(dtype, shape) for shape in shapes)))
     mode = FakeTensorMode()
     with mode:
-        fakes = [torch.empty(shape) for shape in shapes]
+        fakes = [torch.empty(shape, dtype=dtype) for shape in shapes]
     again = trace(lambda *given: traced(function, *given), fakes, mode)
     assert len(words(recorded)) > 15
     assert words(recorded) == words(again)
