@@ -22,10 +22,10 @@ from .capture_faults import CaptureError, explain
 from .complex_numbers import real_form
 from .complex_pairs import as_pairs
 from .composites import functional
+from .every_slice import EverySlice
 from .placement import is_supported
 from .program import Origin
 from .torch_private import (
-    EverySlice,
     detach_without_gradients,
     one_frame,
     quiet,
@@ -139,7 +139,7 @@ def capture(
     try:
         # what a CPU's own kernels would fuse (an LSTM) is captured in operators that every device and dtype has
         with (
-            quiet(),
+            quiet(exporting=True),
             one_frame(_is_own),
             without_code(),
             with_unread_draws(),

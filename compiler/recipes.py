@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .attribute_tensors import attribute_tensors
 from .complex_numbers import own_form
 from .recipe_nodes import Draw, Result
 from .recipe_trace import RecipeError, Recorder, truncated_normals_by
 from .recipe_values import Read, Replay, in_reals, reachable
+from .torch_private import shape_environment
 
 __all__ = ["Recipe", "RecipeError", "Recorded", "initialize", "record"]
 
@@ -83,7 +83,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
     Raises:
         RecipeError: the code reads memory as another dtype than it was written, or writes overlapping memory.
     """
-    mode = _SharedMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    mode = _SharedMode(allow_non_fake_inputs=True, shape_env=shape_environment(), static_shapes=True)
     recorder = Recorder(mode, seed)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copy.deepcopy

@@ -1,4 +1,8 @@
-"""The private entry points of torch that parc uses, in one place; tested on torch 2.11, 2.13 and 2.15."""
+"""The private entry points of torch that parc uses, in one place; tested on torch 2.11, 2.13 and 2.15.
+
+Exporting and symbolic shapes are imported where they are asked for: a rank that runs programs needs neither, and they
+take as long to import as all of torch.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from traceback import FrameSummary, StackSummary
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
-import torch.export._trace
 import torch.fx.proxy
 import torch.utils.checkpoint
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 from torch._subclasses import FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.overrides import TorchFunctionMode
-from torch.utils._sympy.value_ranges import ValueRanges
+
+if TYPE_CHECKING:
+    import sympy
 
 Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -43,6 +44,8 @@ def trace(
 
 def is_composite(target: Any) -> bool:
     """Whether an operator is made of others that torch has to see: of its own, it may return its operand or a view."""
+    from torch._export.utils import _is_cia_op, _is_preservable_cia_op
+
     return isinstance(target, torch._ops.OpOverload) and _is_cia_op(target) and not _is_preservable_cia_op(target)
 
 
@@ -96,6 +99,8 @@ class SymbolicSizes:
 
     def __init__(self, numbers: Mapping[str, tuple[int, int, int]]) -> None:
         from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+        from torch.utils._sympy.value_ranges import ValueRanges
 
         self._env = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._env)
@@ -110,6 +115,8 @@ class SymbolicSizes:
     def mode(self) -> Iterator[None]:
         """Within it tensors are fake. Operators that are made of others are taken apart in Python: torch's own code of
         some reads sizes as numbers, which would settle them."""
+        from torch._dispatch.python import enable_python_dispatcher
+
         with enable_python_dispatcher(), self._mode:
             yield
 
@@ -119,6 +126,8 @@ class SymbolicSizes:
 
     def expression(self, size: Any) -> sympy.Expr:
         """The expression that such a number is."""
+        import sympy
+
         return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
     def assumed(self) -> list[sympy.Basic]:
@@ -128,7 +137,14 @@ class SymbolicSizes:
 
 def fake_mode() -> FakeTensorMode:
     """A mode whose tensors ``compile_graph`` takes: without a place for symbolic shapes Inductor caches nothing."""
-    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    return FakeTensorMode(shape_env=shape_environment(), static_shapes=True)
+
+
+def shape_environment() -> Any:
+    """A place for symbolic shapes, without which a mode of fake tensors refuses some code."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return ShapeEnv()
 
 
 def compile_graph(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> Compiled | None:
@@ -165,21 +181,23 @@ def without_dispatch() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Within it torch says nothing: its warnings, its log of a failure and its print of a half-made graph stand before
-    parc's own message of it. What the model's own code prints is still printed."""
+def quiet(exporting: bool = False) -> Iterator[None]:
+    """Within it torch says nothing: its warnings, its log of a failure and, where it is ``exporting``, its print of a
+    half-made graph stand before parc's own message of it. What the model's own code prints is still printed."""
+    if exporting:
+        import torch.export._trace  # noqa: F401
     names = ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))]
     silent = {logger: logger.disabled for logger in map(logging.getLogger, names)}
-    exporting: Any = torch.export._trace
+    module = vars(sys.modules.get("torch.export._trace", SimpleNamespace()))
     try:
-        exporting.print = lambda *_, **__: None  # found before the built-in one
+        module["print"] = lambda *_, **__: None  # found before the built-in one
         for logger in silent:
             logger.disabled = True  # a level would do as well, but each change of one empties all loggers' caches
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        exporting.__dict__.pop("print", None)
+        module.pop("print", None)
         for logger, before in silent.items():
             logger.disabled = before
 
@@ -309,33 +327,3 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     made = graph.call_function(torch.ops.aten.detach.default, (node,))
     made.meta = dict(node.meta)
     return made
-
-
-class EverySlice(TorchFunctionMode):
-    """Within it ``x[:n]`` is a slice also of ``n`` entries, where torch gives ``x`` itself: what is traced at one size
-    then is the same graph at others."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") == "__getitem__" and isinstance(args[0], torch.Tensor):
-            args = _sliced(*args)
-        return function(*args, **(kwargs or {}))
-
-
-def _sliced(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
-    """A tensor and what is left to index it by, slices of all of a dim made."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    taken = [_taken(item) for item in items]
-    dim = 0
-    for at, item in enumerate(items):
-        first = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
-        if first and isinstance(item.stop, int) and item.stop == x.shape[dim]:
-            x, items[at] = torch.ops.aten.slice.Tensor(x, dim, 0, item.stop, 1), slice(None)
-        dim += x.dim() - sum(taken) if item is Ellipsis else taken[at]
-    return x, tuple(items)
-
-
-def _taken(item: Any) -> int:
-    """How many dims an item of an index is of."""
-    if item is None or item is Ellipsis or isinstance(item, bool):
-        return 0
-    return item.dim() if isinstance(item, torch.Tensor) and item.dtype is torch.bool else 1

@@ -25,3 +25,12 @@ class Code:
 
 shown = partial(Code, language="shell")
 """A code that a plan's text alone does not produce: its example is shown, not run."""
+
+
+MODEL = """import torch
+
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        {body}"""
+"""The code of a model in an example: the body of its forward is left out."""

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from .code import Code, shown
-
-_MODEL = """import torch
-
-
-class Model(torch.nn.Module):
-    def forward(self, x):
-        {body}"""
+from .code import MODEL, Code, shown
 
 MODEL_FAILED = shown(
     name="P0201",
@@ -22,8 +15,8 @@ CONTROL_FLOW = Code(
     name="P0202",
     title="control flow that depends on the values of tensors",
     why="a build holds one graph for all batches, so a branch on what a tensor holds cannot be captured.",
-    example=_MODEL.format(body="return x * 2 if x.sum() > 0 else x"),
-    instead=_MODEL.format(body="return torch.where(x.sum() > 0, x * 2, x)"),
+    example=MODEL.format(body="return x * 2 if x.sum() > 0 else x"),
+    instead=MODEL.format(body="return torch.where(x.sum() > 0, x * 2, x)"),
     language="python",
 )
 RETURNED_CACHE = shown(
@@ -44,8 +37,8 @@ CAPTURE_FAILED = Code(
     name="P0205",
     title="the model cannot be captured",
     why="tracing the model on tensors without data failed; the cause is the model's own, and its place is given.",
-    example=_MODEL.format(body="return torch.from_numpy(x.numpy() * 2)"),
-    instead=_MODEL.format(body="return x * 2"),
+    example=MODEL.format(body="return torch.from_numpy(x.numpy() * 2)"),
+    instead=MODEL.format(body="return x * 2"),
     language="python",
 )
 WRONG_INPUTS = shown(
@@ -155,8 +148,8 @@ NOT_RECOMPUTED = Code(
     title="the model recomputes activations",
     why="a build holds one graph with its own choice of what is kept for backward, so `torch.utils.checkpoint` in the"
     " model's code would be dropped.",
-    example=_MODEL.format(body="return torch.utils.checkpoint.checkpoint(torch.tanh, x)"),
-    instead=_MODEL.format(body="return torch.tanh(x)"),
+    example=MODEL.format(body="return torch.utils.checkpoint.checkpoint(torch.tanh, x)"),
+    instead=MODEL.format(body="return torch.tanh(x)"),
     language="python",
 )
 NOT_IN_REALS = Code(
@@ -165,8 +158,8 @@ NOT_IN_REALS = Code(
     why="programs hold real numbers: complex ones are rewritten as pairs of them, and so are arithmetic, powers, `exp`,"
     " `log`, angles, products, sums, FFTs and all that moves entries. Decompositions and solvers of complex matrices"
     " are not.",
-    example=_MODEL.format(body="return torch.linalg.inv(torch.fft.fft(x)).real"),
-    instead=_MODEL.format(body="return torch.fft.fft(torch.linalg.inv(x)).real"),
+    example=MODEL.format(body="return torch.linalg.inv(torch.fft.fft(x)).real"),
+    instead=MODEL.format(body="return torch.fft.fft(torch.linalg.inv(x)).real"),
     language="python",
 )
 KEPT_TWICE = shown(
@@ -183,8 +176,8 @@ UNCOUNTED_DRAW = Code(
     title="random numbers that no stream counts",
     why="random numbers in a model's forward are functions of a stream's name and the global element, so that every"
     " plan draws the same; dropout, `torch.rand`, `torch.randn` and `torch.bernoulli` have that form.",
-    example=_MODEL.format(body="return x[:, torch.randperm(x.shape[1])]"),
-    instead=_MODEL.format(body="return x[:, torch.rand(x.shape[1]).argsort()]"),
+    example=MODEL.format(body="return x[:, torch.randperm(x.shape[1])]"),
+    instead=MODEL.format(body="return x[:, torch.rand(x.shape[1]).argsort()]"),
     language="python",
 )
 NO_DEVICE = shown(
@@ -224,38 +217,8 @@ NOT_POLYNOMIAL = Code(
     title="a number that does not follow the sizes",
     why="programs for a range of sizes hold sums and products of sizes with rational factors, and one over those; what"
     " else a model makes of a size (a root, a size rounded down) has no place in them.",
-    example=_MODEL.format(body="return x / math.sqrt(x.shape[1])"),
-    instead=_MODEL.format(body="return x / x.shape[1]"),
-    language="python",
-)
-NO_FUNCTION = Code(
-    name="P0227",
-    title="a result that is no function of the inputs",
-    why="one graph is built, and what the model's code takes from elsewhere (Python's `random`, NumPy's, a counter that"
-    " calls move, the clock) would be a constant in it. parc ran the module twice, on the same inputs and weights and"
-    " with the same seeds of torch, and its results differ.",
-    example=_MODEL.format(body="import random\n\n        return x * random.random()"),
-    instead=_MODEL.format(body="return x * torch.rand(())"),
-    language="python",
-)
-OWN_GRADIENT = Code(
-    name="P0262",
-    title="gradients that are not those of the forward",
-    why="a build derives gradients from the captured forward. An `autograd.Function` whose `backward` is another"
-    " function (a straight-through estimate, a gradient turned round or scaled) loses it there: gradients then differ"
-    " from those of the module as it is written. One that only saves memory or time is captured as any other code.",
-    example=_MODEL.format(body="return Round.apply(x)  # its backward returns the gradient as it is"),
-    instead=_MODEL.format(body="return x + (x.round() - x).detach()"),
-    language="python",
-)
-AMPLIFIED = Code(
-    name="P0259",
-    title="a model that amplifies rounding",
-    why="ranks add up in another order than one device, so they round otherwise. Every build is tested to 1e-10 in"
-    " float64, or to what the captured graph itself makes of one rounding of its weights and inputs, up to 1e-6. A"
-    " model that moves further has no numbers that could be compared, nor would two runs of it agree.",
-    example=_MODEL.format(body="for _ in range(50):\n            x = 3.9 * x * (1 - x)\n        return x"),
-    instead=_MODEL.format(body="for _ in range(50):\n            x = 0.9 * x * (1 - x)\n        return x"),
+    example=MODEL.format(body="return x / math.sqrt(x.shape[1])"),
+    instead=MODEL.format(body="return x / x.shape[1]"),
     language="python",
 )
 LEFT_STEP = Code(
@@ -265,15 +228,6 @@ LEFT_STEP = Code(
     " missed some: what it did next would meet what others still wait for.",
     example="try:\n    session.step()\nexcept RuntimeError:\n    loss = session.evaluate(batch)",
     instead="session.step()  # let the error end the process; then `parc run build --resume checkpoint`",
-    language="python",
-)
-NOT_FINITE = Code(
-    name="P0233",
-    title="a model whose numbers are not finite",
-    why="every build is tested on random inputs, numbers of a normal distribution and any classes; a model or a loss"
-    " that makes NaN or infinity of them agrees with nothing.",
-    example=_MODEL.format(body="return x.log()"),
-    instead=_MODEL.format(body="return x.clamp(min=1e-6).log()"),
     language="python",
 )
 WORLD_SIZE = shown(

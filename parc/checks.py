@@ -40,9 +40,8 @@ from parc.compiler.verify_sizes import size_faults
 from parc.compiler.verify_stages import check_stages
 from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults
 from parc.driver import Compiled, Progress, compile_plan, optimizer_facts, stored, stored_types
-from parc.eager import CLAMP, EagerAgreement, compare_with_eager, not_finite
-from parc.grammar.codes_build import AMPLIFIED
-from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, not_finite
+from parc.grammar.diagnostics import PlanError
 from parc.grammar.format import format_statements
 from parc.grammar.source import Span
 from parc.report import plan_of, program_rows, rank_memory, report_faults
@@ -145,9 +144,8 @@ def prove(compiled: Compiled) -> list[Fault]:
     errors = template.faults(compiled.mesh) or size_faults(template, compiled.mesh) if template is not None else []
     if errors:
         raise PlanError([fault_diagnostic(compiled.plan, fault) for fault in errors])
-    faults = []
-    several = compiled.plan.microbatches > 1
-    summed = several and combination(compiled.built.reference, compiled.plan.unbatched) == "sum"
+    faults, plan = [], compiled.plan
+    summed = plan.microbatches > 1 and combination(compiled.built.reference, plan.unbatched) == "sum"
     for at in compiled.cases():
         roles = reread_roles(at)
         programs = join({name: role.programs for name, role in roles.items()})
@@ -223,7 +221,7 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
             )
             raise PlanError([not_finite(line, agreement.not_finite, help_)])
         if agreement.amplified:
-            raise PlanError([_amplified(at.plan, agreement.amplified)])
+            raise PlanError([amplified(at.plan.model, agreement.amplified)])
         checked.agreement = checked.agreement or agreement
         errors = {
             "steps": agreement.steps,
@@ -247,11 +245,6 @@ def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iter
         error = getattr(agreement, kind)
         if not error <= TOLERANCE:
             yield Fault("numbers", f"{where}{at}", f"the {kind} differs from the captured graph's by {error:.1e}")
-
-
-def _amplified(plan: Plan, message: str) -> Diagnostic:
-    help_ = "see what divides by a number near 0, or applies a function of large slope again and again"
-    return Diagnostic(AMPLIFIED, message, Label(plan.model.arguments.statement.span), help=help_)
 
 
 @contextmanager

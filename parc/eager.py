@@ -21,7 +21,7 @@ from parc.compiler.program import Line
 from parc.compiler.recipes import initialize
 from parc.compiler.task import caller, loss_function, model_builder
 from parc.driver import Compiled
-from parc.grammar.codes_build import NO_FUNCTION, NOT_FINITE, OWN_GRADIENT
+from parc.grammar.codes_numbers import AMPLIFIED, NO_FUNCTION, NOT_FINITE, OWN_GRADIENT
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
 from parc.plan_capture import failure, input_specs
@@ -232,6 +232,12 @@ def _own_gradient(model: Directive, functions: Sequence[str]) -> Diagnostic:
     message = f"the gradients that the model has are not those of its forward: {listed(functions)} has its own"
     help_ = "write the forward so that its derivative is the gradient that is meant, as with `x + (f(x) - x).detach()`"
     return Diagnostic(OWN_GRADIENT, message, Label(model.arguments.statement.span), help=help_)
+
+
+def amplified(model: Directive, message: str) -> Diagnostic:
+    """The error of a model whose numbers one rounding moves further than a test can allow."""
+    help_ = "see what divides by a number near 0, or applies a function of large slope again and again"
+    return Diagnostic(AMPLIFIED, message, Label(model.arguments.statement.span), help=help_)
 
 
 def not_finite(line: Directive, message: str, help_: str = CLAMP, notes: tuple[str, ...] = ()) -> Diagnostic:

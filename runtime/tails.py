@@ -9,7 +9,6 @@ from typing import final
 import torch
 
 from ..compiler.artifact import Build
-from ..compiler.verify_padding import tail_fault
 from ..grammar.codes_build import BAD_DATA
 from .faults import RunError
 from .random_batch import class_bounds
@@ -32,6 +31,8 @@ class Tails:
 
     @cached_property
     def _fault(self) -> str:
+        from ..compiler.verify_padding import tail_fault  # proves in sympy, which most runs need not import
+
         return tail_fault(self._reference, self._ignored)
 
     def completed(self, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> Mapping[str, torch.Tensor]:

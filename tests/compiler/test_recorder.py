@@ -53,7 +53,9 @@ def words(graph: torch.fx.Graph) -> list[tuple[str, str, str, str]]:
         values = node.meta.get("val")
         values = values if isinstance(values, (tuple, list)) else [values]
         shapes = [None if x is None else (x.dtype, tuple(x.shape), x.stride()) for x in values]
-        target = "" if node.op == "placeholder" else str(node.target).replace("alias", "detach")  # torch 2.15 says alias
+        target = (
+            "" if node.op == "placeholder" else str(node.target).replace("alias", "detach")
+        )  # torch 2.15 says alias
         found.append((node.op, target, str(args), str(shapes)))
     return found
 
