@@ -69,6 +69,12 @@ def _generic(template: Template, mesh: Mesh) -> tuple[dict[str, int], dict[int, 
     return sizes, numbers
 
 
+_PROVED: dict[Any, str] = {}
+"""A line, the expressions that its numbers stand for, and the sizes' ranges → what is wrong with it: templates that are
+nearly the same, as a build's and its twin's, ask for the same proofs."""
+_MOST_PROVED = 1 << 14
+
+
 class _Proof:
     """Looks at lines of programs at generic sizes, equal ones once; ``numbers``: the expressions that theirs stand
     for."""
@@ -76,7 +82,6 @@ class _Proof:
     def __init__(self, template: Template, numbers: Mapping[int, Polynomial]) -> None:
         self.ranges, self.numbers = template.ranges, numbers
         self.steps = {name: (size.low // size.step, size.high // size.step) for name, size in self.ranges.items()}
-        self.known: dict[Question, str] = {}
         self.read: set[str] = set()
         """The sizes that the line at hand depends on."""
 
@@ -89,11 +94,21 @@ class _Proof:
                     faults = call_faults(line, function.values(), called[line.op])
                     found = next((message for _, message in faults), "")
                 else:
-                    if question not in self.known:
-                        self.known[question] = self.wrong(question)
-                    found = self.known[question]
+                    key = self.key(question)
+                    if key not in _PROVED:
+                        if len(_PROVED) >= _MOST_PROVED:
+                            _PROVED.clear()
+                        _PROVED[key] = self.wrong(question)
+                    found = _PROVED[key]
                 if found:
                     yield line, found
+
+    def key(self, q: Question) -> Any:
+        """All that a proof depends on."""
+        read = {int(number) for number in _INTEGER.findall(q.text)}
+        read.update(size for type_ in (*q.operands, *q.results) for size in type_.shape)
+        named = tuple((number, self.numbers[number]) for number in sorted(read) if number in self.numbers)
+        return q, named, tuple(self.ranges.items())
 
     def wrong(self, q: Question) -> str:
         """What is wrong with a line, "" if nothing. Equal numbers are equal expressions here, so that what only moves a
