@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..grammar.nearest import listed
+from .promises import PHASES
+
 
 class FormError(Exception):
     """A value of a file is missing or of another kind; the message names it."""
@@ -33,9 +36,16 @@ class Maybe:
     form: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Among:
+    """One of some words."""
+
+    words: tuple[str, ...]
+
+
 Form = Any
 """A type or types; ``[form]`` for a list; ``{key: form}`` for a table with these keys at least, those that end in ``?``
-aside; ``Each``, ``Row`` or ``Maybe``."""
+aside; ``Each``, ``Row``, ``Maybe`` or ``Among``."""
 
 _NONE = type(None)
 _NUMBER = (int, float)
@@ -87,8 +97,8 @@ REPORT_FORM: Form = {
         "activations": _NUMBER,
     }],
     "communication": [{
-        "number": int, "op": str, "axis": str, "phase": str, "count_per_step": int, "bytes": int, "dtype": str,
-        "module": str, "line": (int, _NONE), "role": str,
+        "number": int, "op": str, "axis": str, "phase": Among(PHASES), "count_per_step": int, "bytes": int,
+        "dtype": str, "module": str, "line": (int, _NONE), "role": str,
     }],
     "placed?": Each(str),
     "pipeline": {"schedule": str, "microbatches": int},
@@ -118,6 +128,10 @@ def hold_form(value: Any, form: Form, name: str = "") -> None:
     if isinstance(form, Maybe):
         if value is not None:
             hold_form(value, form.form, name)
+    elif isinstance(form, Among):
+        _hold_type(value, str, name)
+        if value not in form.words:
+            raise FormError(f"`{name}` is none of {listed(form.words)}")
     elif isinstance(form, Row):
         hold_form(value, [form.form], name)
         if len(value) != form.count:

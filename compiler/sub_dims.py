@@ -49,6 +49,8 @@ def cut(
     this dim cannot be made longer. ``loose``: whether a sub-dim that may be made longer divides is not asked.
     """
     label = label or Label(layout.span)
+    if not size:
+        return Diagnostic(WRONG_SUB_DIMS, f"{what} has no entries", label, help="split a dim that has some")
     if not layout.more:
         return _cut_product(layout, size, mesh, what, label, pad, loose)
     if layout.pad:

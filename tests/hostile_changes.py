@@ -57,6 +57,8 @@ def mutate_json(draw: random.Random, value: Any) -> Any:
     """A JSON value with one or a few of its parts replaced, removed, or moved."""
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         places = list(_places(value))
+        if not places:  # all was removed
+            break
         holder, key = draw.choice(places)
         kind = draw.randrange(6)
         if kind == 0:

@@ -125,6 +125,13 @@ def test_messages_look_as_they_did() -> None:
     assert golden.read_text(encoding="utf-8") == "\n\n".join(texts) + "\n"
 
 
+@pytest.mark.parametrize("rows", ["vocab embed, head over tp", "shard embed.weight [(2 h/tp d), _]"])
+def test_a_dim_without_entries_is_not_split(rows: str) -> None:
+    plan = read_plan(Source("plan.parc", "\n".join([*SUPPLIED.values(), "mesh tp=2", rows])))
+    with pytest.raises(PlanError, match="has no entries"):
+        resolve(plan, gpt_names(vocab=0))
+
+
 @pytest.mark.parametrize("page", ["language.md", "errors.md"])
 def test_generated_pages_are_up_to_date(page: str) -> None:
     text = language_page() if page == "language.md" else errors_page()
