@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 HARD: tuple[Any, ...] = (
@@ -64,12 +65,12 @@ def mutate_json(draw: random.Random, value: Any) -> Any:
         if kind == 0:
             del holder[key]
         elif kind == 1 and isinstance(holder, dict):
-            holder[draw.choice(("", "x", "mesh", "norm.weight", "a.b"))] = draw.choice(HARD)
+            holder[draw.choice(("", "x", "mesh", "norm.weight", "a.b"))] = deepcopy(draw.choice(HARD))
         elif kind == 2:
             other, place = draw.choice(places)
             holder[key] = json.loads(json.dumps(other[place])) if place in _keys(other) else None
         else:
-            holder[key] = draw.choice(HARD)
+            holder[key] = deepcopy(draw.choice(HARD))  # it may be changed in its turn
     return value
 
 
