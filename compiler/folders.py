@@ -109,7 +109,7 @@ def _locked(file: Path, who: str = "") -> Iterator[None]:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 os.close(handle)
                 raise
-        if not file.exists() or os.stat(file).st_ino != os.fstat(handle).st_ino:  # its holder has just removed it
+        if not _is_at(file, handle):  # its holder has just removed it
             os.close(handle)
             handle = -1
     try:
@@ -119,6 +119,14 @@ def _locked(file: Path, who: str = "") -> Iterator[None]:
     finally:
         file.unlink(missing_ok=True)
         os.close(handle)
+
+
+def _is_at(file: Path, handle: int) -> bool:
+    """Whether an open file is the one at this path, which another process may remove or replace at any time."""
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def _old(real: Path) -> Path:
