@@ -30,7 +30,7 @@ class RecipeError(Exception):
     """The module's building code does something with a tensor that cannot be recorded."""
 
 
-class Recorder(TorchDispatchMode):
+class RecipeRecorder(TorchDispatchMode):
     """Runs every operator on fake tensors and records how real ones would get their values."""
 
     def __init__(self, mode: FakeTensorMode, seed: int) -> None:
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def truncated_normals_by(recorder: Recorder) -> Iterator[None]:
+def truncated_normals_by(recorder: RecipeRecorder) -> Iterator[None]:
     """Let ``nn.init.trunc_normal_`` of fake tensors be one draw.
 
     Torch's own code redraws until all elements are inside: its control flow depends on every value, so recording it

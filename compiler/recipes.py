@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from .attribute_tensors import attribute_tensors
 from .complex_numbers import own_form
 from .recipe_nodes import Draw, Result
-from .recipe_trace import RecipeError, Recorder, truncated_normals_by
+from .recipe_trace import RecipeError, RecipeRecorder, truncated_normals_by
 from .recipe_values import Read, Replay, in_reals, reachable
 from .torch_private import shape_environment
 
@@ -84,7 +84,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
         RecipeError: the code reads memory as another dtype than it was written, or writes overlapping memory.
     """
     mode = _SharedMode(allow_non_fake_inputs=True, shape_env=shape_environment(), static_shapes=True)
-    recorder = Recorder(mode, seed)
+    recorder = RecipeRecorder(mode, seed)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copy.deepcopy
         with truncated_normals_by(recorder), mode, recorder:
@@ -131,7 +131,7 @@ def initialize(build: Callable[[], nn.Module], seed: int, recipes: Mapping[str, 
     return module
 
 
-def _make_fake(module: nn.Module, mode: FakeTensorMode, recorder: Recorder) -> None:
+def _make_fake(module: nn.Module, mode: FakeTensorMode, recorder: RecipeRecorder) -> None:
     """Replace what was made from real numbers without an operator, such as ``Parameter(torch.from_numpy(…))``."""
     for child in module.modules():
         for table in (child._parameters, child._buffers):

@@ -1,6 +1,6 @@
 """A recorder of operators: the ATen graph, forward and backward, of what is computed with tensors that hold no numbers.
 
-    with Recorder() as recorder:
+    with GraphRecorder() as recorder:
         x = recorder.placeholder(torch.float32, (2, 3))
         y = (x.detach().requires_grad_() * 2).sum()
     recorder.finish(y)  # placeholder, detach, mul, sum, output
@@ -42,7 +42,7 @@ class RecordedTensor(torch.Tensor):
         raise RuntimeError(f"{func} outside of the recorder that made its operands")
 
 
-class Recorder(TorchDispatchMode):
+class GraphRecorder(TorchDispatchMode):
     """The graph of all operators that are run within it."""
 
     def __init__(self) -> None:

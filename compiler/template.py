@@ -61,7 +61,7 @@ class Expression:
 
 
 def expressions_of(text: str) -> set[Expression]:
-    """What stands in braces."""
+    """The expressions that stand in braces in a text."""
     return {Expression.parse(words) for words in _PLACE.findall(text)}
 
 

@@ -8,14 +8,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .collectives import COLLECTIVES
 from .mesh import Mesh
+from .precision import base_name
 from .program import Cut, Function, Line, Ref, Value, operator
 
+Key = TypeVar("Key")
 Number = int | float
 Pair = tuple[Number, Number]
 """A number of the build, and the one in its place in the twin."""
@@ -64,8 +66,10 @@ def lines_body(lines: Iterable[Line], names: Mapping[str, str], values: Mapping[
         known.update((made.name, f"{index}.{at}") for at, made in enumerate(line.results) if made is not None)
         given: list[tuple[str, Number, bool]] = []
         kinds = _arguments(line.op)
-        args = [_word(item, known, given, str(at), kinds.get(str(at), "")) for at, item in enumerate(line.args)]
-        args += [f"{key}={_word(item, known, given, key, kinds.get(key, ''))}" for key, item in line.kwargs]
+        places = [*((str(at), item) for at, item in enumerate(line.args)), *line.kwargs]
+        words = [_word(item, known, given, *kinds.get(place, (place, ""))) for place, item in places]
+        args = [*words[: len(line.args)]]
+        args += [f"{key}={word}" for (key, _), word in zip(line.kwargs, words[len(line.args) :], strict=True)]
         types = "; ".join("-" if v is None else sizeless(v, mesh) for v in line.results)
         rows.append(f"{line.op}({', '.join(args)}): {types}")
         read = (*(values[name] for name in line.uses()), *line.made)
@@ -85,17 +89,26 @@ def sizeless(value: Value, mesh: Mesh) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _arguments(op: str) -> dict[str, str]:
-    """Arguments, by place and by name, that are no values to compute with: a ``size``, or a ``dim`` by its number,
-    which follows no size."""
+def _arguments(op: str) -> dict[str, tuple[str, str]]:
+    """Arguments by place and by name: their names, and which are no values to compute with, but a ``size``, or a
+    ``dim`` by its number, which follows no size."""
     if op in COLLECTIVES or "." not in op:
-        return {str(at): "dim" for at in range(4)}
+        return {str(at): (str(at), "dim") for at in range(4)}
     found = {}
     for at, argument in enumerate(operator(op)._schema.arguments):
         whole = "int" in str(argument.type).lower() and argument.name != "index"
         kind = "dim" if argument.name in _DIMS else "size" if whole else ""
-        found[str(at)] = found[argument.name] = kind
+        found[str(at)] = found[argument.name] = argument.name, kind
     return found
+
+
+@lru_cache(maxsize=1024)
+def _defaults(op: str) -> dict[str, Number]:
+    """Arguments that need not be given → the numbers that they then are."""
+    if op in COLLECTIVES or "." not in op:
+        return {}
+    named = ((argument.name, argument.default_value) for argument in operator(op)._schema.arguments)
+    return {name: value for name, value in named if isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
 def _word(item: Any, names: Mapping[str, str], given: list[tuple[str, Number, bool]], place: str, kind: str) -> str:
@@ -122,25 +135,49 @@ class Pairs:
     """Operator, argument and pair of each that is no size of a dim of its own line."""
     at: Mapping[str, frozenset[Pair]] = field(default_factory=dict)
     every: frozenset[Pair] = frozenset()
+    arguments: Mapping[tuple[str, str, str], frozenset[Pair]] = field(default_factory=dict)
+    """Operator, origin, argument → the numbers there, an argument's default too."""
 
     @classmethod
     def of(cls, ours: Sequence[Numbers], theirs: Sequence[Numbers]) -> Pairs:
         """Those of two equal bodies."""
         written, sizes = [], set[Pair]()
         at: dict[str, set[Pair]] = defaultdict(set)
+        arguments: dict[tuple[str, str, str], set[Pair]] = defaultdict(set)
         for mine, other in zip(ours, theirs, strict=True):
             sizes |= (own := set(zip(mine.dims, other.dims, strict=True)))
+            given = {place for place, _, _ in mine.given}
+            for place, default in _defaults(mine.op).items():
+                if place not in given:
+                    arguments[base_name(mine.op), mine.origin, place].add((default, default))
             for (place, here, size), (_, there, _) in zip(mine.given, other.given, strict=True):
                 at[mine.origin].add((here, there))
+                arguments[base_name(mine.op), mine.origin, place].add((here, there))
                 if not size or (here, there) not in own:
                     written.append((mine.op, place, (here, there)))
         every = frozenset(sizes.union(*at.values()))
-        return cls(tuple(written), {origin: frozenset(found) for origin, found in at.items()}, every)
+        return cls(tuple(written), _frozen(at), every, _frozen(arguments))
 
     def __or__(self, other: Pairs) -> Pairs:
         """Both; what is ``written`` is the first's."""
-        at = {o: self.at.get(o, frozenset()) | other.at.get(o, frozenset()) for o in {**self.at, **other.at}}
-        return Pairs(self.written, at, self.every | other.every)
+        at, arguments = _joined(self.at, other.at), _joined(self.arguments, other.arguments)
+        return Pairs(self.written, at, self.every | other.every, arguments)
+
+    def forward(self, numbers: Numbers, argument: str) -> frozenset[Pair]:
+        """The numbers that an operator has in its argument of this name, of which ``numbers`` are its backward's; empty
+        where they are no backward's. An attention's ``scale`` is so its derivative's too."""
+        name = base_name(numbers.op)
+        operator_name = name.removesuffix("_backward")
+        key = (operator_name, numbers.origin, argument)
+        return frozenset() if name == operator_name else self.arguments.get(key, frozenset())
+
+
+def _frozen(sets: Mapping[Key, set[Pair]]) -> dict[Key, frozenset[Pair]]:
+    return {key: frozenset(pairs) for key, pairs in sets.items()}
+
+
+def _joined(one: Mapping[Key, frozenset[Pair]], other: Mapping[Key, frozenset[Pair]]) -> dict[Key, frozenset[Pair]]:
+    return {key: one.get(key, frozenset()) | other.get(key, frozenset()) for key in {**one, **other}}
 
 
 def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pairs, *, whole: bool) -> str | None:
@@ -154,6 +191,8 @@ def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pa
         own = frozenset(zip(mine.dims, other.dims, strict=True))
         for (place, here, size), (_, there, _) in zip(mine.given, other.given, strict=True):
             found.append((mine.op, place, (here, there)))
+            if not size and (same := model.forward(mine, place)) and (here, there) not in same:
+                return f"{mine.op} has {here!r} where its twin has {there!r}: the operator itself has no such {place}"
             sizes = own if size else frozenset()
             if (here, there) not in sizes and not _follows(
                 (here, there), model.at.get(mine.origin, frozenset()), model.every, sizes

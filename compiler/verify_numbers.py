@@ -43,7 +43,7 @@ def number_faults(template: Template, programs: Mapping[str, Program]) -> Iterat
 
 
 def _role_faults(programs: Mapping[str, Program]) -> Iterator[ShapeFault]:
-    """What programs are given has the sizes that the captured graph's inputs, or the results of others, have."""
+    """Parameters of programs that have other sizes than the captured graph's inputs, or the results of others, have."""
     reference = programs.get(REFERENCE_FILE)
     if reference is None:
         return

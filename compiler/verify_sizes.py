@@ -37,8 +37,8 @@ _EXACT = {"Mod": sympy.Mod, "PythonMod": sympy.Mod, "FloorDiv": lambda a, b: sym
 
 
 def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
-    """What is not as declared at some sizes, or no number of the captured graph, of a template whose numbers are whole
-    everywhere (``Template.faults``).
+    """Shapes that are not as declared at some sizes, and numbers that are none of the captured graph's; the template's
+    numbers must be whole everywhere (``Template.faults``).
 
     Operators of other libraries, whose shape functions may take no expressions, are held at a few sizes, as all are.
     """

@@ -16,7 +16,7 @@ from ..compiler.ops import OPS
 from ..compiler.placement import Placement, TensorType, along, parse_kind
 from ..compiler.precision import is_narrow
 from ..compiler.program import Origin
-from ..compiler.recorder import RecordedTensor, Recorder
+from ..compiler.recorder import GraphRecorder, RecordedTensor
 from ..compiler.torch_private import quiet
 from ..compiler.typing import infer, place_created
 from .backward_forms import free_creations, is_zero, simplify, write_functional
@@ -70,7 +70,7 @@ def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
     record = _Record()
     flows = [gradient_flows(node) for node in segment.inputs]
     flowing = [index for index, node in enumerate(segment.outputs) if gradient_flows(node)]
-    with quiet(), torch.backends.mkldnn.flags(enabled=False), Recorder() as recorder:
+    with quiet(), torch.backends.mkldnn.flags(enabled=False), GraphRecorder() as recorder:
         types = map(node_type, [*segment.inputs, *(segment.outputs[index] for index in flowing)])
         values = [recorder.placeholder(type_.dtype, type_.shape) for type_ in types]
         given, tangents = values[: len(flows)], values[len(flows) :]

@@ -14,14 +14,15 @@ import torch
 from .reference_run import Batches, Case, ReferenceRun, largest_difference
 
 _TIMES = 16
-"""Sums in another order round more often than each weight and each input once."""
+"""The factor on it: sums in another order round more often than each weight and each input once."""
 _MOST = 1e-6
-"""Of a tensor's largest entry: a model that one rounding moves further cannot be tested."""
+"""The most that is forgiven, relative to a tensor's largest entry: a model that one rounding moves further cannot be
+tested."""
 
 
 @dataclass(slots=True)
 class _Begin:
-    """What a step begins with."""
+    """The state and the batches with which a step begins."""
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
@@ -30,8 +31,11 @@ class _Begin:
 
 
 class Roundings:
-    """What rounding moves in each step of a reference run, measured once it is asked for: all steps are then taken
-    again beside it, each from the same state but for one rounding, with an optimizer of their own."""
+    """The measure of what one rounding moves in each step of a reference run.
+
+    It is taken once it is asked for: all steps are then taken again beside the run, each from the same state but for
+    one rounding, with an optimizer of their own.
+    """
 
     def __init__(self, case: Case) -> None:
         self._case, self._steps = case, list[_Begin]()
@@ -57,7 +61,7 @@ class Roundings:
         return max(0.0, apart - min(moved, _MOST * top))
 
     def _made(self) -> Mapping[str, torch.Tensor]:
-        """What the last step makes of a state that is moved."""
+        """The last step's results from a state that is moved by one rounding."""
         run = self._run = self._run or ReferenceRun(self._case)
         while self._taken < len(self._steps):
             begin = self._steps[self._taken]

@@ -47,7 +47,8 @@ def test_every_command_of_the_readme_works_and_prints_what_it_shows(
     assert picture in said["show build/gpt3d --pipeline"]
     report, lines = re.findall(r"```\n((?:mesh|t_3) .*?)```", README, re.DOTALL)
     assert measured.sub("", report) == measured.sub("", said["build examples/gpt.parc -o build/gpt"])
-    assert lines in said["show build/gpt --action F"].replace("\n    ", "\n")
+    number = re.compile(r"(?<=[a-z])_\d+\b")  # of a value's name: torch's releases count otherwise
+    assert number.sub("", lines) in number.sub("", said["show build/gpt --action F"].replace("\n    ", "\n"))
 
 
 def test_the_plan_in_the_readme_is_the_example() -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from parc.compiler.recorder import Recorder
+from parc.compiler.recorder import GraphRecorder
 from parc.compiler.results import example, results_of
 from parc.compiler.torch_private import quiet, trace
 
@@ -66,7 +66,7 @@ def test_a_function_and_its_gradients_are_recorded_as_torch_traces_them(
     function: Callable[..., Tensor], dtype: torch.dtype
 ) -> None:
     shapes = (2, 3, 4), (4, 8), (8, 4)
-    with quiet(), torch.backends.mkldnn.flags(enabled=False), Recorder() as recorder:
+    with quiet(), torch.backends.mkldnn.flags(enabled=False), GraphRecorder() as recorder:
         recorded = recorder.finish(traced(function, *(recorder.placeholder(dtype, shape) for shape in shapes)))
     mode = FakeTensorMode()
     with mode:
