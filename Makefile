@@ -118,7 +118,7 @@ planted-bugs: $(READY)
 soak: $(READY)
 	$(PY) -m tests.hostile_inputs --seconds $$((15 * $(SOAK_MINUTES))) --seed $$RANDOM
 	end=$$(($$(date +%s) + 45 * $(SOAK_MINUTES))); while test $$(date +%s) -lt $$end; do \
-		$(PY) -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz --hypothesis-seed=$$RANDOM --timeout=0; \
+		$(PY) -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=soak --hypothesis-seed=$$RANDOM --timeout=0 || exit 1; \
 	done
 
 clean:

@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one th
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("check", deadline=None, derandomize=True, suppress_health_check=SLOW_IS_FINE)
 settings.register_profile("fuzz", deadline=None, max_examples=1600, print_blob=True, suppress_health_check=SLOW_IS_FINE)
+settings.register_profile("soak", settings.get_profile("fuzz"), max_examples=160)  # short runs, seed after seed
 settings.load_profile("check")
 
 
