@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from parc.checks import static_faults
+from parc.checks import reread_roles, rounding_of, static_faults
 from parc.compiler.placement import TensorType
 from parc.compiler.plan import read_plan
 from parc.compiler.program_text import ProgramError
+from parc.compiler.roles import Role
 from parc.compiler.twin import compare_structure
 from parc.compiler.verify import Fault
 from parc.driver import Compiled, compile_plan, stored
@@ -89,8 +90,17 @@ freeze layers.*.scale
 schedule microbatches 2
 """
 
+_PIPELINE = (
+    _GPT.replace("layers=4", "layers=8")
+    .replace("verify layers=2", "verify layers=4")
+    .replace("dp=8, tp=2", "dp=4, pp=2, tp=2")
+    .replace("schedule microbatches 2", "stage balanced over pp\nschedule interleaved chunks 2 microbatches 4")
+)
+
 PLANS = {
     "gpt dp=8, tp=2": ("examples", _GPT),
+    "gpt dp=8, tp=2, bf16": ("examples", _GPT + "precision bf16\n"),
+    "gpt dp=4, pp=2, tp=2": ("examples", _PIPELINE),
     "llama dp=8, tp=2": ("examples", _LLAMA),
     "tower dp=8, tp=2": ("tests", _TOWER),
 }
@@ -104,6 +114,8 @@ class LargeBuild:
     twin: Compiled
     programs: Programs
     stored: Mapping[str, TensorType]
+    roles: Mapping[str, Role] | None
+    """A pipeline's, as they are: what is broken is the whole programs that they join to."""
 
     def faults(self, programs: Programs) -> tuple[str, list[Fault]]:
         """What refuses programs in the place of the build's own, and why."""
@@ -111,8 +123,11 @@ class LargeBuild:
             read = {action: p if p is self.programs[action] else reread(p) for action, p in programs.items()}
         except ProgramError as error:
             return "parse", [Fault("parse", "", str(error))]
-        model, plan = self.compiled.built.reference, self.compiled.plan
-        found = static_faults(read, self.stored, self.compiled.mesh, self.compiled.actions, plan.microbatches, model)
+        compiled, model = self.compiled, self.compiled.built.reference
+        found = static_faults(
+            read, self.stored, compiled.mesh, () if self.roles else compiled.actions, compiled.plan.microbatches, model,
+            compiled.resolved.pads, rounding_of(compiled), self.roles,
+        )  # fmt: skip
         if found:
             return found[0].check, found
         found = compare_structure(read, model, self.twin.built.programs, self.twin.built.reference)
@@ -127,7 +142,8 @@ def large_build(name: str) -> LargeBuild:
     programs = {action: reread(program) for action, program in compiled.built.programs.items()}
     twin, differences = find_twin(compiled, programs)
     assert not differences, differences
-    return LargeBuild(compiled, twin, programs, stored(compiled))
+    roles = reread_roles(compiled) if compiled.pipeline is not None else None
+    return LargeBuild(compiled, twin, programs, stored(compiled), roles)
 
 
 Maker = Callable[[LargeBuild], Mutants]
