@@ -14,6 +14,7 @@ collect_ignore = [
     "parc/examples",
 ]  # the four are reached as parc/compiler, …
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import parc: each would compile it anew
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one thread each is faster, and repeatable
 
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)

@@ -184,14 +184,15 @@ def _take(
 def assemble(pieces: Sequence[torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
     """The whole tensor from every rank's piece (in rank order); partials are summed, replicas taken from rank 0 of
     their axis."""
+    skipped = [a for a, kind in placement.items() if not isinstance(kind, Split) and kind != "P"]
+    places = ((mesh.coordinates(rank), piece) for rank, piece in enumerate(pieces))
+    kept = [(coordinates, piece) for coordinates, piece in places if not any(coordinates[axis] for axis in skipped)]
+    if len(kept) == 1:
+        return pieces[0].clone(memory_format=torch.contiguous_format)
     whole = pieces[0].new_zeros([size * parts(placement, mesh, dim) for dim, size in enumerate(pieces[0].shape)])
     index = torch.arange(whole.numel()).reshape(whole.shape)
-    skipped = [a for a, kind in placement.items() if not isinstance(kind, Split) and kind != "P"]
     flat = whole.view(-1)
-    for rank, piece in enumerate(pieces):
-        coordinates = mesh.coordinates(rank)
-        if any(coordinates[axis] for axis in skipped):
-            continue
+    for coordinates, piece in kept:
         flat[take(index, placement, mesh, coordinates).reshape(-1)] += piece.reshape(-1)
     return whole
 
