@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from benchmarks.peers import PLAN, batch
 from benchmarks.turns import LAUNCHED, ROOT, WARM_UP
-from parc.compiler.counter import digest
-from parc.runtime import feed
+from parc.compiler.initial.counter import digest
+from parc.runtime.data import feed
 
 PICTURES = (64, 3, 224, 224)
 

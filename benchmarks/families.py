@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from parc.advice import warnings_of
-from parc.checks import Checked, check_build
-from parc.compiler.plan import read_plan
-from parc.driver import compile_plan
+from parc.checking.checks import Checked, check_build
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.driver import compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from parc.grammar.syntax import size_text

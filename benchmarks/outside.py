@@ -39,9 +39,9 @@ spectra are not masked by NumPy's random numbers.
 
 def build(name: str) -> tuple[str, str]:
     """The outcome of a model: ``verified``, ``refused`` or ``crashed``, and why."""
-    from parc.checks import check_build
-    from parc.compiler.plan import read_plan
-    from parc.driver import compile_plan
+    from parc.checking.checks import check_build
+    from parc.compiler.plan.plan import read_plan
+    from parc.compiling.driver import compile_plan
     from parc.grammar.diagnostics import PlanError
     from parc.grammar.source import Source
 

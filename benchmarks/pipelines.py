@@ -88,7 +88,7 @@ def torch_step(cut: int) -> Step:
 
 def cut_of(build: Path) -> int:
     """The layer that the second stage of a build begins with."""
-    from parc.compiler.artifact import read_build
+    from parc.compiler.build.directory import read_build
 
     first = read_build(build).roles["pp0"].programs["0F"].main
     return 1 + max(int(n) for v in first.parameters for n in re.findall(r"\.(\d+)\.", v.role))
@@ -102,7 +102,7 @@ def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) 
     updates: list[float] = []
     spans: list[Any] = []
     if side == "parc":
-        from parc.compiler.artifact import read_build
+        from parc.compiler.build.directory import read_build
         from parc.runtime.session import Session
 
         with without_onednn(case.endswith(ALIKE)):
@@ -133,9 +133,9 @@ def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) 
 def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
     """What a step takes where nothing is added to the work: the schedule played with the measured time of each action,
     and the sums and the update after it. The medians of all steps."""
-    from parc.compiler.actions import Action
-    from parc.compiler.artifact import read_build
-    from parc.compiler.timeline import simulate
+    from parc.compiler.build.directory import read_build
+    from parc.compiler.program.actions import Action
+    from parc.compiler.schedules.timeline import simulate
 
     taken: dict[str, list[float]] = {}
     for rank in ranks:
@@ -197,7 +197,7 @@ def main(times: int) -> None:
 def idle(ranks: int = 4, microbatches: int = 8, forward: float = 1, backward: float = 2) -> None:
     """Idle slots and live microbatches of every schedule with equal stages, beside what is published of them."""
     from parc.compiler.schedules import timelines
-    from parc.compiler.timeline import peak_live, simulate
+    from parc.compiler.schedules.timeline import peak_live, simulate
 
     print(f"\n{ranks} ranks, {microbatches} microbatches, a rank's forward {forward:g} slot, its backward {backward:g}")
     print(f"{'schedule':<16}{'idle':>8}{'published':>11}{'live':>8}{'published':>11}")
@@ -216,11 +216,11 @@ def idle(ranks: int = 4, microbatches: int = 8, forward: float = 1, backward: fl
 
 def kept(microbatches: int = 16) -> None:
     """The most bytes that stages keep for backward under GPipe and 1F1B, measured in the executor."""
-    from parc.checks import case_of
-    from parc.compiler.plan import read_plan
-    from parc.driver import compile_plan
-    from parc.runtime.random_batch import random_batch
-    from parc.runtime.simulate import Simulation
+    from parc.checking.checks import case_of
+    from parc.compiler.plan.plan import read_plan
+    from parc.compiling.driver import compile_plan
+    from parc.runtime.compare.simulate import Simulation
+    from parc.runtime.data.random_batch import random_batch
 
     peaks: dict[str, dict[int, int]] = {}
     for schedule in ("gpipe", "1f1b"):

@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parc.compiler.op_rules import register as register_rule
+    from parc.compiler.ops.rules import register as register_rule
+    from parc.runtime.compare.plain import reference
     from parc.runtime.faults import RunError
-    from parc.runtime.plain import reference
     from parc.runtime.session import Session, load
     from parc.runtime.step import StepReport
 
@@ -25,8 +25,8 @@ _PLACES = {
     "Session": ("parc.runtime.session", "Session"),
     "StepReport": ("parc.runtime.step", "StepReport"),
     "load": ("parc.runtime.session", "load"),
-    "reference": ("parc.runtime.plain", "reference"),
-    "register_rule": ("parc.compiler.op_rules", "register"),
+    "reference": ("parc.runtime.compare.plain", "reference"),
+    "register_rule": ("parc.compiler.ops.rules", "register"),
 }
 
 

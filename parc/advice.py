@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 
-from parc.compiler.placement import Split
-from parc.compiler.precision import is_narrow
-from parc.compiler.task import forward_text, passed_on
-from parc.driver import Compiled
+from parc.compiler.capture.model_calls import forward_text, passed_on
+from parc.compiler.layout.placement import Split
+from parc.compiler.ops.precision import is_narrow
+from parc.compiling.driver import Compiled
+from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
 from parc.grammar.codes_model import MEANT_OTHERWISE, PASSED_ON
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
@@ -16,10 +17,9 @@ from parc.grammar.nearest import did_you_mean
 from parc.grammar.source import Span
 from parc.grammar.syntax import size_text
 from parc.meant import Meant, find_meant, is_gather
-from parc.passes.partition import Reshard
+from parc.passes.placing.partition import Reshard
 from parc.placement_words import in_words
-from parc.runtime.holders import parameters_of
-from parc.size_ranges import line_span
+from parc.runtime.owners import parameters_of
 
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from parc.checks import Checked, check_build
-from parc.compiler.artifact import check_out, json_text, write_build
-from parc.compiler.plan import read_plan
-from parc.driver import Compiled, Progress, compile_plan, files_of, manifest_of
-from parc.initial_weights import check_weights
-from parc.plan_data import check_data, check_sample, sample_said
-from parc.promises import hold_promises
-from parc.runtime.feed import input_types
+from parc.checking.checks import Checked, check_build
+from parc.checking.limits import hold_promises
+from parc.compiler.build.directory import check_out, json_text, write_build
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.driver import Compiled, Progress, compile_plan, files_of, manifest_of
+from parc.compiling.initial_weights import check_weights
+from parc.compiling.plan_data import check_data, check_sample, sample_said
+from parc.runtime.data.feed import input_types
 
 
 class Refused(Exception):

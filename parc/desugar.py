@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from parc.compiler.mesh import Mesh
-from parc.compiler.parts import terms
-from parc.compiler.placement import TensorType
-from parc.driver import Compiled, stored
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import TensorType
+from parc.compiler.layout.stretches import terms
+from parc.compiling.driver import Compiled, stored
 from parc.grammar.format import VERB_WIDTH, format_statement
 from parc.grammar.source import Span
-from parc.runtime.holders import parameters_of
+from parc.runtime.owners import parameters_of
 
 PLACEMENTS = ("column", "replicate", "row", "shard", "vocab")
 

@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parc.compiler.constraints import SplitWeights
-from parc.compiler.placement import AxisType, Split
-from parc.compiler.plan import Plan, read_plan
-from parc.driver import Compiled, ask
+from parc.compiler.layout.placement import AxisType, Split
+from parc.compiler.plan.layouts import SplitWeights
+from parc.compiler.plan.plan import Plan, read_plan
+from parc.compiling.driver import Compiled, ask
+from parc.compiling.size_ranges import fixed, line_span
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source, Span
-from parc.passes.partition import Reshard
 from parc.passes.pipeline import reshards_of
-from parc.size_ranges import fixed, line_span
+from parc.passes.placing.partition import Reshard
 
 _MOST_OPERATORS = 3000
 """Of larger graphs nothing is tried: each try takes as long as placing them."""

@@ -9,15 +9,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from parc.compiler.artifact import Build, BuildError, again, json_text
-from parc.compiler.contract import communication_table
-from parc.compiler.cost import Memory, estimate_memory
-from parc.compiler.mesh import Mesh
-from parc.compiler.padding import Pads, pads_from, real_shape
-from parc.compiler.placement import TensorType
-from parc.compiler.plan import Plan, read_plan
-from parc.compiler.roles import Role
-from parc.compiler.verify import Fault
+from parc.compiler.build.communication import communication_table
+from parc.compiler.build.directory import Build, BuildError, again, json_text
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import TensorType
+from parc.compiler.padding.pads import Pads, pads_from, real_shape
+from parc.compiler.plan.plan import Plan, read_plan
+from parc.compiler.program.cost import Memory, estimate_memory
+from parc.compiler.program.faults import Fault
+from parc.compiler.program.roles import Role
 from parc.grammar.diagnostics import PlanError
 
 LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")

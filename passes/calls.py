@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compiler.factors import OpCall, Operand, OpRule, RuleError, opaque
-from ..compiler.op_rules import rule_for
+from ..compiler.ops.factors import OpCall, Operand, OpRule, RuleError, opaque
+from ..compiler.ops.rules import rule_for
 
 Key = tuple[fx.Node, int]
 """One tensor: a node and which of its results."""

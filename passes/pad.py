@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compiler.factors import OpCall, OpRule, fill_operands
-from ..compiler.neutral import COUNTED, LOOKUPS, REDUCTIONS
-from ..compiler.op_rules import localize, pointwise
-from ..compiler.ops import OPS
-from ..compiler.pad_flow import Extra, Extras, PaddingFault, follow, locate, place
-from ..compiler.pad_point import point
-from ..compiler.padding import Pads, padded_shape
+from ..compiler.ops.factors import OpCall, OpRule, fill_operands
+from ..compiler.ops.neutral import COUNTED, LOOKUPS, REDUCTIONS
+from ..compiler.ops.rules import localize, pointwise
+from ..compiler.ops.torch_ops import OPS
+from ..compiler.padding.flow import Extra, Extras, PaddingFault, follow, locate, place
+from ..compiler.padding.pads import Pads, padded_shape
+from ..compiler.padding.point import point
 from .calls import Key, call_of, computes, fake, key_of, operands_of, outputs, rule_of, substitute, tensors_of
 
 _PURE = ("buffer", "constant", "key")

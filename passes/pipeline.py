@@ -8,36 +8,36 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from ..compiler.capture import Captured
-from ..compiler.mesh import Mesh
-from ..compiler.padding import Pads
-from ..compiler.placement import Split
-from ..compiler.precision import Regions
-from ..compiler.program import Program
-from ..compiler.roles import SINGLE as ROLE
-from ..compiler.roles import Programs, join
-from ..compiler.sample_flow import combination
-from ..compiler.seeds import Seed
-from .assemble import Steps, assemble, assemble_count, assemble_scale
+from ..compiler.capture.capture import Captured
+from ..compiler.layout.mesh import Mesh
+from ..compiler.layout.placement import Split
+from ..compiler.ops.precision import Regions
+from ..compiler.padding.pads import Pads
+from ..compiler.program.program import Program
+from ..compiler.program.roles import SINGLE as ROLE
+from ..compiler.program.roles import Programs, join
+from ..compiler.resolve.seeds import Seed
+from ..compiler.verify.samples import combination
 from .calls import computes, outputs
-from .canonicalize import canonicalize
+from .canonical.canonicalize import canonicalize
+from .canonical.constants import fold_constants
+from .canonical.draws import drop_unread, uncounted
+from .canonical.loss import SplitLoss, split_loss, stop_gradients
+from .canonical.unruled import expand_unruled
 from .choices import Choices
-from .constants import fold_constants
-from .draws import drop_unread, uncounted
-from .fuse import fuse_bias
-from .heads import few_heads
-from .lift import lift_parameters
-from .loss import SplitLoss, split_loss, stop_gradients
-from .own_rules import check_registered, explained
+from .narrow import narrow
 from .pad import pad
-from .partition import Partition, Reshard
-from .parts import expand_unruled
-from .precision import narrow
-from .propagate import Claim, Placed, propagate
-from .reference import reference_program
-from .segments import block_of, node_type
-from .stages import Pipeline, in_stages
-from .weights import names_of
+from .placing.fuse import fuse_bias
+from .placing.heads import few_heads
+from .placing.lift import lift_parameters
+from .placing.partition import Partition, Reshard
+from .placing.propagate import Claim, Placed, propagate
+from .placing.registered import check_registered, explained
+from .placing.weight_uses import names_of
+from .programs.assemble import Steps, assemble, assemble_count, assemble_scale
+from .programs.cut import Pipeline, in_stages
+from .programs.model_program import reference_program
+from .programs.segments import block_of, node_type
 
 __all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of", "prepare", "reshards_of"]
 

@@ -8,8 +8,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from ..compiler.actions import Action
-from ..compiler.placement import Shape
+from ..compiler.layout.placement import Shape
+from ..compiler.program.actions import Action
+
+Environment = dict[str, Any]
+"""Values of a running program by name: tensors, and totals that something is added to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import Any, final
 
 import torch
 
-from ..compiler.actions import WORK, Action
-from ..compiler.program import Line
+from ..compiler.program.actions import WORK, Action
+from ..compiler.program.program import Line
 from ..grammar.code import Code
 from ..grammar.codes_build import BAD_NUMBER, WORLD_SIZE
 from ..grammar.diagnostics import Diagnostic
-from .execute import Environment
+from .communication import Environment
 
 
 class RunError(Exception):

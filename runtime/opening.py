@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from ..compiler.artifact import Build, BuildError, again, read_build
-from ..compiler.callables import CallableError
-from ..compiler.mesh import Mesh
-from ..compiler.model_code import changed_files
-from ..compiler.padding import pads_from, real_shape
-from ..compiler.placement import TensorType, parse_type
-from ..compiler.task import TaskLines
+from ..compiler.build.directory import Build, BuildError, again, read_build
+from ..compiler.capture.callables import CallableError
+from ..compiler.capture.model_calls import TaskLines
+from ..compiler.capture.model_code import changed_files
+from ..compiler.layout.mesh import Mesh
+from ..compiler.layout.placement import TensorType, parse_type
+from ..compiler.padding.pads import pads_from, real_shape
 from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from ..grammar.nearest import listed
 from .faults import RunError
-from .holders import BUFFERS, parameters_of
-from .optimizer import restore_optimizer
-from .state import Checkpoint, read_checkpoint
+from .owners import BUFFERS, parameters_of
+from .state.checkpoint import Checkpoint, read_checkpoint
+from .state.optimizer import restore_optimizer
 
 
 def mesh_of(build: Build) -> Mesh:

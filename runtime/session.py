@@ -13,33 +13,33 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from ..compiler.artifact import Build
-from ..compiler.complex_numbers import real_form
-from ..compiler.padded_tensors import grow
-from ..compiler.padding import pads_from
-from ..compiler.placement import TensorType, parse_type, take
+from ..compiler.build.directory import Build
+from ..compiler.capture.complex_numbers import real_form
+from ..compiler.layout.placement import TensorType, parse_type, take
+from ..compiler.padding.pads import pads_from
+from ..compiler.padding.tensors import grow
 from ..grammar.codes_build import BAD_STATE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
-from .batches import Batch, Batches
 from .communication import Backend
-from .compiled import Regions
-from .execute import Machine
+from .data.batches import Batch, Batches
+from .data.feed import Feed, Parts
+from .data.sizes import AtSizes, BySizes, bound
 from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
-from .feed import Feed, Parts
-from .gather import Gatherer, everywhere, exchange
-from .holders import BUFFERS, held, keepers_of, owners_of
-from .initial import Initial
-from .kernels import KERNELS, Kernel
+from .lockstep import Together
+from .machine.compiled import Regions
+from .machine.execute import Machine
+from .machine.kernels import KERNELS, Kernel
+from .machine.packs import Packs, packs_for
+from .machine.products import kernels_for
 from .opening import check_fits, check_source_of, constants_of, mesh_of, open_build, open_checkpoint, task_of
-from .optimizer import make_optimizer, rate, update
-from .packs import Packs, packs_for
+from .owners import BUFFERS, held, keepers_of, owners_of
 from .processes import default_device, join, launched
-from .products import kernels_for
-from .sizes import AtSizes, BySizes, bound
-from .state import save_tensors
+from .state.checkpoint import save_tensors
+from .state.gather import Gatherer, everywhere, exchange
+from .state.initial import Initial
+from .state.optimizer import make_optimizer, rate, update
 from .step import Stepper, StepReport, StepResult
-from .together import Together
 from .trace import Recorder, clock_offset, write_trace
 from .work import RankState
 

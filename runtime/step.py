@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..compiler.actions import AHEAD, Action
-from ..compiler.collectives import COLLECTIVES
-from ..compiler.program import Program
-from .communication import Backend, Message, PeerLost, Sending
-from .execute import Environment, Machine, Ready
-from .packs import Packs
+from ..compiler.layout.collectives import COLLECTIVES
+from ..compiler.program.actions import AHEAD, Action
+from ..compiler.program.program import Program
+from .communication import Backend, Environment, Message, PeerLost, Sending
+from .machine.execute import Machine, Ready
+from .machine.packs import Packs
 from .trace import Recorder
 from .work import Batch, RankState, Work, bind, strip
 

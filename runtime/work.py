@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch
 
-from .execute import Environment
-from .holders import BUFFERS, PARAMETERS
+from .communication import Environment
+from .owners import BUFFERS, PARAMETERS
 
 Item = TypeVar("Item")
 Key = tuple[int, str, int]

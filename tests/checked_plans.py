@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from parc.checks import Checked, check_build
-from parc.compiler.plan import read_plan
-from parc.driver import Compiled, compile_plan
+from parc.checking.checks import Checked, check_build
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.source import Source
 from tests.runtime.tiny import EXAMPLES
 

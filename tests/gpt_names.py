@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parc.compiler.names import Names, Shape, WeightUse
+from parc.compiler.resolve.names import Names, Shape, WeightUse
 
 LAYERS, WIDTH, VOCAB = 2, 8, 50258
 

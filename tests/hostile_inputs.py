@@ -31,7 +31,7 @@ import torch
 from parc.cli import main
 from parc.runtime.faults import RunError
 from parc.runtime.opening import open_build, open_checkpoint
-from parc.runtime.state import FACTS, TENSORS, save_tensors
+from parc.runtime.state.checkpoint import FACTS, TENSORS, save_tensors
 from tests.hostile_changes import mutate_bytes, mutate_json, mutate_text
 from tests.runtime.tiny import BOTH, DATA, EXAMPLES, PLAN, TENSOR, build
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parc.checks import rounding_of
-from parc.compiler.verify_precision import check_precision
+from parc.checking.checks import rounding_of
+from parc.compiler.verify.precision import check_precision
 from tests.planted_builds import BUILDS, CHECKS, GoodBuild, Verdict, good_build, judge
 from tests.planted_conversions import CONVERSIONS
 from tests.planted_integers import shortened

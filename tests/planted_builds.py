@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from parc.checks import case_of, static_faults
-from parc.compiler.actions import Action
-from parc.compiler.placement import TensorType, parse_type
-from parc.compiler.plan import read_plan
-from parc.compiler.program import Program
-from parc.compiler.program_text import ProgramError, parse_program
-from parc.driver import compile_plan
+from parc.checking.checks import case_of, static_faults
+from parc.compiler.layout.placement import TensorType, parse_type
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.actions import Action
+from parc.compiler.program.program import Program
+from parc.compiler.program.text import ProgramError, parse_program
+from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
-from parc.runtime.reference_run import Case
-from parc.runtime.simulate import TOLERANCE, compare
+from parc.runtime.compare.model_run import Case
+from parc.runtime.compare.simulate import TOLERANCE, compare
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its words on shapes that do not fit
 

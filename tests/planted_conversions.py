@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from parc.compiler.collectives import COLLECTIVES
-from parc.compiler.parts import nest
-from parc.compiler.placement import Split, TensorType
-from parc.compiler.program import Ref
+from parc.compiler.layout.collectives import COLLECTIVES
+from parc.compiler.layout.placement import Split, TensorType
+from parc.compiler.layout.stretches import nest
+from parc.compiler.program.program import Ref
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, Programs, Site, sites, with_function
 from tests.planted_types import carried

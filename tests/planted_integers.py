@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parc.compiler.program import Function, Line, Ref, Value, map_references
+from parc.compiler.program.program import Function, Line, Ref, Value, map_references
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, with_function
 

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from parc.checks import reread_roles, rounding_of, static_faults
-from parc.compiler.placement import TensorType
-from parc.compiler.plan import read_plan
-from parc.compiler.program_text import ProgramError
-from parc.compiler.roles import Role
-from parc.compiler.twin import compare_structure
-from parc.compiler.verify import Fault
-from parc.driver import Compiled, compile_plan, stored
+from parc.checking.checks import reread_roles, rounding_of, static_faults
+from parc.checking.twins import find_twin
+from parc.compiler.layout.placement import TensorType
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.faults import Fault
+from parc.compiler.program.roles import Role
+from parc.compiler.program.text import ProgramError
+from parc.compiler.twin.structure import compare_structure
+from parc.compiling.driver import Compiled, compile_plan, stored
 from parc.grammar.source import Source
-from parc.twins import find_twin
 from tests.planted_builds import ROOT, reread
 from tests.planted_repeats import (
     Mutants,

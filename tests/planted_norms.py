@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from parc.compiler.program import Line, Ref
+from parc.compiler.program.program import Line, Ref
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, sites, with_function
 

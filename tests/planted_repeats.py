@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from parc.compiler.collectives import COLLECTIVES
-from parc.compiler.program import Function, Line, Ref, map_references
+from parc.compiler.layout.collectives import COLLECTIVES
+from parc.compiler.program.program import Function, Line, Ref, map_references
 from tests.planted_sites import Programs, with_function
 from tests.planted_slips import unreduced
 

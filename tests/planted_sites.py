@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parc.compiler.actions import Action
-from parc.compiler.placement import TensorType
-from parc.compiler.program import Function, Line, Program, Ref, Value, map_references
+from parc.compiler.layout.placement import TensorType
+from parc.compiler.program.actions import Action
+from parc.compiler.program.program import Function, Line, Program, Ref, Value, map_references
 
 Programs = Mapping[str, Program]
 

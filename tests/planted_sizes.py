@@ -10,10 +10,10 @@ from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 
-from parc.compiler.artifact import REFERENCE_FILE
-from parc.compiler.ranges import Monomial, Polynomial, check_points
-from parc.compiler.template import Expression, Template
-from parc.compiler.verify_sizes import size_faults
+from parc.compiler.program.program import REFERENCE_FILE
+from parc.compiler.sizes.polynomials import Monomial, Polynomial, check_points
+from parc.compiler.sizes.template import Expression, Template
+from parc.compiler.verify.sizes import size_faults
 from tests.checked_plans import compiled
 from tests.ranged_models import positions
 

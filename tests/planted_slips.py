@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from parc.compiler.actions import Action
-from parc.compiler.program import Cut, Line, Ref, Value
+from parc.compiler.program.actions import Action
+from parc.compiler.program.program import Cut, Line, Ref, Value
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, Programs, sites, with_function
 

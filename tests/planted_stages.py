@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from parc.compiler.placement import Placement
-from parc.compiler.program import Line, Program, Ref, Value
+from parc.compiler.layout.placement import Placement
+from parc.compiler.program.program import Line, Program, Ref, Value
 
 Files = dict[str, Program]
 """Programs by the names of their files."""

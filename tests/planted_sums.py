@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from parc.compiler.placement import TensorType
-from parc.compiler.program import Line, Ref, Value
+from parc.compiler.layout.placement import TensorType
+from parc.compiler.program.program import Line, Ref, Value
 
 from .planted_stages import Bugs, Files, changed_main
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from parc.checks import rounding_of
-from parc.compiler.precision import may_narrow
-from parc.compiler.program import Function, Line, Program, Ref, Value, map_references
-from parc.driver import Compiled
+from parc.checking.checks import rounding_of
+from parc.compiler.ops.precision import may_narrow
+from parc.compiler.program.program import Function, Line, Program, Ref, Value, map_references
+from parc.compiling.driver import Compiled
 from tests.checked_plans import compiled
 from tests.planted_sites import Mutant, with_function
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from parc.compiler.collectives import COLLECTIVES
-from parc.compiler.placement import TensorType
-from parc.compiler.program import Function, Line, Program, Value
-from parc.compiler.typing import infer
-from parc.compiler.verify import call_of
+from parc.compiler.layout.collectives import COLLECTIVES
+from parc.compiler.layout.placement import TensorType
+from parc.compiler.ops.infer import infer
+from parc.compiler.program.program import Function, Line, Program, Value
+from parc.compiler.verify.lines import call_of
 
 Programs = Mapping[str, Program]
 

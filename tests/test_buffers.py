@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parc.checks import check_build
+from parc.checking.checks import check_build
 from parc.grammar.diagnostics import PlanError
 from tests.checked_plans import compiled_net
 

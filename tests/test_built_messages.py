@@ -19,7 +19,7 @@ from parc.cli import main
 from parc.grammar.codes import CODES
 from parc.grammar.diagnostics import render
 from parc.runtime.faults import RunError
-from parc.runtime.state import target_held
+from parc.runtime.state.checkpoint import target_held
 from tests.runtime.tiny import EXAMPLES, ONE, PLAN, TENSOR, build
 
 MODELS = """

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import parc
 from parc.build import build
-from parc.compiler.plan import read_plan
-from parc.compiler.program import Program
-from parc.driver import Compiled, compile_plan
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.program import Program
+from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.source import Source
 from tests.checked_plans import checked
 from tests.complex_models import Filters

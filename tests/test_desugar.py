@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from parc.cli import main
-from parc.compiler.contract import communication_table
-from parc.compiler.mesh import Mesh
-from parc.compiler.placement import Placement, Split, TensorType
+from parc.compiler.build.communication import communication_table
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import Placement, Split, TensorType
+from parc.compiling.driver import Compiled, stored_types
 from parc.desugar import desugar, layout
-from parc.driver import Compiled, stored_types
 from tests.checked_plans import compiled
 from tests.runtime.tiny import EXAMPLES, PLAN
 

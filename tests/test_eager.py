@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from parc.checks import case_of, check_build
-from parc.compiler.plan import read_plan
-from parc.compiler.program_text import parse_program
-from parc.driver import Compiled, compile_plan
-from parc.eager import compare_with_eager
+from parc.checking.checks import case_of, check_build
+from parc.checking.eager import compare_with_eager
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.text import parse_program
+from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.diagnostics import PlanError
 
 MODELS = """

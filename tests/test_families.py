@@ -10,14 +10,14 @@ import torch
 
 from parc.advice import warnings_of
 from parc.build import build as write
-from parc.checks import case_of, reread
-from parc.compiler.include import families
-from parc.compiler.placement import take
-from parc.driver import Compiled
+from parc.checking.checks import case_of, reread
+from parc.compiler.layout.placement import take
+from parc.compiler.plan.include import families
+from parc.compiling.driver import Compiled
 from parc.grammar.diagnostics import PlanError, Severity, render
-from parc.runtime.plain import reference
-from parc.runtime.random_batch import random_batch
-from parc.runtime.simulate import Simulation
+from parc.runtime.compare.plain import reference
+from parc.runtime.compare.simulate import Simulation
+from parc.runtime.data.random_batch import random_batch
 
 from .checked_plans import checked, compiled
 from .family_plans import MODELS, include, plan_text

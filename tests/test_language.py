@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from parc.compiler.directives import language_page
-from parc.compiler.plan import read_plan
-from parc.compiler.resolve import Resolved, resolve
+from parc.compiler.plan.directives import language_page
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.grammar.code import Code
 from parc.grammar.codes import CODES, errors_page
 from parc.grammar.codes_language import MISSING_STATEMENT
@@ -35,7 +35,7 @@ SUPPLIED = {
 
 
 COMMANDS = {
-    "language.md": "run `python -m parc.compiler.directives > docs/language.md`",
+    "language.md": "run `python -m parc.compiler.plan.directives > docs/language.md`",
     "errors.md": "run `python -m parc.grammar.codes > docs/errors.md`",
 }
 
@@ -142,5 +142,5 @@ def test_reading_a_plan_does_not_import_torch() -> None:
     import subprocess
     import sys
 
-    program = "import sys, parc.compiler.resolve; sys.exit('torch' in sys.modules)"
+    program = "import sys, parc.compiler.resolve.resolve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

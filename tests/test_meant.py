@@ -8,8 +8,8 @@ import pytest
 
 from parc.advice import warnings_of
 from parc.cli import main
-from parc.compiler.plan import read_plan
-from parc.driver import compile_plan
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.driver import compile_plan
 from parc.grammar.codes_model import MEANT_OTHERWISE
 from parc.grammar.diagnostics import Diagnostic
 from tests.runtime.tiny import PLAN, TENSOR, build

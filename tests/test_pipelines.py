@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import parc
-from parc.checks import Checked, check_numbers, prove
-from parc.compiler.plan import read_plan
-from parc.compiler.timeline import simulate
-from parc.driver import Compiled, compile_plan
+from parc.checking.checks import Checked, check_numbers, prove
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.schedules.timeline import simulate
+from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.diagnostics import PlanError
 
 from .runtime.ranks import run_ranks

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from parc.runtime.simulate import TOLERANCE, compare
+from parc.runtime.compare.simulate import TOLERANCE, compare
 from tests.planted_bugs import Row, table, table_text, type_share
 from tests.planted_builds import BUILDS, good_build, judge
 from tests.planted_integers import shortened

@@ -8,12 +8,12 @@ import pytest
 from torch import Tensor, nn
 
 from parc.build import build
-from parc.checks import memory_of
+from parc.checking.checks import memory_of
+from parc.checking.limits import hold_promises
 from parc.cli import main
-from parc.compiler.placement import parse_type
-from parc.driver import stored_types
+from parc.compiler.layout.placement import parse_type
+from parc.compiling.driver import stored_types
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
-from parc.promises import hold_promises
 from tests.checked_plans import compiled
 from tests.runtime.tiny import BOTH, EXAMPLES, PLAN, TENSOR
 

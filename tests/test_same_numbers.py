@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from parc.compiler.mesh import Mesh
-from parc.compiler.placement import Placement, Split, TensorType, assemble, take
-from parc.compiler.recipes import record
-from parc.runtime.kernels import KERNELS, Site
+from parc.compiler.initial.recipes import record
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import Placement, Split, TensorType, assemble, take
+from parc.runtime.machine.kernels import KERNELS, Site
 
 CPU = torch.device("cpu")
 

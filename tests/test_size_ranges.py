@@ -15,22 +15,22 @@ import torch
 
 import parc
 from parc.build import build
-from parc.checks import Checked, case_of, check_files, check_numbers, prove
+from parc.checking.checks import Checked, case_of, check_files, check_numbers, prove
+from parc.checking.eager import compare_with_eager
+from parc.checking.verification import verify_build
 from parc.cli import main
-from parc.compiler.artifact import Build, BuildError, read_build
-from parc.compiler.mesh import Mesh
-from parc.compiler.program_text import parse_program
-from parc.compiler.ranges import check_points, sample_points
-from parc.compiler.verify_numbers import number_faults
-from parc.driver import Compiled, compile_plan, manifest_of, programs_of
-from parc.eager import compare_with_eager
+from parc.compiler.build.directory import Build, BuildError, read_build
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.program.text import parse_program
+from parc.compiler.sizes.polynomials import check_points, sample_points
+from parc.compiler.verify.numbers import number_faults
+from parc.compiling.driver import Compiled, compile_plan, manifest_of, programs_of
+from parc.compiling.size_ranges import fixed
 from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
+from parc.runtime.compare.simulate import TOLERANCE, compare
+from parc.runtime.data.feed import Feed
+from parc.runtime.data.sizes import bound
 from parc.runtime.faults import RunError
-from parc.runtime.feed import Feed
-from parc.runtime.simulate import TOLERANCE, compare
-from parc.runtime.sizes import bound
-from parc.size_ranges import fixed
-from parc.verification import verify_build
 from tests.checked_plans import compiled
 from tests.family_plans import plan_text
 from tests.planted_sizes import hidden_sizes

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from parc.checks import check_build, prove
-from parc.compiler.plan import read_plan
-from parc.compiler.template import Template
+from parc.checking.checks import check_build, prove
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.sizes.template import Template
+from parc.compiling.size_ranges import compile_range
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
-from parc.size_ranges import compile_range
 from tests.ranged_models import positions
 from tests.test_size_ranges import compiled_of
 

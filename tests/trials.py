@@ -11,20 +11,20 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from parc.checks import rounding_of, static_faults
-from parc.compiler.capture import Captured, InputSpec, capture
-from parc.compiler.placement import parse_type
-from parc.compiler.plan import read_plan
-from parc.compiler.program import Program
-from parc.compiler.program_text import parse_program
-from parc.compiler.recipes import Recorded, record
-from parc.compiler.roles import join
-from parc.driver import Compiled, compile_captured, optimizer_facts, stored_types
+from parc.checking.checks import rounding_of, static_faults
+from parc.compiler.capture.capture import Captured, InputSpec, capture
+from parc.compiler.initial.recipes import Recorded, record
+from parc.compiler.layout.placement import parse_type
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.program import Program
+from parc.compiler.program.roles import join
+from parc.compiler.program.text import parse_program
+from parc.compiling.driver import Compiled, compile_captured, optimizer_facts, stored_types
 from parc.grammar.source import Source
-from parc.passes.heads import Copies
-from parc.runtime.random_batch import random_batch
-from parc.runtime.reference_run import Case, ReferenceRun
-from parc.runtime.simulate import Agreement, compare
+from parc.passes.placing.heads import Copies
+from parc.runtime.compare.model_run import Case, ReferenceRun
+from parc.runtime.compare.simulate import Agreement, compare
+from parc.runtime.data.random_batch import random_batch
 
 from .strategies import ModelSpec, RandomModel, filled, input_shapes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..actions import Action
+from ..program.actions import Action
 from .gpipe import gpipe
 from .interleaved import interleaved
 from .messages import add_messages
@@ -45,7 +45,7 @@ def timelines(
     """The timeline of every role ``{axis}{rank}``: ``COUNT`` of every microbatch if ``counts``, ``SCALE``, the work of
     the schedule and its messages, ``REDUCE``, ``STEP``. ``text`` is the table of the schedule called ``table``.
 
-    >>> from parc.compiler.actions import schedule_text
+    >>> from parc.compiler.program.actions import schedule_text
     >>> print(schedule_text(timelines("1f1b", 2, 2)), end="")
     pp0: 0SCALE 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE 0STEP
     pp1: 1SCALE 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE 1STEP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..actions import Action, Kind
+from ..program.actions import Action, Kind
 
 _TO: Mapping[Kind, int] = {"F": 1, "B": -1}
 """From a stage to the one that reads its results."""

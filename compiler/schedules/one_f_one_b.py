@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from ..actions import Action
+from ..program.actions import Action
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
     """Idle for (p - 1)(F + B) on each of p ranks, as GPipe; rank r holds min(m, p - r) of m microbatches.
 
     >>> from parc.compiler.schedules import timelines
-    >>> from parc.compiler.timeline import simulate
-    >>> from parc.compiler.timeline_drawing import draw
+    >>> from parc.compiler.schedules.timeline import simulate
+    >>> from parc.compiler.schedules.drawing import draw
     >>> print(draw(simulate(timelines("1f1b", 4, 4))))
     pp0 F0 F1 F2 F3                   B0───    B1───    B2───    B3───  idle 43 %
     pp1    F0 F1 F2             B0─── F3 B1───    B2───    B3───        idle 43 %

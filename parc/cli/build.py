@@ -34,7 +34,7 @@ def run(given: argparse.Namespace) -> int:
         say(report_text(report))
         import torch
 
-        from parc.runtime.train import peak_bytes
+        from parc.runtime.launch.train import peak_bytes
 
         parts = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
         memory = size_text(peak_bytes(torch.device("cpu")))
@@ -65,7 +65,7 @@ def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, An
 
 def report_text(report: Mapping[str, Any]) -> str:
     """A build's report for a reader."""
-    from parc.compiler.template import sizes_text
+    from parc.compiler.sizes.template import sizes_text
 
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one rank"
     rows = [("mesh", f"{mesh} ({report['world']} rank{'s' * (report['world'] != 1)})"),
@@ -113,7 +113,7 @@ def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 
 def communication_text(entries: Iterable[Mapping[str, Any]]) -> str:
     """Collectives of one rank in one step, by phase, axis and operator; of several roles that which sends most."""
-    from parc.compiler.promises import PHASES
+    from parc.compiler.plan.limits import PHASES
 
     sums: dict[tuple[str, str, str], dict[str, list[int]]] = {}
     axes: dict[str, int] = {}

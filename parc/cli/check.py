@@ -25,8 +25,8 @@ def run(given: argparse.Namespace) -> int:
     """Statements first; only a plan without a fault there is worth loading torch and the model for."""
     plan, folder = read(given, given.plan), given.plan.resolve().parent
     if given.static:
-        from parc.callable_faults import callable_faults
-        from parc.compiler.resolve import input_faults
+        from parc.compiler.resolve.resolve import input_faults
+        from parc.compiling.callable_faults import callable_faults
 
         show(plan.warnings)
         if errors := [*callable_faults(plan, folder), *input_faults(plan)]:
@@ -38,12 +38,12 @@ def run(given: argparse.Namespace) -> int:
     with stages() as progress:
         progress("loading torch")
         from parc.advice import warnings_of
-        from parc.checks import prove
-        from parc.driver import compile_plan
-        from parc.initial_weights import check_weights
-        from parc.plan_data import check_data, check_sample, sample_said
-        from parc.promises import hold_promises
-        from parc.runtime.feed import input_types
+        from parc.checking.checks import prove
+        from parc.checking.limits import hold_promises
+        from parc.compiling.driver import compile_plan
+        from parc.compiling.initial_weights import check_weights
+        from parc.compiling.plan_data import check_data, check_sample, sample_said
+        from parc.runtime.data.feed import input_types
 
         check_data(plan, folder)
         with sample_said(plan, folder):

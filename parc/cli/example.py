@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from parc.cli.terminal import say, table
-from parc.compiler.plan import read_plan
+from parc.compiler.plan.plan import read_plan
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
 

@@ -15,7 +15,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Rewrite what is not canonical, and name it. A malformed file is left as it is."""
-    from parc.compiler.include import read_source
+    from parc.compiler.plan.include import read_source
     from parc.grammar.format import format_source
 
     texts = [format_source(read_source(path)).encode() for path in given.plans]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parc.compiler.plan import Plan
+    from parc.compiler.plan.plan import Plan
 
 
 def define(text: str) -> tuple[str, str]:
@@ -59,7 +59,7 @@ def read(given: argparse.Namespace, plan: Path) -> Plan:
     Raises:
         PlanError: with every mistake that can be found without the model.
     """
-    from parc.compiler.plan import read_plan
+    from parc.compiler.plan.plan import read_plan
 
     return read_plan(plan, dict(given.defines))
 

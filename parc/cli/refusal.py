@@ -15,7 +15,7 @@ _SHOWN = 10
 def show_refusal(faults: Sequence[object], *, edited: Path | None = None) -> int:
     """Why a build was refused, and the exit code of that; ``edited``: the folder it was read from, whose files a hand
     may have changed."""
-    from parc.compiler.artifact import again
+    from parc.compiler.build.directory import again
 
     notes = [str(fault) for fault in faults[:_SHOWN]]
     notes += [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []

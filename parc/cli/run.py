@@ -18,8 +18,8 @@ from parc.cli.terminal import say
 if TYPE_CHECKING:
     import torch
 
-    from parc.compiler.artifact import Build
-    from parc.runtime.train import Options
+    from parc.compiler.build.directory import Build
+    from parc.runtime.launch.train import Options
 
 
 NO_STEPS = "parc run: the plan has no `steps` line: say how many with --steps K"
@@ -99,18 +99,18 @@ def _run(given: argparse.Namespace) -> int:
 
     if launched():
         return _rank(given)
-    from parc.compiler.artifact import misfit
-    from parc.compiler.plan_facts import plan_faults
+    from parc.compiler.build.directory import misfit
+    from parc.compiler.build.plan_facts import plan_faults
     from parc.report import plan_of
+    from parc.runtime.data.sizes import bound
     from parc.runtime.opening import open_build
-    from parc.runtime.sizes import bound
 
     target = given.target
     if is_plan(target):
         from parc.cli.build import make
         from parc.grammar.codes_build import BAD_DATA
+        from parc.runtime.data.sources import NO_DATA, NO_DATA_HELP
         from parc.runtime.faults import RunError
-        from parc.runtime.sources import NO_DATA, NO_DATA_HELP
 
         plan = read(given, target)
         if plan.data is None:
@@ -146,7 +146,7 @@ def _target(given: argparse.Namespace, build: Build) -> AbstractContextManager[N
     if given.save is None:
         return nullcontext()
     from parc.runtime.opening import checkpoint_bytes
-    from parc.runtime.state import target_held
+    from parc.runtime.state.checkpoint import target_held
 
     run = f"the run that meets at {given.rdzv_endpoint}" if given.nnodes > 1 else ""
     return target_held(given.save, checkpoint_bytes(build), run)
@@ -163,7 +163,7 @@ def _wrong_usage(given: argparse.Namespace) -> str:
 
 
 def _options(given: argparse.Namespace, build: Build) -> Options | None:
-    from parc.runtime.train import Options
+    from parc.runtime.launch.train import Options
 
     steps = given.steps or build.manifest["steps"]
     if steps is None:
@@ -181,11 +181,11 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
     """
     import torch
 
-    from parc.runtime.compiled import check_compiler
-    from parc.runtime.initial import weights_of
+    from parc.runtime.data.sources import make_data
+    from parc.runtime.machine.compiled import check_compiler
     from parc.runtime.opening import check_fits, mesh_of, open_checkpoint
     from parc.runtime.processes import check_device, default_device
-    from parc.runtime.sources import make_data
+    from parc.runtime.state.initial import weights_of
 
     mesh = mesh_of(build)
     nproc = int(given.nproc or max(1, mesh.world // given.nnodes))
@@ -211,14 +211,14 @@ def torch_device(given: argparse.Namespace) -> torch.device | None:
 
 
 def _train(given: argparse.Namespace, build: Build, options: Options, device: torch.device | None) -> int:
+    from parc.runtime.launch.train import train
     from parc.runtime.session import Session
-    from parc.runtime.train import train
 
     return train(Session(build, device, compile=given.compile, trace=options.trace is not None), options)
 
 
 def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
-    from parc.runtime.launch import Processes, launch
+    from parc.runtime.launch.launch import Processes, launch
 
     words = ["-m", "parc", "run", str(target), "--timeout", str(given.timeout)]
     for name in ("steps", "metrics", "trace", "save", "save_every", "resume", "device"):
@@ -237,8 +237,8 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
 
 def _rank(given: argparse.Namespace) -> int:
     """One rank of a run. What fails is left for the launcher; torchrun prints no words of ours, so then we do."""
-    from parc.runtime.failures import failure_of, leave_failure
-    from parc.runtime.hanging import answer
+    from parc.runtime.launch.failures import failure_of, leave_failure
+    from parc.runtime.launch.hanging import answer
     from parc.runtime.processes import STORE
 
     if STORE in os.environ:
@@ -258,9 +258,9 @@ def _rank(given: argparse.Namespace) -> int:
 
 
 def _train_rank(given: argparse.Namespace) -> int:
+    from parc.runtime.data.sizes import bound
     from parc.runtime.opening import check_fits, open_build
     from parc.runtime.processes import STORE, join, launched, leave
-    from parc.runtime.sizes import bound
 
     build = bound(open_build(given.target), given.sizes)
     check_fits(build, launched())

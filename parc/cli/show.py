@@ -14,7 +14,7 @@ from parc.grammar.syntax import size_text
 from parc.placement_words import in_words
 
 if TYPE_CHECKING:
-    from parc.compiler.artifact import Build
+    from parc.compiler.build.directory import Build
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,14 +55,14 @@ def _expand(given: argparse.Namespace) -> int:
         path, folder = given.target, given.target.resolve().parent
         plan = read(given, path)
     else:
-        from parc.compiler.artifact import read_build
+        from parc.compiler.build.directory import read_build
 
         build = read_build(given.target)
         plan, folder = read(given, given.target / "plan.parc"), build.folder
     with stages() as progress:
         progress("loading torch")
+        from parc.compiling.driver import compile_plan
         from parc.desugar import desugar
-        from parc.driver import compile_plan
 
         text = desugar(compile_plan(plan, folder, progress=progress))
     print(text, end="")
@@ -70,7 +70,7 @@ def _expand(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace, path: Path) -> int:
-    from parc.compiler.artifact import read_build
+    from parc.compiler.build.directory import read_build
 
     build = read_build(path)
     if moved := build.moved():
@@ -113,8 +113,8 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     from rich.console import Console
 
     from parc.cli.build import schedule_text
-    from parc.compiler.timeline import simulate
-    from parc.compiler.timeline_drawing import draw, paint, svg
+    from parc.compiler.schedules.drawing import draw, paint, svg
+    from parc.compiler.schedules.timeline import simulate
 
     timeline = simulate({name: role.actions for name, role in build.roles.items()})
     title = schedule_text(build.report["pipeline"])
@@ -153,7 +153,7 @@ def _show_programs(given: argparse.Namespace, build: Build) -> int:
 
 def _parameters(build: Build) -> list[dict[str, Any]]:
     """Each parameter with its global shape, how it is placed, and the bytes that a rank holds of it."""
-    from parc.compiler.placement import parse_type
+    from parc.compiler.layout.placement import parse_type
 
     mesh = build.programs["F"].mesh
     rows = []
@@ -226,7 +226,7 @@ def _communication(build: Build) -> str:
 
 
 def _programs(build: Build) -> list[dict[str, Any]]:
-    from parc.compiler.collectives import COLLECTIVES
+    from parc.compiler.layout.collectives import COLLECTIVES
 
     rows = []
     for program in build.files():

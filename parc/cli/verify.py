@@ -27,7 +27,7 @@ def run(given: argparse.Namespace) -> int:
     """Say what holds; 5 where a check refuses, 1 where files were altered though every check holds."""
     with stages() as progress:
         progress("loading torch")
-        from parc.verification import verify_build, verify_static
+        from parc.checking.verification import verify_build, verify_static
 
         if given.static:
             found = verify_static(given.build)
@@ -42,7 +42,7 @@ def run(given: argparse.Namespace) -> int:
             say(f"first difference: {found.difference}\n")
         return show_refusal(found.faults, edited=given.build)
     if found.altered:
-        from parc.compiler.artifact import again
+        from parc.compiler.build.directory import again
         from parc.grammar.codes_build import BAD_BUILD
         from parc.grammar.diagnostics import Diagnostic
         from parc.grammar.nearest import listed

@@ -14,10 +14,10 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from ...compiler.collectives import COLLECTIVES, SUMS, join_dim, slice_dim
-from ...compiler.mesh import Mesh
-from ...compiler.placement import Shape
-from ...compiler.program import Program
+from ...compiler.layout.collectives import COLLECTIVES, SUMS, join_dim, slice_dim
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import Shape
+from ...compiler.program.program import Program
 from ..communication import Message, PeerLost, Sending
 from ..processes import HOLDERS, new_group
 

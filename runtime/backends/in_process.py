@@ -10,9 +10,9 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from ...compiler.collectives import COLLECTIVES, SUMS
-from ...compiler.mesh import Mesh
-from ...compiler.placement import Shape
+from ...compiler.layout.collectives import COLLECTIVES, SUMS
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import Shape
 from ..communication import Message, PeerLost, Sending
 
 Made = TypeVar("Made")

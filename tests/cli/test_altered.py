@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from parc.checks import check_files
-from parc.compiler.artifact import read_build
+from parc.checking.checks import check_files
+from parc.compiler.build.directory import read_build
 from tests.cli.commands import Captured, parc
 from tests.runtime.tiny import PLAN, TENSOR, build
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parc.runtime.faults import RunError
-from parc.runtime.state import FACTS, TENSORS, read_checkpoint
+from parc.runtime.state.checkpoint import FACTS, TENSORS, read_checkpoint
 from tests.cli.commands import Captured, parc
 from tests.runtime.tiny import PLAN, TENSOR, build
 

@@ -319,8 +319,8 @@ def test_a_batch_that_does_not_divide_is_said_once(capsys: Captured, plan: Path)
 
 
 def test_a_smaller_model_may_lack_what_a_pattern_names(plan: Path) -> None:
-    from parc.compiler.plan import read_plan
-    from parc.driver import compile_plan
+    from parc.compiler.plan.plan import read_plan
+    from parc.compiling.driver import compile_plan
 
     text = plan.read_text().replace("blocks.*", "blocks.[0..1]")
     assert "blocks.[0..1]" in text

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from parc.cli import main
-from parc.compiler import op_rules
-from parc.passes import canonicalize
+from parc.compiler.ops import rules as op_rules
+from parc.passes.canonical import canonicalize
 
 Captured = pytest.CaptureFixture[str]
 

@@ -18,8 +18,8 @@ import pytest
 
 import parc
 from parc.cli import main
+from parc.runtime.launch.train import work_per_step
 from parc.runtime.opening import open_build
-from parc.runtime.train import work_per_step
 from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, build
 
 SAMPLES = """
@@ -261,7 +261,7 @@ def test_a_signal_before_the_first_step_says_that_nothing_is_saved(folder: Path,
     process.send_signal(signal.SIGTERM)
     assert finish(process) == (143, said)
     code = (
-        "import pathlib, sys, time; from parc.runtime.launch import *\n"
+        "import pathlib, sys, time; from parc.runtime.launch.launch import *\n"
         "command = ['-c', f'import os, pathlib, time; pathlib.Path({sys.argv[1]!r}, os.environ[\"RANK\"]).touch(); '\n"
         "           'time.sleep(100)']\n"
         "print(launch(command, Processes(2)).failure.text(), file=sys.stderr)"

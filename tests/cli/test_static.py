@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from parc.callable_faults import callable_faults
-from parc.compiler.plan import read_plan
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.callable_faults import callable_faults
 from tests.cli.commands import Captured, parc
 from tests.runtime.tiny import DATA, EXAMPLES, PLAN
 

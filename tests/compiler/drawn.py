@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from parc.compiler.mesh import Mesh
-from parc.compiler.parts import together
-from parc.compiler.placement import AxisType, Placement, Split, TensorType
-from parc.compiler.program import Cut, Function, Line, Origin, Program, Ref, Value
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType
+from parc.compiler.layout.stretches import together
+from parc.compiler.program.program import Cut, Function, Line, Origin, Program, Ref, Value
 
 AXES = ("dp", "tp", "cp")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from parc.compiler.op_rules import pointwise
+from parc.compiler.ops.rules import pointwise
 
 from .sharded_ops import Case
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from parc.compiler.factor_splits import from_factor, to_factor
-from parc.compiler.factors import Dims, OpCall, Operand, OpRule
-from parc.compiler.op_rules import localize, rule_for
+from parc.compiler.ops.factors import Dims, OpCall, Operand, OpRule
+from parc.compiler.ops.rules import localize, rule_for
+from parc.compiler.ops.splits import from_factor, to_factor
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.actions import KINDS, ONCE, Action, accumulation, parse_schedule, schedule_text
-from parc.compiler.verify_schedule import check_timelines
+from parc.compiler.program.actions import KINDS, ONCE, Action, accumulation, parse_schedule, schedule_text
+from parc.compiler.verify.schedule import check_timelines
 
 actions = st.one_of(
     st.builds(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from parc.compiler.balance import FLOPS_PER_BYTE, PASSES, Piece, balance, operations_of
+from parc.compiler.resolve.balance import FLOPS_PER_BYTE, PASSES, Piece, balance, operations_of
 
 weights = st.dictionaries(st.sampled_from("abc"), st.just(7), max_size=2)
 drawn = st.lists(st.builds(Piece, st.integers(0, 9), st.integers(0, 9), weights), min_size=1, max_size=8)

@@ -10,11 +10,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from parc.compiler.collectives import COLLECTIVES, TypeFault, join_dim, lower, payload_bytes, slice_dim
-from parc.compiler.mesh import Mesh
-from parc.compiler.ops import OPS
-from parc.compiler.parts import Outer, nest
-from parc.compiler.placement import AxisType, Placement, Split, TensorType, assemble, parse_type
+from parc.compiler.layout.collectives import COLLECTIVES, TypeFault, join_dim, lower, payload_bytes, slice_dim
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, assemble, parse_type
+from parc.compiler.layout.stretches import Outer, nest
+from parc.compiler.ops.torch_ops import OPS
 
 from .drawn import meshes, numbered, pieces_of, placed
 

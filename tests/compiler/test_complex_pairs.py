@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from parc.compiler.capture_faults import CaptureError
-from parc.compiler.complex_numbers import real_form
-from parc.compiler.complex_pairs import as_pairs
-from parc.compiler.composites import functional
+from parc.compiler.capture.complex_numbers import real_form
+from parc.compiler.capture.complex_pairs import as_pairs
+from parc.compiler.capture.composites import functional
+from parc.compiler.capture.faults import CaptureError
 from parc.compiler.torch_private import detach_without_gradients, quiet
 
 INDEX = torch.tensor([2, 0])

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from parc.compiler import composites
-from parc.compiler.composites import functional
+from parc.compiler.capture import composites
+from parc.compiler.capture.composites import functional
 from parc.compiler.torch_private import quiet, with_unread_draws, without_code
 
 X = torch.zeros(4, 6, 8)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parc.cli.build import communication_text
-from parc.compiler.actions import accumulation
-from parc.compiler.contract import communication_table, messages
-from parc.compiler.program import Program
-from parc.compiler.program_text import parse_program
-from parc.compiler.roles import Role
+from parc.compiler.build.communication import communication_table, messages
+from parc.compiler.program.actions import accumulation
+from parc.compiler.program.program import Program
+from parc.compiler.program.roles import Role
+from parc.compiler.program.text import parse_program
 
 FORWARD = '''"""parc program: role stage0, action F"""
 

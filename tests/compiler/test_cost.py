@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parc.compiler.cost import estimate_memory
+from parc.compiler.program.cost import estimate_memory
 from parc.compiler.schedules import timelines
 from tests.runtime.staged import program, roles
 

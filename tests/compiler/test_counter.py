@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler import counter
+from parc.compiler.initial import counter
 
 COUNT = 1 << 20
 INDEX = torch.arange(COUNT)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler import op_rules
-from parc.compiler.factor_splits import from_factor, to_factor
-from parc.compiler.factors import Dims, OpCall, Operand, OpRule, RuleError, opaque, quotient, rule
-from parc.compiler.op_rules import TABLE, localize, register, rule_for
+from parc.compiler.ops import rules as op_rules
+from parc.compiler.ops.factors import Dims, OpCall, Operand, OpRule, RuleError, opaque, quotient, rule
+from parc.compiler.ops.rules import TABLE, localize, register, rule_for
+from parc.compiler.ops.splits import from_factor, to_factor
 
 B, S, U = 5, 7, 11  # no two have a divisor in common
 

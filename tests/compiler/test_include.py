@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parc.compiler.include import families
-from parc.compiler.plan import Plan, read_plan
+from parc.compiler.plan.include import families
+from parc.compiler.plan.plan import Plan, read_plan
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.source import Source
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import parc
-from parc.compiler.model_code import changed_files, file_hashes, local_files, target_hashes
-from parc.compiler.plan import read_plan
-from parc.driver import compile_plan, files_of
+from parc.checking.recompilation import differences
+from parc.compiler.capture.model_code import changed_files, file_hashes, local_files, target_hashes
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.driver import compile_plan, files_of
 from parc.grammar.codes_build import BAD_BUILD
-from parc.recompilation import differences
 from parc.runtime.faults import RunError
 from parc.runtime.opening import check_source_of, open_build
 from tests.runtime.tiny import ONE, PLAN, TENSOR, build

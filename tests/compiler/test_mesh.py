@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.mesh import Mesh
+from parc.compiler.layout.mesh import Mesh
 
 meshes = st.lists(st.integers(1, 4), max_size=4).map(
     lambda sizes: Mesh(tuple(zip(("pp", "dp", "cp", "tp"), sizes, strict=False)))

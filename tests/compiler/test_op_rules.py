@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from parc.compiler.factors import OpRule
-from parc.compiler.op_rules import OP_TABLES, TABLE
+from parc.compiler.ops.factors import OpRule
+from parc.compiler.ops.rules import OP_TABLES, TABLE
 
 from .layout_cases import LAYOUT
 from .model_cases import MODEL

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parc.compiler import capture as capturing
-from parc.compiler.capture import InputSpec, capture
-from parc.compiler.recipes import record
+from parc.compiler.capture import capture as capturing
+from parc.compiler.capture.capture import InputSpec, capture
+from parc.compiler.initial.recipes import record
 
 
 def _twice(x: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parc.compiler.pattern import Pattern
+from parc.compiler.resolve.pattern import Pattern
 
 NAMES = [f"blocks.{i}.{name}" for i in range(12) for name in ("attn.q_proj", "attn.k_proj", "mlp.up")] + ["embed"]
 

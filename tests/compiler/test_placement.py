@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.collectives import local_outer
-from parc.compiler.mesh import Mesh
-from parc.compiler.parts import atoms
-from parc.compiler.placement import (
+from parc.compiler.layout.collectives import local_outer
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import (
     Placement,
     Split,
     TensorType,
@@ -23,6 +22,7 @@ from parc.compiler.placement import (
     row_major,
     take,
 )
+from parc.compiler.layout.stretches import atoms
 
 from .drawn import DTYPES, meshes, numbered, pieces_of, placed
 

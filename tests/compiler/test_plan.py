@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from parc.compiler.directives.sizes import SizeRange
-from parc.compiler.mesh import Mesh
-from parc.compiler.plan import read_plan
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.sizes.size_range import SizeRange
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.op_rules import TABLE
-from parc.compiler.program import Origin, Program, allowed, operator
-from parc.compiler.program_text import ProgramError, parse_program
+from parc.compiler.ops.rules import TABLE
+from parc.compiler.program.program import Origin, Program, allowed, operator
+from parc.compiler.program.text import ProgramError, parse_program
 
 from .drawn import programs
 

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parc.compiler.directives.sizes import SizeRange
-from parc.compiler.ranges import Monomial, Polynomial, Ranges, check_points, constraint, fit, is_whole, sample_points
+from parc.compiler.sizes.polynomials import (
+    Monomial,
+    Polynomial,
+    Ranges,
+    check_points,
+    constraint,
+    fit,
+    is_whole,
+    sample_points,
+)
+from parc.compiler.sizes.size_range import SizeRange
 
 BATCH = {"B": SizeRange(8, 64, 8), "S": SizeRange(128, 4096, 128)}
 

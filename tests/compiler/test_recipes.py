@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from parc.compiler.attribute_tensors import attribute_tensors
-from parc.compiler.complex_numbers import real_form
-from parc.compiler.recipes import Recipe, RecipeError, initialize, record
+from parc.compiler.capture.attributes import attribute_tensors
+from parc.compiler.capture.complex_numbers import real_form
+from parc.compiler.initial.recipes import Recipe, RecipeError, initialize, record
 from tests.family_models import decoder, gpt2
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from parc.compiler.recorder import GraphRecorder
-from parc.compiler.results import example, results_of
+from parc.compiler.ops.recorder import GraphRecorder
+from parc.compiler.ops.results import example, results_of
 from parc.compiler.torch_private import quiet, trace
 
 aten = torch.ops.aten

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from parc.compiler.program import Program, Ref
-from parc.compiler.roles import JoinFault, _chain
+from parc.compiler.program.program import Program, Ref
+from parc.compiler.program.roles import JoinFault, _chain
 from tests.runtime.staged import program
 
 TYPES = {"key": "i64[]", "rng": "i64[2]", "scale": "f32[]"}

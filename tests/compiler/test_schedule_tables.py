@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.actions import WORK, Action
+from parc.compiler.program.actions import WORK, Action
 from parc.compiler.schedules import problem, timelines
-from parc.compiler.timeline import simulate
-from parc.compiler.verify_schedule import check_timelines
+from parc.compiler.schedules.timeline import simulate
+from parc.compiler.verify.schedule import check_timelines
 
 PLAIN = "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1\n"
 

@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from parc.compiler.actions import WORK, Action
+from parc.compiler.program.actions import WORK, Action
 from parc.compiler.schedules import SCHEDULES, problem, timelines
-from parc.compiler.timeline import peak_live, simulate
-from parc.compiler.verify_schedule import check_timelines
+from parc.compiler.schedules.timeline import peak_live, simulate
+from parc.compiler.verify.schedule import check_timelines
 
 Timelines = Mapping[str, Sequence[Action]]
 Sizes = tuple[str, int, int, int]

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import fx, nn
 
-from parc.compiler.balance import operations_of
-from parc.compiler.capture import Captured
-from parc.compiler.plan import Plan, read_plan
-from parc.compiler.stage_cuts import cuts_of, stage_of_nodes
-from parc.driver import task_lines
+from parc.compiler.capture.capture import Captured
+from parc.compiler.plan.plan import Plan, read_plan
+from parc.compiler.resolve.balance import operations_of
+from parc.compiler.resolve.stage_cuts import cuts_of, stage_of_nodes
+from parc.compiling.driver import task_lines
+from parc.compiling.plan_capture import capture_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from parc.passes.pipeline import names_of
-from parc.plan_capture import capture_plan
 from tests.family_plans import plan_text
 
 Stages = dict[fx.Node, int]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from parc.compiler.making import not_found
-from parc.compiler.task import InputsError, TaskLines, caller, model_builder, passed_on
+from parc.compiler.capture.making import not_found
+from parc.compiler.capture.model_calls import InputsError, TaskLines, caller, model_builder, passed_on
 
 
 class Named(nn.Module):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from parc.compiler.directives.sizes import SizeRange
-from parc.compiler.mesh import Mesh
-from parc.compiler.program_text import parse_program
-from parc.compiler.ranges import sample_points
-from parc.compiler.template import Expression, Misfit, Template
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.program.text import parse_program
+from parc.compiler.sizes.polynomials import sample_points
+from parc.compiler.sizes.size_range import SizeRange
+from parc.compiler.sizes.template import Expression, Misfit, Template
 
 RANGES = {"B": SizeRange(4, 16, 4), "S": SizeRange(8, 64, 8)}
 POINTS = list(sample_points(RANGES))[:3]

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parc.compiler.actions import WORK, Action
+from parc.compiler.program.actions import WORK, Action
 from parc.compiler.schedules import timelines
-from parc.compiler.timeline import Timeline, simulate
-from parc.compiler.timeline_drawing import draw, paint, svg
+from parc.compiler.schedules.drawing import draw, paint, svg
+from parc.compiler.schedules.timeline import Timeline, simulate
 
 
 def test_messages_that_take_time_make_ranks_wait() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import parc.twins
+import parc.checking.twins
+from parc.checking.twins import find_twin, subject_of, twin_text, work_of
 from parc.grammar.diagnostics import PlanError
-from parc.twins import find_twin, subject_of, twin_text, work_of
 from tests.checked_plans import compiled, compiled_net
 from tests.planted_builds import ROOT
 from tests.planted_large import refusals, refusals_text
@@ -74,14 +74,14 @@ def test_a_large_model_without_smaller_arguments_is_tested_on_a_smaller_batch(
 ) -> None:
     made = compiled_net(tmp_path, _PICTURES, 'Pictures"', shape="B, 3, H, H", sizes="B=32, H=32")
     assert subject_of(made).compiled is made
-    monkeypatch.setattr(parc.twins, "_SMALL_WORK", work_of(made) // 4)
+    monkeypatch.setattr(parc.checking.twins, "_SMALL_WORK", work_of(made) // 4)
     small = subject_of(made)
     assert (small.text, small.steps) == ("the same programs at B=4, H=32", 3)
-    monkeypatch.setattr(parc.twins, "_LARGE_WORK", work_of(small.compiled) // 2)
-    monkeypatch.setattr(parc.twins, "_MOST_WORK", work_of(small.compiled))
+    monkeypatch.setattr(parc.checking.twins, "_LARGE_WORK", work_of(small.compiled) // 2)
+    monkeypatch.setattr(parc.checking.twins, "_MOST_WORK", work_of(small.compiled))
     few = subject_of(made)
     assert few.steps == 1 and few.text.startswith("the twin: B=4, H=32, mesh dp=2, pp=1 (")
-    monkeypatch.setattr(parc.twins, "_MOST_WORK", work_of(small.compiled) // 2)
+    monkeypatch.setattr(parc.checking.twins, "_MOST_WORK", work_of(small.compiled) // 2)
     with pytest.raises(PlanError) as refused:
         subject_of(made)
     assert "too large to test its numbers" in refused.value.diagnostics[0].message

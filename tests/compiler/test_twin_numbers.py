@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parc.compiler.twin_bodies import Number, Numbers, Pairs, number_problem
+from parc.compiler.twin.bodies import Number, Numbers, Pairs, number_problem
 
 ORIGIN = "layers.*.attn model.py:12"
 HEADS = (2, 8)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from parc.checks import static_faults
-from parc.compiler.actions import accumulation
-from parc.compiler.mesh import Mesh
-from parc.compiler.placement import TensorType, parse_type
-from parc.compiler.program import Program
-from parc.compiler.program_text import parse_program
-from parc.compiler.scaling import degrees
-from parc.compiler.verify import Fault, check_program
-from parc.compiler.verify_step import check_bindings, check_reference, mesh_faults, trained
+from parc.checking.checks import static_faults
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import TensorType, parse_type
+from parc.compiler.program.actions import accumulation
+from parc.compiler.program.faults import Fault
+from parc.compiler.program.program import Program
+from parc.compiler.program.text import parse_program
+from parc.compiler.verify.lines import check_program
+from parc.compiler.verify.scaling import degrees
+from parc.compiler.verify.step import check_bindings, check_reference, mesh_faults, trained
 
 MESH = Mesh.parse("dp=2, tp=2")
 STORED = {"w": parse_type("f32[4, 4/tp]", MESH), "b": parse_type("f32[4]", MESH)}

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.actions import WORK, Action, accumulation
+from parc.compiler.program.actions import WORK, Action, accumulation
 from parc.compiler.schedules import SCHEDULES, problem, timelines
-from parc.compiler.verify_schedule import check_timelines
+from parc.compiler.verify.schedule import check_timelines
 
 Timelines = Mapping[str, Sequence[Action]]
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lark.exceptions import UnexpectedInput
 
-from parc.compiler.directives import verbs
-from parc.compiler.plan import read_plan
+from parc.compiler.plan.directives import verbs
+from parc.compiler.plan.plan import read_plan
 from parc.grammar import parse as parse_module
 from parc.grammar.diagnostics import PlanError, render
 from parc.grammar.format import format_source, format_statement, format_statements

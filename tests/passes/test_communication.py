@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from parc.compiler.contract import communication_table
-from parc.driver import Compiled
+from parc.compiler.build.communication import communication_table
+from parc.compiling.driver import Compiled
 from tests import checked_plans
 from tests.runtime.tiny import EXAMPLES
 

@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 
 from parc.compiler.torch_private import quiet
-from parc.passes import constants
-from parc.passes.canonicalize import canonicalize
+from parc.passes.canonical import constants
+from parc.passes.canonical.canonicalize import canonicalize
 
 Mask = Callable[[int], torch.Tensor]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from parc.advice import warnings_of
-from parc.compiler.contract import messages
+from parc.checking.twins import find_twin
+from parc.compiler.build.communication import messages
+from parc.compiling.driver import Compiled
 from parc.desugar import desugar
-from parc.driver import Compiled
 from parc.grammar.diagnostics import PlanError, Severity
-from parc.twins import find_twin
 
 from ..checked_plans import checked, compiled
 

@@ -12,20 +12,20 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from parc.checks import static_faults
-from parc.compiler.factors import OpCall, Operand
-from parc.compiler.mesh import Mesh
-from parc.compiler.neutral import LOOKUPS, REDUCTIONS, is_neutral
-from parc.compiler.pad_flow import Extra, PaddingFault, follow
-from parc.compiler.pad_point import UNKNOWN
-from parc.compiler.padded_tensors import grow, real_entries, shrink, spread
-from parc.compiler.padding import Pad
-from parc.compiler.placement import Placement, Split, TensorType, assemble, parse_type, take
-from parc.compiler.typing import infer
+from parc.checking.checks import static_faults
+from parc.checking.twins import find_twin
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import Placement, Split, TensorType, assemble, parse_type, take
+from parc.compiler.ops.factors import OpCall, Operand
+from parc.compiler.ops.infer import infer
+from parc.compiler.ops.neutral import LOOKUPS, REDUCTIONS, is_neutral
+from parc.compiler.padding.flow import Extra, PaddingFault, follow
+from parc.compiler.padding.pads import Pad
+from parc.compiler.padding.point import UNKNOWN
+from parc.compiler.padding.tensors import grow, real_entries, shrink, spread
+from parc.compiling.driver import Compiled, stored_types
 from parc.desugar import desugar
-from parc.driver import Compiled, stored_types
-from parc.runtime.kernels import KERNELS, Site
-from parc.twins import find_twin
+from parc.runtime.machine.kernels import KERNELS, Site
 
 from .. import checked_plans
 from ..checked_plans import checked

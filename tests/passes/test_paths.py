@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.collectives import COLLECTIVES, lower
-from parc.compiler.mesh import Mesh
-from parc.compiler.parts import Outer
-from parc.compiler.placement import AxisType, Placement, Split, along, assemble, take
-from parc.passes.paths import Changes, cheapest_path
+from parc.compiler.layout.collectives import COLLECTIVES, lower
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import AxisType, Placement, Split, along, assemble, take
+from parc.compiler.layout.stretches import Outer
+from parc.passes.placing.paths import Changes, cheapest_path
 from parc.runtime.backends.in_process import InProcess
 
 MESH = Mesh.parse("dp=2, tp=2, ax=3")

@@ -13,9 +13,9 @@ import torch
 
 from parc.advice import warnings_of
 from parc.build import build
-from parc.checks import Checked
-from parc.driver import Compiled
-from parc.runtime.plain import reference
+from parc.checking.checks import Checked
+from parc.compiling.driver import Compiled
+from parc.runtime.compare.plain import reference
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = """
@@ -334,7 +334,7 @@ def test_custom_operators_without_a_rule_are_computed_whole(tmp_path: Path, line
 
 def test_a_build_with_custom_operators_opens_in_another_process(tmp_path: Path) -> None:
     made(tmp_path, OPERATORS, X)
-    code = "from parc.compiler.artifact import read_build; from pathlib import Path; read_build(Path('build'))"
+    code = "from parc.compiler.build.directory import read_build; from pathlib import Path; read_build(Path('build'))"
     words = [sys.executable, "-c", code]
     here = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
     first = subprocess.run(words, check=False, **here)  # type: ignore[call-overload]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from parc.advice import warnings_of
-from parc.checks import case_of, prove
-from parc.driver import Compiled
-from parc.runtime.simulate import Simulation
+from parc.checking.checks import case_of, prove
+from parc.compiling.driver import Compiled
+from parc.runtime.compare.simulate import Simulation
 
 from ..checked_plans import compiled
 

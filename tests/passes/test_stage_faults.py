@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from parc.checks import check_build, check_schedule, rounding_of, static_faults
-from parc.compiler.actions import parse_schedule, schedule_text
-from parc.compiler.artifact import read_programs
-from parc.compiler.placement import TensorType, parse_type
-from parc.compiler.plan import read_plan
-from parc.compiler.program_text import parse_program
-from parc.compiler.roles import Role, group, join
-from parc.compiler.verify_stages import check_stages
-from parc.driver import Compiled, compile_plan, files_of, stored_types
+from parc.checking.checks import check_build, check_schedule, rounding_of, static_faults
+from parc.compiler.build.directory import read_programs
+from parc.compiler.layout.placement import TensorType, parse_type
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.actions import parse_schedule, schedule_text
+from parc.compiler.program.roles import Role, group, join
+from parc.compiler.program.text import parse_program
+from parc.compiler.verify.stages import check_stages
+from parc.compiling.driver import Compiled, compile_plan, files_of, stored_types
 from parc.grammar.source import Source
 from tests.planted_builds import ROOT
 from tests.planted_stages import BUGS as STAGES

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import parc
-from parc.checks import check_build
+from parc.checking.checks import check_build
 from parc.cli import main
-from parc.compiler.placement import parse_type
-from parc.compiler.plan import read_plan
-from parc.compiler.program import Program
-from parc.compiler.roles import join
-from parc.compiler.verify_stages import check_stages
-from parc.compiler.verify_step import check_bindings
-from parc.driver import Compiled, compile_plan, stored_types
+from parc.compiler.layout.placement import parse_type
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.program import Program
+from parc.compiler.program.roles import join
+from parc.compiler.verify.stages import check_stages
+from parc.compiler.verify.step import check_bindings
+from parc.compiling.driver import Compiled, compile_plan, stored_types
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from tests.runtime.ranks import run_ranks

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["parc.runtime.session", "parc.runtime.plain", "parc.passes.pipeline"])
+_CONTEXT.set_forkserver_preload(["parc.runtime.session", "parc.runtime.compare.plain", "parc.passes.pipeline"])
 
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, wait_s: float = 90) -> list[Any]:

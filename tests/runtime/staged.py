@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from parc.compiler.actions import Action
-from parc.compiler.artifact import Build
-from parc.compiler.program import Program
-from parc.compiler.program_text import parse_program
-from parc.compiler.roles import Role
+from parc.compiler.build.directory import Build
+from parc.compiler.program.actions import Action
+from parc.compiler.program.program import Program
+from parc.compiler.program.roles import Role
+from parc.compiler.program.text import parse_program
 
 MODEL = """
 import torch

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from parc.compiler.mesh import Mesh
-from parc.compiler.placement import Placement, TensorType
-from parc.runtime.kernels import KERNELS, REFERENCE_KERNELS, Kernel, Site
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import Placement, TensorType
+from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS, Kernel, Site
 
 SITE = Site(Mesh(), {}, [], [], torch.device("cpu"))
 

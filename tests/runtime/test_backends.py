@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from parc.compiler.collectives import COLLECTIVES
-from parc.compiler.mesh import Mesh
-from parc.compiler.placement import Placement, TensorType
-from parc.compiler.program import Function, Line, Program, Ref, Value
+from parc.compiler.layout.collectives import COLLECTIVES
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import Placement, TensorType
+from parc.compiler.program.program import Function, Line, Program, Ref, Value
 from parc.runtime.backends.distributed import Distributed
 from parc.runtime.backends.in_process import InProcess
 from tests.runtime.ranks import run_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import parc
-from parc.compiler.counter import digest
+from parc.compiler.initial.counter import digest
 from parc.grammar.codes_run import BATCHES_DIFFER
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import BOTH, PLAN, batch, build

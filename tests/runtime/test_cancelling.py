@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from parc.runtime import roundings
-from parc.runtime.simulate import Simulation, compare
+from parc.runtime.compare import roundings
+from parc.runtime.compare.simulate import Simulation, compare
 
 from ..random_layers import Sizes
 from ..strategies import Layer, ModelSpec

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 import parc
-from parc.checks import case_of
-from parc.compiler import counter
-from parc.compiler.artifact import Build
-from parc.compiler.roles import SINGLE
+from parc.checking.checks import case_of
+from parc.compiler.build.directory import Build
+from parc.compiler.initial import counter
+from parc.compiler.program.roles import SINGLE
 from parc.compiler.torch_private import compile_graph, fake_mode
-from parc.driver import Compiled
+from parc.compiling.driver import Compiled
 from parc.grammar.codes_build import NO_COMPILER
 from parc.runtime.backends.in_process import InProcess
-from parc.runtime.compiled import Regions, check_compiler
-from parc.runtime.execute import Machine
+from parc.runtime.compare.simulate import Simulation
 from parc.runtime.faults import RunError
+from parc.runtime.machine.compiled import Regions, check_compiler
+from parc.runtime.machine.execute import Machine
 from parc.runtime.opening import mesh_of, open_build
-from parc.runtime.simulate import Simulation
 from parc.runtime.step import Stepper
 from tests.checked_plans import compiled
 from tests.runtime.ranks import run_ranks

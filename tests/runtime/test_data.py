@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parc.runtime.data import ByteText, CallableData, DataError, SyntheticData, permuted, read_batch
+from parc.runtime.data.samples import ByteText, CallableData, DataError, SyntheticData, permuted, read_batch
 
 
 @pytest.fixture

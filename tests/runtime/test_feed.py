@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from parc.compiler.artifact import Build
+from parc.compiler.build.directory import Build
 from parc.grammar.codes_build import BAD_DATA
+from parc.runtime.data.feed import Feed
 from parc.runtime.faults import RunError
-from parc.runtime.feed import Feed
 from parc.runtime.opening import mesh_of, open_build
 from tests.runtime.tiny import DATA, ONE, PLAN, build
 

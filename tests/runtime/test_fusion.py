@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from parc.checks import check_build
-from parc.compiler.cost import estimate_memory
-from parc.compiler.mesh import Mesh
-from parc.compiler.program import Line, Program, Ref
+from parc.checking.checks import check_build
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.program.cost import estimate_memory
+from parc.compiler.program.program import Line, Program, Ref
+from parc.compiler.program.totals import ADDABLE, addable
 from parc.compiler.schedules import timelines
-from parc.compiler.totals import ADDABLE, addable
 from parc.runtime.backends.in_process import InProcess
-from parc.runtime.execute import Machine
-from parc.runtime.fusion import ADDING, fused
-from parc.runtime.kernels import KERNELS, Kernel
-from parc.runtime.simulate import Simulation
+from parc.runtime.compare.simulate import Simulation
+from parc.runtime.machine.execute import Machine
+from parc.runtime.machine.fusion import ADDING, fused
+from parc.runtime.machine.kernels import KERNELS, Kernel
 from parc.runtime.trace import Recorder
 from tests.checked_plans import compiled_net
 from tests.runtime.staged import MICROBATCHES, program

@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 import parc
 from parc.build import build as build_checked
 from parc.cli import main
-from parc.compiler import weights as weights_module
-from parc.compiler.artifact import read_build
-from parc.compiler.mesh import Mesh
-from parc.compiler.placement import Placement, Split, TensorType, assemble, parse_type
-from parc.compiler.weights import Expected, open_weights, shown_faults
+from parc.compiler.build.directory import read_build
+from parc.compiler.initial import files as weights_module
+from parc.compiler.initial.files import Expected, open_weights, shown_faults
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import Placement, Split, TensorType, assemble, parse_type
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.faults import RunError
-from parc.runtime.initial import Initial
 from parc.runtime.opening import task_of
+from parc.runtime.state.initial import Initial
 from tests.runtime.tiny import PLAN, TENSOR, batch, build
 
 CPU = torch.device("cpu")

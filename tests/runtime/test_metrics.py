@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parc.runtime.metrics import MetricsFile, ProgressDisplay
+from parc.runtime.launch.metrics import MetricsFile, ProgressDisplay
 
 
 def lines(path: Path) -> list[dict[str, object]]:

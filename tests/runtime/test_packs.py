@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from parc.compiler.mesh import Mesh
-from parc.compiler.program import Line, Ref
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.program.program import Line, Ref
 from parc.compiler.torch_private import packed_linear
-from parc.runtime import packs
 from parc.runtime.backends.in_process import InProcess
-from parc.runtime.execute import Machine
-from parc.runtime.packs import Packs, packs_for, turned_weights
+from parc.runtime.machine import packs
+from parc.runtime.machine.execute import Machine
+from parc.runtime.machine.packs import Packs, packs_for, turned_weights
 from parc.runtime.session import Session, load
 from tests.runtime.staged import program
 
@@ -135,7 +135,7 @@ def test_a_step_by_packed_weights_is_a_step(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(packs, "_LEAST", 1)
     monkeypatch.setattr(Packs, "__exit__", noted)
-    monkeypatch.setattr("parc.runtime.products._is_faster", lambda linear: False)
+    monkeypatch.setattr("parc.runtime.machine.products._is_faster", lambda linear: False)
     made = build(tmp_path, ONE, FOUR)
     with without_onednn(), load(made) as plain:
         expected = [plain.step() for _ in range(3)]
@@ -157,7 +157,7 @@ def test_a_step_by_packed_weights_is_a_step(tmp_path: Path, monkeypatch: pytest.
 def test_weights_are_packed_where_memory_and_all_ranks_allow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, plan: str, onednn: bool, agreed: bool, wanted: bool
 ) -> None:
-    monkeypatch.setattr("parc.runtime.products._is_faster", lambda linear: onednn)
+    monkeypatch.setattr("parc.runtime.machine.products._is_faster", lambda linear: onednn)
     if not agreed:
         monkeypatch.setattr(Session, "exchange", lambda self, row: [list(row), [0, 0]])
     with load(build(tmp_path, ONE, plan + more)) as session:

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import parc
-from parc.compiler.artifact import read_build
-from parc.compiler.padding import pads_from
-from parc.compiler.placement import parse_type
-from parc.runtime.initial import Initial
+from parc.compiler.build.directory import read_build
+from parc.compiler.layout.placement import parse_type
+from parc.compiler.padding.pads import pads_from
 from parc.runtime.opening import task_of
+from parc.runtime.state.initial import Initial
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import ONE, PLAN, TENSOR, batch, build
 

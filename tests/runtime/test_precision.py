@@ -12,13 +12,13 @@ import torch
 
 import parc
 from parc.advice import warnings_of
-from parc.checks import case_of, memory_of, prove
-from parc.compiler.cost import Memory, local_bytes
-from parc.compiler.placement import parse_type
-from parc.compiler.precision import base_name
-from parc.compiler.program import Line, Program
-from parc.driver import Compiled, stored_types
-from parc.runtime.simulate import Simulation
+from parc.checking.checks import case_of, memory_of, prove
+from parc.compiler.layout.placement import parse_type
+from parc.compiler.ops.precision import base_name
+from parc.compiler.program.cost import Memory, local_bytes
+from parc.compiler.program.program import Line, Program
+from parc.compiling.driver import Compiled, stored_types
+from parc.runtime.compare.simulate import Simulation
 from parc.runtime.step import Stepper, StepResult
 from tests.checked_plans import checked, compiled
 from tests.runtime.ranks import run_ranks

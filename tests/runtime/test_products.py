@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from parc.compiler.mesh import Mesh
+from parc.compiler.layout.mesh import Mesh
 from parc.compiler.torch_private import onednn_linear
-from parc.runtime import products
-from parc.runtime.kernels import KERNELS, Site
+from parc.runtime.machine import products
+from parc.runtime.machine.kernels import KERNELS, Site
 from parc.runtime.session import Session, load
 
 from .tiny import ONE, build, without_onednn

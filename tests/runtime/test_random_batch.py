@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parc.compiler.program_text import parse_program
-from parc.runtime.random_batch import random_batch
+from parc.compiler.program.text import parse_program
+from parc.runtime.data.random_batch import random_batch
 
 LOSS = '''"""parc program: role model, action reference"""
 

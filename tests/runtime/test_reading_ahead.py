@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import parc
+from parc.runtime.data.sources import byte_inputs
 from parc.runtime.faults import RunError
-from parc.runtime.sources import byte_inputs
 from tests.runtime.tiny import DATA, ONE, PLAN, batch, build
 
 SAMPLES = """

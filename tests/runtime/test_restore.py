@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import parc
-from parc.compiler.folders import FolderError, current, replace_folder
+from parc.compiler.build.folders import FolderError, current, replace_folder
 from parc.grammar.codes_build import BAD_STATE
 from parc.grammar.codes_run import FOLDER_HELD
 from parc.runtime.faults import RunError
 from parc.runtime.opening import checkpoint_bytes, open_build
-from parc.runtime.optimizer import make_optimizer, update
-from parc.runtime.state import target_held
+from parc.runtime.state.checkpoint import target_held
+from parc.runtime.state.optimizer import make_optimizer, update
 from tests.runtime.tiny import ONE, batch, build
 
 ADAMW = {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "no_decay": []}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from parc.compiler.mesh import Mesh
-from parc.compiler.program_text import parse_program
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.program.text import parse_program
 from parc.runtime.backends.in_process import InProcess
-from parc.runtime.execute import Machine
-from parc.runtime.reuse import in_place, spare_operands
+from parc.runtime.machine.execute import Machine
+from parc.runtime.machine.reuse import in_place, spare_operands
 
 TEXT = '''"""parc program: role stage0, action F"""
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from parc.checks import prove, rounding_of, static_faults
-from parc.compiler.placement import parse_type
-from parc.compiler.precision import Rounding, base_name
-from parc.compiler.program import Function, Program
-from parc.compiler.verify_precision import check_precision
-from parc.driver import Compiled, stored_types
+from parc.checking.checks import prove, rounding_of, static_faults
+from parc.compiler.layout.placement import parse_type
+from parc.compiler.ops.precision import Rounding, base_name
+from parc.compiler.program.program import Function, Program
+from parc.compiler.verify.precision import check_precision
+from parc.compiling.driver import Compiled, stored_types
 from tests.checked_plans import compiled
 from tests.planted_bugs import rounding_rows
 from tests.planted_sites import with_function

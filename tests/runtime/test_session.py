@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import parc
-from parc.compiler.placement import parse_type
-from parc.compiler.roles import SINGLE
+from parc.compiler.layout.placement import parse_type
+from parc.compiler.program.roles import SINGLE
 from parc.grammar.codes_build import BAD_DATA, BAD_STATE, NO_DEVICE, OTHER_TORCH, WORLD_SIZE
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.faults import RunError
@@ -104,8 +104,8 @@ def test_two_real_ranks_are_bitwise_the_two_in_one_process(builds: dict[str, Pat
     weights = parc.reference(builds[plan]).module.state_dict()
     stepper = Stepper(made.programs, made.roles[SINGLE].actions, InProcess(mesh), torch.device("cpu"))
     types = {name: parse_type(text, mesh) for name, text in made.manifest["parameters"].items()}
-    from parc.compiler.placement import take
-    from parc.runtime.feed import Feed
+    from parc.compiler.layout.placement import take
+    from parc.runtime.data.feed import Feed
 
     at = [mesh.coordinates(rank) for rank in range(2)]
     states = [RankState({n: take(weights[n], t.placement, mesh, c) for n, t in types.items()}) for c in at]

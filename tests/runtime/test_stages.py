@@ -15,22 +15,22 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from parc.checks import case_of, report_of
-from parc.compiler.actions import Action
-from parc.compiler.artifact import json_text, write_build
-from parc.compiler.placement import parse_type
-from parc.compiler.plan import read_plan
-from parc.driver import Compiled, compile_plan, files_of, manifest_of, stored_types
+from parc.checking.checks import case_of, report_of
+from parc.compiler.build.directory import json_text, write_build
+from parc.compiler.layout.placement import parse_type
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.actions import Action
+from parc.compiling.driver import Compiled, compile_plan, files_of, manifest_of, stored_types
 from parc.runtime.backends.in_process import Stuck
 from parc.runtime.communication import PeerLost
-from parc.runtime.failures import failure_of, leave_failure
+from parc.runtime.compare.model_run import Case
+from parc.runtime.compare.plain import reference
+from parc.runtime.compare.simulate import TOLERANCE, Simulation, compare
 from parc.runtime.faults import RunError
-from parc.runtime.launch import _outcome
+from parc.runtime.launch.failures import failure_of, leave_failure
+from parc.runtime.launch.launch import _outcome
 from parc.runtime.opening import open_build
-from parc.runtime.plain import reference
-from parc.runtime.reference_run import Case
 from parc.runtime.session import Session
-from parc.runtime.simulate import TOLERANCE, Simulation, compare
 from tests.runtime.ranks import run_ranks
 from tests.runtime.staged import MICROBATCHES, batch, roles, staged, write
 
@@ -115,7 +115,7 @@ def test_an_error_in_one_role_ends_the_others() -> None:
 
 
 def test_the_first_difference_of_stages_is_found() -> None:
-    from parc.difference import first_difference
+    from parc.checking.difference import first_difference
 
     assert first_difference(case("dp=2, pp=2", 2)) is None
 

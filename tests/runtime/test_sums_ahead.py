@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from parc.checks import case_of
-from parc.driver import Compiled
-from parc.runtime.random_batch import random_batch
-from parc.runtime.simulate import Simulation
+from parc.checking.checks import case_of
+from parc.compiling.driver import Compiled
+from parc.runtime.compare.simulate import Simulation
+from parc.runtime.data.random_batch import random_batch
 from tests.checked_plans import checked, compiled_net
 
 _NET = """

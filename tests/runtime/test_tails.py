@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import parc
-from parc.compiler.program import Program
-from parc.compiler.program_text import parse_program
-from parc.compiler.verify_padding import tail_fault
-from parc.driver import Compiled
+from parc.compiler.program.program import Program
+from parc.compiler.program.text import parse_program
+from parc.compiler.verify.padding import tail_fault
+from parc.compiling.driver import Compiled
 from parc.runtime.faults import RunError
 from tests.passes.test_padding import compiled
 from tests.runtime.ranks import run_ranks

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import parc
-from parc.checks import static_faults
-from parc.compiler.artifact import read_build
-from parc.compiler.placement import parse_type
-from parc.driver import Compiled, stored_types
+from parc.checking.checks import static_faults
+from parc.compiler.build.directory import read_build
+from parc.compiler.layout.placement import parse_type
+from parc.compiling.driver import Compiled, stored_types
 from parc.grammar.diagnostics import PlanError
-from parc.runtime.optimizer import make_optimizer, rate
+from parc.runtime.state.optimizer import make_optimizer, rate
 from tests.checked_plans import checked, compiled
 from tests.runtime.tiny import BOTH, DATA, PLAN, TENSOR, batch, build
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from parc.checks import report_of
-from parc.compiler.artifact import json_text, write_build
-from parc.compiler.placement import parse_type
-from parc.compiler.plan import read_plan
+from parc.checking.checks import report_of
+from parc.compiler.build.directory import json_text, write_build
+from parc.compiler.layout.placement import parse_type
+from parc.compiler.plan.plan import read_plan
 from parc.compiler.torch_private import quiet
-from parc.driver import compile_plan, files_of, manifest_of, stored_types
+from parc.compiling.driver import compile_plan, files_of, manifest_of, stored_types
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 

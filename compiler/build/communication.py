@@ -1,0 +1,90 @@
+"""The communication contract: every collective of a step, numbered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..layout.collectives import COLLECTIVES, payload_bytes
+from ..plan.limits import PHASES
+from ..program.cost import local_bytes
+from ..program.program import Function, Origin, Program, Ref
+from ..program.roles import Role
+
+_PHASES = {"COUNT": "forward", "SCALE": "forward", "F": "forward", "B": "backward", "REDUCE": "step", "STEP": "step"}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One collective as it runs: all ranks of a group must meet in it alike."""
+
+    op: str
+    axes: tuple[str, ...]
+    dtype: str
+    bytes: int
+    phase: str
+    origin: Origin
+
+
+def messages(program: Program) -> list[Message]:
+    """The collectives of one run of a program, in order."""
+    return list(_walk(program, program.main, None))
+
+
+def _walk(program: Program, function: Function, caller: Origin | None) -> Iterator[Message]:
+    values = function.values()
+    for line in function.lines:
+        if line.calls_function:
+            yield from _walk(program, program.function(line.op), line.origin)
+        row = COLLECTIVES.get(line.op)
+        if row is None or not row.communicates:
+            continue
+        source, *options = line.args
+        axes = row.axes(options)
+        if not axes or not isinstance(source, Ref):
+            continue
+        type_ = values[source.name].type
+        size = payload_bytes(line.op, type_.local(program.mesh), type_.dtype.itemsize)
+        origin = line.origin
+        if caller is not None and ".*" in origin.module:
+            origin = replace(origin, module=caller.module + origin.module.split(".*", 1)[1])
+        dtype = str(type_.dtype).removeprefix("torch.")
+        axes = program.mesh.joined(axes)
+        yield Message(line.op.removeprefix("parc."), axes, dtype, size, _PHASES[program.action], origin)
+
+
+def communication_table(role: Role) -> list[dict[str, Any]]:
+    """The report's rows of a role, by phase: each collective once, with how often a step runs it."""
+    times = {name: sum(a.program_in(role.programs) == name for a in role.actions) for name in role.programs}
+    found = [
+        (times[name], message)
+        for name, program in sorted(role.programs.items(), key=_place)
+        for message in (*messages(program), *_sent(program, role.axis))
+    ]
+    found.sort(key=lambda row: PHASES.index(row[1].phase))
+    return [
+        {
+            "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase,
+            "role": role.name, "bytes": message.bytes, "count_per_step": count, "dtype": message.dtype,
+            "module": message.origin.module, "line": message.origin.plan,
+        }
+        for number, (count, message) in enumerate(found)
+    ]  # fmt: skip
+
+
+def _place(item: tuple[str, Program]) -> tuple[int, int]:
+    """Programs as a step runs them, those of several stages in order; files have another order."""
+    name, program = item
+    return list(_PHASES).index(program.action), int("".join(filter(str.isdigit, name)) or 0)
+
+
+def _sent(program: Program, axis: str) -> Iterator[Message]:
+    """What a stage hands to its neighbour."""
+    values = program.main.values()
+    for key, name in program.main.returns:
+        if key.startswith("sent "):
+            type_ = values[name].type
+            size = local_bytes(type_, program)
+            dtype = str(type_.dtype).removeprefix("torch.")
+            yield Message("send", (axis,), dtype, size, _PHASES[program.action], Origin())

@@ -1,0 +1,155 @@
+"""A build's facts: what its manifest says beside the programs, and what of it follows from them and the schedule."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+
+from ..layout.placement import TensorType, parse_type
+from ..padding.pads import pads_from
+from ..program.actions import WORK
+from ..program.faults import Fault
+from ..program.program import Program, Value
+from ..program.roles import Role
+
+BATCH = "B"
+
+
+def program_facts(programs: Mapping[str, Program], reference: Program) -> dict[str, Any]:
+    """The facts of a manifest that follow from its programs alone: how parameters are stored, which buffers a step
+    updates, what role the programs are of."""
+    mesh, ends = programs["F"].mesh, reference.functions[-1].returns
+    return {
+        "parameters": {name: type_.text(mesh) for name, type_ in stored_in(programs).items()},
+        "updates": [key.removeprefix("buffer ") for key, _ in ends if key.startswith("buffer ")],
+        "role": programs["F"].role,
+    }
+
+
+def stored_in(programs: Mapping[str, Program]) -> dict[str, TensorType]:
+    """Each parameter's type as a rank stores it."""
+    forward, reduce = programs["F"].main, programs["REDUCE"].main
+    values = reduce.values()
+    kept = {key.removeprefix("gradient "): values[name] for key, name in reduce.returns if key.startswith("gradient ")}
+    found = {**_bound(forward.parameters, "parameter", "frozen"), **kept}
+    return {name: found[name].type for name in sorted(found)}
+
+
+def _bound(values: tuple[Value, ...], *kinds: str) -> dict[str, Value]:
+    roles = ((value.role.partition(" "), value) for value in values)
+    return {name: value for (kind, _, name), value in roles if kind in kinds}
+
+
+def fact_faults(
+    manifest: Mapping[str, Any], programs: Mapping[str, Program], reference: Program, roles: Mapping[str, Role]
+) -> list[Fault]:
+    """Where a manifest is not what the programs and the schedule of its build say.
+
+    What these do not say is the plan's, or the model's alone: the values of ``constants``, the names in ``aliases`` and
+    ``init``, and parameters that are frozen though no program reads them.
+    """
+    mesh = programs["F"].mesh
+    wanted = {"mesh": dict(mesh.declared.axes), **program_facts(programs, reference)}
+    return unlike(manifest, wanted, "programs say") or [
+        *_schedule_faults(manifest["microbatches"], roles),
+        *_input_faults(manifest, reference),
+        *_state_faults(manifest, programs["F"]),
+    ]
+
+
+def unlike(
+    manifest: Mapping[str, Any], wanted: Mapping[str, Any], said: str, parts: Collection[str] = ()
+) -> list[Fault]:
+    """A fault for each fact that is another than is wanted; of those in ``parts`` no more is looked at than that."""
+    faults = []
+    for key, value in wanted.items():
+        have = _part(manifest.get(key), value) if key in parts else manifest.get(key)
+        if fact_text(have) != fact_text(value):
+            faults.append(fact_fault(f"`{key}` is {_short(have)}, but the {said} {_short(value)}"))
+    return faults
+
+
+def _part(have: Any, wanted: Any) -> Any:
+    """Of a fact what another says of it."""
+    if isinstance(have, list) and isinstance(wanted, list):
+        return [_part(*pair) for pair in zip(have, wanted, strict=True)] if len(have) == len(wanted) else have
+    if isinstance(have, Mapping) and isinstance(wanted, Mapping):
+        return {key: value for key, value in have.items() if key in wanted}
+    return have
+
+
+def _input_faults(manifest: Mapping[str, Any], reference: Program) -> Iterator[Fault]:
+    """Inputs of a microbatch, by the manifest's sizes."""
+    read = _bound(tuple(value for function in reference.functions for value in function.parameters), "input")
+    sizes, microbatches = manifest["sizes"], manifest["microbatches"]
+    for line in manifest["inputs"]:
+        value, name = read.get(line["name"]), line["name"]
+        if unknown := [dim for dim in line["dims"] if isinstance(dim, str) and dim not in sizes]:
+            yield fact_fault(f"`sizes` has no `{unknown[0]}` of the input `{name}`")
+        elif value is not None and microbatches >= 1:
+            whole = [dim if isinstance(dim, int) else sizes[dim] for dim in line["dims"]]
+            shape = tuple(n // microbatches if dim == BATCH else n for dim, n in zip(line["dims"], whole, strict=True))
+            if (f"torch.{line['dtype']}", shape) != (str(value.type.dtype), value.type.shape):
+                yield fact_fault(f"`inputs` and `sizes` make `{name}` {line['dtype']} {list(shape)} in a microbatch, "
+                                 f"but it is `{value.type.text(reference.mesh)}` in the model")  # fmt: skip
+
+
+def _state_faults(manifest: Mapping[str, Any], program: Program) -> Iterator[Fault]:
+    """What a manifest says of the model's tensors that the programs read."""
+    mesh, values, stored = program.mesh, program.main.parameters, manifest["parameters"]
+    wrong = sorted(_bound(values, "frozen").keys() - set(manifest["frozen"]))
+    wrong += sorted(_bound(values, "parameter").keys() & set(manifest["frozen"]))
+    for name in wrong:
+        yield fact_fault(f"`frozen` does not say of `{name}` what the programs say")
+    for name, value in _bound(values, "constant").items():
+        found = manifest["constants"].get(name)
+        if found is None or f"torch.{found['dtype']}" != str(value.type.dtype):
+            yield fact_fault(f"`constants` has no `{name}` of {value.type.text(mesh)}")
+        elif math.prod(value.type.shape) and _shape(found["values"]) != value.type.shape:
+            yield fact_fault(f"`constants.{name}` is not of shape {list(value.type.shape)}")
+    for tensor in (manifest["init"] or {"tensors": ()})["tensors"]:
+        if not isinstance(getattr(torch, tensor["dtype"], None), torch.dtype):
+            yield fact_fault(f"`init.tensors` has one of type {_short(tensor['dtype'])}")
+    for name, rows in pads_from(manifest["padding"]).items():
+        shape = parse_type(stored[name], mesh).shape if name in stored else ()
+        for pad in rows:
+            if not 0 <= pad.dim < len(shape) or shape[pad.dim] != pad.outer * pad.padded or pad.real > pad.padded:
+                yield fact_fault(f"`padding.{name}` is of no dim of a parameter that the programs have")
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+    """The shape of nested lists; one that no tensor has where they are uneven."""
+    if not isinstance(values, list):
+        return ()
+    inner = {_shape(value) for value in values}
+    return (len(values), *(inner.pop() if len(inner) == 1 else (-1,) * len(inner)))
+
+
+def _schedule_faults(microbatches: int, roles: Mapping[str, Role]) -> Iterator[Fault]:
+    for name, role in roles.items():
+        done = Counter((action.stage, action.kind) for action in role.actions)
+        for stage, kind in product(role.stages, WORK):
+            if done[stage, kind] != microbatches:
+                yield fact_fault(f"`microbatches` is {microbatches}, but {name} does `{kind}` of stage {stage} "
+                                 f"{done[stage, kind]} times")  # fmt: skip
+
+
+def fact_fault(message: str) -> Fault:
+    """A fault of the manifest."""
+    return Fault("facts", "manifest.json", message)
+
+
+def fact_text(value: Any) -> str:
+    """Equal for equal facts."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else fact_text(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,168 @@
+"""The forms of a build's JSON files: what a reader may rely on, held once, where they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...grammar.nearest import listed
+from ..plan.limits import PHASES
+
+
+class FormError(Exception):
+    """A value of a file is missing or of another kind; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """A table of any names, all of whose values have one form."""
+
+    form: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A list of so many values of one form."""
+
+    form: Any
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Maybe:
+    """A value of the form, or null."""
+
+    form: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Among:
+    """One of some words."""
+
+    words: tuple[str, ...]
+
+
+Form = Any
+"""A type or types; ``[form]`` for a list; ``{key: form}`` for a table with these keys at least, those that end in ``?``
+aside; ``Each``, ``Row``, ``Maybe`` or ``Among``."""
+
+_NONE = type(None)
+_NUMBER = (int, float)
+_LITERALS = Each((str, int, float, bool, list, _NONE))
+
+MANIFEST_FORM: Form = {
+    "parc": str,
+    "torch": str,
+    "folder": str,
+    "model": {"callable": str, "arguments": _LITERALS},
+    "model_source": Each(str),
+    "model_lines": Each(str),
+    "inputs": [{"name": str, "as?": str, "dtype": str, "dims": [(str, int)]}],
+    "sizes": Each(int),
+    "ranges?": Each(Row(int, 3)),
+    "budget?": int,
+    "loss": {"kind": str, "target": str, "operands": [str], "ignore": (int, _NONE)},
+    "mesh": Each(int),
+    "microbatches": int,
+    "optimizer": {
+        "name": str, "shape": str, "lr": _NUMBER, "warmup": int, "to": (int, float, _NONE), "over": (int, _NONE),
+        "no_decay": [str], "weight_decay": _NUMBER, "clip": (int, float, _NONE), "eps": _NUMBER,
+        "betas": Row(_NUMBER, 2), "momentum": _NUMBER, "nesterov": bool,
+    },
+    "frozen": [str],
+    "accumulate": str,
+    "precision": [{"type": str, "modules": [str], "line": int}],
+    "data": Maybe({"globs": [str], "callable": (str, _NONE), "arguments": _LITERALS}),
+    "init": Maybe({"folder": str, "rounded": bool, "tensors": [{"names": [str], "shape": [int], "dtype": str}]}),
+    "seed": int,
+    "steps": (int, _NONE),
+    "aliases": Each(str),
+    "parameters": Each(str),
+    "padding": Each([Row(int, 4)]),
+    "updates": [str],
+    "constants": Each({"dtype": str, "values": (int, float, bool, list)}),
+    "role": str,
+    "files": Each(str),
+}  # fmt: skip
+
+REPORT_FORM: Form = {
+    "mesh": Each(int),
+    "world": int,
+    "sizes": Each(str),
+    "roles": [str],
+    "parameters": int,
+    "memory": [{
+        "role": str, "peak_bytes": _NUMBER, "parameters": _NUMBER, "gradients": _NUMBER, "optimizer": _NUMBER,
+        "activations": _NUMBER,
+    }],
+    "communication": [{
+        "number": int, "op": str, "axis": str, "phase": Among(PHASES), "count_per_step": int, "bytes": int,
+        "dtype": str, "module": str, "line": (int, _NONE), "role": str,
+    }],
+    "placed?": Each(str),
+    "pipeline": {"schedule": str, "microbatches": int},
+    "padding": [{"value": str, "dim": int, "from": int, "to": int, "line": int}],
+    "reshards": [dict],
+    "operators_without_rule": list,
+    "numerics": [{"class": str, "directive": str, "line": int}],
+    "checks": Each(str),
+    "numbers?": {
+        "on": str, "steps": int, "loss": _NUMBER, "gradient": _NUMBER, "parameter": _NUMBER, "tolerance": _NUMBER
+    },
+}  # fmt: skip
+
+
+def hold_form(value: Any, form: Form, name: str = "") -> None:
+    """See that a value read from JSON has a form.
+
+    Raises:
+        FormError: it has not; the first place that differs is named.
+
+    >>> try:
+    ...     hold_form({"mesh": {"dp": "2"}}, {"mesh": Each(int)})
+    ... except FormError as error:
+    ...     print(error)
+    `mesh.dp` is str, not int
+    """
+    if isinstance(form, Maybe):
+        if value is not None:
+            hold_form(value, form.form, name)
+    elif isinstance(form, Among):
+        _hold_type(value, str, name)
+        if value not in form.words:
+            raise FormError(f"`{name}` is none of {listed(form.words)}")
+    elif isinstance(form, Row):
+        hold_form(value, [form.form], name)
+        if len(value) != form.count:
+            raise FormError(f"`{name}` is a list of {len(value)}, not of {form.count}")
+    elif isinstance(form, Each):
+        _hold_type(value, dict, name)
+        for key, inner in value.items():
+            hold_form(inner, form.form, _joined(name, key))
+    elif isinstance(form, Mapping):
+        _hold_type(value, dict, name)
+        for key, inner in form.items():
+            if (key := key.removesuffix("?")) in value:
+                hold_form(value[key], inner, _joined(name, key))
+            elif f"{key}?" not in form:
+                raise FormError(f"it has no `{_joined(name, key)}`")
+    elif isinstance(form, list):
+        _hold_type(value, list, name)
+        for index, inner in enumerate(value):
+            hold_form(inner, form[0], f"{name}[{index}]")
+    else:
+        _hold_type(value, form, name)
+
+
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _hold_type(value: Any, types: Any, name: str) -> None:
+    wanted = types if isinstance(types, tuple) else (types,)
+    # A bool is an int to Python, not to a reader of a manifest.
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        words = " or ".join("null" if kind is _NONE else kind.__name__ for kind in wanted)
+        have = "null" if value is None else type(value).__name__
+        raise FormError(f"{f'`{name}`' if name else 'it'} is {have}, not {words}")

@@ -1,0 +1,102 @@
+"""The facts of a manifest that follow from its plan alone, made from it and held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...grammar.syntax import Word
+from ..plan.directives.data import Data
+from ..plan.directives.optimizer import Optimizer
+from ..plan.directives.precision import TYPES
+from ..plan.directives.schedule import ACCUMULATE
+from ..plan.plan import Plan
+from ..program.faults import Fault
+from ..resolve.names import Names, find_parameters
+from ..resolve.pattern import ANY_DEPTH, Pattern
+from ..sizes.polynomials import moving
+from .facts import fact_fault, unlike
+from .json_schema import MANIFEST_FORM
+
+_PARTS = ("optimizer", "init", "precision")
+"""Facts of which the plan says a part; the rest is the model's."""
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """The facts of a manifest that follow from its plan alone."""
+    ranges = {name: [size.low, size.high, size.step] for name, size in moving(plan.sizes).items()}
+    return {
+        **({"ranges": ranges} if ranges else {}),
+        **({"budget": plan.budget.memory} if plan.budget is not None else {}),
+        "model": {"callable": plan.model.callable, "arguments": dict(plan.model.values)},
+        "inputs": input_facts(plan),
+        "sizes": {name: size.high for name, size in plan.sizes.items()},
+        "loss": {"kind": plan.loss.kind, "target": plan.loss.target, "operands": list(plan.loss.operands),
+                 "ignore": plan.loss.ignore},
+        "mesh": dict(plan.mesh.axes),
+        "microbatches": plan.microbatches,
+        "optimizer": _optimizer_facts(plan.optimizer, plan.steps),
+        "accumulate": ACCUMULATE[plan.accumulate],
+        "precision": [{"type": TYPES[line.type]} for line in plan.precision],
+        "data": data_facts(plan.data),
+        "init": None if plan.init is None else {"folder": plan.init.folder, "rounded": plan.init.rounded},
+        "seed": plan.seed,
+        "steps": plan.steps,
+    }  # fmt: skip
+
+
+def input_facts(plan: Plan) -> list[dict[str, Any]]:
+    """The ``input`` lines as the manifest has them."""
+    return [
+        {"name": line.name, **({"as": line.parameter} if line.parameter != line.name else {}), "dtype": line.dtype,
+         "dims": list(line.dims)}
+        for line in plan.inputs
+    ]  # fmt: skip
+
+
+def data_facts(line: Data | None) -> dict[str, Any] | None:
+    """The ``data`` line as the manifest has it."""
+    return None if line is None else {
+        "globs": list(line.globs), "callable": line.callable, "arguments": dict(line.values)
+    }  # fmt: skip
+
+
+def _optimizer_facts(line: Optimizer, steps: int | None) -> dict[str, Any]:
+    """The ``optimizer`` line as the manifest has it; a rate that falls has its last step."""
+    over = line.over if line.over is not None else steps
+    return {
+        "shape": line.shape, "warmup": line.warmup, "to": line.to, "over": None if line.shape == "constant" else over,
+        "name": line.name, "lr": line.lr, "weight_decay": line.weight_decay, "clip": line.clip, "eps": line.eps,
+        "betas": list(line.betas), "momentum": line.momentum, "nesterov": line.nesterov,
+    }  # fmt: skip
+
+
+def plan_faults(manifest: Mapping[str, Any], plan: Plan) -> list[Fault]:
+    """Where a manifest is not what the plan of its build says."""
+    known = {key.removesuffix("?") for key in MANIFEST_FORM} | {"format"}
+    faults = [fact_fault(f"`{key}` is no fact of a build") for key in sorted(manifest.keys() - known)]
+    faults += unlike(manifest, {"ranges": None, "budget": None, **plan_facts(plan)}, "plan says", _PARTS)
+    return faults or list(_name_faults(manifest, plan))
+
+
+def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
+    """What the plan's patterns mean among the names that the manifest has."""
+    stored, tied = manifest["parameters"], manifest["aliases"]
+    paths = (name.split(".") for name in (*stored, *tied))
+    modules = frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
+    names = Names(dict.fromkeys(stored, ()), modules=modules, tied=dict(tied), smaller=True)
+
+    def meant(words: tuple[Word, ...]) -> set[str]:
+        found = (find_parameters(word, names) for word in words)
+        return {name for each in found if isinstance(each, tuple) for name in each}
+
+    if meant(plan.optimizer.no_decay) != set(manifest["optimizer"]["no_decay"]):
+        yield fact_fault("`optimizer.no_decay` is not what the plan's `decay off on` names")
+    if not meant(plan.frozen) & stored.keys() <= set(manifest["frozen"]):
+        yield fact_fault("`frozen` lacks what the plan freezes")
+    for line, fact in zip(plan.precision, manifest["precision"], strict=True):
+        patterns = [word.text for word in line.where]
+        for module in fact["modules"]:
+            if not (module == "" if not patterns or ANY_DEPTH in patterns else
+                    any(Pattern(text).matches(module) for text in patterns)):  # fmt: skip
+                yield fact_fault(f"`precision` has the module `{module}`, which line {line.span.line} does not name")

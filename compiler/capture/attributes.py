@@ -1,0 +1,141 @@
+"""Tensors in plain attributes of modules, alone or in lists, tuples and dicts: made buffers, which a trace sees."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from .faults import CaptureError
+
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes in which every module keeps what it has registered."""
+_PLACE = "_attribute_tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An attribute of ``module`` that holds tensors; where in it are those that some module has registered, by name."""
+
+    module: nn.Module
+    attribute: str
+    leaves: tuple[Any, ...]
+    structure: TreeSpec
+    places: Mapping[int, tuple[nn.Module, str]]
+
+
+@final
+class AttributeTensors:
+    """Registers what the modules of ``model`` keep in plain attributes as buffers that no state dict has: a tensor
+    under its attribute's name, what lies in a container under that name and its number there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.assigned: set[str] = set()
+        """Attributes that a forward gave another tensor: their first may not be read."""
+        self._kept: list[_Kept] = []
+        self._own: dict[str, tuple[nn.Module, str]] = {}
+        """What was registered under its attribute's name."""
+        known = {
+            id(tensor): (module, name)
+            for module in model.modules()
+            for table in (module._parameters, module._buffers)
+            for name, tensor in table.items()
+            if tensor is not None
+        }
+        for path, module in model.named_modules():
+            for attribute, value in [*vars(module).items()]:
+                leaves, structure = tree_flatten(value) if attribute not in _OWN else ([], tree_flatten(None)[1])
+                tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+                for index, tensor in tensors.items():
+                    if id(tensor) not in known:
+                        known[id(tensor)] = module, self._register(module, path, attribute, index, tensor is value)
+                if attribute in vars(module) and tensors:
+                    places = {index: known[id(tensor)] for index, tensor in tensors.items()}
+                    self._kept.append(_Kept(module, attribute, tuple(leaves), structure, places))
+
+    def _register(self, module: nn.Module, path: str, attribute: str, index: int, alone: bool) -> str:
+        value = vars(module)[attribute]
+        if alone and not hasattr(type(module), attribute):
+            name, tensor = attribute, vars(module).pop(attribute)
+            self._own[f"{path}.{name}".lstrip(".")] = module, name
+        else:
+            name, tensor = f"{attribute}_{index}", tree_flatten(value)[0][index]
+            while hasattr(module, name):
+                name += "_"
+        module.register_buffer(name, tensor, persistent=False)
+        return name
+
+    def point(self) -> None:
+        """Let attributes hold what is registered now: a trace, or a change of dtype, put other tensors there."""
+        for kept in self._kept:
+            vars(kept.module)[kept.attribute] = tree_unflatten(self._current(kept), kept.structure)
+
+    @contextmanager
+    def pointing(self) -> Iterator[None]:
+        """Around a forward: what it assigns to attributes (a normed weight, a value to look at) is not kept.
+
+        Raises:
+            CaptureError: it put another tensor into a container.
+        """
+        self.point()
+        before = {path: module._buffers[name] for path, (module, name) in self._own.items()}
+        yield
+        for path, (module, name) in self._own.items():
+            if module._buffers.get(name) is not before[path]:
+                self.assigned.add(path)
+                module._buffers[name] = before[path]
+        for kept in self._kept:
+            leaves, structure = tree_flatten(vars(kept.module).get(kept.attribute))
+            current = self._current(kept)
+            if structure == kept.structure and any(leaves[index] is not current[index] for index in kept.places):
+                raise not_kept(f"{kept.attribute}` of a `{type(kept.module).__name__}")
+
+    @staticmethod
+    def _current(kept: _Kept) -> list[Any]:
+        current = list(kept.leaves)
+        for index, (module, name) in kept.places.items():
+            current[index] = getattr(module, name)
+        return current
+
+
+def attribute_tensors(model: nn.Module) -> AttributeTensors:
+    """Those of a model, registered the first time that they are asked for."""
+    found = vars(model).get(_PLACE) or AttributeTensors(model)
+    vars(model)[_PLACE] = found
+    return found
+
+
+def not_kept(attribute: str) -> CaptureError:
+    """The error of a tensor that a step would leave to the next in a plain attribute."""
+    what = f"the forward gives `{attribute}` a new tensor, which no step after it would have"
+    return CaptureError("other", what, help="register it as a buffer: those are kept from step to step")
+
+
+def check_memory(model: nn.Module, written: frozenset[str]) -> None:
+    """Hold buffers against what else lies in their memory: a program has two values there.
+
+    Raises:
+        CaptureError: one lies in a parameter's memory, or in that of a buffer where one of both is ``written``.
+    """
+    lying = defaultdict(list)
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        lying[tensor.untyped_storage()._cdata].append((name, tensor))
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for held in lying.values():
+        first, names = held[0][0], [name for name, _ in held]
+        last = next((name for name in reversed(names) if name not in trained), first)
+        if last != first and not (trained | written).isdisjoint(names):
+            what = f"`{last}` lies in the memory of `{first}`, which a step changes"
+            help_ = f"make it of `{first}` in the forward, or `clone` what it is made of"
+            owners = [name.rpartition(".")[0] for name in (last, first)]
+            if all(tensor is held[0][1] for _, tensor in held):
+                what = (
+                    f"the buffers of `{owners[1]}` are those of `{owners[0]}` too, and the forward writes one of them"
+                )
+                help_ = "give the module one name: keep it in one attribute or list"
+            raise CaptureError("other", what, help=help_)

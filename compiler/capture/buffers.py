@@ -1,0 +1,71 @@
+"""Buffers that a model's forward assigns: a trace sees what is written in place, and only that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .faults import CaptureError
+
+aten = torch.ops.aten
+_WRITES = (aten.copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
+
+
+@contextmanager
+def assigned_in_place(model: nn.Module) -> Iterator[None]:
+    """Buffers that the model's code assigns (``self.mean = ...``) are written in place: a trace sees only that.
+
+    Raises:
+        CaptureError: what is assigned is no tensor of the buffer's shape and dtype. One without elements, which nothing
+            can be read of, may become anything.
+    """
+    found = [(path, module, name, value) for path, module in model.named_modules()
+             for name, value in module.named_buffers(recurse=False) if value.numel()]  # fmt: skip
+    yield
+    assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
+    for path, module, name, value in found:
+        made: Any = getattr(module, name, None)
+        if made is not value:
+            now, then = (_name_type(tensor) for tensor in (made, value))
+            if now != then:
+                called = f"{path}.{name}" if path else name
+                help_ = "register it as it becomes, or keep it as a plain attribute"
+                raise CaptureError("other", f"the buffer `{called}` becomes {now}, not {then}", help=help_)
+            assigned.append((module, name, value, made.detach().clone()))  # it may be another buffer, assigned too
+    for module, name, value, made in assigned:
+        setattr(module, name, value.copy_(made))
+
+
+def beside_makers(updates: Mapping[str, fx.Node], buffers: Mapping[str, fx.Node], graph: fx.Graph) -> None:
+    """Put what writes new values of buffers after all else, as of those that are assigned, where each is made; or,
+    where the graph is given it, behind what reads the buffer."""
+    tails: dict[str, list[fx.Node]] = {}
+    makers = dict(updates)
+    for name in updates:
+        tails[name] = []
+        while makers[name].target in _WRITES and len(makers[name].users) < 2:
+            node = makers[name]
+            tails[name].append(node)
+            makers[name] = node.args[-1 if node.target is aten.copy.default else 0]  # type: ignore[assignment]
+    moved = {node for tail in tails.values() for node in tail}
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for name, tail in tails.items():
+        last = makers[name]
+        if last.op == "placeholder":
+            readers = {*(buffers[name].users if name in buffers else ()), *last.users} - moved
+            last = max(readers, key=order.__getitem__, default=graph.find_nodes(op="placeholder")[-1])
+        meta: dict[str, Any] = {key: last.meta[key] for key in ("origin", "loss") if key in last.meta}
+        for node in reversed(tail):
+            last.append(node)
+            node.meta |= meta
+            last = node
+
+
+def _name_type(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {list(value.shape)}".removeprefix("torch.")

@@ -1,0 +1,190 @@
+"""Callables that plans name, ``"package.module:name"`` or ``"./file.py:name"``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...grammar.nearest import did_you_mean, listed, nearest
+from .python_code import OPEN, bound, parsed
+
+
+class CallableError(Exception):
+    """A callable that cannot be had, or not be called so; a failure inside the user's module is chained.
+
+    ``help`` is a way out, where one is known; ``argument`` the name that the callable does not take.
+    """
+
+    def __init__(self, message: str, help: str = "", argument: str = "") -> None:
+        super().__init__(message)
+        self.help, self.argument = help, argument
+
+
+class Ended(Exception):
+    """Code of the model's ended the process, or said that a person interrupted it."""
+
+
+@contextmanager
+def ending_said() -> Iterator[None]:
+    """Around code that is not parc's: where it calls ``sys.exit``, or raises what only a person's Ctrl-C should, that
+    is a failure of it like any other.
+
+    Raises:
+        Ended: it did.
+    """
+    pressed = []
+
+    def press(number: int, frame: Any) -> None:
+        pressed.append(number)
+        signal.default_int_handler(number, frame)
+
+    handler = signal.getsignal(signal.SIGINT)
+    ignored = handler is signal.SIG_IGN  # as for a shell's background jobs, which nobody can press it for
+    ours = threading.current_thread() is threading.main_thread() and handler is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    except SystemExit as error:
+        raise Ended(f"it ends the process: SystemExit({error.code!r})").with_traceback(error.__traceback__) from error
+    except KeyboardInterrupt as error:
+        if pressed or not (ours or ignored):
+            raise
+        raise Ended("it raises KeyboardInterrupt").with_traceback(error.__traceback__) from error
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def load_callable(target: str, folder: Path) -> Callable[..., Any]:
+    """The callable of a name, with ``folder`` importable.
+
+    Raises:
+        CallableError: no such file, module or name; or the module fails while it is imported (chained).
+    """
+    place, _, name = target.rpartition(":")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    module = _load_file(folder / place) if place.endswith(".py") else _import(place, folder)
+    found = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise _missing(target, part, dir(found))
+        found = getattr(found, part)
+    if not callable(found):
+        raise CallableError(f"`{target}` is not callable")
+    return found  # type: ignore[no-any-return]
+
+
+def look_up(target: str, folder: Path) -> None:
+    """Hold the name of a callable of a ``./file.py`` against the file's text; nothing is imported, and what only an
+    import can tell is left to it.
+
+    Raises:
+        CallableError: there is no such file, or it has no such name.
+    """
+    place, _, name = target.rpartition(":")
+    if not place.endswith(".py"):
+        return
+    path, first = existing((folder / place).resolve()), name.partition(".")[0]
+    if (tree := parsed(path)) is not None and not OPEN.search(path.read_bytes()):
+        names = set(bound(tree))
+        if first not in names:
+            raise _missing(target, first, names)
+
+
+def _missing(target: str, part: str, names: Iterable[str]) -> CallableError:
+    place, _, name = target.rpartition(":")
+    meant = did_you_mean(part, (known for known in names if not known.startswith("_")))
+    return CallableError(f"`{place}` has no `{name}`", meant)
+
+
+def check_arguments(function: Callable[..., Any], target: str, named: Iterable[str], positional: int = 0) -> None:
+    """Hold a callable's signature, where it has one, against so many arguments and these names.
+
+    Raises:
+        CallableError: it takes others.
+    """
+    try:  # what a decorator wraps may take other arguments than the wrapper
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return
+    kinds = {parameter.kind for parameter in parameters}
+    in_order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if positional > len(in_order) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        count = f"{len(in_order)} argument{'s' * (len(in_order) != 1)}"
+        raise CallableError(f"`{target}` takes {count} by position, and is given {positional}")
+    free = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            and p.name not in in_order[:positional]]  # fmt: skip
+    named = list(named)
+    for name in named:
+        if name not in free and inspect.Parameter.VAR_KEYWORD not in kinds:
+            takes = f"it takes {listed(free)}" if free else "it takes none by name"
+            raise CallableError(f"`{target}` takes no `{name}`", did_you_mean(name, free, takes), name)
+    filled = {*in_order[:positional], *named}
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in filled
+               and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]  # fmt: skip
+    if missing:
+        raise CallableError(f"`{target}` needs {listed(missing)}", "give each as `name=value`")
+
+
+def _import(place: str, folder: Path) -> Any:
+    try:
+        with ending_said():
+            return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
+            raise CallableError(f"there is no module `{place}`", _module_meant(error.name, folder)) from None
+        raise CallableError(f"importing `{place}` failed") from error
+    except Exception as error:
+        raise CallableError(f"importing `{place}` failed") from error
+
+
+def _module_meant(name: str, folder: Path) -> str:
+    """The modules near one that is not there: of its package; else of the plan's folder, then of all that are there."""
+    package, dot, last = name.rpartition(".")
+    places = [getattr(sys.modules[package], "__path__", [])] if package in sys.modules else [[str(folder)], None]
+    near = (nearest(last, (module.name for module in pkgutil.iter_modules(place))) for place in places)
+    found = [f"{package}{dot}{other}" for other in next(filter(None, near), ())]
+    return f"did you mean {listed(found, 'or')}?" if found else ""
+
+
+def _load_file(path: Path) -> Any:
+    """A file as a module of its own; loaded once a process, so that its classes are the same everywhere."""
+    path = existing(path.resolve())
+    label = f"parc_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if label in sys.modules:
+        return sys.modules[label]
+    spec = importlib.util.spec_from_file_location(label, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[label] = module
+    try:
+        with ending_said():
+            spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[label]
+        raise CallableError(f"importing `{path.name}` failed") from error
+    return module
+
+
+def existing(path: Path) -> Path:
+    """The path of a file that is there.
+
+    Raises:
+        CallableError: it is not.
+    """
+    if not path.is_file():
+        meant = did_you_mean(path.name, (other.name for other in path.parent.glob("*.py")))
+        raise CallableError(f"there is no file `{path.name}` beside the plan", meant)
+    return path

@@ -1,0 +1,350 @@
+"""Capture: a module and its loss on fake tensors become one functional forward graph that knows where it came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+from torch.utils._pytree import tree_map_only
+
+from ..layout.placement import is_supported
+from ..program.program import Origin
+from ..torch_private import (
+    detach_without_gradients,
+    one_frame,
+    quiet,
+    with_unread_draws,
+    without_checkpoints,
+    without_code,
+    without_validation,
+)
+from .attributes import attribute_tensors, check_memory, not_kept
+from .buffers import assigned_in_place, beside_makers
+from .complex_numbers import real_form
+from .complex_pairs import as_pairs
+from .composites import functional
+from .every_slice import EverySlice
+from .faults import CaptureError, explain
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One batch input: dtype and global shape (one microbatch over all data ranks)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The forward graph of model and loss.
+
+    Every placeholder has ``meta["role"]``: ``parameter NAME``, ``buffer NAME``, ``constant NAME`` or ``input NAME``;
+    every other node ``meta["origin"]``, and in ``meta["loss"]`` whether it is outside the model, in the loss. The
+    outputs are the loss, then the new value of each buffer in ``updates``.
+    """
+
+    graph: fx.Graph
+    updates: tuple[str, ...]
+    aliases: Mapping[str, str]
+    modules: frozenset[str]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def placeholders(self, kind: str) -> dict[str, fx.Node]:
+        """Placeholders of one kind by name."""
+        roles = ((node.meta["role"].partition(" "), node) for node in self.graph.nodes if node.op == "placeholder")
+        return {name: node for (found, _, name), node in roles if found == kind}
+
+    def trainable(self) -> set[str]:
+        """Parameters to which a gradient of the loss flows."""
+        outputs: Any = self.graph.output_node().args[0]
+        pending, seen = [outputs[0]], set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            value = node.meta.get("val")
+            stops = node.target is aten.detach.default
+            if node not in seen and not stops and (not isinstance(value, torch.Tensor) or value.is_floating_point()):
+                seen.add(node)
+                pending += node.all_input_nodes
+        return {name for name, node in self.placeholders("parameter").items() if node in seen}
+
+
+LossFunction = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
+CallModel = Callable[[nn.Module, Mapping[str, torch.Tensor]], Any]
+
+
+class _Step(nn.Module):
+    """Model and loss as one module, so that one export holds both; the model's names keep one known prefix."""
+
+    def __init__(
+        self, model: nn.Module, call: CallModel, loss: LossFunction, names: tuple[str, ...], ranged: bool
+    ) -> None:
+        super().__init__()
+        self._mode = EverySlice() if ranged else nullcontext()
+        self.model = model
+        self._call = call
+        self._loss = loss
+        self._names = names
+        self.attributes = attribute_tensors(model)
+        self.stage = SimpleNamespace(in_loss=False)  # how far a call came: a trace puts attributes back
+
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        inputs = dict(zip(self._names, values, strict=True))
+        # assigned after all that reads them
+        with self._mode, assigned_in_place(self.model), self.attributes.pointing():
+            output = self._call(self.model, inputs)
+            if getattr(output, "past_key_values", None) is not None:
+                raise CaptureError("cache", "the model returns a key/value cache")
+            self.stage.in_loss = True
+            loss = self._loss(output, inputs)
+            self.stage.in_loss = False
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise CaptureError("output", f"the loss is {what}, not a single number")
+        return loss
+
+
+def capture(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    inputs: Mapping[str, InputSpec],
+    call: CallModel,
+    loss: LossFunction,
+    ranged: bool = False,
+) -> Captured:
+    """Trace ``loss(call(model, inputs), inputs)`` with ``torch.export``, before autograd.
+
+    ``model`` lives on ``mode``'s fake tensors; nothing is computed. ``ranged``: the graph is to be the same at other
+    sizes of the inputs, as far as the model's own code is.
+
+    Raises:
+        CaptureError: control flow that depends on data, a returned cache, a loss that is no number, any other fault
+            of the model, chained.
+    """
+    step = _Step(model, call, loss, tuple(inputs), ranged)
+    no_checkpoint = CaptureError("checkpoint", "the model recomputes activations with `torch.utils.checkpoint`")
+    with mode:
+        values = tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in inputs.values())
+    try:
+        # what a CPU's own kernels would fuse (an LSTM) is captured in operators that every device and dtype has
+        with (
+            quiet(exporting=True),
+            one_frame(_is_own),
+            without_code(),
+            with_unread_draws(),
+            without_checkpoints(no_checkpoint),
+            without_validation(),
+            torch.backends.mkldnn.flags(enabled=False),
+        ):
+            exported = torch.export.export(step, values, strict=False)
+            if not detach_without_gradients(exported.graph_module):
+                raise CaptureError("other", "`torch.no_grad()` and `torch.enable_grad()` lie in each other")
+            _check_constants(exported)
+            exported = functional(exported)
+    except CaptureError:
+        raise
+    except Exception as error:
+        if isinstance(error, AssertionError):  # what torch says of one memory that is written under two names
+            check_memory(model, frozenset(name for name, _ in model.named_buffers()))
+        raise explain(error, step.stage.in_loss) from error
+    finally:
+        step.attributes.point()
+    captured = _read(exported, step, tuple(inputs))
+    check_memory(model, frozenset(captured.updates))
+    for name, node in captured.placeholders("buffer").items():
+        if name in step.attributes.assigned and node.users:
+            raise not_kept(name)
+    _select_by_tensors(captured.graph)
+    as_pairs(captured.graph)
+    check_values(captured.graph)
+    return captured
+
+
+def _check_constants(exported: torch.export.ExportedProgram) -> None:
+    """See that a forward reads no tensor of an object that is no module: torch computes with it as if it had numbers.
+
+    Raises:
+        CaptureError: it does.
+    """
+    names = exported.graph_signature.inputs_to_lifted_tensor_constants
+    for node in exported.graph.find_nodes(op="placeholder"):
+        if isinstance(exported.constants.get(names.get(node.name, "")), FakeTensor) and node.users:
+            reader = next(iter(node.users))
+            what = "a tensor is read that no module holds and no operator made from inputs"
+            help_ = "keep what is made with the model in an attribute of a module, and modules in an `nn.ModuleList`; a"
+            help_ += " gradient taken inside a forward is not captured"
+            place = f"in `{path}`: " if (path := _module_path(reader)) else ""
+            raise CaptureError("other", place + what, _source(reader), help=help_)
+
+
+def _select_by_tensors(graph: fx.Graph) -> None:
+    """``x[:, i]`` by a tensor of one number is an index as any other: torch reads the number to select by it."""
+    for node in list(graph.nodes):
+        number = node.args[2] if node.target is aten.select.int else None
+        if not isinstance(number, fx.Node) or number.target is not aten.item.default:
+            continue
+        (index,) = number.all_input_nodes
+        if index.meta["val"].dtype in (torch.int64, torch.int32):
+            x, dim = node.args[:2]
+            with graph.inserting_before(node):
+                made = graph.call_function(aten.index.Tensor, (x, [None] * (dim % x.meta["val"].dim()) + [index]))
+            made.meta = node.meta
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+            if not number.users:
+                graph.erase_node(number)
+    for node in graph.nodes:  # what was selected, and views of it, began at a place that was not known
+        node.meta["val"] = tree_map_only(FakeTensor, _in_its_own_place, node.meta.get("val"))
+
+
+def _in_its_own_place(value: FakeTensor) -> torch.Tensor:
+    if not isinstance(value.storage_offset(), torch.SymInt):
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+_PRODUCTS = re.compile(r"aten\.(linear|mm|bmm|addmm|baddbmm|matmul|mv|dot|bilinear|convolution|conv\dd"
+                       r"|scaled_dot_product_attention)\.")  # fmt: skip
+
+
+_DEPENDS = {
+    True: ("a tensor whose shape", "keep all entries: multiply by a mask, or choose with `torch.where`"),
+    False: ("a number that", "leave it a tensor: operators take one wherever they take a number"),
+}
+"""Whether it is a tensor → what it is, and the way out."""
+
+
+def check_values(graph: fx.Graph) -> None:
+    """Hold operators against what tensors without data let pass.
+
+    Raises:
+        CaptureError: a number or a shape that depends on data; a product of tensors of two dtypes; a dtype that
+            programs do not know.
+    """
+    for node in graph.nodes:
+        values = node.meta.get("val")
+        for value in values if isinstance(values, (tuple, list)) else [values]:
+            sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+            if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+                what, help_ = _DEPENDS[isinstance(value, torch.Tensor)]
+                raise _at(node, f"{node.target} gives {what} depends on the values of tensors", "control", help_)
+            if isinstance(value, torch.Tensor) and not is_supported(value.dtype):
+                role = node.meta.get("role", "")
+                made = f"the {role.replace(' ', ' `', 1)}` is" if role else f"{node.target} gives"
+                raise _at(node, f"{made} {_name(value.dtype)}, a dtype that programs do not hold")
+        if _PRODUCTS.match(str(node.target)):
+            given = node.args[:3] if "attention" in str(node.target) else node.args
+            found = [n.meta["val"].dtype for n in given if isinstance(n, fx.Node)]
+            if len(set(found)) > 1:
+                names = " and ".join(dict.fromkeys(map(_name, found)))
+                raise _at(node, f"{node.target} takes tensors of one dtype, not {names}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _at(node: fx.Node, message: str, kind: str = "other", help: str = "") -> CaptureError:
+    origin = node.meta.get("origin", Origin())
+    return CaptureError(
+        kind, f"in `{origin.module}`: {message}" if origin.module else message, origin.source, help=help
+    )
+
+
+def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str, ...]) -> Captured:
+    signature = exported.graph_signature
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in step.model.named_parameters(remove_duplicate=False):
+        canonical = first.setdefault(id(parameter), name)
+        if canonical != name:
+            aliases[name] = canonical
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    outputs = graph.graph_copy(exported.graph, mapping)
+    canonical_nodes: dict[str, fx.Node] = {}
+    roles = _roles(signature, aliases, names)
+    for old, new in mapping.items():
+        new.meta = {"val": old.meta.get("val")}
+        if old.op == "placeholder":
+            role = roles[old.name]
+            new.meta["role"] = role
+            kept = canonical_nodes.setdefault(role, new)
+            if kept is not new:
+                new.replace_all_uses_with(kept)
+                graph.erase_node(new)
+        else:
+            new.meta["origin"] = Origin(_module_path(old), _source(old))
+            new.meta["loss"] = _is_loss(old)
+    assert isinstance(outputs, (tuple, list))
+    values: dict[str, Any] = {}
+    for spec, value in zip(signature.output_specs, outputs, strict=True):
+        target = spec.target.removeprefix("model.") if spec.target else ""
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            values[target] = value
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            values[""] = value
+    updates = tuple(name for name in values if name)
+    buffers = {role.removeprefix("buffer "): node for role, node in canonical_nodes.items()}
+    beside_makers({name: values[name] for name in updates}, buffers, graph)
+    graph.output((values[""], *(values[name] for name in updates)))
+    modules = frozenset(name for name, _ in step.model.named_modules() if name)
+    written = {name: exported.constants[name] for name in signature.inputs_to_lifted_tensor_constants.values()}
+    constants = {
+        n.removeprefix("model."): real_form(value) for n, value in written.items() if not isinstance(value, FakeTensor)
+    }
+    return Captured(graph, updates, aliases, modules, constants)
+
+
+def _roles(signature: ExportGraphSignature, aliases: Mapping[str, str], inputs: tuple[str, ...]) -> dict[str, str]:
+    """What each placeholder is, by its name."""
+    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
+    given = iter(inputs)
+    roles = {}
+    for spec in signature.input_specs:
+        kind = kinds.get(spec.kind, "input")
+        name = next(given) if kind == "input" else str(spec.target).removeprefix("model.")
+        roles[spec.arg.name] = f"{kind} {aliases.get(name, name) if kind == 'parameter' else name}"
+    return roles
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    path = path.removeprefix("L['self'].").removeprefix("model")
+    return re.sub(r"@\d+", "", path).removeprefix(".")
+
+
+def _is_loss(node: fx.Node) -> bool:
+    """Whether the operator stands outside the model's own forward."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return not any(path.removeprefix("L['self'].").startswith("model") for path, _ in stack.values())
+
+
+_HERE = str(Path(__file__).parents[1])
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def _is_own(path: str) -> bool:
+    """Whether a file is the model's, and not torch's or of this package."""
+    return not path.startswith(("<", _HERE)) and "/torch/" not in path
+
+
+def _source(node: fx.Node) -> str:
+    """The innermost frame of the model's own code, by file name alone so that builds do not depend on folders."""
+    for path, line in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+        if _is_own(path):
+            return f"{path.rsplit('/', 1)[-1].replace(' ', '_')}:{line}"
+    return ""

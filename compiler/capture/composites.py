@@ -1,0 +1,134 @@
+"""What ``torch.export`` traced, as operators that write nothing, and none of which may return a view or a copy."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensor
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+from ..torch_private import is_composite, trace
+
+aten = torch.ops.aten
+_REGION: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
+_LEFT = frozenset({aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.view.dtype})
+"""Operators that torch does not leave as they are: a constant is copied, and what has no derivative detached."""
+_COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten._unsafe_view.default, aten.native_dropout.default,
+                     aten._assert_tensor_metadata.default})  # fmt: skip
+
+
+def functional(exported: ExportedProgram) -> ExportedProgram:
+    """An export with the graph that ``run_decompositions({})`` makes, which traces the whole model twice more. One that
+    writes nothing is rewritten in place instead: regions are inlined, and of composites that are called alike one is
+    traced.
+    """
+    if _rewritten(exported.graph, exported.graph_module):
+        return exported
+    made: ExportedProgram = exported.run_decompositions({})
+    return made
+
+
+def _rewritten(graph: fx.Graph, module: fx.GraphModule) -> bool:
+    """Rewrite a graph; False where something in it writes, or is not known to write nothing: then it is as it was."""
+    bodies = {region: _body(module, region) for region in graph.find_nodes(op="call_function", target=_REGION)}
+    known = {*bodies, *(region.args[1] for region in bodies)}
+    nodes = [node for part in (graph, *bodies.values()) for node in part.nodes if node not in known]
+    if not all(map(_is_plain, nodes)):
+        return False
+    parts: dict[str, fx.Graph] = {}
+    for node in nodes:
+        if is_composite(node.target) and (call := _call(node)) not in parts:
+            if not isinstance(next(iter(tree_leaves(node.meta["val"])), None), FakeTensor):
+                return False
+            with enable_python_dispatcher():  # as torch has it there: some composites are made of others in Python
+                parts[call] = parts_of(node, node.target)
+            if not all(map(_is_view_or_copy, parts[call].nodes)):  # it may be made of a composite that stays whole
+                return False
+    for region, body in bodies.items():
+        inline(graph, region, body, region.args[2:])
+    for node in list(graph.nodes):
+        if is_composite(node.target):
+            kept = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+            inline(graph, node, parts[_call(node)], node.all_input_nodes, kept)
+    graph.eliminate_dead_code()
+    return True
+
+
+def _body(module: fx.GraphModule, region: fx.Node) -> fx.Graph:
+    inner: Any = getattr(module, region.args[1].target)  # type: ignore[union-attr, arg-type]
+    graph: fx.Graph = inner.graph
+    return graph
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether an operator writes to no tensor, and gives real tensors of shapes that are known."""
+    target: Any = node.target
+    if node.op != "call_function" or target is operator.getitem:
+        return node.op != "get_attr"
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or target in _LEFT:
+        return False
+    made = [value for value in tree_leaves(node.meta.get("val")) if value is not None]
+    return all(
+        isinstance(value, torch.Tensor) and not value.is_complex() and all(type(size) is int for size in value.shape)
+        for value in made
+    )
+
+
+def _is_view_or_copy(part: fx.Node) -> bool:
+    target: Any = part.target
+    if part.op != "call_function" or target is operator.getitem or target in _COPIES:
+        return part.op != "get_attr"
+    return _is_plain(part) and any(result.alias_info is not None for result in target._schema.returns)
+
+
+def _call(node: fx.Node) -> str:
+    """What calls have in common that are made of the same parts."""
+    places = {operand: at for at, operand in enumerate(node.all_input_nodes)}
+
+    def described(operand: fx.Node) -> str:
+        value = operand.meta["val"]
+        lies = f"{list(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
+        return f"{places[operand]}: {value.dtype} {lies}"
+
+    return f"{node.target} {fx.node.map_arg((node.args, dict(node.kwargs)), described)}"
+
+
+def parts_of(
+    node: fx.Node, function: Callable[..., Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
+) -> fx.Graph:
+    """The graph of a call of ``function`` with the arguments of ``node``, whose operands are its placeholders."""
+    places = {operand: at for at, operand in enumerate(node.all_input_nodes)}
+
+    def call(*values: torch.Tensor) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: values[places[operand]])
+        return function(*args, **kwargs)
+
+    mode = tree_leaves(node.meta["val"])[0].fake_mode
+    return trace(call, [operand.meta["val"] for operand in places], mode, decompositions)
+
+
+def inline(
+    graph: fx.Graph, node: fx.Node, parts: fx.Graph, operands: Sequence[Any], kept: Mapping[str, Any] | None = None
+) -> None:
+    """Put parts where an operator stands. Of their ``meta`` they have what they give, and of the operator's what is
+    ``kept``; without that, all of their own."""
+    given = [part for part in parts.nodes if part.op == "placeholder"]
+    mapping: dict[fx.Node, fx.Node] = dict(zip(given, operands, strict=True))
+    with graph.inserting_before(node):
+        outputs: Any = graph.graph_copy(parts, mapping)
+    for old, new in mapping.items():
+        if old.op == "call_function" and kept is not None:
+            new.meta = {"val": old.meta.get("val"), **kept}
+    if isinstance(outputs, fx.Node):
+        node.replace_all_uses_with(outputs)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)

@@ -1,0 +1,45 @@
+"""Why a model cannot be captured, and where in its own code."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+_OURS = str(Path(__file__).parents[2])
+
+
+class CaptureError(Exception):
+    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output``, ``field``, ``checkpoint``,
+    ``complex`` or ``other``, and ``help`` a way out that its kind alone does not tell."""
+
+    def __init__(self, kind: str, message: str, source: str = "", in_loss: bool = False, help: str = "") -> None:
+        super().__init__(message)
+        self.kind, self.help = kind, help
+        self.source = source
+        self.in_loss = in_loss
+
+
+def explain(error: Exception, in_loss: bool) -> CaptureError:
+    """What torch's export said, in a model's terms."""
+    name, text = type(error).__name__, str(error)
+    source = user_frame(error)
+    for cause in (error, error.__cause__, error.__context__):
+        if isinstance(cause, CaptureError):
+            return cause
+    if "DataDependent" in name or "GuardOnDataDependent" in name or "data-dependent" in text.lower():
+        return CaptureError("control", "the model's control flow depends on the values of tensors", source, in_loss)
+    if ".numpy() is not supported" in text:
+        help_ = "compute with torch's own operators: a graph holds no others"
+        return CaptureError("other", "a tensor is made a NumPy array", source, in_loss, help_)
+    first = text.strip().split("\n")[0] if text.strip() else name
+    return CaptureError("other", f"{name}: {first}", source, in_loss)
+
+
+def user_frame(error: BaseException) -> str:
+    """``file:line`` of the innermost frame outside torch."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = frame.f_code.co_filename
+        if "/torch/" not in path and not path.startswith(("<", _OURS)):
+            found = f"{path}:{line}"
+    return found

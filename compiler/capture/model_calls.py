@@ -1,0 +1,187 @@
+"""The task of a plan as functions: how the model is made and called, and what its loss is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...grammar.nearest import listed, nearest
+from .callables import check_arguments, ending_said, load_callable
+from .capture import CallModel, LossFunction
+from .making import at_home
+from .model_code import sources
+from .model_output import tensor_at, value_at
+
+
+@dataclass(frozen=True, slots=True)
+class TaskLines:
+    """What of a plan says what is trained; it stands in a build's manifest, so that a run can make the model."""
+
+    model: str
+    arguments: tuple[tuple[str, Any], ...]
+    inputs: tuple[str, ...]
+    loss: str  # `cross_entropy`, `output` or `callable`
+    target: str
+    operands: tuple[str, ...]
+    ignore: int | None
+    places: tuple[tuple[str, str], ...] = ()
+    """Of inputs that are called otherwise than the parameter of forward that they go to: their names, and its."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The callables whose code a build rests on: the model's, and the loss's where it is one."""
+        return sources(self.model, self.loss, self.target)
+
+    @property
+    def loss_reads(self) -> frozenset[str]:
+        """Inputs that the loss names."""
+        return frozenset(self.operands if self.loss != "output" else ())
+
+
+class InputsError(Exception):
+    """The model's forward cannot be called with the plan's inputs. ``inputs`` has those that it does not take, ``help``
+    a way out."""
+
+    def __init__(self, message: str, help: str, inputs: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.help, self.inputs = help, inputs
+
+
+def model_builder(
+    lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None = None
+) -> Callable[[], nn.Module]:
+    """A function that makes the model; ``overrides`` are the ``verify`` line's arguments.
+
+    Raises:
+        CallableError: there is no such callable, its module fails, or it takes other arguments.
+    """
+    make = load_callable(lines.model, folder)
+    arguments = {**dict(lines.arguments), **(overrides or {})}
+    check_arguments(make, lines.model, arguments)
+
+    def build() -> nn.Module:
+        with at_home(folder), ending_said():
+            module = make(**arguments)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"`{lines.model}` returned a {type(module).__name__}, not an nn.Module")
+        return module.train()
+
+    return build
+
+
+def caller(model: nn.Module, lines: TaskLines) -> CallModel:
+    """How the model is called: by the names of its forward's parameters.
+
+    Raises:
+        InputsError: forward has no parameter for an input that the loss does not read, or no input for a required one.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    forward = forward_text(model)
+    filled = _filled(parameters, lines, forward)
+    several = {p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL and p.name in filled}
+    in_order = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY
+                or (several and p.kind in (p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL))]  # fmt: skip
+    while in_order and in_order[-1] not in filled:
+        in_order.pop()
+    named = {place: name for place, (name, *_) in filled.items() if place not in in_order}
+    required = {p.name for p in parameters.values()
+                if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}  # fmt: skip
+    missing = [place for place in parameters if place not in filled and place in {*required, *in_order}]
+    if missing:
+        help_ = "add an `input` line of that name, or `input NAME as PARAMETER ...`, or give the parameter a default"
+        raise InputsError(f"no input fills {listed(missing)} of {forward}", help_)
+
+    def call(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
+        first = (inputs[name] for place in in_order for name in filled[place])
+        with ending_said():
+            return module(*first, **{place: inputs[name] for place, name in named.items()})
+
+    return call
+
+
+def _filled(parameters: Mapping[str, inspect.Parameter], lines: TaskLines, forward: str) -> dict[str, list[str]]:
+    """The inputs by the parameter that each goes to; several only where it takes any number."""
+    filled: dict[str, list[str]] = {}
+    said = dict(lines.places)
+    for name in lines.inputs:
+        place = said.get(name, name)
+        if place not in parameters and name not in said and name in lines.loss_reads:
+            continue
+        found = parameters.get(place, _keywords(parameters))
+        if found is None:
+            free = [other for other in parameters if other not in {*lines.inputs, *said.values()}]
+            meant = (nearest(place, free) or free)[:1]
+            help_ = "".join(f"call it `{other}`, or write `input {name} as {other} ...`; " for other in meant)
+            help_ += "what the loss names, the model need not take" if name not in said else f"write one of {forward}"
+            raise InputsError(f"{forward} has no parameter `{place}`", help_, (name,))
+        if place in filled and found.kind is not found.VAR_POSITIONAL:
+            message = f"`{filled[place][0]}` and `{name}` both go to `{place}` of {forward}"
+            raise InputsError(message, "each parameter takes one input", (name,))
+        filled.setdefault(place, []).append(name)
+    return filled
+
+
+def _keywords(parameters: Mapping[str, inspect.Parameter]) -> inspect.Parameter | None:
+    return next((p for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
+
+
+def forward_text(model: nn.Module) -> str:
+    """A model's forward with the names of its parameters, as ``forward(tokens, *args, **kwargs)``."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = (f"{'*' * ((p.kind is p.VAR_POSITIONAL) + 2 * (p.kind is p.VAR_KEYWORD))}{p.name}" for p in parameters)
+    return f"forward({', '.join(names)})"
+
+
+def passed_on(model: nn.Module, lines: TaskLines) -> dict[str, str]:
+    """Inputs that forward's signature does not name, so that they go into its ``**kwargs``, and under which name."""
+    parameters = inspect.signature(model.forward).parameters
+    if _keywords(parameters) is None:
+        return {}
+    found = _filled(parameters, lines, "")
+    return {name: place for place, (name, *_) in found.items() if place not in parameters}
+
+
+def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
+    """The loss of the model's output and the inputs.
+
+    Raises:
+        CallableError: the loss's callable cannot be had, or takes other arguments.
+    """
+    if lines.loss == "output":
+        name = f"output.{lines.target}" if lines.target else "output"
+        return lambda output, inputs: tensor_at(name, output)
+    if lines.loss == "cross_entropy":
+        ignore = -100 if lines.ignore is None else lines.ignore
+
+        def cross_entropy(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            logits, targets = (inputs[n] if n in inputs else tensor_at(n, output) for n in lines.operands)
+            return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore)
+
+        return cross_entropy
+    function = load_callable(lines.target, folder)
+    check_arguments(function, lines.target, (), len(lines.operands))
+    if isinstance(function, FunctionType):
+        function = _with_lines(function)
+
+    def call(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        given = (inputs[name] if name in inputs else value_at(name, output) for name in lines.operands)
+        with ending_said():
+            return function(*given)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _with_lines(function: FunctionType) -> FunctionType:
+    """The same function under the one name of functions whose lines an export records: a model's ``forward``."""
+    code = function.__code__.replace(co_name="forward")
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

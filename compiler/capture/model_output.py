@@ -1,0 +1,98 @@
+"""What a model returns, as a plan's loss reaches into it: ``output.loss``, ``output.1``, ``output.hidden.0``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...grammar.nearest import nearest
+from .faults import CaptureError
+
+_MOST = 6
+"""How many things of an output a message names."""
+
+
+def tensor_at(name: str, output: Any) -> torch.Tensor:
+    """The tensor at a dotted name that begins with ``output``.
+
+    Raises:
+        CaptureError: nothing is there, or no tensor.
+    """
+    value = value_at(name, output)
+    if not isinstance(value, torch.Tensor):
+        raise _misnamed(f"`{name}` is {_described(value)}, not a tensor", name, value)
+    return value
+
+
+def value_at(name: str, output: Any) -> Any:
+    """What stands at a dotted name that begins with ``output``: each part is an entry's key, an attribute, or the
+    number of an entry, from 0.
+
+    Raises:
+        CaptureError: nothing is there, or None.
+    """
+    value, so_far = output, "output"
+    for part in name.split(".")[1:]:
+        found = _entry(value, part)
+        if found is None or found is _ABSENT:
+            if found is _ABSENT:
+                message = f"the model's `{so_far}` has no `{part}`: it is {_described(value)}"
+                raise _misnamed(message, so_far, value, part)
+            raise _misnamed(f"the model's `{so_far}.{part}` is None", so_far, value)
+        value, so_far = found, f"{so_far}.{part}"
+    return value
+
+
+_ABSENT = object()
+
+
+def _entry(value: Any, part: str) -> Any:
+    if isinstance(value, Mapping) and part in value:
+        return value[part]
+    if part.isdigit() and not isinstance(value, torch.Tensor) and hasattr(value, "__getitem__"):
+        try:  # a sequence, or a mapping that counts its entries too
+            return value[int(part)]
+        except (IndexError, KeyError, TypeError):
+            return _ABSENT
+    return getattr(value, part, _ABSENT)
+
+
+def _misnamed(message: str, name: str, value: Any, part: str = "") -> CaptureError:
+    held = _held(value)
+    near = [f"`{name}.{field}`" for field in nearest(part, held)]
+    has = [f"`{name}.{field}` ({_described(inner, shapes=True)})" for field, inner in held.items()]
+    if isinstance(value, torch.Tensor):
+        help_ = f"write `{name}`"
+    elif near:
+        help_ = f"did you mean {' or '.join(near)}?"
+    elif has:
+        more = f" and {len(has) - _MOST} more" if len(has) > _MOST else ""
+        help_ = f"it has {', '.join(has[:_MOST])}{more}"
+    else:
+        help_ = "choose the tensor in a loss of your own"
+    return CaptureError("field", message, in_loss=True, help=help_)
+
+
+def _described(value: Any, shapes: bool = False) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if shapes else "a tensor"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _held(value: Any) -> dict[str, Any]:
+    """What a plan reaches in a value, by name or number; where names are none, empty fields are left out."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        held = {str(key): inner for key, inner in value.items()}
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        return {str(at): inner for at, inner in enumerate(value)}
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    else:
+        held = getattr(value, "__dict__", {})
+    return {name: inner for name, inner in held.items()
+            if inner is not None and (name.isidentifier() or name.isdigit()) and not name.startswith("_")}  # fmt: skip

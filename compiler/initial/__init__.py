@@ -1,0 +1,1 @@
+"""Initial values: how weights and buffers get them, as functions of an element's number or from files."""

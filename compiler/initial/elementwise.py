@@ -1,0 +1,229 @@
+"""The operators that give each element by itself: random laws, constants, copies, movements, pointwise functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import counter
+from .evaluate import Node, Read, contiguous_strides, dense
+from .nodes import EXACT, Count, Elementwise, Fill, Write
+
+Bound = dict[str, Any]
+Law = tuple[Callable[[int, Tensor], Tensor], float | None]
+"""A distribution: numbers in float64 for (key, index), and a bound that rounding to a dtype must not reach, if any."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """An operator's call as seen by the tables below: its reads, and the tensor it makes or writes."""
+
+    func: Any
+    name: str  # without the underscore of the version that writes its first argument
+    bound: Bound  # arguments by name, defaults filled in, tensors as reads
+    reads: tuple[Any, Any]
+    written: tuple[int, ...]  # where the written tensor is among the flattened arguments
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes)
+
+    def each(self, function: Callable[..., Tensor], *reads: Read, exact: bool = True) -> Elementwise:
+        """A node that applies ``function`` to the reads, element by element."""
+        return Elementwise(self.count, self.dtype, function, exact, reads, {}, self.sizes)
+
+
+def bind(func: Any, args: tuple[Any, ...], kwargs: Bound) -> Bound:
+    """An operator's arguments by the names of its schema."""
+    bound: Bound = {}
+    for place, argument in enumerate(func._schema.arguments):
+        if place < len(args):
+            bound[argument.name] = args[place]
+        elif argument.name in kwargs:
+            bound[argument.name] = kwargs[argument.name]
+        else:
+            bound[argument.name] = argument.default_value if argument.has_default_value() else None
+    return bound
+
+
+def _uniform(bound: Bound) -> Law:
+    low, high = float(bound.get("from", 0.0)), float(bound.get("to", 1.0))
+    return lambda key, index: counter.uniform(key, index).mul_(high - low).add_(low), high if high > low else None
+
+
+def _normal(bound: Bound) -> Law | None:
+    mean, std = bound.get("mean", 0.0), bound.get("std", 1.0)
+    if isinstance(mean, Read) or isinstance(std, Read):
+        return None
+    return (lambda key, index: counter.normal(key, index).mul_(float(std)).add_(float(mean))), None
+
+
+def _bernoulli(bound: Bound) -> Law | None:
+    p = bound.get("p")
+    if p is None or isinstance(p, Read):
+        return None
+    return (lambda key, index: counter.keep_mask(key, index, 1.0 - p).to(torch.float64)), None
+
+
+def _integers(bound: Bound) -> Law | None:
+    low = bound.get("low", bound.get("from")) or 0
+    high = bound.get("high", bound.get("to"))
+    if high is None or high - low > 1 << 53:
+        return None
+    return (lambda key, index: counter.uniform(key, index).mul_(float(high - low)).floor_().add_(float(low))), None
+
+
+LAWS: dict[str, Callable[[Bound], Law | None]] = {
+    **dict.fromkeys(("uniform", "rand", "rand_like"), _uniform),
+    **dict.fromkeys(("normal", "randn", "randn_like"), _normal),
+    **dict.fromkeys(("randint", "randint_like", "random"), _integers),
+    "bernoulli": _bernoulli,
+    "exponential": lambda bound: (lambda key, index: counter.exponential(key, index).mul_(1.0 / bound["lambd"]), None),
+}
+"""Distributions of random operators; None for one that is drawn whole."""
+
+
+def law_of(name: str, bound: Bound, dtype: torch.dtype) -> Law | None:
+    """How an operator draws, if each number by itself; of complex numbers both parts, as torch does: of a normal one
+    each part has half of the variance."""
+    if name not in LAWS or not dtype.is_complex:
+        return LAWS[name](bound) if name in LAWS else None
+    if LAWS[name] is _normal and not isinstance(std := bound.get("std", 1.0), Read):
+        bound = {**bound, "std": std * math.sqrt(0.5)}
+    if (law := LAWS[name](bound)) is None:
+        return None
+    draw, _ = law
+    return (lambda key, index: torch.complex(draw(key, 2 * index), draw(key, 2 * index + 1))), None
+
+
+def elements_of(call: Elements) -> Node | None:
+    """The node of an operator whose element i needs only element i of each operand; None for any other."""
+    if call.name in FILLS:
+        value = FILLS[call.name](call.bound)
+        if not isinstance(value, Read):
+            return Fill(call.count, call.dtype, value)
+    if call.name in COPIES:
+        return call.each(lambda source: source, call.bound[COPIES[call.name]].expand(call.sizes))
+    if call.name in MOVES:
+        return MOVES[call.name](call)
+    return _pointwise(call)
+
+
+_ZEROS = "zeros zeros_like new_zeros zero empty empty_like new_empty empty_strided new_empty_strided empty_permuted"
+FILLS: dict[str, Callable[[Bound], Any]] = {
+    **dict.fromkeys(_ZEROS.split(), lambda bound: 0),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda bound: 1),
+    **dict.fromkeys(("full", "full_like", "new_full"), lambda bound: bound["fill_value"]),
+    "fill": lambda bound: bound["value"],
+    "scalar_tensor": lambda bound: bound["s"],
+}
+COPIES = {"copy": "src", "clone": "self", "_to_copy": "self", "lift_fresh_copy": "self", "fill": "value"}
+
+
+def _arange(call: Elements) -> Node | None:
+    start, step = call.bound.get("start") or 0, call.bound.get("step") or 1
+    if not isinstance(start, int) or not isinstance(step, int):
+        return None
+    return Count(call.count, call.dtype, start, step)
+
+
+def _joined(call: Elements) -> Node:
+    """Tensors written one after the other along a dim, which a stack makes and a concatenation has."""
+    stacks = call.name == "stack"
+    dim = call.bound["dim"] % max(len(call.sizes), 1)
+    strides = contiguous_strides(call.sizes)
+    inner = strides[:dim] + strides[dim + 1 :] if stacks else strides
+    node: Node = Fill(call.count, call.dtype, 0)
+    start = 0
+    for piece in call.bound["tensors"]:
+        if math.prod(piece.sizes):
+            node = Write(call.count, call.dtype, node, _as_dtype(piece, call.dtype), inner, start * strides[dim])
+            start += 1 if stacks else piece.sizes[dim]
+    return node
+
+
+def _repeat(call: Elements) -> Node:
+    source: Read = call.bound["self"]
+    repeats = call.bound["repeats"]
+    missing = len(repeats) - len(source.sizes)
+    sizes, strides = (1,) * missing + source.sizes, (0,) * missing + source.strides
+    # [r0, s0, r1, s1, …] in C order are the flat indices of [r0 * s0, r1 * s1, …]
+    both = tuple(size for pair in zip(repeats, sizes, strict=True) for size in pair)
+    steps = tuple(step for stride in strides for step in (0, stride))
+    return call.each(lambda x: x, _reshaped(Read(source.node, both, steps, source.offset), call.sizes))
+
+
+def _triangle(call: Elements) -> Node:
+    rows, columns = call.sizes[-2:]
+    diagonal = call.bound["diagonal"]
+    keep_low = call.name == "tril"
+
+    def cut(row: Tensor, column: Tensor, x: Tensor) -> Tensor:
+        above = column - row
+        return torch.where(above <= diagonal if keep_low else above >= diagonal, x, torch.zeros((), dtype=x.dtype))
+
+    return call.each(cut, *_grid(rows, columns), call.bound["self"])
+
+
+MOVES: dict[str, Callable[[Elements], Node | None]] = {
+    "arange": _arange,
+    "cat": _joined,
+    "stack": _joined,
+    "repeat": _repeat,
+    "tril": _triangle,
+    "triu": _triangle,
+    "eye": lambda call: call.each(lambda row, column: row == column, *_grid(*call.sizes)),
+}
+
+
+def _pointwise(call: Elements) -> Node | None:
+    if torch.Tag.pointwise not in call.func.tags and call.name != "masked_fill":
+        return None
+    leaves = pytree.tree_leaves(call.reads)
+    operands = [leaf for leaf in leaves if isinstance(leaf, Read)]
+    if not operands or tuple(torch.broadcast_shapes(*(read.sizes for read in operands))) != call.sizes:
+        return None
+    if call.name == "erfinv" and operands[0].dtype.is_floating_point:  # part of truncated normals: exact everywhere
+        return call.each(counter.inverse_erf, operands[0])
+    exact = call.name in EXACT and not any(read.dtype.is_complex for read in operands)
+    exact = exact and call.bound.get("alpha") in (None, 1) and call.bound.get("rounding_mode") is None
+    function = _on_copies(call.func, call.written) if call.written else call.func
+    return Elementwise(call.count, call.dtype, function, exact, *call.reads, call.sizes)
+
+
+def _on_copies(func: Any, written: tuple[int, ...]) -> Callable[..., Tensor]:
+    """An operator that writes some of its arguments, kept from writing values that others read."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for place in written:
+            leaves[place] = leaves[place].clone()
+        copies, options = pytree.tree_unflatten(leaves, spec)
+        result: Tensor = func(*copies, **options)
+        return result
+
+    return run
+
+
+def _grid(rows: int, columns: int) -> tuple[Read, Read]:
+    """The row and the column number of each element of a matrix, of sizes [rows, 1] and [columns]."""
+    return dense(Count(rows, torch.int64, 0, 1), (rows, 1)), dense(Count(columns, torch.int64, 0, 1), (columns,))
+
+
+def _as_dtype(read: Read, dtype: torch.dtype) -> Read:
+    if read.dtype == dtype:
+        return read
+    return dense(Elementwise(math.prod(read.sizes), dtype, lambda x: x, True, (read,), {}, read.sizes), read.sizes)
+
+
+def _reshaped(read: Read, sizes: tuple[int, ...]) -> Read:
+    """A read of other sizes and the same flat indices."""
+    return dense(Elementwise(math.prod(sizes), read.dtype, lambda x: x, True, (read,), {}, read.sizes), sizes)

@@ -1,0 +1,227 @@
+"""Weights in safetensors files by the model's own names: held against a model all at once, read piece by piece."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...grammar.bounded import check_regular
+from ..capture.complex_numbers import real_form
+from ..layout.mesh import Mesh
+from ..layout.placement import DTYPES, TensorType
+from ..padding.pads import Pad
+from ..padding.tensors import real_entries, spread
+
+Shape = tuple[int, ...]
+_COMPLEX = "C64"  # as safetensors calls complex64
+
+
+class WeightsError(Exception):
+    """A folder has no weights, or its files cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A tensor of a model's state: every name it may stand under, its shape and its type."""
+
+    names: tuple[str, ...]
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    file: Path
+    shape: Shape
+    dtype: torch.dtype | None
+    type_name: str
+
+    @property
+    def is_complex(self) -> bool:
+        return self.type_name == _COMPLEX
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A folder's tensors: where each is, its shape and its type. Nothing else was read yet."""
+
+    folder: Path
+    tensors: Mapping[str, _Found]
+    twice: tuple[str, ...] = ()
+    rounded: bool = False
+    _open: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+    _stack: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+
+    def faults(self, expected: Sequence[Expected]) -> list[str]:
+        """What is missing, extra, misshapen, or of a type that would be rounded: everything at once."""
+        known = {name for tensor in expected for name in tensor.names}
+        missing = (tensor.names[0] for tensor in expected if self.tensors.keys().isdisjoint(tensor.names))
+        faults = [f"`{name}` is missing" for name in missing]
+        faults += [f"`{name}` is not a tensor of the model" for name in self.tensors if name not in known]
+        faults += [f"`{name}` stands in two files" for name in self.twice]
+        for tensor in expected:
+            for name in tensor.names:
+                if name in self.tensors:
+                    faults += self._unlike(name, tensor)
+        return faults
+
+    def _unlike(self, name: str, tensor: Expected) -> Iterator[str]:
+        found = self.tensors[name]
+        if found.shape != tensor.shape:
+            yield f"`{name}` is {list(found.shape)} there and {list(tensor.shape)} in the model"
+        elif found.dtype is None:
+            yield f"`{name}` is of type {found.type_name}, which parc does not read"
+        elif found.dtype != tensor.dtype and not _holds(tensor.dtype, found.dtype):
+            floats = found.dtype.is_floating_point and tensor.dtype.is_floating_point
+            if not (floats and self.rounded):
+                types = f"{found.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
+                yield f"`{name}` is {types}" + (": write `rounded` to allow it" if floats else "")
+
+    def whole(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
+        """A whole tensor, by any of its names.
+
+        Raises:
+            WeightsError: the file can no longer be read.
+        """
+        name = self._named(names)
+        return self._read(name, [[(0, size)] for size in self.tensors[name].shape]).to(dtype)
+
+    def piece(
+        self, names: Sequence[str], type_: TensorType, mesh: Mesh, at: Mapping[str, int], pads: Sequence[Pad] = ()
+    ) -> torch.Tensor:
+        """A rank's piece of a tensor, zeros in its padding; no other part of the file is read.
+
+        Raises:
+            WeightsError: the file can no longer be read.
+        """
+        places = [real_entries(type_, dim, pads, mesh, at) for dim in range(len(type_.shape))]
+        found = self._read(self._named(names), [_runs(entries) for _, entries in places])
+        return spread(found.to(type_.dtype), [kept for kept, _ in places])
+
+    def _named(self, names: Sequence[str]) -> str:
+        name = next((name for name in names if name in self.tensors), None)
+        if name is None:
+            raise WeightsError(f"`{self.folder}` has no `{names[0]}`")
+        return name
+
+    def _read(self, name: str, runs: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
+        """The parts of a tensor where the runs of its dims cross, put together."""
+        found = self.tensors[name]
+        try:
+            if found.file not in self._open:
+                self._open[found.file] = self._stack.enter_context(safe_open(found.file, framework="pt"))
+            if not found.shape:
+                return self._open[found.file].get_tensor(name)  # type: ignore[no-any-return]
+            if not found.is_complex:
+                return self._own(found, name, runs)
+            parts = real_form(self._own(found, name, runs[:-1]))
+            return torch.cat([parts[..., first:last] for first, last in runs[-1]], -1)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"`{found.file}` cannot be read: {error}") from None
+
+    def _own(self, found: _Found, name: str, runs: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
+        file = self._open[found.file]
+        return _joined(file.get_slice(name), runs, ()) if runs else file.get_tensor(name)
+
+    def close(self) -> None:
+        self._open.clear()
+        self._stack.close()
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a type holds every number of another of its kind."""
+    alike = dtype.is_floating_point == other.is_floating_point and other != torch.bool
+    return alike and torch.promote_types(dtype, other) == dtype
+
+
+def _joined(part: Any, runs: Sequence[Sequence[tuple[int, int]]], fixed: tuple[slice, ...]) -> torch.Tensor:
+    if len(fixed) == len(runs):
+        return part[fixed]  # type: ignore[no-any-return]
+    pieces = [_joined(part, runs, (*fixed, slice(first, last))) for first, last in runs[len(fixed)]]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=len(fixed))
+
+
+def _runs(index: torch.Tensor) -> list[tuple[int, int]]:
+    """Rising indices as ranges.
+
+    >>> _runs(torch.tensor([0, 1, 2, 6, 7]))
+    [(0, 3), (6, 8)]
+    """
+    numbers = index.tolist()
+    breaks = [at for at, (low, high) in enumerate(pairwise(numbers), start=1) if high != low + 1]
+    bounds = pairwise([0, *breaks, len(numbers)])
+    return [(numbers[first], numbers[last - 1] + 1) for first, last in bounds] if numbers else [(0, 0)]
+
+
+def held_type(shape: Sequence[int], kind: str) -> tuple[Shape, torch.dtype | None]:
+    """Shape and dtype, of complex numbers those of their ``real_form``, of a tensor in a safetensors file; None for a
+    dtype that programs do not hold."""
+    if kind == _COMPLEX:
+        return (*shape, 2), torch.float32
+    return tuple(shape), DTYPES.get(kind.lower())
+
+
+def open_weights(folder: Path, rounded: bool = False) -> Weights:
+    """What the safetensors files of a folder hold.
+
+    Raises:
+        WeightsError: there is no such folder, no such file in it, or one cannot be read.
+    """
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        what = "has no `*.safetensors` file" if folder.is_dir() else "is not a folder"
+        raise WeightsError(f"`{folder}` {what}")
+    tensors: dict[str, _Found] = {}
+    twice: list[str] = []
+    for file in files:
+        try:
+            with safe_open(check_regular(file), framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 no mapping
+                    part = opened.get_slice(name)
+                    twice += [name] if name in tensors else []
+                    kind = part.get_dtype()
+                    tensors[name] = _Found(file, *held_type(part.get_shape(), kind), kind)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"`{file}` cannot be read: {error}") from None
+    return Weights(folder, tensors, tuple(twice), rounded)
+
+
+def shown_faults(faults: Iterable[str]) -> tuple[str, ...]:
+    """Faults of tensors, each of which begins with a name, for a reader: all of them, those that differ in numbers of
+    layers alone as one line.
+
+    >>> shown_faults([*(f"`h.{layer}.up` is [4] there" for layer in (1, 2, 3)), "`wte` is missing"])
+    ('`h.[1..3].up` is [4] there (3 tensors)', '`wte` is missing')
+    """
+    alike: dict[tuple[str, str], list[str]] = {}
+    for fault in faults:
+        name, _, what = fault.removeprefix("`").partition("`")
+        alike.setdefault((_NUMBER.sub("*", name), what), []).append(name)
+    shown: list[str] = []
+    for (_, what), names in alike.items():
+        pattern = _pattern(names)
+        shown += [f"`{pattern}`{what} ({len(names)} tensors)"] if pattern else [f"`{name}`{what}" for name in names]
+    return tuple(shown)
+
+
+_NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])")
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """The pattern that means these names and no other, which differ in whole numbers between dots; "" without one."""
+    numbers = [[int(number) for number in _NUMBER.findall(name)] for name in names]
+    ends = [(min(column), max(column)) for column in zip(*numbers, strict=True)]
+    many = math.prod(high - low + 1 for low, high in ends)
+    if not len(names) == len(set(names)) == many or many < 2:
+        return ""
+    texts = (str(low) if low == high else f"[{low}..{high}]" for low, high in ends)
+    return _NUMBER.sub(lambda _: next(texts), names[0])

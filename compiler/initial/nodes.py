@@ -1,0 +1,208 @@
+"""The kinds of nodes in a recorded build: constants, literals, draws, elementwise operators, writes and whole calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import counter
+from .evaluate import VECTOR, Node, Read, Replay, cast, dense
+
+ONE_THREAD_RUN = 1 << 14  # elements; torch's kernels give no thread less than twice this
+# Operators that have one right result, whatever kernel computes it. The last elements of a run, or of a thread's part
+# of it, may be computed by other code than the rest, with another last bit where a function is not exactly rounded:
+# those see whole vectors only, in runs short enough for one thread.
+EXACT = frozenset(
+    {"add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "reciprocal", "clamp", "clamp_min", "clamp_max"}
+    | {"minimum", "maximum", "where", "masked_fill", "sign", "floor", "ceil", "trunc", "isnan", "clone"}
+    | {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"}
+    | {"bitwise_and", "bitwise_or", "bitwise_not"}
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Fill(Node):
+    """One number everywhere; memory that nobody wrote counts as zeros."""
+
+    value: float | int | bool | complex
+
+    def at(self, index: Tensor, replay: Replay) -> Tensor:
+        return torch.full(index.shape, self.value, dtype=self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Literal(Node):
+    """Numbers that the module's code brought along."""
+
+    flat: Tensor
+
+    def at(self, index: Tensor, replay: Replay) -> Tensor:
+        return self.flat[index]
+
+
+@dataclass(frozen=True, eq=False)
+class Count(Node):
+    """``start + step * index`` in integers."""
+
+    start: int
+    step: int
+
+    def at(self, index: Tensor, replay: Replay) -> Tensor:
+        return (index * self.step).add_(self.start).to(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Draw(Node):
+    """Random numbers; ``law(key, index)`` gives them in float64, ``below`` is a bound that rounding must not reach."""
+
+    law: Callable[[int, Tensor], Tensor]
+    order: int
+    below: float | None = None
+    stream: list[str] = field(default_factory=list)  # its name, once, when the parameter that owns it is known
+
+    def key(self, seed: int) -> int:
+        """The stream's key; a draw that is asked for before the build ends belongs to the build."""
+        if not self.stream:
+            self.stream.append(f"init:#{self.order}")
+        return counter.stream(seed, self.stream[0])
+
+    def at(self, index: Tensor, replay: Replay) -> Tensor:
+        numbers = cast(self.law(self.key(replay.seed), index), self.dtype)
+        if self.below is None:
+            return numbers
+        bound = torch.tensor(self.below, dtype=self.dtype)
+        return torch.minimum(numbers, torch.nextafter(bound, torch.full_like(bound, -math.inf)))
+
+
+@dataclass(frozen=True, eq=False)
+class Elementwise(Node):
+    """An operator whose element i needs only element i of its operands (a ``Read`` each, broadcast to ``sizes``)."""
+
+    function: Callable[..., Tensor]
+    exact: bool  # every implementation of it gives the same bits
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sizes: tuple[int, ...]
+
+    def at(self, index: Tensor, replay: Replay) -> Tensor:
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        values = [self._operand(leaf, index, replay) if isinstance(leaf, Read) else leaf for leaf in leaves]
+        length = index.numel() if self.exact else ONE_THREAD_RUN
+        runs = []
+        for start in range(0, index.numel(), length):
+            parts = [v[start : start + length] if isinstance(v, Tensor) and v.dim() else v for v in values]
+            args, kwargs = pytree.tree_unflatten(parts, spec)
+            runs.append(self.function(*args, **kwargs))
+        result = cast(runs[0] if len(runs) == 1 else torch.cat(runs), self.dtype)
+        return result if result.dim() else result.expand(index.shape)
+
+    def _operand(self, read: Read, index: Tensor, replay: Replay) -> Tensor:
+        if not read.sizes:  # stays without dims: type promotion asks for that
+            return replay.read(read, torch.zeros(VECTOR, dtype=torch.int64))[0]
+        return replay.read(read if read.sizes == self.sizes else read.expand(self.sizes), index)
+
+    def sources(self) -> Iterator[Node]:
+        return (leaf.node for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Read))
+
+
+@dataclass(frozen=True, eq=False)
+class Write(Node):
+    """A storage after a tensor of given sizes and strides in it was overwritten with ``source``."""
+
+    before: Node
+    source: Read
+    strides: tuple[int, ...]
+    offset: int
+
+    def at(self, index: Tensor, replay: Replay) -> Tensor:
+        out = torch.empty(index.shape, dtype=self.dtype)
+        todo, places = index, torch.arange(index.numel())  # storage indices not yet found, and where they go in `out`
+        node: Node = self
+        while isinstance(node, Write):  # a loop, not recursion: code that writes row by row makes long chains
+            hit, logical = node.find(todo)
+            found = hit.nonzero().squeeze(1)
+            if found.numel():
+                out[places[found]] = replay.any_number(node.source, logical[found])
+                rest = (~hit).nonzero().squeeze(1)
+                todo, places = todo[rest], places[rest]
+                if not rest.numel():
+                    return out
+            node = node.before
+        out[places] = replay.any_number(dense(node, (node.count,)), todo)
+        return out
+
+    def find(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Which storage indices were overwritten, and the flat indices of ``source`` that they have now."""
+        sizes = self.source.sizes
+        rest = index - self.offset
+        hit = rest >= 0
+        logical = torch.zeros_like(index)
+        below = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+        for dim in sorted((d for d, size in enumerate(sizes) if size > 1), key=lambda d: -self.strides[d]):
+            place = torch.div(rest, self.strides[dim], rounding_mode="floor")
+            hit &= place < sizes[dim]
+            rest = rest - place * self.strides[dim]
+            logical += place * below[dim]
+        return hit & (rest == 0), logical
+
+    def sources(self) -> Iterator[Node]:
+        yield self.before
+        yield self.source.node
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An operator that is computed whole: its results, then the arguments that it writes, at ``written``."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: tuple[int, ...]  # places among the flattened arguments
+    draw: Draw | None  # the stream, when it is random
+
+    def run(self, replay: Replay) -> list[Tensor]:
+        """All results, contiguous, computed on one thread so that they do not depend on how many a rank has."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        values = [replay.whole(leaf) if isinstance(leaf, Read) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        with _one_thread(), torch.random.fork_rng(devices=[], enabled=self.draw is not None):
+            if self.draw is not None:
+                torch.manual_seed(self.draw.key(replay.seed))
+            out = self.function(*args, **kwargs)
+        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        return [result.contiguous() for result in [*results, *(values[place] for place in self.written)]]
+
+
+@dataclass(frozen=True, eq=False)
+class Result(Node):
+    """One result of an operator that is computed whole."""
+
+    call: Call
+    place: int
+
+    def at(self, index: Tensor, replay: Replay) -> Tensor:
+        return replay.once(self.call, lambda: self.call.run(replay))[self.place].reshape(-1)[index].to(self.dtype)
+
+    def sources(self) -> Iterator[Node]:
+        if self.call.draw is not None:
+            yield self.call.draw
+        for leaf in pytree.tree_leaves((self.call.args, self.call.kwargs)):
+            if isinstance(leaf, Read):
+                yield leaf.node
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

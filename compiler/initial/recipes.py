@@ -1,0 +1,142 @@
+"""Initial values of parameters and buffers as recipes: recorded once without allocating, computed for any elements."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from ..capture.attributes import attribute_tensors
+from ..capture.complex_numbers import own_form
+from ..torch_private import shape_environment
+from .evaluate import Read, Replay, in_reals, reachable
+from .nodes import Draw, Result
+from .recorder import RecipeError, RecipeRecorder, truncated_normals_by
+
+__all__ = ["Recipe", "RecipeError", "Recorded", "initialize", "record"]
+
+_PART = 1 << 22  # elements whose indices are made at once
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How to compute the initial value of one parameter or buffer, of global shape ``shape``, on a CPU; a complex one's
+    as programs hold it, in its ``real_form``.
+
+    Element i depends on the seed, on the parameter's name and on i alone, never on which other elements are asked for.
+    """
+
+    name: str  # the first of its names, when it is tied
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+    elementwise: bool  # False: some operator in it (a factorisation, a sort) is computed whole, then cut
+    read: Read
+
+    def elements(self, index: Tensor) -> Tensor:
+        """The elements at flat global indices (int64, any shape), in the shape of ``index``."""
+        with unset_fake_temporarily(), torch.no_grad():
+            flat = Replay(self.seed).elements(self.read, index.reshape(-1).to("cpu"))
+            return flat.reshape(index.shape)
+
+    def whole(self) -> Tensor:
+        """All elements, as a contiguous tensor, without holding the indices of all at once."""
+        with unset_fake_temporarily(), torch.no_grad():
+            replay, flat = Replay(self.seed), torch.empty(math.prod(self.shape), dtype=self.dtype)
+            for start in range(0, len(flat), _PART):
+                part = flat[start : start + _PART]
+                part.copy_(replay.elements(self.read, torch.arange(start, start + len(part))))
+            return flat.reshape(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A module on fake tensors, and the recipe of everything in it that holds numbers."""
+
+    module: nn.Module
+    recipes: dict[str, Recipe]  # parameters and buffers by every name they have; tied ones share one recipe
+    mode: FakeTensorMode  # of the module's tensors: capture goes on under it
+
+
+class _SharedMode(FakeTensorMode):
+    """A fake tensor's mode is copied with it by ``copy.deepcopy``, as layers often are: the copies stay in this one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensorMode:
+        return self
+
+
+def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
+    """Build a module on fake tensors, and record how each parameter and buffer gets its initial value.
+
+    ``build`` is called once; nothing of the size of a parameter is allocated. What it draws from torch's random numbers
+    is drawn from streams of ``seed`` instead, a stream for each random operator that a parameter's value comes from,
+    named by the parameter and counted within it, so changing one layer changes no other's values. Generators passed to
+    torch are not used. Numbers that the code makes by other means (Python's ``random``, numpy) are kept as they are:
+    they are the same on every rank only if ``build`` sees to it. Memory that is never written counts as zeros.
+
+    Raises:
+        RecipeError: the code reads memory as another dtype than it was written, or writes overlapping memory.
+    """
+    mode = _SharedMode(allow_non_fake_inputs=True, shape_env=shape_environment(), static_shapes=True)
+    recorder = RecipeRecorder(mode, seed)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copy.deepcopy
+        with truncated_normals_by(recorder), mode, recorder:
+            module = build()
+    attributes = attribute_tensors(module)
+    _make_fake(module, mode, recorder)
+    attributes.point()
+    known: dict[tuple[int, ...], Recipe] = {}
+
+    def recipe_of(name: str, tensor: Tensor) -> Recipe:
+        where = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()), *tensor.shape, *tensor.stride())
+        if where not in known:
+            read = in_reals(recorder.read(tensor))
+            nodes = reachable(read.node)
+            # draws that no earlier tensor owns get streams of this name
+            mine = (node for node in nodes if isinstance(node, Draw) and not node.stream)
+            for ordinal, draw in enumerate(sorted(mine, key=lambda draw: draw.order)):
+                draw.stream.append(f"init:{name}:{ordinal}")
+            elementwise = not any(isinstance(node, Result) for node in nodes)
+            known[where] = Recipe(name, read.sizes, read.dtype, seed, elementwise, read)
+        return known[where]
+
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    recipes = {name: recipe_of(name, tensor) for name, tensor in tensors}
+    return Recorded(module, recipes, mode)
+
+
+def initialize(build: Callable[[], nn.Module], seed: int, recipes: Mapping[str, Recipe] | None = None) -> nn.Module:
+    """The plain reference: a real module, as ``build`` makes it, whose tensors hold exactly the recipes' values;
+    ``recipes`` are those recorded of ``build`` and ``seed``, if they were before."""
+    recipes = record(build, seed).recipes if recipes is None else recipes
+    with torch.random.fork_rng(devices=[]):
+        module = build()
+    attribute_tensors(module)
+    targets = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in targets.items():
+            value = own_form(recipes[name].whole(), tensor.is_complex())
+            # Expanded memory cannot be written; and a size may come from a random number.
+            if (0 in tensor.stride() and tensor.numel() > 1) or tensor.shape != value.shape:
+                tensor.data = value.to(tensor.device)
+            else:
+                tensor.copy_(value)
+    return module
+
+
+def _make_fake(module: nn.Module, mode: FakeTensorMode, recorder: RecipeRecorder) -> None:
+    """Replace what was made from real numbers without an operator, such as ``Parameter(torch.from_numpy(…))``."""
+    for child in module.modules():
+        for table in (child._parameters, child._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and not isinstance(tensor, FakeTensor):
+                    fake: Any = mode.from_tensor(tensor, static_shapes=True)
+                    recorder.adopt(fake, tensor)
+                    table[name] = fake

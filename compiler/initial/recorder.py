@@ -1,0 +1,210 @@
+"""Watching a module being built on fake tensors, and keeping for every storage the node that will give its values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import counter
+from .elementwise import Elements, bind, elements_of, law_of
+from .evaluate import Node, Read, Replay, dense, is_contiguous, seen_as
+from .nodes import Call, Draw, Fill, Literal, Result, Write
+
+
+class RecipeError(Exception):
+    """The module's building code does something with a tensor that cannot be recorded."""
+
+
+class RecipeRecorder(TorchDispatchMode):
+    """Runs every operator on fake tensors and records how real ones would get their values."""
+
+    def __init__(self, mode: FakeTensorMode, seed: int) -> None:
+        super().__init__()
+        self._mode = mode
+        self._seed = seed
+        self._nodes: dict[int, tuple[object, Node]] = {}  # by storage; holding it keeps its number from reuse
+        self._draws = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self.adopt(func(*args), args[0])
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():  # numbers from outside stay numbers
+                return func(*args, **kwargs)
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        reads = pytree.tree_map(lambda leaf: self.read(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            return self._compute_now(func, *reads)
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return self._compute_now(func, *reads)
+        # Modules change dtype by swapping their tensors with others, which weak references such as these forbid.
+        self._mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        self._note(func, (args, kwargs), reads, out)
+        return out
+
+    def read(self, tensor: Tensor) -> Read:
+        """What a tensor holds now, as a look at the node of its storage.
+
+        Raises:
+            RecipeError: the tensor sees its storage as another dtype than the one it was written as.
+        """
+        if not isinstance(tensor, FakeTensor):
+            with unset_fake_temporarily():
+                flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+            return dense(Literal(flat.numel(), flat.dtype, flat), tensor.shape)
+        _, node = self._nodes.get(tensor.untyped_storage()._cdata, (None, None))
+        if node is None:
+            raise RecipeError(f"a fake tensor of sizes {tuple(tensor.shape)} was made outside of the building code")
+        seen = seen_as(node, tensor.dtype) if tensor.numel() else node
+        if seen is None:
+            raise RecipeError(
+                f"memory written as {node.dtype} is read as {tensor.dtype}: write it as what it is read as"
+            )
+        return Read(seen, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def adopt(self, fake: Tensor, real: Tensor) -> Tensor:
+        """Note that a fake tensor stands for given numbers."""
+        self._store(fake, self.read(real).node)
+        return fake
+
+    def draw_truncated_normal(self, tensor: Tensor, mean: float, std: float, a: float, b: float) -> Tensor:
+        """Fill a fake tensor from the normal distribution between ``a`` and ``b``, by inversion."""
+        low, high = (0.5 * (1.0 + math.erf((bound - mean) / (std * math.sqrt(2.0)))) for bound in (a, b))
+
+        def law(key: int, index: Tensor) -> Tensor:
+            return counter.normal(key, index, low, high).mul_(std).add_(mean).clamp_(a, b)
+
+        self._store(tensor, self._draw(law, None, tensor.numel(), tensor.dtype))
+        return tensor
+
+    def _compute_now(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator whose result the building code cannot do without, such as ``item``, on real values."""
+        if _written(func, args, kwargs):
+            raise RecipeError(f"`{func}` writes a tensor in a way that depends on values")
+        with unset_fake_temporarily():
+            replay = Replay(self._seed)
+            real = pytree.tree_map(lambda leaf: replay.whole(leaf) if isinstance(leaf, Read) else leaf, (args, kwargs))
+            out = func(*real[0], **real[1])
+        return pytree.tree_map(
+            lambda leaf: self.adopt(self._mode.from_tensor(leaf), leaf) if isinstance(leaf, Tensor) else leaf, out
+        )
+
+    def _note(self, func: Any, given: tuple[Any, Any], reads: tuple[Any, Any], out: Any) -> None:
+        """Give a node to every storage that an operator made or wrote; its views need nothing."""
+        written = _written(func, *given)
+        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in self._nodes]
+        targets = written or fresh
+        if not targets:
+            return
+        if len(targets) == 1 and (written or len(made) == 1):
+            node = self._elements(func, given, reads, targets[0])
+            if node is not None:
+                self._store(targets[0], node)
+                return
+        leaves = pytree.tree_leaves(given)
+        places = tuple(next(i for i, leaf in enumerate(leaves) if leaf is tensor) for tensor in written)
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        draw = self._draw(counter.uniform, None, 0, torch.float64) if is_random else None
+        args, kwargs = pytree.tree_map(lambda leaf: "cpu" if isinstance(leaf, torch.device) else leaf, reads)
+        if kwargs.get("dtype", 0) is None and len(made) == 1:  # the default dtype of then, not of the replay
+            kwargs["dtype"] = made[0].dtype
+        call = Call(func, args, kwargs, places, draw)
+        for place, tensor in enumerate([*made, *written]):
+            if any(tensor is target for target in targets) and not (place < len(made) and written):
+                self._store(tensor, Result(tensor.numel(), tensor.dtype, call, place))
+
+    def _elements(self, func: Any, given: tuple[Any, Any], reads: tuple[Any, Any], target: Tensor) -> Node | None:
+        """The node of an operator that gives each element by itself, or None."""
+        name = func.overloadpacket.__name__.removesuffix("_")
+        bound = bind(func, *reads)
+        law = law_of(name, bound, target.dtype)
+        if law is not None:
+            return self._draw(*law, target.numel(), target.dtype)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        leaves = pytree.tree_leaves(given)
+        written = tuple(place for place, leaf in enumerate(leaves) if leaf is target)
+        return elements_of(Elements(func, name, bound, reads, written, tuple(target.shape), target.dtype))
+
+    def _draw(self, law: Callable[[int, Tensor], Tensor], below: float | None, count: int, dtype: torch.dtype) -> Draw:
+        self._draws += 1
+        return Draw(count, dtype, law, self._draws, below)
+
+    def _store(self, tensor: Tensor, node: Node) -> None:
+        """Let the elements of ``tensor`` be those of ``node``, from now on."""
+        storage = tensor.untyped_storage()
+        if not tensor.numel() and storage._cdata in self._nodes:
+            return
+        sizes, strides = tuple(tensor.shape), tensor.stride()
+        count = storage.nbytes() // tensor.element_size()
+        in_order = is_contiguous(sizes, strides) and tensor.storage_offset() == 0
+        if not (in_order and tensor.numel() == count):
+            if not _is_nested(sizes, strides):
+                raise RecipeError(f"a tensor of sizes {sizes} and strides {strides} is written: its elements overlap")
+            before = self._nodes.get(storage._cdata, (None, Fill(count, tensor.dtype, 0)))[1]
+            before = seen_as(before, tensor.dtype) or before
+            if tensor.numel() == count:
+                before = Fill(count, tensor.dtype, 0)  # nothing of it is left
+            node = Write(count, tensor.dtype, before, dense(node, sizes), strides, int(tensor.storage_offset()))
+        self._nodes[storage._cdata] = (storage, node)
+
+
+@contextmanager
+def truncated_normals_by(recorder: RecipeRecorder) -> Iterator[None]:
+    """Let ``nn.init.trunc_normal_`` of fake tensors be one draw.
+
+    Torch's own code redraws until all elements are inside: its control flow depends on every value, so recording it
+    would compute the whole tensor; and what it did in earlier versions put about one element in 2**24 on the bound.
+    """
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def fill(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return recorder.draw_truncated_normal(tensor, mean, std, a, b)
+        return original(tensor, mean, std, a, b, generator)
+
+    with mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", fill):
+        yield
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors among the arguments that the operator's schema says it writes."""
+    out: list[Any] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            out.extend(value if isinstance(value, list | tuple) else [value] if value is not None else [])
+    return out
+
+
+def _is_nested(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether each stride steps over all that the smaller ones reach: then a storage index is at most one element."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1):
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True

@@ -1,0 +1,1 @@
+"""Layout: meshes, how a tensor lies on one, and the collectives that change it."""

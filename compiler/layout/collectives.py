@@ -1,0 +1,259 @@
+"""Typed collectives: what each does to a placement, to the pieces of a group of ranks, and the bytes it sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .mesh import Mesh
+from .placement import AxisType, Placement, Shape, Split, TensorType, along
+from .stretches import Outer, sizes_of, terms, together
+
+
+class TypeFault(ValueError):
+    """A line's declared types are not what its operator makes of its operands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One row of the table. ``group`` maps the pieces of a group (in axis order) to their results."""
+
+    axes: Callable[[Sequence[Any]], tuple[str, ...]]
+    result: Callable[[TensorType, Mesh, Sequence[Any]], TensorType]
+    group: Callable[[Sequence[torch.Tensor], Sequence[Any]], list[torch.Tensor]]
+    communicates: bool = True
+    members: Callable[[Sequence[Any]], tuple[int, ...] | None] = lambda args: None
+    """Which places of a group take part, where it is not all: the others do not run the line."""
+
+    def groups(self, mesh: Mesh, args: Sequence[Any]) -> list[list[int]]:
+        """The ranks that do it together."""
+        members = self.members(args)
+        groups = mesh.groups(self.axes(args))
+        return groups if members is None else [[group[place] for place in members] for group in groups]
+
+
+def axes_of(args: Sequence[Any]) -> tuple[str, ...]:
+    """The mesh axes of a collective's arguments, e.g. ``"dp,tp"``."""
+    return tuple(str(args[0]).split(","))
+
+
+def local_outer(placement: Placement, mesh: Mesh, axis: str) -> Outer:
+    """How many entries a rank holds before the split of ``axis``, or in which parts: its ``outer`` less the axes major
+    to it."""
+    kind = placement[axis]
+    assert isinstance(kind, Split)
+    splits = placement.splits(kind.dim)
+    return together([(size, _local_count(equal, mesh, axis)) for size, equal in terms(_unit(splits), splits)])
+
+
+def _local_count(splits: Sequence[tuple[int, str]], mesh: Mesh, axis: str) -> int:
+    own = next(outer for outer, name in splits if name == axis)
+    return own // math.prod(mesh.size(name) for outer, name in splits if outer < own and name != axis)
+
+
+def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Outer:
+    """The ``outer`` of a split that a rank makes of its piece at ``(dim, outer)``: the inverse of ``local_outer``.
+
+    Raises:
+        ValueError: it falls across what splits the dim already.
+    """
+    splits = [*placement.splits(dim), (outer, "")]
+    found = []
+    for stretch, equal in terms(_unit(splits), splits):
+        *others, (number, _) = equal
+        inner = number
+        for position, name in others:
+            # an axis major to the cut multiplies what lies before it
+            if _local_count(others, mesh, name) <= number and position <= inner:
+                inner *= mesh.size(name)
+        found.append((stretch, inner))
+    return together(found)
+
+
+def _unit(splits: Sequence[tuple[Outer, str]]) -> int:
+    """A size that all parts of the splits divide."""
+    return math.prod(outer if isinstance(outer, int) else sum(outer) for outer, _ in splits)
+
+
+def _require(type_: TensorType, axis: str, kind: AxisType, mesh: Mesh, what: str) -> None:
+    have = type_.placement[axis]
+    if ("I" if have == "R" else have) != kind:
+        raise TypeFault(f"{what} over `{axis}` needs {kind} but the operand `{type_.text(mesh)}` is {have} there")
+
+
+def _moved(type_: TensorType, changes: dict[str, AxisType]) -> TensorType:
+    return TensorType(type_.dtype, type_.shape, type_.placement.replace(changes))
+
+
+def _split_at(type_: TensorType, mesh: Mesh, axes: Sequence[str], dim: int, outer: Outer) -> dict[str, AxisType]:
+    """The global splits of a shard that a rank cuts at local ``(dim, outer)`` over ``axes``, major first."""
+    return along(axes, Split(dim, global_outer(type_.placement, mesh, dim, outer)), mesh)
+
+
+def _all_reduce(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    for axis in axes_of(args):
+        _require(type_, axis, "P", mesh, "all_reduce")
+    return _moved(type_, dict.fromkeys(axes_of(args), "I"))
+
+
+def _among(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    """A sum over some coordinates of the pipeline's axis, of what roles that run different programs hold."""
+    (axis,), ranks = axes_of(args), args[1]
+    _require(type_, axis, "I", mesh, "all_reduce_among")
+    if list(ranks) != sorted(set(ranks)) or not ranks or not all(0 <= rank < mesh.size(axis) for rank in ranks):
+        raise TypeFault(f"all_reduce_among over {ranks}, which are not coordinates of `{axis}` in order")
+    return type_
+
+
+def _check_split(type_: TensorType, mesh: Mesh, args: Sequence[Any], what: str) -> tuple[str, ...]:
+    """The axes of a collective that needs a dim split over them, as by one axis, at local ``(dim, outer)``."""
+    axes, dim, outer = axes_of(args), *args[1:3]
+    kind = type_.placement[axes[0]]
+    if not isinstance(kind, Split) or kind.dim != dim or local_outer(type_.placement, mesh, axes[0]) != outer:
+        raise TypeFault(f"{what} over `{args[0]}` at dim {dim}, outer {outer}: `{type_.text(mesh)}` is {kind} there")
+    if any(type_.placement[axis] != part for axis, part in along(axes, kind, mesh).items()):
+        raise TypeFault(f"{what} over `{args[0]}`: `{type_.text(mesh)}` is not split over them as over one")
+    return axes
+
+
+def _joined(what: str, kind: AxisType) -> Callable[[TensorType, Mesh, Sequence[Any]], TensorType]:
+    """What makes a dim that is split over the axes whole: the value is ``kind`` over them."""
+    return lambda type_, mesh, args: _moved(type_, dict.fromkeys(_check_split(type_, mesh, args, what), kind))
+
+
+def _cut(what: str, kind: AxisType) -> Callable[[TensorType, Mesh, Sequence[Any]], TensorType]:
+    """What cuts a dim: a value that is ``kind`` over the axes is split over them."""
+
+    def result(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+        axes, dim, outer = axes_of(args), *args[1:]
+        for axis in axes:
+            _require(type_, axis, kind, mesh, what)
+        return _moved(type_, _split_at(type_, mesh, axes, dim, outer))
+
+    return result
+
+
+def _all_to_all(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    axes = _check_split(type_, mesh, args, "all_to_all")
+    gathered = _moved(type_, dict.fromkeys(axes, "I"))
+    return _moved(gathered, _split_at(gathered, mesh, axes, *args[3:]))
+
+
+def _row_max(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    axes = axes_of(args) if args[0] else ()
+    last = len(type_.shape) - 1
+    split = {axis for _, axis in type_.placement.splits(last)}
+    if split != set(axes) or type_.placement.partial:
+        raise TypeFault(f"row_max over `{args[0]}` of `{type_.text(mesh)}`: its last dim is split over other axes")
+    result = _moved(type_, dict.fromkeys(axes, "I"))
+    return TensorType(type_.dtype, (*type_.shape[:-1], 1), result.placement)
+
+
+def slice_dim(x: torch.Tensor, ranks: int, index: int, dim: int, outer: Outer) -> torch.Tensor:
+    """Part ``index`` of ``ranks`` along ``dim`` seen as ``(outer, ranks, rest)``; of each part, where they differ."""
+    size = x.shape[dim]
+    if not isinstance(outer, int):
+        parts = x.split(sizes_of(outer, size), dim)
+        return torch.cat([slice_dim(part, ranks, index, dim, 1) for part in parts], dim)
+    view: torch.Tensor = x.unflatten(dim, (outer, ranks, size // outer // ranks)).select(dim + 1, index)
+    return view.flatten(dim, dim + 1).contiguous()
+
+
+def join_dim(pieces: Sequence[torch.Tensor], dim: int, outer: Outer) -> torch.Tensor:
+    """The inverse of ``slice_dim`` over all parts."""
+    if not isinstance(outer, int):
+        parts = zip(*(piece.split(sizes_of(outer, piece.shape[dim]), dim) for piece in pieces), strict=True)
+        return torch.cat([part for ranks in parts for part in ranks], dim)
+    if outer == 1:
+        return torch.cat(list(pieces), dim)
+    views = [piece.unflatten(dim, (outer, 1, piece.shape[dim] // outer)) for piece in pieces]
+    return torch.cat(views, dim + 1).flatten(dim, dim + 2)
+
+
+def _sum(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = pieces[0].clone()
+    for piece in pieces[1:]:
+        total += piece
+    return total
+
+
+def _group_pad(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
+    _, dim, outer = args
+    zeros = [torch.zeros_like(piece) for piece in pieces]
+    return [join_dim([*zeros[:i], piece, *zeros[i + 1 :]], dim, outer) for i, piece in enumerate(pieces)]
+
+
+def _group_all_to_all(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
+    _, dim, outer, to_dim, to_outer = args
+    whole = join_dim(pieces, dim, outer)
+    return [slice_dim(whole, len(pieces), i, to_dim, to_outer) for i in range(len(pieces))]
+
+
+def _group_row_max(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
+    peak = torch.stack([piece.detach().amax(-1, keepdim=True) for piece in pieces]).amax(0)
+    return [peak] * len(pieces)
+
+
+def _some_axes(args: Sequence[Any]) -> tuple[str, ...]:
+    return axes_of(args) if args[0] else ()
+
+
+COLLECTIVES: dict[str, Collective] = {
+    "parc.all_reduce": Collective(axes_of, _all_reduce, lambda pieces, args: [_sum(pieces)] * len(pieces)),
+    "parc.all_reduce_among": Collective(
+        axes_of, _among, lambda pieces, args: [_sum(pieces)] * len(pieces), members=lambda args: tuple(args[1])
+    ),
+    "parc.all_gather": Collective(
+        axes_of, _joined("all_gather", "I"), lambda pieces, args: [join_dim(pieces, args[1], args[2])] * len(pieces)
+    ),
+    "parc.reduce_scatter": Collective(
+        axes_of,
+        _cut("reduce_scatter", "P"),
+        lambda pieces, args: [slice_dim(_sum(pieces), len(pieces), i, *args[1:]) for i in range(len(pieces))],
+    ),
+    "parc.all_to_all": Collective(axes_of, _all_to_all, _group_all_to_all),
+    "parc.row_max": Collective(_some_axes, _row_max, _group_row_max),
+    # these two move no bytes between ranks, but a rank must know where it stands
+    "parc.shard": Collective(
+        axes_of,
+        _cut("shard", "I"),
+        lambda pieces, args: [slice_dim(piece, len(pieces), i, *args[1:]) for i, piece in enumerate(pieces)],
+        communicates=False,
+    ),
+    "parc.pad": Collective(axes_of, _joined("pad", "P"), _group_pad, communicates=False),
+}
+"""``op(x, axes, …)`` as programs spell them; dims and ``outer`` of their arguments count *local* entries."""
+SUMS = ("parc.all_reduce", "parc.all_reduce_among")
+"""Those that may run while other lines do, over what they sum."""
+
+
+def lower(axes: str, before: Placement, after: Placement, mesh: Mesh) -> tuple[str, tuple[Any, ...]] | None:
+    """The operator and arguments of a conversion over ``axes``; None where no byte changes."""
+    axis = axes.split(",")[0]
+    source, result = before[axis], after[axis]
+    if before.data() == after.data():
+        return None
+
+    def at(placement: Placement) -> tuple[int, Outer]:
+        kind = placement[axis]
+        assert isinstance(kind, Split)
+        return kind.dim, local_outer(placement, mesh, axis)
+
+    if isinstance(source, Split):
+        if isinstance(result, Split):
+            return "parc.all_to_all", (axes, *at(before), *at(after))
+        return ("parc.pad" if result == "P" else "parc.all_gather"), (axes, *at(before))
+    if isinstance(result, Split):
+        return ("parc.reduce_scatter" if source == "P" else "parc.shard"), (axes, *at(after))
+    if source == "P" and result != "P":
+        return "parc.all_reduce", (axes,)
+    raise TypeFault(f"there is no conversion from {source} to {result}")
+
+
+def payload_bytes(op: str, shape: Shape, itemsize: int) -> int:
+    """Bytes one rank puts into the collective, once, for an operand of local ``shape``."""
+    return math.prod(shape[:-1] if op == "parc.row_max" else shape) * itemsize

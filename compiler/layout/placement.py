@@ -1,0 +1,324 @@
+"""Where a tensor lives: one type per mesh axis, its text form, and the arithmetic between global and local shapes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import torch
+
+from .mesh import Mesh
+from .stretches import Outer, atoms, count, inside, nest, outer_of, terms, together
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """``S(dim, outer)``: see the dim as ``(outer, D / outer)`` and split the second part over the axis.
+
+    ``outer`` counts *global* entries, so the types of different axes do not depend on each other; of two axes on one
+    dim the minor one has ``outer`` = the size of the major one. Fused rows ``(3 h d)`` have ``outer`` = 3; parts that
+    are not equal have their proportions there: rows of 64 + 32 + 32 have ``outer`` = (2, 1, 1).
+    """
+
+    dim: int
+    outer: Outer = 1
+
+    def __str__(self) -> str:
+        parts = self.outer if isinstance(self.outer, int) else "+".join(map(str, self.outer))
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{parts})"
+
+
+AxisType = Literal["R", "I", "P"] | Split
+"""``R`` same value, used by each rank for its own part; ``I`` same value, used alike by all; ``P`` true value is the
+sum over the ranks; ``Split``. Gradients have the dual types: R and P swap, I and Split stay."""
+
+
+Kind = TypeVar("Kind", bound=AxisType)
+
+
+def parse_kind(text: str) -> AxisType:
+    """The inverse of ``str`` on an axis type."""
+    if text in ("R", "I", "P"):
+        return text  # type: ignore[return-value]
+    dim, _, outer = text[2:-1].partition(",")
+    return Split(int(dim), outer_of([int(part) for part in outer.split("+")]) if "+" in outer else int(outer or 1))
+
+
+def dual(kind: AxisType) -> AxisType:
+    """The type of a gradient whose value has type ``kind``."""
+    return {"R": "P", "P": "R"}.get(kind, kind) if isinstance(kind, str) else kind  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One type per mesh axis, in mesh order."""
+
+    types: tuple[tuple[str, AxisType], ...]
+
+    @classmethod
+    def whole(cls, mesh: Mesh, kind: AxisType = "I") -> Placement:
+        """The same type on every axis."""
+        return cls(tuple((axis, kind) for axis in mesh.names))
+
+    @classmethod
+    def of(cls, mesh: Mesh, types: Mapping[str, AxisType]) -> Placement:
+        """``types`` on the axes they name, ``I`` on the others."""
+        return cls(tuple((axis, types.get(axis, "I")) for axis in mesh.names))
+
+    def __getitem__(self, axis: str) -> AxisType:
+        for name, kind in self.types:
+            if name == axis:
+                return kind
+        raise KeyError(axis)
+
+    def items(self) -> tuple[tuple[str, AxisType], ...]:
+        """Pairs of axis and type, in mesh order."""
+        return self.types
+
+    def replace(self, changes: Mapping[str, AxisType]) -> Placement:
+        """The same placement with other types on some axes."""
+        return Placement(tuple((axis, changes.get(axis, kind)) for axis, kind in self.types))
+
+    def dual(self) -> Placement:
+        """The placement of this value's gradient."""
+        return Placement(tuple((axis, dual(kind)) for axis, kind in self.types))
+
+    def data(self) -> Placement:
+        """What the bytes say: ``R`` and ``I`` hold the same value, so both read ``I``."""
+        return Placement(tuple((axis, "I" if kind == "R" else kind) for axis, kind in self.types))
+
+    def joined(self, mesh: Mesh) -> dict[str, AxisType]:
+        """The types by axis, where sub-axes that are together as one axis are one."""
+        types = dict(self.types)
+        for axis, _ in mesh.factored:
+            parts = mesh.parts(axis)
+            if along(parts, types[parts[0]], mesh).items() <= types.items():
+                types = {axis if name == parts[0] else name: k for name, k in types.items() if name not in parts[1:]}
+        return types
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """Axes over which the value is still to be summed."""
+        return tuple(axis for axis, kind in self.types if kind == "P")
+
+    def splits(self, dim: int) -> list[tuple[Outer, str]]:
+        """``(outer, axis)`` of every axis on ``dim``, major first."""
+        found = ((kind.outer, axis) for axis, kind in self.types if isinstance(kind, Split) and kind.dim == dim)
+        return sorted(found, key=lambda split: (count(split[0]), split[1]))
+
+    def nests(self, shape: Sequence[int], mesh: Mesh) -> bool:
+        """Whether the splits of each dim fit each other and divide it."""
+        return all(
+            nest(size, [(outer, mesh.size(axis)) for outer, axis in self.splits(dim)]) for dim, size in enumerate(shape)
+        )
+
+    def split_axes(self) -> tuple[str, ...]:
+        """Axes that split some dim, in mesh order."""
+        return tuple(axis for axis, kind in self.types if isinstance(kind, Split))
+
+
+def along(axes: Iterable[str], kind: Kind, mesh: Mesh) -> dict[str, Kind]:
+    """The types of several axes that together are as one of type ``kind``: of a split the first is the major one."""
+    types: dict[str, Kind] = {}
+    for axis in axes:
+        types[axis] = kind
+        if isinstance(kind, Split):
+            kind = replace(kind, outer=inside(kind.outer, mesh.size(axis)))
+    return types
+
+
+def parts(placement: Placement, mesh: Mesh, dim: int) -> int:
+    """Into how many pieces ``dim`` is cut."""
+    return math.prod(mesh.size(axis) for _, axis in placement.splits(dim))
+
+
+def local_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape:
+    """Shape of one rank's piece of a tensor of global ``shape``.
+
+    Raises:
+        ValueError: a dim does not divide, or two splits of it overlap.
+    """
+    result = list(shape)
+    for dim in sorted({kind.dim for _, kind in placement.types if isinstance(kind, Split)}):
+        size, pieces = shape[dim], parts(placement, mesh, dim)
+        if size % pieces:
+            raise ValueError(f"dim {dim} of {list(shape)} does not divide by {pieces}")
+        if pieces > 1:
+            for stretch, splits in terms(size, placement.splits(dim)):
+                atoms(stretch, splits, mesh.size)  # the splits nest
+        result[dim] = size // pieces
+    return tuple(result)
+
+
+def take(tensor: torch.Tensor, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int]) -> torch.Tensor:
+    """The piece of a whole tensor that the rank at ``coordinates`` holds (a copy)."""
+    for dim in range(tensor.dim()):
+        if splits := placement.splits(dim):
+            stretches = terms(tensor.shape[dim], splits)
+            pieces = tensor.split([size for size, _ in stretches], dim)
+            taken = [
+                _take(piece, dim, equal, mesh, coordinates) for piece, (_, equal) in zip(pieces, stretches, strict=True)
+            ]
+            tensor = taken[0] if len(taken) == 1 else torch.cat(taken, dim)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _take(
+    tensor: torch.Tensor, dim: int, splits: Sequence[tuple[int, str]], mesh: Mesh, coordinates: Mapping[str, int]
+) -> torch.Tensor:
+    """A rank's part of a dim that is split into equal parts."""
+    stretches = atoms(tensor.shape[dim], splits, mesh.size)
+    tensor = tensor.unflatten(dim, [atom.size for atom in stretches])
+    for offset, atom in reversed(list(enumerate(stretches))):
+        if atom.axis is not None:
+            tensor = tensor.select(dim + offset, coordinates[atom.axis])
+    kept = sum(atom.axis is None for atom in stretches)
+    return tensor.flatten(dim, dim + kept - 1) if kept else tensor.unsqueeze(dim)
+
+
+def assemble(pieces: Sequence[torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
+    """The whole tensor from every rank's piece (in rank order); partials are summed, replicas taken from rank 0 of
+    their axis."""
+    skipped = [a for a, kind in placement.items() if not isinstance(kind, Split) and kind != "P"]
+    places = ((mesh.coordinates(rank), piece) for rank, piece in enumerate(pieces))
+    kept = [(coordinates, piece) for coordinates, piece in places if not any(coordinates[axis] for axis in skipped)]
+    if len(kept) == 1:
+        return pieces[0].clone(memory_format=torch.contiguous_format)
+    whole = pieces[0].new_zeros([size * parts(placement, mesh, dim) for dim, size in enumerate(pieces[0].shape)])
+    index = torch.arange(whole.numel()).reshape(whole.shape)
+    flat = whole.view(-1)
+    for coordinates, piece in kept:
+        flat[take(index, placement, mesh, coordinates).reshape(-1)] += piece.reshape(-1)
+    return whole
+
+
+def dim_index(
+    size: int, dim: int, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device | None
+) -> torch.Tensor:
+    """Global coordinates (int64, one a local entry) of a rank's entries along ``dim`` of global ``size``."""
+    found, start = [], 0
+    for stretch, splits in terms(size, placement.splits(dim)):
+        index = torch.zeros(1, dtype=torch.int64, device=device)
+        for atom in atoms(stretch, splits, mesh.size):
+            if atom.axis is None:
+                steps = torch.arange(atom.size, dtype=torch.int64, device=device)
+                index = (index[:, None] * atom.size + steps).reshape(-1)
+            else:
+                index = index * atom.size + coordinates[atom.axis]
+        found.append(index + start)
+        start += stretch
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def row_major(shape: Sequence[int], places: Iterable[torch.Tensor], device: torch.device | None) -> torch.Tensor:
+    """Element numbers, in a tensor of ``shape``, of the entries with these coordinates along each dim."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for size, place in zip(shape, places, strict=True):
+        index = index[..., None] * size + place
+    return index
+
+
+DTYPES = {
+    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
+    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool,
+}  # fmt: skip
+"""Types of tensors by the names that programs have for them."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def is_supported(dtype: torch.dtype) -> bool:
+    """Whether a program can hold tensors of the dtype."""
+    return dtype in _NAMES
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """What a value is: dtype, global shape and placement. Its text is ``f32[8/dp, 64, (3 128/tp)] +tp``: global
+    sizes, each with the axes that split it, then the axes over which it is still to be summed."""
+
+    dtype: torch.dtype
+    shape: Shape
+    placement: Placement
+
+    def local(self, mesh: Mesh) -> Shape:
+        """Shape of one rank's piece."""
+        return local_shape(self.shape, self.placement, mesh)
+
+    def text(self, mesh: Mesh) -> str:
+        """The one notation of programs, reports and errors."""
+        dims = ", ".join(_dim_text(size, self.placement.splits(dim), mesh) for dim, size in enumerate(self.shape))
+        sums = "".join(f" +{axis}" for axis in mesh.joined(self.placement.partial))
+        return f"{_NAMES[self.dtype]}[{dims}]{sums}"
+
+
+def _dim_text(size: int, splits: Sequence[tuple[Outer, str]], mesh: Mesh) -> str:
+    """``8``, ``8/dp``, ``8/dp/tp``, ``(3 128/tp)``, ``(64/tp + 32/tp)``: each sub-dim's size with the axes that split
+    it, major first."""
+    stretches = terms(size, splits)
+    words = [" ".join(_sub_dims(stretch, equal, mesh)) for stretch, equal in stretches]
+    text = " + ".join(words)
+    return f"({text})" if " " in text else text
+
+
+def _sub_dims(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> list[str]:
+    pieces: list[tuple[int, list[str]]] = []
+    start, end = 1, 1
+    axes: list[str] = []
+    for outer, axis in splits:
+        if outer != end:
+            pieces.append((outer // start, axes))
+            start, axes = outer, []
+        axes.append(axis)
+        end = outer * mesh.size(axis)
+    pieces.append((size // start, axes))
+    return ["/".join([str(number), *mesh.joined(names)]) for number, names in pieces]
+
+
+_TYPE = re.compile(r"(\w+)\[([^\]]*)\]((?: \+\w+)*)")
+
+
+def parse_type(text: str, mesh: Mesh) -> TensorType:
+    """The inverse of ``TensorType.text``.
+
+    Raises:
+        ValueError: not such a text, an unknown dtype or axis, or an axis named twice.
+    """
+    match = _TYPE.fullmatch(text)
+    if match is None or match[1] not in DTYPES:
+        raise ValueError(f"`{text}` is not a type such as `f32[8/dp, 64]`")
+    types: dict[str, AxisType] = {}
+    shape: list[int] = []
+    for dim, entry in enumerate(match[2].split(", ") if match[2] else []):
+        outers: dict[str, list[int]] = {}
+        sizes = []
+        for term in entry.strip("()").split(" + "):
+            size = 1
+            for word in term.split(" "):
+                number, *axes = word.split("/")
+                outer = size
+                for axis in mesh.spread(axes):
+                    outers.setdefault(axis, []).append(outer)
+                    outer *= mesh.size(axis) if axis in mesh else 1
+                size *= int(number)
+            sizes.append(size)
+        for axis, found in outers.items():
+            if len(found) != len(sizes):
+                raise ValueError(f"`{text}` splits not every part over `{axis}`, or one twice")
+            _claim(types, axis, Split(dim, together(list(zip(sizes, found, strict=True)))), mesh, text)
+        shape.append(sum(sizes))
+    for axis in mesh.spread(word[1:] for word in match[3].split()):
+        _claim(types, axis, "P", mesh, text)
+    return TensorType(DTYPES[match[1]], tuple(shape), Placement.of(mesh, types))
+
+
+def _claim(types: dict[str, AxisType], axis: str, kind: AxisType, mesh: Mesh, text: str) -> None:
+    if axis not in mesh.names:
+        raise ValueError(f"`{text}` names `{axis}`, which is no axis of the mesh")
+    if axis in types:
+        raise ValueError(f"`{text}` names `{axis}` twice")
+    types[axis] = kind

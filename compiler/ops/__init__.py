@@ -1,0 +1,1 @@
+"""Operators: a row of facts for each, its sharding rule, parc's own operators, and what an operator makes of shapes."""

@@ -1,0 +1,133 @@
+"""Types of an operator's results from those of its operands, by its rule; the lattice that every line must obey."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..layout.collectives import TypeFault
+from ..layout.mesh import Mesh
+from ..layout.placement import AxisType, Placement, Split
+from ..layout.stretches import Outer, nest
+from .factors import OpCall, OpRule, RuleError, opaque
+from .rules import rule_for
+from .splits import from_factor, to_factor, to_factors
+
+Part = tuple[str, Outer]
+
+
+def rule_or_opaque(call: OpCall) -> OpRule:
+    """The call's rule; without one, every dim is needed whole."""
+    try:
+        found = rule_for(call)
+    except RuleError:
+        found = None
+    return opaque(call) if found is None else found
+
+
+def infer(
+    call: OpCall, operands: Sequence[Placement], mesh: Mesh, expected: Sequence[Placement] | None = None
+) -> list[Placement]:
+    """What the bytes of each result mean, for a call on *global* shapes.
+
+    ``R`` and ``I`` hold the same bytes and both read ``I``. ``expected`` settles what operands cannot: the split of a
+    factor that only results have (a rank that makes its own part of a mask), which is free.
+
+    Raises:
+        TypeFault: the operator, applied to these types, would need communication that is not there.
+    """
+    rule = rule_or_opaque(call)
+    results: list[dict[str, AxisType]] = [{} for _ in rule.results]
+    for axis in mesh.names:
+        kinds = [_data(placement[axis]) for placement in operands]
+        part = _part(call, rule, axis, kinds, mesh)
+        if part is None and expected is not None and not any(kind == "P" for kind in kinds):
+            part = _free_part(rule, axis, expected, mesh)
+        partial = frozenset(index for index, kind in enumerate(kinds) if kind == "P")
+        if part is None:
+            if partial and partial not in rule.linear:
+                raise TypeFault(f"{call.op} is not linear in operands that are still to be summed over `{axis}`")
+            for result in results:
+                result[axis] = "P" if partial else "I"
+            continue
+        if partial:
+            raise TypeFault(f"{call.op} mixes a value split over `{axis}` with one still to be summed over it")
+        _require_split(call, rule, axis, part, kinds, mesh)
+        for dims, result in zip(rule.results, results, strict=True):
+            at = from_factor(rule, dims, *part)
+            result[axis] = Split(*at) if at else "P"
+    placements = [Placement.of(mesh, result) for result in results]
+    _require_disjoint(call, placements, mesh)
+    return placements
+
+
+def place_created(
+    call: OpCall, operands: Sequence[Placement | None], zeros: frozenset[int], mesh: Mesh
+) -> list[Placement]:
+    """The placements of a call's operands; those given as None are made where they are read, in the placement that
+    the others ask for. ``zeros`` are operands of nothing but zeros, which are a part of any sum."""
+    rule = rule_or_opaque(call)
+    made: list[dict[str, AxisType]] = [{} for _ in operands]
+    for axis in mesh.names:
+        kinds: list[AxisType] = ["I" if placement is None else _data(placement[axis]) for placement in operands]
+        part = _part(call, rule, axis, kinds, mesh)
+        partial = frozenset(index for index, kind in enumerate(kinds) if kind == "P")
+        summed = next((together for together in rule.linear if partial and partial <= together), frozenset())
+        for index, (dims, types) in enumerate(zip(rule.operands, made, strict=True)):
+            at = from_factor(rule, dims, *part) if part is not None else None
+            if at is not None:
+                types[axis] = Split(*at)
+            elif index in zeros and index in summed:
+                types[axis] = "P"
+    return [
+        Placement.of(mesh, types) if placement is None else placement
+        for placement, types in zip(operands, made, strict=True)
+    ]
+
+
+def _data(kind: AxisType) -> AxisType:
+    return "I" if kind == "R" else kind
+
+
+def _part(call: OpCall, rule: OpRule, axis: str, kinds: Sequence[AxisType], mesh: Mesh) -> Part | None:
+    """The one part of a factor that the operands split over the axis."""
+    split = [(index, kind) for index, kind in enumerate(kinds) if isinstance(kind, Split)]
+    for index, kind in split:
+        if kind.dim >= len(rule.operands[index]):
+            raise TypeFault(f"operand {index} of {call.op} has no dim {kind.dim}")
+    given = [(rule.operands[index], kind.dim, kind.outer) for index, kind in split]
+    found: Part | None = None
+    for (index, kind), part in zip(split, to_factors(rule, given, mesh.size(axis)), strict=True):
+        if part is None or part[0] in rule.whole:
+            raise TypeFault(f"{call.op} needs dim {kind.dim} of operand {index} whole on `{axis}`")
+        if found is not None and found != part:
+            raise TypeFault(f"{call.op} has operands split differently over `{axis}`")
+        found = part
+    return found
+
+
+def _free_part(rule: OpRule, axis: str, expected: Sequence[Placement], mesh: Mesh) -> Part | None:
+    """A part of a factor that no operand has, as the results are said to split it."""
+    owned = {name for dims in rule.operands for names in dims for name in names}
+    for placement, dims in zip(expected, rule.results, strict=True):
+        kind = placement[axis]
+        if isinstance(kind, Split):
+            part = to_factor(rule, dims, kind.dim, kind.outer, mesh.size(axis))
+            if part is not None and part[0] not in owned and part[0] not in rule.whole:
+                return part
+    return None
+
+
+def _require_split(call: OpCall, rule: OpRule, axis: str, part: Part, kinds: Sequence[AxisType], mesh: Mesh) -> None:
+    for index, (kind, dims) in enumerate(zip(kinds, rule.operands, strict=True)):
+        at = from_factor(rule, dims, *part)
+        if at is not None and kind != Split(*at):
+            raise TypeFault(f"operand {index} of {call.op} is whole on `{axis}`, where another is split")
+
+
+def _require_disjoint(call: OpCall, placements: Sequence[Placement], mesh: Mesh) -> None:
+    for placement, shape in zip(placements, call.results, strict=True):
+        for dim, size in enumerate(shape):
+            splits = placement.splits(dim)
+            if not nest(size, [(outer, mesh.size(axis)) for outer, axis in splits]):
+                axes = ", ".join(f"`{axis}`" for _, axis in splits)
+                raise TypeFault(f"dim {dim} of the result of {call.op}, of size {size}, is not split over {axes} so")

@@ -1,0 +1,92 @@
+"""A recorder of operators: the ATen graph, forward and backward, of what is computed with tensors that hold no numbers.
+
+    with GraphRecorder() as recorder:
+        x = recorder.placeholder(torch.float32, (2, 3))
+        y = (x.detach().requires_grad_() * 2).sum()
+    recorder.finish(y)  # placeholder, detach, mul, sum, output
+
+Unlike ``make_fx``, it runs no operator again whose results are remembered: it only makes a node.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..torch_private import without_dispatch
+from .results import changed, example, results_of
+
+
+class RecordedTensor(torch.Tensor):
+    """A tensor without numbers. ``node`` made it, in the graph that is being recorded."""
+
+    node: fx.Node
+    example: torch.Tensor
+
+    @staticmethod
+    def of(like: torch.Tensor, node: fx.Node) -> RecordedTensor:
+        """A tensor of the layout of an example."""
+        made: RecordedTensor = torch.Tensor._make_wrapper_subclass(
+            RecordedTensor, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype
+        )
+        made.example, made.node = like, node
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(f"{func} outside of the recorder that made its operands")
+
+
+class GraphRecorder(TorchDispatchMode):
+    """The graph of all operators that are run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+
+    def placeholder(self, dtype: torch.dtype, shape: Sequence[int]) -> RecordedTensor:
+        """An input of the graph, whose entries lie in order."""
+        node = self.graph.placeholder(f"arg{len(self.graph.nodes)}_1")
+        node.meta["val"] = example(dtype, tuple(shape))
+        return RecordedTensor.of(node.meta["val"], node)
+
+    def finish(self, results: Any) -> fx.Graph:
+        """The graph, which returns ``results``, without operators that nobody reads."""
+        self.graph.output(changed(results, lambda tensor: tensor.node))
+        for node in reversed(self.graph.nodes):
+            if node.op == "call_function" and not node.users:
+                self.graph.erase_node(node)
+        return self.graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        found = results_of(func, *changed(given, lambda tensor: tensor.example))
+        node = self.graph.call_function(func, *changed(given, lambda tensor: tensor.node))
+        node.meta["val"] = found.values
+        if found.in_place:  # whoever reads the operand after this reads the node
+            if found.values is not args[0].example:
+                with without_dispatch():  # its sizes and strides are all that it has
+                    func(*args, **(kwargs or {}))
+            args[0].node, args[0].example = node, found.values
+            return args[0]
+        return self._made(node, found.values)
+
+    def _made(self, node: fx.Node, values: Any) -> Any:
+        if isinstance(values, torch.Tensor):
+            return RecordedTensor.of(values, node)
+        if not isinstance(values, (tuple, list)):
+            return values
+        parts: list[Any] = []
+        for index, value in enumerate(values):
+            if value is None:
+                parts.append(None)
+                continue
+            part = self.graph.call_function(operator.getitem, (node, index))
+            part.meta["val"] = value
+            parts.append(self._made(part, value))
+        return type(values)(parts)

@@ -1,0 +1,123 @@
+"""Results of operators on tensors without numbers: dtypes, shapes and strides, remembered.
+
+An operator on operands of the same layouts is run once in a process: on torch's meta device, or on fake tensors of a
+CPU, where it has no kernel there, or numbers are narrow, which some operators (norms) keep narrow on a CPU alone.
+Models repeat operators, and a build asks for the same ones in its passes and in its checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..torch_private import quiet
+from .precision import is_narrow
+
+Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
+"""A tensor's dtype, shape, strides and offset in its storage, in entries."""
+_MOST = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The results of an operator, as examples; ``in_place``: it writes its first operand and returns that."""
+
+    values: Any
+    in_place: bool
+
+
+_EXAMPLES: dict[Layout, torch.Tensor] = {}
+_RESULTS: dict[Any, Results] = {}
+
+
+def example_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The one meta tensor that stands for all of a layout; it is never written."""
+    layout = tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    found = _EXAMPLES.get(layout)
+    if found is None:
+        dtype, shape, strides, offset = layout
+        most = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+        storage = torch.empty(most if 0 not in shape else offset, dtype=dtype, device="meta")
+        found = _EXAMPLES[layout] = storage.as_strided(shape, strides, offset)
+    return found
+
+
+@cache
+def example(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The example whose entries lie in order."""
+    return example_of(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def results_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
+    """The results of an operator on examples, which stand in its arguments.
+
+    Raises:
+        Exception: whatever torch raises for arguments that it does not take.
+    """
+    key = func, _key(args), _key(kwargs)
+    found = _RESULTS.get(key)
+    if found is None:
+        if len(_RESULTS) >= _MOST:
+            _RESULTS.clear()
+        found = _RESULTS[key] = _run(func, args, kwargs)
+    return found
+
+
+def _key(item: Any) -> Any:
+    """An argument as part of a key: examples by what they are, numbers with their type (``1``, ``1.0`` and ``True`` are
+    equal)."""
+    if isinstance(item, torch.Tensor):
+        return id(item)  # an example lives as long as the process
+    if isinstance(item, (tuple, list)):
+        return type(item), tuple(map(_key, item))
+    if isinstance(item, dict):
+        return tuple((name, _key(value)) for name, value in item.items())
+    return type(item), item
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
+    if not any(is_narrow(leaf.dtype) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
+        try:
+            return _run_on(func, args, kwargs, "meta", torch.Tensor.detach)
+        except Exception:  # no kernel for it; or what it does not take, which fake tensors say as well
+            return _run_fake(func, args, kwargs)
+    return _run_fake(func, args, kwargs)
+
+
+def _run_fake(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
+    with _fakes(), quiet():
+        return _run_on(func, args, kwargs, "cpu", _fake)
+
+
+def _run_on(func: Any, args: Any, kwargs: Any, device: str, operand: Callable[[torch.Tensor], Any]) -> Results:
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        kwargs = {**kwargs, "device": torch.device(device)}
+    args, kwargs = changed((args, kwargs), operand)
+    made = func(*args, **kwargs)
+    return Results(tree_map_only(torch.Tensor, example_of, made), bool(args) and made is args[0])
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+@cache
+def _fakes() -> FakeTensorMode:
+    return FakeTensorMode()
+
+
+def changed(item: Any, change: Callable[[Any], Any]) -> Any:
+    """An argument with every tensor in it replaced."""
+    if isinstance(item, torch.Tensor):
+        return change(item)
+    if isinstance(item, (tuple, list)):
+        return type(item)(changed(inner, change) for inner in item)
+    if isinstance(item, dict):
+        return {name: changed(value, change) for name, value in item.items()}
+    return item

@@ -1,0 +1,59 @@
+"""Rows of attention, torch's and parc's own: whole heads to a rank."""
+
+from ..factors import Dims, OpCall, OpRule, apply_dims, opaque, quotient
+from ..op_row import Row, is_operand, plain_dims, table
+
+
+def _dims(rank: int, mask: list[int]) -> tuple[list[Dims], Dims]:
+    """Dims of q [b h s d], k [b h t d], v [b h t e], and a mask [.. s t] if the number of its dims is given; then those
+    of the result [b h s e].
+
+    Query heads that outnumber the key heads are (g r), key heads g: splitting g splits both, splitting r leaves the
+    keys replicated. Dims before the heads are batch; they and the mask's dims broadcast.
+    """
+    batch = plain_dims(rank - 3, "b")
+    queries, keys = ((*batch, ("g", "r")), (*batch, ("g",))) if rank > 2 else ((), ())
+    scores = (*queries, ("s",), ("t",))
+    masks = [scores[len(scores) - dims :] for dims in mask]
+    operands: list[Dims] = [(*queries, ("s",), ("d",)), (*keys, ("t",), ("d",)), (*keys, ("t",), ("e",)), *masks]
+    return operands, (*queries, ("s",), ("e",))
+
+
+def _whole(names: str, causal: bool) -> frozenset[str]:
+    """A causal mask counts positions from the first query, so it needs all of them."""
+    return frozenset(names + "s" * causal)
+
+
+def _composite(call: OpCall) -> OpRule:
+    """`scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, *, scale, enable_gqa)`; linear in v."""
+    q, k, v, *mask = call.operands
+    if not len(q) == len(k) == len(v) or (len(q) > 2 and quotient(q[-3], k[-3]) is None):
+        return opaque(call)
+    operands, out = _dims(len(q), list(map(len, mask)))
+    whole = _whole("td", bool(call.argument(5, "is_causal", False)))
+    return apply_dims(call, operands, [out], whole=whole, linear=[frozenset({2})])
+
+
+def _attention(call: OpCall) -> OpRule:
+    """`attention(q, k, v, mask, key, causal, scale, p)`; the stream's key has no dims."""
+    mask = [len(call.operands[3])] if is_operand(call.args[3]) else []
+    operands, out = _dims(4, mask)
+    key: list[Dims] = [()] * is_operand(call.args[4])
+    return apply_dims(call, [*operands, *key], [out, out[:3]], whole=_whole("tde", call.args[5]))
+
+
+def _attention_backward(call: OpCall) -> OpRule:
+    """`attention_backward(grad, q, k, v, mask, key, out, lse, causal, scale, p)`."""
+    mask = [len(call.operands[4])] if is_operand(call.args[4]) else []
+    operands, out = _dims(4, mask)
+    key: list[Dims] = [()] * is_operand(call.args[5])
+    # rows of the scores are independent given `lse`, so a part of them gives a part of the sum for k and v
+    given, whole = [out, *operands, *key, out, out[:3]], _whole("tde", call.args[8])
+    return apply_dims(call, given, operands[:3], whole=whole, linear=[frozenset({0})])
+
+
+TABLE = {
+    **table("scaled_dot_product_attention", Row(_composite)),
+    "parc.attention.default": Row(_attention),
+    "parc.attention_backward.default": Row(_attention_backward),
+}

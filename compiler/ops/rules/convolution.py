@@ -1,0 +1,104 @@
+"""Rows of convolutions and pools: batch, groups and channels may be split, space is whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, quotient
+from ..op_row import Change, Row, along, is_operand, result_shape, table
+
+
+def _spell(call: OpCall, x: Shape, weight: Shape, groups: int, *, transposed: bool) -> dict[str, Any]:
+    """Dims of "x" [n (g i) ...], "w" [(g o) i ...] ([(g i) o ...] when transposed), "y" [n (g o) ...] and "b"."""
+    space = len(weight) - 2
+    batch: Dims = (("n",),) if len(x) == space + 2 else ()
+    first, second = ("i", "o") if transposed else ("o", "i")
+    per_group = quotient(weight[0], groups)
+    return {
+        "x": (*batch, ("g", "i"), *((f"x{dim}",) for dim in range(space))),
+        "w": (("g", first), (second,), *((f"k{dim}",) for dim in range(space))),
+        "y": (*batch, ("g", "o"), *((f"y{dim}",) for dim in range(space))),
+        "b": (("g", "o"),),
+        "sizes": {"g": groups, first: 1 if per_group is None else per_group, second: weight[1]},
+        "whole": frozenset(f"{letter}{dim}" for letter in "xky" for dim in range(space)),
+    }
+
+
+def _arguments(call: OpCall, position: int, transposed: int | None) -> tuple[int, bool]:
+    return int(call.argument(position, "groups", 1)), transposed is not None and bool(call.args[transposed])
+
+
+def _forward(groups: int, transposed: int | None = None) -> Callable[[OpCall], OpRule]:
+    """`(x, weight, bias, ...)`, with the positions of these arguments."""
+
+    def ruling(call: OpCall) -> OpRule:
+        count, is_transposed = _arguments(call, groups, transposed)
+        spelled = _spell(call, call.operands[0], call.operands[1], count, transposed=is_transposed)
+        biased = is_operand(call.argument(2, "bias"))
+        operands = [spelled["x"], spelled["w"], *([spelled["b"]] if biased else [])]
+        # with a bias, each part of the channels that are summed would add it once more; one operator gives all
+        # gradients, so that neither factor may be partial
+        whole = spelled["whole"] | ({"i"} if biased else frozenset())
+        return apply_dims(call, operands, [spelled["y"]], whole=whole, sizes=spelled["sizes"])
+
+    return ruling
+
+
+def _backward(call: OpCall) -> OpRule:
+    """`convolution_backward(grad, x, weight, bias_sizes, ..., transposed, ..., groups, mask)`."""
+    count, transposed = _arguments(call, 9, 7)
+    spelled = _spell(call, call.operands[1], call.operands[2], count, transposed=transposed)
+    results = [spelled[name] for name, wanted in zip("xwb", call.args[10], strict=True) if wanted]
+    # the bias gradient is a sum over the output alone: every part of the input channels would give all of it
+    whole = spelled["whole"] | ({"i"} if call.args[10][2] else frozenset())
+    operands = [spelled["y"], spelled["x"], spelled["w"]]
+    return apply_dims(call, operands, results, whole=whole, linear=[frozenset({0})], sizes=spelled["sizes"])
+
+
+def _local(groups: int, x: int) -> Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], list[Change]]:
+    """The groups a rank holds: its input channels by those of one group; `x` is the operand that has them."""
+
+    def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
+        weight = operands[x + 1]
+        count = call.argument(groups, "groups", 1)
+        changes: list[Change] = []
+        if count != 1:
+            transposed = (call.op == "aten.convolution.default" and call.args[6]) or (x == 1 and call.args[7])
+            channels = (operands[0] if x else results[0]) if transposed else operands[x]
+            changes.append((groups, "groups", quotient(channels[1 - len(weight)], weight[1])))
+        if x and call.args[3] is not None:
+            changes.append((3, "bias_sizes", [operands[0][1]]))
+        return changes
+
+    return localize
+
+
+def _space(dims: int) -> Callable[[OpCall, int], frozenset[int]]:
+    return lambda call, rank: frozenset(range(rank - dims, rank))
+
+
+_RESIZES = {1: "linear1d", 2: "bilinear2d bicubic2d", 3: "trilinear3d"}
+
+
+def _over_space(dims: int) -> dict[str, Row]:
+    """Pools, pads and resizes over so many dims of space, with their gradients; those of one dim are pools of two."""
+    linear = [f"reflection_pad{dims}d", f"replication_pad{dims}d"]
+    maxima = [f"max_pool{dims}d_with_indices", f"adaptive_max_pool{dims}d"] if dims > 1 else []
+    linear += [f"avg_pool{dims}d", f"_adaptive_avg_pool{dims}d"] if dims > 1 else []
+    resizes = [f"upsample_nearest{dims}d", f"_upsample_nearest_exact{dims}d"]
+    resizes += [f"upsample_{kind}" for kind in _RESIZES[dims].split()]
+    passed = Row(along(_space(dims), linear="0"))
+    return {
+        **table(" ".join(maxima), Row(along(_space(dims)))),
+        **table(" ".join([*linear, *resizes, *(f"{name}_backward" for name in (*maxima, *linear))]), passed),
+        **table(" ".join(f"{name}_backward" for name in resizes), Row(passed.rule, result_shape(2, "input_size"))),
+    }
+
+
+TABLE = {
+    **table("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding", Row(_forward(6), _local(6, 0))),
+    **table("convolution", Row(_forward(8, 6), _local(8, 0))),
+    **table("convolution_backward", Row(_backward, _local(9, 1))),
+    **_over_space(1),
+    **_over_space(2),
+    **_over_space(3),
+}

@@ -1,0 +1,139 @@
+"""Rows of lookups: what is indexed is whole, the positions that ask are free."""
+
+from collections.abc import Callable, Sequence
+
+from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, opaque, rule
+from ..op_row import Row, argument_linear, is_operand, normal_dim, table
+
+# ---- index.Tensor and index_put
+
+
+def _indexed(call: OpCall) -> tuple[Dims, list[Dims], Dims, frozenset[str]] | None:
+    """Dims of x, of the indices, of what `x[indices]` gives, and the indexed factors; None if nothing indexes.
+
+    The dims of the indices, broadcast, stand where the first of consecutive indexed dims stood, else in front.
+    """
+    shape = call.operands[0]
+    indices = [index.index if is_operand(index) else None for index in call.args[1]]
+    places = [dim for dim, index in enumerate(indices) if index is not None]
+    given = [call.operands[index] for index in indices if index is not None]
+    if not given:
+        return None
+    rank = max(len(index) for index in given)
+    asking = tuple((f"i{dim}",) for dim in range(rank))
+    x = tuple((f"x{dim}",) if dim in places else (f"d{dim}",) for dim in range(len(shape)))
+    consecutive = places == list(range(places[0], places[-1] + 1))
+    front = [names for dim, names in enumerate(x) if dim not in places and consecutive and dim < places[0]]
+    back = [names for dim, names in enumerate(x) if dim not in places and not (consecutive and dim < places[0])]
+    looked = (*front, *asking, *back)
+    return x, [asking[rank - len(index) :] for index in given], looked, frozenset(f"x{dim}" for dim in places)
+
+
+def _fits(call: OpCall, given: Sequence[Shape], start: int, rank: int) -> bool:
+    """Whether the result has the indices' broadcast shape from dim `start` on, which boolean masks do not give."""
+    result = call.results[0][start : start + rank]
+    return len(result) == rank and all(
+        any(len(shape) >= rank - i and shape[i - rank] == size for shape in given) or size == 1
+        for i, size in enumerate(result)
+    )
+
+
+def _index(call: OpCall) -> OpRule:
+    found = _indexed(call)
+    linear = [frozenset({0})]
+    if found is None:
+        return opaque(call, linear)
+    x, indices, looked, whole = found
+    start = next((dim for dim, names in enumerate(looked) if names[0].startswith("i")), 0)
+    rank = sum(names[0].startswith("i") for names in looked)
+    if len(looked) != len(call.results[0]) or not _fits(call, call.operands[1:], start, rank):
+        return opaque(call, linear)
+    return apply_dims(call, [x, *indices], [looked], whole=whole, linear=linear)
+
+
+def _may_mask(call: OpCall) -> bool:
+    """Whether an index may be a boolean mask over several dims of x: it has their sizes, and the call says no more."""
+    shape = call.operands[0]
+    for dim, index in enumerate(call.args[1]):
+        covered = call.operands[index.index] if is_operand(index) else ()
+        if len(covered) > 1 and shape[dim : dim + len(covered)] == covered:
+            return True
+    return False
+
+
+def _index_put(call: OpCall) -> OpRule:
+    """`index_put(x, indices, values)`: a part of the values would leave the others of x as they were: all whole."""
+    found = _indexed(call)
+    values = call.operands[-1]
+    linear = argument_linear(call, "02")
+    if found is None or len(values) > len(found[2]) or _may_mask(call):
+        return opaque(call, linear)
+    x, indices, looked, whole = found
+    asking = frozenset(name for names in looked for name in names if name.startswith("i"))
+    return apply_dims(
+        call, [x, *indices, looked[len(looked) - len(values) :]], [x], whole=whole | asking, linear=linear
+    )
+
+
+# ---- gather, scatter and their relatives: (x, dim, index, ...), index as long as x in the other dims, or shorter
+
+
+def _picked(text: str, *, free: bool = False, linear: str = "") -> Callable[[OpCall], OpRule]:
+    """`text`: per tensor, operands then results, "x" where it is asked along `dim`, "i" where it has the positions that
+    ask; "l" is a list of these alone, "1" a tensor of rank 0."""
+
+    def ruling(call: OpCall) -> OpRule:
+        dim = normal_dim(call.args[1], len(call.operands[0]))
+        tensors = (*call.operands, *call.results)
+        ranked = [shape for letter, shape in zip(text, tensors, strict=True) if letter in "xi"]
+
+        def spell(index: int, letter: str, shape: Shape) -> Dims:
+            if letter in "l1":
+                return (("i",),) * len(shape)
+            dims = [f"d{place}" for place in range(len(shape))]
+            for place, size in enumerate(shape):
+                if any(other[place] != size for other in ranked):  # it speaks of the first part of a longer one
+                    dims[place] = f"w{index}_{place}"
+                if place == dim:
+                    dims[place] = letter
+            return tuple((name,) for name in dims)
+
+        named = [spell(index, *each) for index, each in enumerate(zip(text, tensors, strict=True))]
+        names = {name for dims in named for dim_names in dims for name in dim_names}
+        whole = frozenset(name for name in names if name[0] == "w" or name == "x" or (name == "i" and not free))
+        count = len(call.operands)
+        return apply_dims(call, named[:count], named[count:], whole=whole, linear=argument_linear(call, linear))
+
+    return ruling
+
+
+def _embedding_backward(call: OpCall) -> OpRule:
+    """Lookups of a row add up, unless each is divided by how often the row is looked up."""
+    lead = "...!" if call.argument(4, "scale_grad_by_freq", False) else "..."
+    return rule(f"{lead} d, {lead} -> v! d", linear="0")(call)
+
+
+def _embedding(call: OpCall) -> OpRule:
+    """A gradient divided by how often a row is looked up needs all lookups, of all rows."""
+    if call.argument(3, "scale_grad_by_freq", False):
+        return rule("v! d, ...! -> ...! d", linear="0")(call)
+    return rule("v d, ... -> ... d", linear="0")(call)
+
+
+TABLE = {
+    # a rank with a part of v looks up its own rows and gives zeros elsewhere: what is emitted masks the indices
+    **table("embedding", Row(_embedding)),
+    **table("embedding_dense_backward", Row(_embedding_backward)),
+    **table("one_hot", Row(rule("... -> ... c!"))),
+    # the bucket is how many boundaries lie below: a count, which adds up
+    **table("bucketize.Tensor", Row(rule("..., boundaries -> ..."))),
+    **table("index.Tensor _unsafe_index.Tensor", Row(_index)),
+    **table("index_put _unsafe_index_put", Row(_index_put)),
+    **table("gather", Row(_picked("xii", linear="0"))),
+    **table("scatter.value", Row(_picked("xix", linear="03"))),
+    **table("scatter.src scatter_add", Row(_picked("xiix", linear="03"))),
+    **table("scatter_reduce.two", Row(_picked("xiix"))),
+    **table("index_select", Row(_picked("xli", free=True, linear="0"))),
+    **table("index_add index_copy", Row(_picked("xlix", linear="03"))),
+    **table("index_fill.int_Scalar", Row(_picked("xlx", linear="03"))),
+}

@@ -1,0 +1,39 @@
+"""Rows of parc's own operators: randomness, padding, sharded lookups and losses."""
+
+from __future__ import annotations
+
+from ..factors import OpCall, OpRule, apply_dims, rule
+from ..op_row import Row, plain_dims, result_shape
+from .creation import made
+
+
+def _filled(call: OpCall) -> OpRule:
+    """Linear where it writes zeros: padding of a sum is the sum of padding."""
+    return rule("... -> ...", linear="" if call.args[5] else "0")(call)
+
+
+def _resized(call: OpCall) -> OpRule:
+    """The dim is (outer, entries): a rank with some of the outer parts changes those; entries of a part are whole."""
+    dims, (dim, outer) = plain_dims(len(call.operands[0])), call.args[1:3]
+    before, after = ((*dims[:dim], ("outer", name), *dims[dim + 1 :]) for name in ("before", "after"))
+    whole, linear = frozenset({"before", "after"}), [frozenset({0})]
+    return apply_dims(call, [before], [after], whole=whole, linear=linear, sizes={"outer": outer})
+
+
+TABLE: dict[str, Row] = {
+    "parc.square_sum.default": Row(rule("... -> ")),
+    "parc.stream_key.default": Row(rule("t! -> ")),
+    "parc.dropout_mask.default": Row(made, result_shape(1, "size")),
+    "parc.random.default": Row(made, result_shape(1, "size")),
+    "parc.iota.default": Row(made, lambda call, operands, results: [(0, "size", results[0][0])]),
+    "parc.lookup.default": Row(rule("v e, ... -> ... e")),
+    "parc.lookup_backward.default": Row(
+        rule("... e, ... -> v e", linear="0"), lambda call, operands, results: [(2, "rows", results[0][0])]
+    ),
+    "parc.token_loss.default": Row(rule("t v, t -> t")),
+    "parc.loss_parts.default": Row(rule("t v, t 1, t -> c! t")),
+    "parc.fill_pad.default": Row(_filled),
+    "parc.cut_pad.default": Row(_resized),
+    "parc.grow_pad.default": Row(_resized),
+    "parc.loss_parts_backward.default": Row(rule("c! t, t v, t 1, t -> t v", linear="0")),
+}

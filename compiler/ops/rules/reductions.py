@@ -1,0 +1,65 @@
+"""Rows of operators that reduce, order or scan dims; a sum leaves its dims free, everything else needs them whole."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..factors import OpCall, OpRule, apply_dims, rule
+from ..op_row import Row, along, argument_linear, dim_argument, normal_dims, plain_dims, table
+
+
+def _reduced(*, free: bool, linear: str = "", dim: int | None = 1) -> Callable[[OpCall], OpRule]:
+    """Reduces the dims at argument `dim` (None: all); whether they are kept shows in the result's rank."""
+
+    def ruling(call: OpCall) -> OpRule:
+        rank = len(call.operands[0])
+        dims = normal_dims(None if dim is None else call.argument(dim, "dim"), rank)
+        kept = len(call.results[0]) == rank
+        result = tuple(() if i in dims else names for i, names in enumerate(plain_dims(rank)) if kept or i not in dims)
+        whole = frozenset() if free else frozenset(f"d{i}" for i in dims)
+        return apply_dims(
+            call, [plain_dims(rank)], [result] * len(call.results), whole=whole, linear=argument_linear(call, linear)
+        )
+
+    return ruling
+
+
+def _histc(call: OpCall) -> OpRule:
+    """Counts add up where the range is given; else the range is that of the data, which must be whole."""
+    dims = plain_dims(len(call.operands[0]))
+    low, high = call.argument(2, "min", 0), call.argument(3, "max", 0)
+    whole = frozenset(name for names in dims for name in names) if low == high else frozenset()
+    return apply_dims(call, [dims], [(("bins",),)], whole=whole | {"bins"})
+
+
+def _diff(call: OpCall) -> OpRule:
+    """`diff(x, n, dim, prepend, append)`: linear in all its tensors together."""
+    ruled = along(dim_argument(2))(call)
+    return replace(ruled, linear=(frozenset(range(len(call.operands))),))
+
+
+_SOME = """
+    amax amin max.dim min.dim median.dim mode argmax argmin any.dim any.dims all.dim all.dims prod.dim_int logsumexp
+    var.dim var.correction var_mean.dim var_mean.correction std.dim std.correction std_mean.correction
+"""
+
+TABLE = {
+    # a part of the dim gives a part of the sum
+    **table("sum", Row(_reduced(free=True, linear="0", dim=None))),
+    **table("sum.dim_IntList", Row(_reduced(free=True, linear="0"))),
+    **table("nansum count_nonzero count_nonzero.dim_IntList", Row(_reduced(free=True))),
+    **table("histc", Row(_histc)),
+    # distances between the rows of two tensors; each part of the rows of one gives a part of the other's gradient
+    **table("_cdist_forward", Row(rule("... m d!, ... n d! -> ... m n"))),
+    **table("_cdist_backward", Row(rule("... m n, ... m d!, ... n d!, ... m n -> ... m d", linear="0"))),
+    # a mean divides by the size of what it sees, so its dims are whole; a Partial on another axis passes
+    **table("mean", Row(_reduced(free=False, linear="0", dim=None))),
+    **table("mean.dim", Row(_reduced(free=False, linear="0"))),
+    **table(_SOME, Row(_reduced(free=False))),
+    **table("linalg_vector_norm norm.ScalarOpt_dim kthvalue", Row(_reduced(free=False, dim=2))),
+    **table("softmax.int log_softmax.int _softmax _log_softmax _safe_softmax", Row(along(dim_argument(1)))),
+    **table("_softmax_backward_data _log_softmax_backward_data", Row(along(dim_argument(2), linear="0"))),
+    **table("cumsum", Row(along(dim_argument(1), linear="0"))),
+    **table("cumprod logcumsumexp cummax cummin sort argsort", Row(along(dim_argument(1)))),
+    **table("sort.stable argsort.stable topk", Row(along(dim_argument(2)))),
+    **table("diff", Row(_diff)),
+}

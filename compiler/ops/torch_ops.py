@@ -1,0 +1,225 @@
+"""parc's own operators: attention, counter-based randomness, sharded lookups and losses, and typed conversions.
+
+They exist where aten's operator would bake in a device, a rank's random state or whole logits. Each has a shape-only
+kernel for tracing and its gradient; ``kernels.py`` computes them, since some need to know which rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ..layout.placement import dual, parse_kind
+
+LIBRARY = torch.library.Library("parc", "FRAGMENT")
+
+_SCHEMAS = (
+    # attention over [b, h, s, d]; the key/value heads may be fewer than the query heads; lse is [b, h, s]; weights are
+    # dropped with probability p by the stream of `key`
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, bool causal, float? scale, float p) "
+    "-> (Tensor, Tensor)",
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key, Tensor out, Tensor lse, "
+    "bool causal, float? scale, float p) -> (Tensor, Tensor, Tensor)",
+    # randomness: a stream's key from the step and microbatch in `rng`; a mask of 0 and 1/(1-p)
+    "stream_key(Tensor rng, str name, int seed) -> Tensor",
+    "dropout_mask(Tensor key, SymInt[] size, float p, ScalarType dtype) -> Tensor",
+    # numbers uniform in [0, 1), or standard normal
+    "random(Tensor key, SymInt[] size, str law, ScalarType dtype) -> Tensor",
+    # start + step * global index
+    "iota(SymInt size, int start, int step, ScalarType dtype) -> Tensor",
+    # rows of a table of which a rank holds some: zeros for the others; the row `padding` gets no gradient
+    "lookup(Tensor table, Tensor index, int padding) -> Tensor",
+    "lookup_backward(Tensor grad, Tensor index, SymInt rows, int padding) -> Tensor",
+    # negative log-likelihood of each target, 0 where it is ignored: whole, and in parts over a split vocabulary
+    "token_loss(Tensor logits, Tensor targets, int ignore) -> Tensor",
+    "row_max(Tensor logits, str axes) -> Tensor",
+    "loss_parts(Tensor logits, Tensor peak, Tensor targets) -> Tensor",
+    "loss_parts_backward(Tensor grad, Tensor logits, Tensor peak, Tensor targets) -> Tensor",
+    # the sum of the squares of all elements
+    "square_sum(Tensor x) -> Tensor",
+    # padding of a dim seen as (outer, padded), of which the first `real` entries are the model's: a value in it, the
+    # dim without it, and the dim with zeros in it
+    "fill_pad(Tensor x, int dim, int outer, int real, int padded, float value) -> Tensor",
+    "cut_pad(Tensor x, int dim, int outer, int real, int padded) -> Tensor",
+    "grow_pad(Tensor x, int dim, int outer, int real, int padded) -> Tensor",
+    # a typed conversion such as P -> I over "dp,tp", on the global shape; a collective when programs are emitted
+    "convert(Tensor x, str axes, str source, str result) -> Tensor",
+)
+for _schema in _SCHEMAS:
+    LIBRARY.define(_schema)
+OPS: Any = torch.ops.parc
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _fake(name: str) -> Callable[[_Function], _Function]:
+    """Registers the shape-only kernel of an operator."""
+
+    def register(function: _Function) -> _Function:
+        torch.library.register_fake(f"parc::{name}", function, lib=LIBRARY)
+        return function
+
+    return register
+
+
+def _check(fits: bool, op: str) -> None:
+    if not fits:
+        raise ValueError(f"parc.{op}: the operands' shapes do not fit each other")
+
+
+def _check_attention(q: Any, k: Any, v: Any, mask: Any) -> None:
+    fits = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1] and q.shape[0] == k.shape[0]
+    _check(fits and q.shape[1] % k.shape[1] == 0, "attention")
+    if mask is not None:
+        scores = (*q.shape[:-1], k.shape[2])
+        _check(all(m in (1, s) for m, s in zip(reversed(mask.shape), reversed(scores), strict=False)), "attention")
+
+
+@_fake("attention")
+def _(q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: float | None, p: float) -> Any:
+    _check_attention(q, k, v, mask)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
+
+
+@_fake("attention_backward")
+def _(
+    grad: Any, q: Any, k: Any, v: Any, mask: Any, key: Any, out: Any, lse: Any, causal: bool, scale: Any, p: float
+) -> Any:
+    _check_attention(q, k, v, mask)
+    _check(grad.shape == out.shape == (*q.shape[:-1], v.shape[-1]) and lse.shape == q.shape[:-1], "attention_backward")
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+@_fake("stream_key")
+def _(rng: Any, name: str, seed: int) -> Any:
+    return rng.new_empty((), dtype=torch.int64)
+
+
+@_fake("dropout_mask")
+@_fake("random")
+def _(key: Any, size: Any, how: Any, dtype: torch.dtype) -> Any:
+    return key.new_empty(size, dtype=dtype)
+
+
+@_fake("iota")
+def _(size: Any, start: int, step: int, dtype: torch.dtype) -> Any:
+    return torch.empty(size, dtype=dtype)
+
+
+@_fake("lookup")
+def _(table: Any, index: Any, padding: int) -> Any:
+    return table.new_empty(*index.shape, table.shape[-1])
+
+
+@_fake("lookup_backward")
+def _(grad: Any, index: Any, rows: Any, padding: int) -> Any:
+    _check(grad.shape[:-1] == index.shape, "lookup_backward")
+    return grad.new_empty(rows, grad.shape[-1])
+
+
+@_fake("token_loss")
+def _(logits: Any, targets: Any, ignore: int) -> Any:
+    _check(logits.shape[:-1] == targets.shape, "token_loss")
+    return logits.new_empty(targets.shape)
+
+
+@_fake("row_max")
+def _(logits: Any, axes: str) -> Any:
+    return logits.new_empty(*logits.shape[:-1], 1)
+
+
+@_fake("loss_parts")
+def _(logits: Any, peak: Any, targets: Any) -> Any:
+    _check(peak.shape == (*targets.shape, 1) and logits.shape[:-1] == targets.shape, "loss_parts")
+    return logits.new_empty(2, *targets.shape)
+
+
+@_fake("loss_parts_backward")
+def _(grad: Any, logits: Any, peak: Any, targets: Any) -> Any:
+    _check(peak.shape == (*targets.shape, 1) and logits.shape[:-1] == targets.shape, "loss_parts_backward")
+    _check(grad.shape == (2, *targets.shape), "loss_parts_backward")
+    return logits.new_empty(logits.shape)
+
+
+@_fake("square_sum")
+def _(x: Any) -> Any:
+    return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@_fake("fill_pad")
+@_fake("convert")
+def _(x: Any, *options: Any) -> Any:
+    return x.new_empty(x.shape)
+
+
+def _resized(x: Any, dim: int, before: int, after: int, op: str) -> Any:
+    _check(x.shape[dim] % before == 0, op)
+    return x.new_empty(*x.shape[:dim], x.shape[dim] // before * after, *x.shape[dim + 1 :])
+
+
+@_fake("cut_pad")
+def _(x: Any, dim: int, outer: int, real: int, padded: int) -> Any:
+    return _resized(x, dim, padded, real, "cut_pad")
+
+
+@_fake("grow_pad")
+def _(x: Any, dim: int, outer: int, real: int, padded: int) -> Any:
+    return _resized(x, dim, real, padded, "grow_pad")
+
+
+def _gradient(name: str, backward: Any, setup: Any) -> None:
+    torch.library.register_autograd(f"parc::{name}", backward, setup_context=setup, lib=LIBRARY)
+
+
+def _attention_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, mask, key, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, mask, key, *output)
+
+
+def _attention_backward(ctx: Any, grad: Any, _: Any) -> Any:
+    gradients = OPS.attention_backward.default(grad, *ctx.saved_tensors, *ctx.options)
+    return *gradients, None, None, None, None, None
+
+
+def _lookup_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.rows, ctx.padding = inputs[0].shape[0], inputs[2]
+    ctx.save_for_backward(inputs[1])
+
+
+def _lookup_backward(ctx: Any, grad: Any) -> Any:
+    return OPS.lookup_backward.default(grad, ctx.saved_tensors[0], ctx.rows, ctx.padding), None, None
+
+
+def _loss_backward(ctx: Any, grad: Any) -> Any:
+    return OPS.loss_parts_backward.default(grad, *ctx.saved_tensors), None, None
+
+
+def _convert_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.axes, ctx.source, ctx.result = inputs
+
+
+def _convert_backward(ctx: Any, grad: Any) -> Any:
+    """The dual conversion: source and result change places, R and P swap."""
+    source, result = (str(dual(parse_kind(text))) for text in (ctx.result, ctx.source))
+    return OPS.convert.default(grad, ctx.axes, source, result), None, None, None
+
+
+def _pad_gradient(name: str, backward: Any, *options: float) -> None:
+    """The gradient of an operator on the padding that its arguments name: another on the same padding."""
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.pad = inputs[1:5]
+
+    _gradient(name, lambda ctx, grad: (backward(grad, *ctx.pad, *options), *(None,) * (4 + len(options))), setup)
+
+
+_gradient("attention", _attention_backward, _attention_setup)
+_gradient("lookup", _lookup_backward, _lookup_setup)
+_gradient("loss_parts", _loss_backward, lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+_gradient("convert", _convert_backward, _convert_setup)
+_pad_gradient("fill_pad", OPS.fill_pad.default, 0.0)  # what was written over has no gradient
+_pad_gradient("cut_pad", OPS.grow_pad.default)
+_pad_gradient("grow_pad", OPS.cut_pad.default)

@@ -1,0 +1,1 @@
+"""Padding: where sizes that do not divide are made longer, and what reads the rest."""

@@ -1,0 +1,327 @@
+"""What padding holds, followed through an operator by its rule: entries that the model does not have must reach nothing
+that it has.
+
+A factor that may be split is one whose entries do not see each other, so padding of an operand is padding of the
+results that have the factor, and a result that lacks it is a sum to which padding must add nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..ops.factors import Dims, OpCall, Operand, OpRule, quotient
+from ..ops.infer import rule_or_opaque
+from ..ops.neutral import COUNTED, LOOKUPS, REDUCTIONS, is_neutral
+from ..ops.rules import pointwise, views
+from ..program.program import Origin
+from .point import UNKNOWN, Held, point
+
+
+class PaddingFault(ValueError):
+    """An operator lets padding reach what the model has, or is not known not to."""
+
+    where = ""
+    """The function and the values of its line, where it has one."""
+    origin = Origin()
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """The padding of one dim, as ``Pad`` has it, and what it holds. ``real`` None: wherever padding is looked for, it
+    holds that, as in a dim of nothing but zeros; with ``outer`` 1 if it is looked for after all other entries. A single
+    number that is known holds it along dim -1."""
+
+    dim: int
+    outer: int
+    real: int | None
+    padded: int
+    held: Held = 0.0
+
+    def is_at(self, outer: int, real: int, padded: int) -> bool:
+        """Whether this is, or can be, that padding of the dim."""
+        if self.real is None:
+            return self.outer in (0, outer)
+        return (self.outer, self.real, self.padded) == (outer, real, padded)
+
+
+Extras = tuple[Extra, ...]
+"""The padding of one value, at most one a dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Padding within a factor: the factor seen as ``(outer, have)``, of which the other form has ``other``."""
+
+    outer: int
+    have: int
+    other: int
+
+
+def locate(rule: OpRule, dims: Dims, extra: Extra, *, real: bool = False) -> tuple[str, _Part] | None:
+    """The factor in which the padding of a tensor of these dims sits, in a rule on padded or on ``real`` shapes.
+
+    None where padding is no change of one factor alone.
+    """
+    assert extra.real is not None
+    have, other = (extra.real, extra.padded) if real else (extra.padded, extra.real)
+    before = 1
+    for name in dims[extra.dim]:
+        within = quotient(extra.outer, before)
+        size = rule.sizes[name]
+        if within is None:
+            return None
+        part = quotient(size, within)
+        if part is not None and part != 1:
+            rest = quotient(have, part)
+            changed = quotient(other, rest) if rest is not None else None
+            return None if changed is None else (name, _Part(within, part, changed))
+        before *= size
+    return None
+
+
+def place(sizes: Mapping[str, int], dims: Dims, name: str, part: _Part) -> tuple[int, int, int, int] | None:
+    """Where that padding sits in a tensor of these dims: dim, outer, and the sizes of both forms; None if absent."""
+    for dim, names in enumerate(dims):
+        if name in names:
+            at = names.index(name)
+            before, after = (math.prod(sizes[other] for other in side) for side in (names[:at], names[at + 1 :]))
+            return dim, before * part.outer, part.have * after, part.other * after
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """A factor's padding in one call: where it is, and what each operand holds there, if it has the factor or is one
+    number everywhere."""
+
+    part: _Part | None
+    held: Mapping[int, Held]
+    free: int = 0
+    """Without a part: 1 if it is only at the end, as ``Extra.outer`` says."""
+
+
+def follow(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtype]) -> list[Extras]:
+    """The padding of each result, from that of the operands, for a call on *padded* shapes.
+
+    Raises:
+        PaddingFault: padding would change a number of the model's, or cannot be shown not to.
+    """
+    if call.op in OWN:
+        return [OWN[call.op](call, operands[0])]
+    if call.op == "aten.addmm.default" and not call.kwargs:
+        return _biased(call, operands, dtypes)
+    count = len(call.results)
+    if call.op in _CREATED:
+        held = float(_CREATED[call.op](call))
+        along = list(enumerate(call.results[0])) or [(-1, 1)]
+        return [tuple(Extra(dim, 0, None, size, held) for dim, size in along)]
+    made: list[list[Extra]] = [[] for _ in range(count)]
+    if call.op in _UNREAD_ROWS:  # rows that nothing looks up get no gradient
+        made[0].append(Extra(0, 1, None, call.results[0][0]))
+    if call.op == "aten.expand.default":
+        made[0] += _copied(call, operands[0])
+    if call.op in _NUMBERED:
+        made[0].append(Extra(0, 1, None, call.results[0][0], None))
+    if not any(operands):
+        return [tuple(extras) for extras in made]
+    inside = any(extra.real is not None and (extra.dim, extra.outer) != (0, 1) for x in operands for extra in x)
+    if inside and call.op in _DRAWS and call.args[_DRAWS[call.op]]:
+        raise PaddingFault(f"{call.op} draws by the number of an element, which padding changes")
+    rule = rule_or_opaque(call)
+    if call.op in LOOKUPS:
+        rows = call.operands[0][0]
+        if any(extra.held is not None and not 0 <= extra.held < rows for extra in operands[1]):
+            raise PaddingFault(f"{call.op} looks up a row that there is not")
+    for name, carried in _carried(call, rule, operands).items():
+        at = [place(rule.sizes, dims, name, carried.part or _Part(1, rule.sizes[name], 1)) for dims in rule.results]
+        if carried.part is not None and None in at:
+            _require_neutral(call, rule, name, carried)
+        after = _result(call, rule, carried, dtypes)
+        for found, extras, dims in zip(at, made, rule.results, strict=True):
+            if found is None or any(extra.dim == found[0] for extra in extras):
+                if found is not None and carried.part is not None:
+                    raise PaddingFault(f"{call.op} pads dim {found[0]} of its result twice")
+                continue
+            if carried.part is not None:
+                extras.append(Extra(found[0], found[1], found[3], found[2], after))
+            elif len(dims[found[0]]) == 1:
+                extras.append(Extra(found[0], carried.free, None, found[2], after))
+    return [tuple(sorted(extras, key=lambda extra: extra.dim)) for extras in made]
+
+
+def _biased(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtype]) -> list[Extras]:
+    """A product with its bias as the two operators that it is: only the sum needs its terms whole."""
+    pair = (Operand(0), Operand(1))
+    product = OpCall("aten.mm.default", pair, {}, tuple(call.operands[1:]), call.results)
+    made = follow(product, operands[1:], dtypes[1:])
+    total = OpCall("aten.add.Tensor", pair, {}, (call.results[0], call.operands[0]), call.results)
+    return follow(total, [made[0], operands[0]], [dtypes[1], dtypes[0]])
+
+
+_CREATED: Mapping[str, Callable[[OpCall], Any]] = {
+    "aten.full.default": lambda call: call.args[1],
+    "aten.full_like.default": lambda call: call.args[1],
+    "aten.zeros_like.default": lambda call: 0.0,
+    "aten.ones_like.default": lambda call: 1.0,
+}
+"""Operators whose result holds one number."""
+_UNREAD_ROWS = frozenset({"parc.lookup_backward.default", "aten.embedding_dense_backward.default"})
+
+
+_NUMBERED = frozenset({"parc.dropout_mask.default", "parc.iota.default"})
+"""Operators that make entries by their numbers, which more entries at the end of the first dim do not change."""
+_DRAWS = {"parc.attention.default": 7, "parc.attention_backward.default": 10}
+"""Operators that draw by the numbers of entries where this argument, a probability, is not 0."""
+
+
+def _copied(call: OpCall, x: Extras) -> list[Extra]:
+    """Dims of copies of one entry: each of them may be padding, and holds data."""
+    before, after = call.operands[0], call.results[0]
+    sizes = (1,) * (len(after) - len(before)) + before
+    held = _everywhere(x)
+    if held is None and not all(extra.held is None or math.isfinite(extra.held) for extra in x):
+        held = UNKNOWN
+    return [Extra(dim, 0, None, size, held) for dim, size in enumerate(after) if size != 1 and sizes[dim] == 1]
+
+
+def _everywhere(x: Extras) -> Held:
+    """The one number that all entries of a value hold; None where that is not known."""
+    return next((e.held for e in x if e.real is None and e.outer == 0 and e.held is not None), None)
+
+
+def _carried(call: OpCall, rule: OpRule, operands: Sequence[Extras]) -> dict[str, _Carried]:
+    """Every factor that has padding, which is the same for all operands that have the factor, and not needed whole."""
+    parts: dict[str, dict[int, tuple[_Part | None, Extra]]] = {}
+    for index, (dims, extras) in enumerate(zip(rule.operands, operands, strict=True)):
+        for extra in extras:
+            if extra.dim < 0:
+                continue
+            if extra.real is None:
+                if len(dims[extra.dim]) == 1:
+                    parts.setdefault(dims[extra.dim][0], {})[index] = None, extra
+                continue
+            found = locate(rule, dims, extra)
+            if found is None:
+                raise PaddingFault(f"{call.op} takes the padding of dim {extra.dim} of operand {index} apart")
+            if extra.outer > 1 and COUNTED.get(call.op) == (index, extra.dim):
+                raise PaddingFault(f"{call.op} counts entries of dim {extra.dim} of operand {index} beyond its padding")
+            parts.setdefault(found[0], {})[index] = found[1], extra
+    result = {}
+    for name, sides in parts.items():
+        distinct = {part for part, _ in sides.values() if part is not None}
+        held = {index: extra.held for index, (_, extra) in sides.items()}
+        lacking = [i for i, dims in enumerate(rule.operands) if not any(name in names for names in dims)]
+        held.update((i, known) for i in lacking if (known := _everywhere(operands[i])) is not None)
+        free = max((extra.outer for part, extra in sides.values() if part is None), default=0)
+        if not distinct:
+            result[name] = _Carried(None, held, free)
+            continue
+        part = distinct.pop()
+        bare = [i for i, dims in enumerate(rule.operands) if any(name in names for names in dims) and i not in sides]
+        if distinct or bare or (free and part.outer != 1):
+            raise PaddingFault(f"{call.op} has operands that are padded differently")
+        if name in rule.whole:
+            raise PaddingFault(f"{call.op} sees all entries of a dim, its padding too")
+        result[name] = _Carried(part, held)
+    return result
+
+
+def _require_neutral(call: OpCall, rule: OpRule, name: str, carried: _Carried) -> None:
+    """What is summed over a padded factor must be what it is without the padding."""
+    if call.op in REDUCTIONS or call.op in LOOKUPS:
+        held = carried.held.get(0, UNKNOWN)
+        if not is_neutral(call.op, held):
+            wanted = REDUCTIONS[call.op].value
+            raise PaddingFault(f"{call.op} reduces padding that holds {_word(held)}, not {_word(wanted)}")
+    elif not _is_zero(rule, carried) or not is_neutral("sum", 0.0):
+        held = next((held for held in carried.held.values() if held != 0.0), None)
+        raise PaddingFault(f"{call.op} sums padding that holds {_word(held)}, not 0")
+
+
+def _word(held: Held) -> str:
+    return "data" if held is None else f"{held:g}"
+
+
+def _is_zero(rule: OpRule, carried: _Carried) -> bool:
+    """Whether the operator makes zeros of the padding: it is linear in operands that hold zeros there."""
+    zeros = {index for index, held in carried.held.items() if held == 0.0}
+    finite = all(held is None or math.isfinite(held) for held in carried.held.values())
+    return finite and any(joint and joint <= zeros for joint in rule.linear)
+
+
+def _result(call: OpCall, rule: OpRule, carried: _Carried, dtypes: Sequence[torch.dtype]) -> Held:
+    """What results hold in the padding of a factor."""
+    if _is_zero(rule, carried):
+        return 0.0
+    held = list(carried.held.values())
+    if _moves(call, held[0]) and held.count(held[0]) == len(call.operands):
+        return held[0]
+    if call.op == "parc.token_loss.default" and carried.held.get(1) == call.args[2] and carried.held[0] is None:
+        return 0.0  # of targets that are ignored
+    if call.op in pointwise.TABLE and len(held) == len(call.operands) and None not in held:
+        return point(call, tuple(carried.held[index] for index in range(len(held))), tuple(dtypes))[0]
+    return None if all(value is None or math.isfinite(value) for value in held) else UNKNOWN
+
+
+def _moves(call: OpCall, held: Held) -> bool:
+    """Whether results consist of entries of operands, and of what padding holds."""
+    if call.op == "aten.constant_pad_nd.default":
+        return bool(held == call.argument(2, "value", 0))
+    return call.op in views.TABLE or call.op in ("aten.slice.Tensor", "aten.select.int", "aten.cat.default")
+
+
+# ---- the operators that are about padding: (x, dim, outer, real, padded, …)
+
+
+def _named(call: OpCall) -> tuple[int, int, int, int]:
+    dim, outer, real, padded = (int(number) for number in call.args[1:5])
+    return dim, outer, real, padded
+
+
+def _padded_there(call: OpCall, x: Extras) -> tuple[Extra, Extras]:
+    """The padding that the call names, and the others; a dim that holds the same everywhere may be padded anywhere."""
+    dim, outer, real, padded = _named(call)
+    here = next((extra for extra in x if extra.dim == dim), None)
+    if here is None or not here.is_at(outer, real, padded):
+        raise PaddingFault(f"{call.op} names padding of dim {dim} that its operand does not have")
+    return replace(here, outer=outer, real=real, padded=padded), tuple(extra for extra in x if extra.dim != dim)
+
+
+def _fill(call: OpCall, x: Extras) -> Extras:
+    here, others = _padded_there(call, x)
+    value = float(call.args[5])
+    mixed = (replace(other, held=_mixed(other.held, value)) for other in others)
+    return tuple(sorted((replace(here, held=value), *mixed), key=lambda extra: extra.dim))
+
+
+def _cut(call: OpCall, x: Extras) -> Extras:
+    return _padded_there(call, x)[1]
+
+
+def _grow(call: OpCall, x: Extras) -> Extras:
+    dim, outer, real, padded = _named(call)
+    if any(extra.dim == dim and extra.real is not None for extra in x):
+        raise PaddingFault(f"{call.op} pads dim {dim}, which is padded")
+    others = (extra for extra in x if extra.dim != dim and (extra.held == 0.0 or extra.real is not None))
+    mixed = (replace(extra, held=_mixed(extra.held, 0.0)) for extra in others)
+    return tuple(sorted((Extra(dim, outer, real, padded), *mixed), key=lambda extra: extra.dim))
+
+
+def _mixed(held: Held, value: float) -> Held:
+    """What is held where some entries hold another value."""
+    if held == value:
+        return held
+    return None if math.isfinite(value) and (held is None or math.isfinite(held)) else UNKNOWN
+
+
+OWN = {
+    "parc.fill_pad.default": _fill,
+    "parc.cut_pad.default": _cut,
+    "parc.grow_pad.default": _grow,
+}
+"""Operators that speak of padding themselves."""

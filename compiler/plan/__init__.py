@@ -1,0 +1,1 @@
+"""Plans: the directives of the language and what a plan's lines say."""

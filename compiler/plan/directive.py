@@ -1,0 +1,137 @@
+"""What every directive has: a usage line, typed fields, and checks that need no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
+
+from ...grammar.codes_language import BAD_VALUE, REPEATED, WRONG_KIND
+from ...grammar.codes_placement import UNKNOWN_AXIS
+from ...grammar.diagnostics import Diagnostic, Label
+from ...grammar.nearest import did_you_mean, listed
+from ...grammar.source import Span
+from ...grammar.syntax import Binding, Number, String, Word
+from ...grammar.usage import Arguments
+from ..layout.mesh import Mesh
+
+Literal: TypeAlias = int | float | str | bool | None
+
+WORD_VALUES: dict[str, Literal] = {"true": True, "false": False, "none": None}
+
+Limit = tuple[Callable[[int | float], bool], str]
+"""What holds for a number, and the words for it."""
+ONE_OR_MORE: Limit = (lambda value: value >= 1, "1 or more")
+NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
+
+
+def argument(read: Callable[[Arguments], Any]) -> Any:
+    """A field of a directive, and how its value is read."""
+    return field(metadata={"read": read})
+
+
+@dataclass(frozen=True)
+class Directive:
+    """One statement with its arguments typed; a subclass's other fields are its arguments' values."""
+
+    USAGE: ClassVar[str]
+    ONCE: ClassVar[bool] = True  # whether a plan has at most one of it
+    LIMITS: ClassVar[tuple[tuple[str, Limit], ...]] = ()  # of arguments that are numbers
+
+    arguments: Arguments = field(compare=False, repr=False)
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> Self:
+        """The directive of a statement that matches ``USAGE``; values that make no sense are left to ``check``."""
+        readers = {one.name: one.metadata["read"] for one in fields(cls) if one.metadata}
+        return cls(arguments, **{name: read(arguments) for name, read in readers.items()})
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        """What is wrong with the statement, as far as the plan alone can tell."""
+        for name, (holds, wanted) in self.LIMITS:
+            called = self.arguments.statement.verb.text if name == "n" else name  # `steps N` is called by its verb
+            for item in self.arguments.items(name):
+                if isinstance(item, Number) and not holds(item.value):
+                    message = f"`{called}` is {item.text}: it must be {wanted}"
+                    yield Diagnostic(BAD_VALUE, message, Label(item.span), help=f"write a number that is {wanted}")
+
+    @property
+    def span(self) -> Span:
+        return self.arguments.statement.span
+
+
+D = TypeVar("D", bound=Directive)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The other directives of the plan; ``broken`` are verbs of which a line could not be read."""
+
+    directives: tuple[Directive, ...]
+    mesh: Mesh
+    broken: frozenset[str]
+
+    def all(self, kind: type[D]) -> tuple[D, ...]:
+        """Every directive of a kind, in order."""
+        return tuple(directive for directive in self.directives if isinstance(directive, kind))
+
+    def one(self, kind: type[D]) -> D | None:
+        """The first directive of a kind, if there is one."""
+        return next((directive for directive in self.directives if isinstance(directive, kind)), None)
+
+    def check_axis(self, axis: Word) -> Iterator[Diagnostic]:
+        """An error if the mesh has no such axis."""
+        if axis.text not in self.mesh and "mesh" not in self.broken:
+            names = self.mesh.names
+            known = f"the mesh has {listed(names)}" if names else f"add a line `mesh {axis.text}=1`"
+            message = f"the mesh has no axis `{axis.text}`"
+            yield Diagnostic(UNKNOWN_AXIS, message, Label(axis.span), help=did_you_mean(axis.text, names, known))
+
+
+def check_unique(words: tuple[Word, ...], what: str) -> Iterator[Diagnostic]:
+    """An error for each word that stands there before."""
+    first: dict[str, Word] = {}
+    for word in words:
+        if word.text in first:
+            related = (Label(first[word.text].span, "given here first"),)
+            message = f"the {what} `{word.text}` is given twice"
+            yield Diagnostic(REPEATED, message, Label(word.span), related, help="remove one, or rename it")
+        first.setdefault(word.text, word)
+
+
+def read_literals(bindings: tuple[Binding, ...]) -> tuple[tuple[str, Literal], ...]:
+    """The names and values of ``name=value`` pairs; pairs with another kind of value are left to ``check_literals``."""
+    pairs: list[tuple[str, Literal]] = []
+    for binding in bindings:
+        value = binding.value
+        if isinstance(value, Number) and not value.unit:
+            pairs.append((binding.name.text, value.value))
+        elif isinstance(value, String):
+            pairs.append((binding.name.text, value.text))
+        elif isinstance(value, Word) and value.text in WORD_VALUES:
+            pairs.append((binding.name.text, WORD_VALUES[value.text]))
+    return tuple(pairs)
+
+
+def check_literals(arguments: Arguments, name: str) -> Iterator[Diagnostic]:
+    """Errors for items that are not ``name=value`` with a number, a string, ``true``, ``false`` or ``none``."""
+    for item in arguments.flat(name):
+        if not isinstance(item, Binding) or not item.name.text.isidentifier():
+            message = "arguments are given by name"
+            yield Diagnostic(WRONG_KIND, message, Label(item.span), help="write `name=value`")
+        elif not read_literals((item,)):
+            message = f"`{item.name.text}` is neither a number nor a string, `true`, `false` or `none`"
+            yield Diagnostic(WRONG_KIND, message, Label(item.value.span), help="put text in double quotes")
+    yield from check_unique(tuple(binding.name for binding in arguments.bindings(name)), "argument")
+
+
+def check_callable(arguments: Arguments, name: str) -> Iterator[Diagnostic]:
+    """An error if a string does not name a callable as ``package.module:name`` or ``./file.py:name``."""
+    for item in arguments.items(name):
+        if not isinstance(item, String):
+            continue
+        module, colon, attribute = item.text.rpartition(":")
+        if not colon or not module.strip() or not all(part.isidentifier() for part in attribute.split(".")):
+            message = f'"{item.text}" does not name a callable'
+            help_ = 'write `"package.module:name"` or `"./file.py:name"`'
+            yield Diagnostic(BAD_VALUE, message, Label(item.span), help=help_)

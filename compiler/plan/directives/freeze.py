@@ -1,0 +1,22 @@
+"""``freeze``: parameters that are not trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....grammar.syntax import Word
+from ..directive import Directive, argument
+
+
+@dataclass(frozen=True)
+class Freeze(Directive):
+    """Parameters that are not trained: they get no gradient, no optimizer state, and no communication of either.
+
+    `WHERE` names modules, with all their parameters, or parameters. What the model itself does not train (its
+    `requires_grad` is false) is frozen without a line.
+    """
+
+    USAGE = "freeze WHERE"
+    ONCE = False
+
+    where: tuple[Word, ...] = argument(lambda given: given.words("where"))

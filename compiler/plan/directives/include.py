@@ -1,0 +1,32 @@
+"""``include``: the lines of another file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....grammar.diagnostics import Diagnostic
+from ..directive import Directive, Scope, argument, check_unique
+
+
+@dataclass(frozen=True)
+class Include(Directive):
+    """Stands for the lines of another file, relative to this one, or of a family that parc ships: `"parc:llama"`.
+
+    The file has names of its own: arguments replace the values of its `let`s, and it sees none of this plan's. What can
+    be said once is said in one of them. Its `mesh` says which axes it needs, with their sizes: the plan's own `mesh`
+    must agree, and gets those axes that it lacks. Names of other files (`model`, `data`, `init`) count from the plan's
+    folder wherever they stand.
+
+    Families place a model's weights for tensor parallelism over `tp`: `parc:bert`, `parc:gemma3`, `parc:gpt2`,
+    `parc:llama`, `parc:olmo2`, `parc:phi3`, `parc:t5` and `parc:vit`; which models each serves is in families.md.
+    `parc show PLAN --expand` shows what they say.
+    """
+
+    USAGE = "include FILE [ARGS]"
+    ONCE = False
+
+    file: str = argument(lambda given: given.text("file"))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from check_unique(tuple(binding.name for binding in self.arguments.bindings("args")), "argument")

@@ -1,0 +1,72 @@
+"""``input``: one tensor of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from ....grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, WRONG_KIND
+from ....grammar.diagnostics import Diagnostic, Label
+from ....grammar.nearest import did_you_mean, listed
+from ....grammar.syntax import Item, Layout, Number, Word
+from ...sizes.size_range import LARGEST
+from ..directive import Directive, Scope, argument
+from .sizes import Sizes
+
+DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Input(Directive):
+    """A tensor of every batch: its name, its type, and its dims, each a name from `sizes` or a number.
+
+    An input goes to the parameter of the model's forward that has its name, or the name after `as`, wherever in the
+    plan its line stands. One that forward has no parameter for goes to the loss alone, if the loss names it, or into
+    forward's `**kwargs`, with a note. Where forward takes any number, as `*xs`, all inputs `as xs` go there in the
+    plan's order. Types are bool, uint8, int32, int64, float16, bfloat16, float32 and float64.
+    """
+
+    USAGE = "input NAME [as NAME] TYPE LAYOUT"
+    ONCE = False
+
+    name: str = argument(lambda given: given.text("name"))
+    parameter: str = argument(lambda given: given.text("as", given.text("name")))
+    dtype: str = argument(lambda given: given.text("type"))
+    dims: tuple[str | int, ...] = argument(lambda given: tuple(_dims(given.items("layout"))))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        if self.dtype not in DTYPES:
+            message = f"`{self.dtype}` is not a type of an input"
+            help_ = did_you_mean(self.dtype, DTYPES, f"types are {listed(DTYPES)}")
+            yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("type")), help=help_)
+        known = {given.name.text for sizes in scope.all(Sizes) for given in sizes.arguments.bindings("name")}
+        (layout,) = self.arguments.items("layout")
+        assert isinstance(layout, Layout)
+        for dim in layout.dims:
+            item = dim.items[0]
+            if len(dim.items) > 1 or not isinstance(item, Word | Number) or item.text == "_":
+                message = "a dim of an input is the name of a size or a number"
+                yield Diagnostic(WRONG_KIND, message, Label(dim.span), help="write names, as `[B, S]`")
+            elif isinstance(item, Number) and (not item.is_integer or item.value < 1):
+                message = f"a dim of size {item.text}"
+                yield Diagnostic(BAD_VALUE, message, Label(item.span), help="sizes are whole numbers, 1 or more")
+            elif isinstance(item, Word) and item.text not in known and "sizes" not in scope.broken:
+                message = f"no size is given for `{item.text}`"
+                help_ = did_you_mean(item.text, known, f"add `{item.text}=...` to the `sizes` line")
+                yield Diagnostic(MISSING_STATEMENT, message, Label(item.span), help=help_)
+        sizes = {name: size.high for line in scope.all(Sizes) for name, size in line.ranges}
+        entries = prod(dim if isinstance(dim, int) else sizes.get(dim, 1) for dim in self.dims)
+        if entries > LARGEST:
+            message = f"`{self.name}` has {entries:,} entries a step, and inputs go to {LARGEST:,}"
+            yield Diagnostic(BAD_VALUE, message, Label(layout.span), help="choose smaller sizes")
+
+
+def _dims(layouts: Iterable[Item]) -> Iterator[str | int]:
+    for layout in layouts:
+        for dim in layout.dims if isinstance(layout, Layout) else ():
+            item = dim.items[0]
+            if isinstance(item, Word):
+                yield item.text
+            elif isinstance(item, Number) and item.is_integer:
+                yield int(item.value)

@@ -1,0 +1,28 @@
+"""``model``: what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....grammar.diagnostics import Diagnostic
+from ..directive import Directive, Literal, Scope, argument, check_callable, check_literals, read_literals
+
+
+@dataclass(frozen=True)
+class Model(Directive):
+    """The model: any callable that returns an `nn.Module`, as `"package.module:name"` or `"./file.py:name"`.
+
+    The plan's folder is importable, and is the current folder while the model is made: paths among the arguments count
+    from it. What a model's code asks the Hugging Face Hub for is taken from what was downloaded already, unless
+    `HF_HUB_OFFLINE=0` is set. Arguments are numbers, strings, `true`, `false` and `none`, given by name.
+    """
+
+    USAGE = "model CALLABLE [ARGS]"
+
+    callable: str = argument(lambda given: given.text("callable"))
+    values: tuple[tuple[str, Literal], ...] = argument(lambda given: read_literals(given.bindings("args")))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from check_callable(self.arguments, "callable")
+        yield from check_literals(self.arguments, "args")

@@ -1,0 +1,188 @@
+"""``schedule``: the order of a step's work."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from math import isqrt
+from pathlib import Path
+
+from ....grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, NO_EFFECT, UNEVEN_BATCH, UNREADABLE
+from ....grammar.codes_stages import NO_SCHEDULE, SCHEDULE_MISFIT
+from ....grammar.diagnostics import Diagnostic, Label, PlanError, Severity
+from ....grammar.nearest import did_you_mean, listed, nearest
+from ....grammar.source import Source
+from ....grammar.syntax import String
+from ...schedules import MOST_WORK, SCHEDULES, problem, timelines
+from ...schedules.messages import Endless
+from ...schedules.table import RowError
+from ..directive import ONE_OR_MORE, Directive, Scope, argument
+from ..include import read_text
+from ..sub_dims import multiples
+from .precision import TYPES
+from .sizes import Sizes
+from .stage import Stage
+
+BATCH = "B"
+ACCUMULATE = TYPES
+"""Types in which gradients of microbatches are added up."""
+TABLE = "table"
+"""What a schedule that a file gives is called."""
+
+
+@dataclass(frozen=True)
+class Schedule(Directive):
+    """The order of a step's work: `microbatches N` runs the batch `B` in N parts and adds their gradients.
+
+    With `stage` lines the schedule has a name. `gpipe`: every stage runs the forwards of all microbatches, then their
+    backwards. `1f1b`: as soon as it can, a stage runs a backward for every forward, and keeps the activations of fewer
+    microbatches; it wants at least as many microbatches as ranks. `interleaved`: as `1f1b` where every rank has V
+    stages (`chunks V`), which leaves ranks idle for less time and sends more messages; it wants a multiple of the
+    ranks. `gpipe` and `looped` take any number of microbatches.
+
+    `table "FILE"`: the order that a file gives, relative to the plan's folder: a line a rank of the axis, with `F` and
+    `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`; rows stand in any order, and `#` begins a comment.
+    `looped` (breadth first: a rank's chunks one after the other) is such a table that parc ships, `schedule looped
+    microbatches 8 chunks 2`.
+
+    `accumulate bf16` adds the parts' gradients up in bfloat16, which takes half the memory of them and rounds every
+    sum; `accumulate fp32` is the default. The sum over ranks, the norm and the update stay in float32.
+    """
+
+    USAGE = (
+        "schedule [SCHEDULE] microbatches N [chunks N] [accumulate TYPE]"
+        " | table TABLE microbatches N [chunks N] [accumulate TYPE]"
+    )
+    LIMITS = (("microbatches", ONE_OR_MORE), ("chunks", ONE_OR_MORE))
+
+    name: str = argument(lambda given: TABLE if TABLE in given else given.text("schedule"))
+    """One of ``SCHEDULES``, ``table``, or empty: one stage, its microbatches one after the other."""
+    microbatches: int = argument(lambda given: int(given.number("microbatches", 1)))
+    chunks: int = argument(lambda given: int(given.number("chunks", 1)))
+    accumulate: str = argument(lambda given: given.text("accumulate", "fp32"))
+    table: str = argument(lambda given: next((i.text for i in given.items(TABLE) if isinstance(i, String)), ""))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from super().check(scope)
+        yield from self._check_name(scope)
+        yield from self._check_accumulate()
+        yield from self._check_batch(scope)
+
+    def _misfit(self, stages: int) -> Iterator[Diagnostic]:
+        """An error if the schedule does not accept so many stages, its microbatches or its chunks."""
+        reason = problem(self.name, stages, self.microbatches, self.chunks)
+        if reason is not None:
+            message, _, way = reason.partition(": ")
+            yield Diagnostic(SCHEDULE_MISFIT, message, Label(self.span), help=way)
+
+    def table_of(self, folder: Path, stages: int) -> str:
+        """The text of the schedule's table; empty without one.
+
+        Raises:
+            PlanError: it cannot be read, or is not of these stages, microbatches and chunks.
+        """
+        if self.name != TABLE:
+            return ""
+        text, reason = read_text(folder / self.table)
+        if text is None:
+            message, label = f"`{self.table}` cannot be read: {reason}", Label(self.arguments.span(TABLE))
+            help_ = _meant(self.table, "name a file with a line for each rank, as `rank 0: 0F0 0F1 0B0 0B1`")
+            raise PlanError([Diagnostic(UNREADABLE, message, label, help=help_)])
+        try:
+            timelines(TABLE, stages, self.microbatches, self.chunks, text=text)
+        except ValueError as error:
+            label = Label(self.arguments.span(TABLE))
+            related: tuple[Label, ...] = ()
+            if isinstance(error, RowError) and error.shown:
+                label, related = Label(Source(self.table, text).span_of(error.line)), (Label(label.span, "read here"),)
+            help_ = "list each `F` and `B` of every stage and microbatch once, in the row of its rank"
+            if isinstance(error, Endless):
+                help_ = "put what other ranks wait for before what waits for them"
+            raise PlanError([Diagnostic(SCHEDULE_MISFIT, str(error), label, related, help=help_)]) from None
+        return text
+
+    def _check_name(self, scope: Scope) -> Iterator[Diagnostic]:
+        stages = scope.all(Stage)
+        where = self.arguments.span(TABLE if self.name == TABLE else "schedule")
+        if self.name not in ("", *SCHEDULES, TABLE):
+            help_ = did_you_mean(self.name, SCHEDULES, f"there are {listed(SCHEDULES)}, and `table` with a file")
+            yield Diagnostic(BAD_VALUE, f"no schedule is called `{self.name}`", Label(where), help=help_)
+        elif stages and not self.name:
+            help_ = f"name one before `microbatches`: {listed(SCHEDULES, 'or')}, or `table` and a file"
+            related = (Label(stages[0].span, "the stages"),)
+            yield Diagnostic(NO_SCHEDULE, "the stages have no schedule's name", Label(self.span), related, help=help_)
+        elif self.name and not stages and "stage" not in scope.broken:
+            what = "a table" if self.name == TABLE else f"`{self.name}`"
+            help_ = "add a line such as `stage balanced over pp`, or write `schedule microbatches N` alone"
+            yield Diagnostic(NO_SCHEDULE, f"{what} orders stages, and there are none", Label(where), help=help_)
+        if self.name == TABLE and not self.table.strip():
+            word = self.arguments.word(TABLE)
+            message = f"`{word.text}` is not a name in double quotes" if word else "the table's file has no name"
+            help_ = _meant(word.text if word else "", 'write as `schedule table "order.txt" microbatches 8`')
+            yield Diagnostic(BAD_VALUE, message, Label(where), help=help_)
+        if self.chunks > 1 and not self.name:
+            help_ = "remove `chunks`, or give stages and a schedule's name"
+            label = Label(self.arguments.span("chunks"))
+            yield Diagnostic(SCHEDULE_MISFIT, "chunks are stages of one rank, and there are none", label, help=help_)
+        ranks = self._ranks(scope)
+        yield from self._misfit(ranks * self.chunks) if ranks > 1 and self.microbatches >= 1 else ()
+        if self.microbatches > MOST_WORK and not stages:
+            message = f"{self.microbatches} microbatches are over {MOST_WORK:,} forwards"
+            yield Diagnostic(SCHEDULE_MISFIT, message, Label(self.span), help="write fewer")
+
+    def _ranks(self, scope: Scope) -> int:
+        """Of the axis of stages whose order a schedule of parc's own gives; else 1."""
+        axis = next((stage.axis.text for stage in scope.all(Stage)), "")
+        return scope.mesh.size(axis) if self.name in SCHEDULES and self.chunks >= 1 and axis in scope.mesh else 1
+
+    def _check_batch(self, scope: Scope) -> Iterator[Diagnostic]:
+        if self.microbatches <= 1 or "sizes" in scope.broken:
+            return
+        label = Label(self.arguments.span("microbatches"))
+        batches = [(sizes, size) for sizes in scope.all(Sizes) for name, size in sizes.ranges if name == BATCH]
+        if not batches:
+            message = "there is no size `B` to divide into microbatches"
+            yield Diagnostic(MISSING_STATEMENT, message, label, help="call the inputs' batch dim `B`")
+        for sizes, size in batches:
+            parts = size.low if size.fixed else size.step
+            if parts % self.microbatches:
+                what = f"B={size.low}" if size.fixed else f"B={size}"
+                message = f"{what} does not divide into {self.microbatches} microbatches"
+                related = (Label(sizes.span, "the batch of one step"),)
+                near = " or ".join(map(str, multiples(parts, self.microbatches)))
+                which = "" if size.fixed else "a step of the range that is "
+                help_ = f"choose {which}a multiple of {self.microbatches}, such as {near}"
+                counts = " or ".join(f"`microbatches {count}`" for count in self._dividing(parts, self._ranks(scope)))
+                help_ = f"write {counts}, or {help_}" if counts else help_
+                yield Diagnostic(UNEVEN_BATCH, message, label, related, help=help_)
+
+    def _dividing(self, parts: int, ranks: int) -> Iterator[int]:
+        """The numbers of microbatches next to this, below and above, that divide and that the schedule accepts."""
+        low = [n for n in range(1, min(isqrt(max(parts, 0)), MOST_WORK) + 1) if parts % n == 0]
+        every = sorted({*low, *(parts // n for n in low)})
+        above = bisect(every, self.microbatches)
+        for side in (reversed(every[:above]), every[above:]):
+            few = (n for n in side if n * ranks * self.chunks <= MOST_WORK)
+            # what a schedule accepts depends on whole rounds of the ranks, and not on how many
+            fits = (n for n in few if ranks == 1 or not problem(
+                self.name, ranks * self.chunks, n if n < ranks else ranks + n % ranks, self.chunks))  # fmt: skip
+            yield from islice(fits, 1)
+
+    def _check_accumulate(self) -> Iterator[Diagnostic]:
+        label = Label(self.arguments.span("accumulate"))
+        if self.accumulate not in ACCUMULATE:
+            message = f"gradients are not added up in `{self.accumulate}`"
+            yield Diagnostic(BAD_VALUE, message, label, help="write `accumulate fp32` or `accumulate bf16`")
+        elif self.accumulate != "fp32" and self.microbatches == 1:
+            message = "one microbatch has nothing to add up"
+            help_ = "remove `accumulate`, or give more microbatches"
+            yield Diagnostic(NO_EFFECT, message, label, help=help_, severity=Severity.WARNING)
+
+
+def _meant(table: str, otherwise: str) -> str:
+    """A help text naming the schedule of parc's own that a table's name may mean, or all of them."""
+    near = nearest(Path(table).stem, SCHEDULES, 1)
+    known = f"{otherwise}; without `table` there are {listed(SCHEDULES)}"
+    return f"did you mean `schedule {near[0]}`? no file is needed" if near else known

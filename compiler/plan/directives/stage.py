@@ -1,0 +1,84 @@
+"""``stage``: where a model is cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ....grammar.codes_language import REPEATED
+from ....grammar.codes_stages import NO_SCHEDULE, STAGE_AXIS
+from ....grammar.diagnostics import Diagnostic, Label
+from ....grammar.syntax import Call, Item, Number, Word
+from ..directive import Directive, Scope, argument
+from ..layouts import Fix, SplitWeights
+
+BALANCED = "balanced over"
+
+
+@dataclass(frozen=True)
+class Stage(Directive):
+    """Cuts the model into stages, which run on the ranks along an axis: a pipeline. `schedule` says in which order.
+
+    `before M` begins a stage with the first operator of a module, `after out(M)` with the first that follows its last:
+    a cut at each module that a name or pattern means, in the order in which the model runs them. Several lines add up,
+    in any order of the lines. `balanced` chooses the cuts instead: the largest stage has as few operations as can be,
+    and of all such choices the one whose largest stage needs least memory. Stages are numbered from 0. An axis of p
+    ranks with v chunks a rank has p x v stages, that is one cut fewer, and stage k runs on the ranks at k modulo p.
+    They may be uneven; an embedding or a head may be a stage of its own. Nothing else is placed on the axis. Over an
+    axis of size 1 there are no stages.
+    """
+
+    USAGE = "stage before WHERE over AXIS | after OUTPUTS over AXIS | balanced over AXIS"
+    ONCE = False
+
+    axis: Word = argument(lambda given: given.word("over") or given.word(BALANCED))
+    before: tuple[Word, ...] = argument(lambda given: given.words("before"))
+    after: tuple[Word, ...] = argument(lambda given: tuple(_outputs(given.items("after"))))
+    balanced: bool = argument(lambda given: BALANCED in given)
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from scope.check_axis(self.axis)
+        first = scope.one(Stage)
+        if first is not None and self is not first:
+            yield from self._check_beside(first)
+            return
+        yield from self._check_placements(scope)
+        verbs = {found.arguments.statement.verb.text for found in scope.directives} | scope.broken
+        if "schedule" not in verbs:
+            help_ = "add a line: `schedule 1f1b microbatches 8`"
+            yield Diagnostic(NO_SCHEDULE, "stages have no schedule", Label(self.span), help=help_)
+
+    def _check_beside(self, first: Stage) -> Iterator[Diagnostic]:
+        """Errors where two lines cannot both hold."""
+        if self.axis.text != first.axis.text:
+            related = (Label(first.axis.span, "the axis of other cuts"),)
+            message = f"stages lie over `{first.axis.text}` and over `{self.axis.text}`"
+            yield Diagnostic(STAGE_AXIS, message, Label(self.axis.span), related, help="name one axis in all lines")
+        if self.balanced or first.balanced:
+            related = (Label(first.span, "cuts are given here too"),)
+            message = "`balanced` chooses all cuts: no other line gives any"
+            help_ = "remove `stage balanced`, or the other `stage` lines"
+            yield Diagnostic(REPEATED, message, Label(self.span), related, help=help_)
+
+    def _check_placements(self, scope: Scope) -> Iterator[Diagnostic]:
+        """Errors for all that other lines place on the axis of stages."""
+        for found in scope.directives:
+            words: tuple[Word, ...] = ()
+            if isinstance(found, SplitWeights):
+                words = (found.axis,)
+            elif isinstance(found, Fix):
+                words = tuple(axis for dim in found.dims or () for axis in dim.axes)
+            for word in words:
+                if word.text == self.axis.text:
+                    related = (Label(self.axis.span, "stages lie over it"),)
+                    message = f"`{word.text}` is the axis of stages: nothing is split over it"
+                    help_ = "split over another axis of the mesh: the ranks along this one hold different stages"
+                    yield Diagnostic(STAGE_AXIS, message, Label(word.span), related, help=help_)
+
+
+def _outputs(calls: Iterable[Item]) -> Iterator[Word]:
+    """The names in ``out(…)``; a number stands for the name that it is written as."""
+    for call in calls:
+        for name in call.arguments if isinstance(call, Call) else ():
+            if isinstance(name, Word | Number):
+                yield Word(name.text, name.span)

@@ -1,0 +1,24 @@
+"""``verify``: the reduced twin on which numbers are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....grammar.diagnostics import Diagnostic
+from ..directive import Directive, Literal, Scope, argument, check_literals, read_literals
+
+
+@dataclass(frozen=True)
+class Verify(Directive):
+    """Arguments of the model that are replaced for the twin on which numbers are checked: the same code, smaller.
+
+    Names of sizes may be given too. A number that the model or the plan has smaller already stays as it is.
+    """
+
+    USAGE = "verify NAME=VALUE, ..."
+
+    values: tuple[tuple[str, Literal], ...] = argument(lambda given: read_literals(given.bindings("name")))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from check_literals(self.arguments, "name")

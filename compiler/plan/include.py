@@ -1,0 +1,178 @@
+"""Includes: a plan's statements with those of the files it includes in place of the ``include`` lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from ...grammar.bounded import read_bounded
+from ...grammar.codes_language import INCLUDE_CYCLE, NO_FILE, NO_PLAN, TOO_LONG, UNREADABLE, WRONG_KIND
+from ...grammar.diagnostics import Diagnostic, Label, PlanError
+from ...grammar.nearest import listed, nearest, path_meant
+from ...grammar.parse import parse
+from ...grammar.source import Source, Span
+from ...grammar.substitute import substitute
+from ...grammar.syntax import Binding, Statement
+from ...grammar.usage import parse_usage
+from ..layout.mesh import Mesh
+from .directive import Scope
+from .directives import verbs
+from .directives.include import Include
+
+INCLUDE = "include"
+FAMILY = "parc:"
+NAME_A_PLAN = "name a plan file, as `gpt.parc`"
+MOST_BYTES = 1 << 20
+"""Of a plan's file, or of a schedule's table that a plan names."""
+MOST_LINES = 10_000
+"""Of a plan with all that it includes, as often as it does: they take some seconds to read."""
+MOST_FILES = 256
+"""Of a plan and its includes, a file as often as it is included; each opens files anew, and looks up its own path."""
+DEEPEST = 32
+
+
+def families() -> tuple[str, ...]:
+    """The names of the families that parc ships."""
+    folder = files(__name__.partition(".")[0]) / "plans"
+    return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".parc")))
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a file is a plan by its name."""
+    return path.suffix == ".parc"
+
+
+def read_source(path: Path) -> Source:
+    """The text of a plan file.
+
+    Raises:
+        PlanError: it cannot be read.
+    """
+    text, reason = read_text(path)
+    if text is None:
+        message = f"`{path}` cannot be read: {reason}"
+        help_ = path_meant(path, is_plan, NAME_A_PLAN)
+        raise PlanError([Diagnostic(UNREADABLE, message, help=help_)])
+    return Source(path.name, text, path=path)
+
+
+def read_text(path: Path) -> tuple[str | None, str]:
+    """The text of a file, or None and why not."""
+    try:
+        text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n"), ""
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
+        return None, reason[:1].lower() + reason[1:]
+
+
+def _is_statements(statements: Sequence[Statement], malformed: Sequence[Diagnostic]) -> bool:
+    """Whether at least half of a file's lines are statements of a plan, comments aside."""
+    known = sum(statement.verb.text in verbs() for statement in statements)
+    return 2 * known >= len(statements) + len(malformed)
+
+
+class Expanded:
+    """Statements of a plan and of all that it includes, in order, without ``$name`` and without ``include``; what went
+    wrong; every text; whether all could be read. ``defines`` are values of ``-D``.
+
+    Raises:
+        PlanError: there is more than anyone writes.
+    """
+
+    def __init__(self, source: Source, defines: Mapping[str, str]) -> None:
+        self._lines = self._files = 0
+        self.diagnostics: list[Diagnostic] = []
+        self.sources: list[Source] = []
+        self.complete = True
+        self.statements = tuple(self._read(source, defines, ()))
+
+    def _read(self, source: Source, defines: Mapping[str, str], given: Sequence[Binding]) -> Iterator[Statement]:
+        """The statements of one file, includes replaced."""
+        self._count(source)
+        statements, malformed = parse(source)
+        if source.included is not None and not _is_statements(statements, malformed):
+            message = f"`{source.name}` is no plan: most of its lines are no statements of one"
+            help_ = "name a file of a plan's lines; what this one holds is not shown"
+            self._fail(Diagnostic(NO_PLAN, message, Label(source.included), help=help_))
+            return
+        self.sources.append(source)
+        statements, errors = substitute(statements, defines, given)
+        self.diagnostics += [*malformed, *errors]
+        for statement in statements:
+            if statement.verb.text == INCLUDE:
+                yield from self._included(statement)
+            else:
+                yield statement
+
+    def _count(self, source: Source) -> None:
+        self._files += 1
+        self._lines += source.text.count("\n") + 1
+        depth = sum(1 for _ in Span(source, 0, 0).includes)
+        bounds = (
+            (self._lines, MOST_LINES, "lines with all that it includes"), (self._files, MOST_FILES, "includes"),
+            (depth, DEEPEST, "includes inside each other"),
+        )  # fmt: skip
+        what = next((f"more than {most:,} {name}" for count, most, name in bounds if count > most), "")
+        if not what:
+            return
+        help_ = "name many things by one pattern, as `blocks.*`, and include a file once"
+        label = Label(source.included.root) if source.included is not None else None
+        first = label.span.source if label is not None else source
+        raise PlanError([Diagnostic(TOO_LONG, f"`{first.name}` has {what}", label, help=help_)])
+
+    def _included(self, statement: Statement) -> Iterator[Statement]:
+        arguments, errors = parse_usage(Include.USAGE).match(statement)
+        if arguments is None:
+            self._fail(*errors)
+            return
+        line = Include.read(arguments)
+        self.diagnostics += line.check(Scope((), Mesh(), frozenset()))
+        for item in arguments.flat("args"):
+            if not isinstance(item, Binding):
+                self._fail(Diagnostic(WRONG_KIND, "arguments are given by name", Label(item.span), help="`name=value`"))
+        found = self._open(line, arguments.span("file"))
+        if found is not None:
+            yield from self._read(found, {}, arguments.bindings("args"))
+
+    def _open(self, line: Include, span: Span) -> Source | None:
+        """The text that a line includes, or None after saying why there is none."""
+        if line.file.startswith(FAMILY):
+            return self._family(line, span)
+        source = line.span.source
+        folder = source.path.parent if source.path is not None else Path()
+        path = folder / line.file
+        chain = [line.span, *line.span.includes]
+        names = [found.source.name for found in reversed(chain)]
+        for at, above in enumerate(reversed(chain)):
+            if above.source.path is not None and above.source.path.resolve() == path.resolve():
+                way = " → ".join([*names[at:], names[at]])
+                message = f"`{names[at]}` includes itself: {way}"
+                self._fail(Diagnostic(INCLUDE_CYCLE, message, Label(span), help="put what both need in another file"))
+                return None
+        text, reason = read_text(path)
+        if text is None:
+            message = f"`{line.file}` cannot be read: {reason}"
+            help_ = f"name a file in `{folder}`, or a family as {listed([f'{FAMILY}{families()[0]}'])}"
+            self._fail(Diagnostic(NO_FILE, message, Label(span), help=help_))
+            return None
+        name = os.path.normpath(os.path.join(os.path.dirname(source.name), line.file))
+        return Source(name, text, line.span, path)
+
+    def _family(self, line: Include, span: Span) -> Source | None:
+        name, known = line.file.removeprefix(FAMILY), families()
+        if name not in known:
+            shown = [f"{FAMILY}{family}" for family in known]
+            message = f"parc ships no family `{name}`"
+            near = [f"{FAMILY}{family}" for family in nearest(name, known)]
+            help_ = f"did you mean {listed(near, 'or')}?" if near else f"there are {listed(shown)}"
+            self._fail(Diagnostic(NO_FILE, message, Label(span), help=help_))
+            return None
+        with as_file(files(__name__.partition(".")[0]) / "plans" / f"{name}.parc") as path:
+            return Source(line.file, path.read_text(encoding="utf-8"), line.span, path)
+
+    def _fail(self, *errors: Diagnostic) -> None:
+        self.diagnostics += errors
+        self.complete = False

@@ -1,0 +1,207 @@
+"""What placement directives ask for before the model is known: layouts, and splits by a weight's role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ...grammar.codes_language import BAD_VALUE, WRONG_KIND
+from ...grammar.codes_placement import AXIS_TWICE, NOT_PADDED, PARTS_UNKNOWN, WRONG_DIM
+from ...grammar.diagnostics import Diagnostic, Label
+from ...grammar.source import Span
+from ...grammar.syntax import KIND_NAMES, Binding, Dim, Ellipsis, Group, Item, Layout, Number, Split, Word
+from ...grammar.usage import Arguments
+from .directive import Directive, Scope, argument
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A sub-dim: its name and global size where they are given, and the axes that split it, major first."""
+
+    name: str | None
+    size: int | None
+    axes: tuple[Word, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class DimLayout:
+    """One dim as a product of sub-dims, major first; most have one. ``rest`` stands for any number of whole dims;
+    ``more`` are products of which the dim holds one after the other, after the first, all split over the same axes."""
+
+    factors: tuple[Factor, ...]
+    span: Span
+    rest: bool = False
+    more: tuple[tuple[Factor, ...], ...] = ()
+    pad: bool = False
+    """Whether the dim may become longer where its splits do not divide it."""
+
+    @property
+    def axes(self) -> tuple[Word, ...]:
+        """Every axis that splits the dim."""
+        return tuple(axis for factor in self.factors for axis in factor.axes)
+
+
+@dataclass(frozen=True)
+class Fix(Directive):
+    """Values by name or pattern, placed on every axis: whole on those that ``dims`` does not name.
+
+    ``dims`` is None for values that are whole on every axis.
+    """
+
+    ONCE = False
+
+    where: tuple[Word, ...] = argument(lambda given: given.words("values"))
+    dims: tuple[DimLayout, ...] | None = argument(lambda given: _placed(given)[0])
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        dims, errors = _placed(self.arguments)
+        yield from errors
+        for dim in dims or ():
+            for axis in dim.axes:
+                yield from scope.check_axis(axis)
+
+
+@dataclass(frozen=True)
+class SplitWeights(Directive):
+    """Weights of modules (or weights by name), split over one axis on the dim that ``role`` picks."""
+
+    ONCE = False
+
+    where: tuple[Word, ...] = argument(lambda given: given.words("where"))
+    axis: Word = argument(lambda given: given.word("over"))
+    rows: DimLayout | None = argument(lambda given: _rows(given)[0])
+    pad: bool = argument(lambda given: "pad" in given)
+
+    @property
+    def role(self) -> str:
+        """``column``, ``row`` or ``vocab``."""
+        return self.arguments.statement.verb.text
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from scope.check_axis(self.axis)
+        rows, errors = _rows(self.arguments)
+        yield from errors
+        if rows is not None and not errors:
+            yield from _check_rows(rows, self.axis)
+
+
+def _placed(given: Arguments) -> tuple[tuple[DimLayout, ...] | None, tuple[Diagnostic, ...]]:
+    return next((read_layout(item) for item in given.items("layout") if isinstance(item, Layout)), (None, ()))
+
+
+def _rows(given: Arguments) -> tuple[DimLayout | None, tuple[Diagnostic, ...]]:
+    return next((read_sub_dims(item) for item in given.items("rows") if isinstance(item, Group)), (None, ()))
+
+
+def read_layout(layout: Layout) -> tuple[tuple[DimLayout, ...], tuple[Diagnostic, ...]]:
+    """The dims of a layout, and what is wrong with it whatever the tensor is."""
+    dims: list[DimLayout] = []
+    diagnostics: list[Diagnostic] = []
+    for dim in layout.dims:
+        read, errors = read_dim(dim)
+        dims.append(read)
+        diagnostics.extend(errors)
+    rests = [dim for dim in dims if dim.rest]
+    if len(rests) > 1:
+        related = (Label(rests[0].span, "the first"),)
+        message = "`...` stands twice in a layout"
+        diagnostics.append(Diagnostic(WRONG_DIM, message, Label(rests[1].span), related, help="write `_` for one dim"))
+    diagnostics.extend(_repeated(tuple(axis for dim in dims for axis in dim.axes)))
+    return tuple(dims), tuple(diagnostics)
+
+
+def read_dim(dim: Dim) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
+    """One entry of a layout, and what is wrong with it."""
+    first, *more = dim.items
+    words = [item for item in more if isinstance(item, Word) and item.text == "pad"]
+    help_ = "separate dims by commas, and put sub-dims in parentheses"
+    errors = [Diagnostic(WRONG_KIND, "a dim has one name", Label(item.span), help=help_) for item in more
+              if item not in words]  # fmt: skip
+    pad = bool(words)
+    if isinstance(first, Ellipsis):
+        read = DimLayout((), dim.span, rest=True, pad=pad)
+    elif isinstance(first, Group):
+        read, more_errors = read_sub_dims(first)
+        read, errors = replace(read, pad=pad), [*errors, *more_errors]
+    else:
+        factor = _factor(first)
+        if factor is None:
+            errors.append(_not_a_dim(first))
+        read = DimLayout((factor,) if factor else (), dim.span, pad=pad)
+    if pad and not read.axes and not errors:
+        message = "`pad` on a dim that nothing splits"
+        help_ = "write it after a dim that an axis splits, as `[V/tp pad, _]`"
+        errors.append(Diagnostic(NOT_PADDED, message, Label(words[0].span), help=help_))
+    return read, tuple(errors)
+
+
+def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
+    """Sub-dims in parentheses, major first, and what is wrong with them."""
+    errors: list[Diagnostic] = []
+    terms: list[tuple[Factor, ...]] = []
+    for term in group.terms:
+        items = [item for phrase in term for item in phrase.items]
+        factors = [(item, _factor(item)) for item in items]
+        errors += [_not_a_dim(item) for item, factor in factors if factor is None]
+        terms.append(tuple(factor for _, factor in factors if factor is not None))
+    if not any(terms) and not errors:
+        help_ = "write sub-dims, as `(3 h/tp d)`"
+        errors.append(Diagnostic(WRONG_KIND, "the parentheses are empty", Label(group.span), help=help_))
+    for factor in (factor for term in terms for factor in term):
+        if factor.size is not None and factor.size < 1:
+            message = f"a sub-dim of size {factor.size}"
+            errors.append(Diagnostic(BAD_VALUE, message, Label(factor.span), help="sizes are 1 or more"))
+    layout = DimLayout(terms[0] if terms else (), group.span, more=tuple(terms[1:]))
+    axes = [[axis.text for factor in term for axis in factor.axes] for term in terms]
+    for part, found in zip(terms[1:], axes[1:], strict=True):
+        if found != axes[0] and part:
+            split, other = (" and ".join(f"`{axis}`" for axis in one) or "nothing" for one in (axes[0], found))
+            message = f"the first part is split over {split}, this one over {other}"
+            help_ = "every part is split over the same axes, as in `(h/tp d + g/tp d)`"
+            errors.append(Diagnostic(PARTS_UNKNOWN, message, Label(part[0].span.to(part[-1].span)), help=help_))
+    return layout, tuple(errors)
+
+
+def _check_rows(rows: DimLayout, axis: Word) -> Iterator[Diagnostic]:
+    """Errors unless exactly one sub-dim is split, and over this axis alone."""
+    yield from _repeated(rows.axes)
+    other = next((found for found in rows.axes if found.text != axis.text), None)
+    if other is not None:
+        message = f"the rows are split over `{other.text}`, the line over `{axis.text}`"
+        related = (Label(axis.span, "the line's axis"),)
+        help_ = "name the same axis, or use `shard` to split over several"
+        yield Diagnostic(BAD_VALUE, message, Label(other.span), related, help=help_)
+    elif not rows.axes:
+        help_ = f"write `/{axis.text}` after the sub-dim that is split, as `(3 h/{axis.text} d)`"
+        yield Diagnostic(BAD_VALUE, "no sub-dim is split", Label(rows.span), help=help_)
+
+
+def _factor(item: Item) -> Factor | None:
+    if isinstance(item, Word):
+        return Factor(None if item.text == "_" else item.text, None, (), item.span)
+    if isinstance(item, Number) and item.is_integer:
+        return Factor(None, int(item.value), (), item.span)
+    if isinstance(item, Binding) and isinstance(item.value, Number) and item.value.is_integer:
+        return Factor(item.name.text, int(item.value.value), (), item.span)
+    if isinstance(item, Split) and (item.size is None or (isinstance(item.size, Number) and item.size.is_integer)):
+        name = item.name.text if item.name is not None and item.name.text != "_" else None
+        size = int(item.size.value) if isinstance(item.size, Number) else None
+        return Factor(name, size, tuple(axis for axis in item.axes if isinstance(axis, Word)), item.span)
+    return None
+
+
+def _not_a_dim(item: Item) -> Diagnostic:
+    message, help_ = f"{KIND_NAMES[type(item)]} is not a dim", "write `_`, `NAME/axis`, `name=size` or sub-dims in `()`"
+    return Diagnostic(WRONG_KIND, message, Label(item.span), help=help_)
+
+
+def _repeated(axes: tuple[Word, ...]) -> Iterator[Diagnostic]:
+    first: dict[str, Word] = {}
+    for axis in axes:
+        if axis.text in first:
+            message = f"the axis `{axis.text}` is used twice on one tensor"
+            related = (Label(first[axis.text].span, "used here first"),)
+            help_ = "an axis splits one dim of a tensor, once: remove one of them"
+            yield Diagnostic(AXIS_TWICE, message, Label(axis.span), related, help=help_)
+        first.setdefault(axis.text, axis)

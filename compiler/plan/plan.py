@@ -1,0 +1,248 @@
+"""A plan read and checked as far as it can be without its model: ``read_plan`` and the typed, frozen ``Plan``."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ...grammar.codes_language import MISSING_STATEMENT, REPEATED, UNKNOWN_VERB, UNREADABLE
+from ...grammar.diagnostics import Diagnostic, Label, PlanError
+from ...grammar.format import format_statements
+from ...grammar.nearest import did_you_mean, listed, path_meant
+from ...grammar.source import Source, Span
+from ...grammar.substitute import IN_STRING, LET
+from ...grammar.syntax import Binding, Phrase, Statement, Word
+from ...grammar.usage import parse_usage
+from ..layout.mesh import Mesh
+from ..sizes.size_range import SizeRange
+from .directive import Directive, Scope, check_unique
+from .directives import directive, verbs
+from .directives.budget import Budget
+from .directives.data import Data
+from .directives.freeze import Freeze
+from .directives.init import Init
+from .directives.input import Input
+from .directives.loss import Loss
+from .directives.mesh import MeshLine, merged, mesh_of
+from .directives.model import Model
+from .directives.optimizer import Optimizer
+from .directives.precision import Precision
+from .directives.schedule import BATCH, Schedule
+from .directives.seed import Seed as SeedLine
+from .directives.sizes import Sizes
+from .directives.stage import Stage
+from .directives.steps import Steps
+from .directives.verify import Verify
+from .include import NAME_A_PLAN, Expanded, is_plan, read_source
+from .layouts import Fix, SplitWeights
+from .limits import Promise
+
+MESH = "mesh"
+MOST_ERRORS = 100
+REQUIRED: dict[str, str] = {
+    "model": 'model "./model.py:Model" (width=64)',
+    "input": "input tokens int64 [B, S]",
+    "loss": "loss cross_entropy(output, targets)",
+    "optimizer": "optimizer adamw lr 3e-4",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a plan says, with its defaults; ``statements`` are without ``$name``, ``let`` and ``include``."""
+
+    source: Source
+    statements: tuple[Statement, ...]
+    defines: tuple[tuple[str, str], ...]
+    model: Model
+    verify: Verify | None
+    inputs: tuple[Input, ...]
+    sizes: dict[str, SizeRange]
+    loss: Loss
+    data: Data | None
+    optimizer: Optimizer
+    seed: int
+    steps: int | None
+    mesh: Mesh
+    microbatches: int
+    accumulate: str
+    precision: tuple[Precision, ...]
+    frozen: tuple[Word, ...]
+    placements: tuple[Fix | SplitWeights, ...]
+    promises: tuple[Promise, ...] = ()
+    budget: Budget | None = None
+    init: Init | None = None
+    schedule: Schedule | None = None
+    stages: tuple[Stage, ...] = ()
+    mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
+    warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
+
+    @property
+    def unbatched(self) -> frozenset[str]:
+        """Inputs whose first dim is not the batch."""
+        return frozenset(line.name for line in self.inputs if line.dims[:1] != (BATCH,))
+
+    def input_shape(self, line: Input) -> tuple[int, ...]:
+        """The shape of an input in one microbatch, over all data ranks, at the largest sizes."""
+        sizes = ((dim, dim if isinstance(dim, int) else self.sizes[dim].high) for dim in line.dims)
+        return tuple(size // self.microbatches if dim == BATCH else size for dim, size in sizes)
+
+    def text(self) -> str:
+        """The plan as built: every ``$name`` and ``include`` replaced, in canonical form."""
+        return format_statements(self.statements)
+
+
+def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = None) -> Plan:
+    """Reads a plan, given as a file or as a text, with the values of ``-D name=value``.
+
+    Raises:
+        PlanError: with every error that can be found without the model.
+    """
+    source = plan if isinstance(plan, Source) else read_source(Path(plan))
+    defines = dict(defines or {})
+    expanded = Expanded(source, defines)
+    directives, errors = _read_directives(expanded.statements)
+    wrong = [*expanded.diagnostics, *errors]
+    if wrong and not directives and source.path is not None and source.path.suffix != ".parc":
+        message = f"`{source.path}` is no plan: none of its lines is one of a plan"
+        raise PlanError([Diagnostic(UNREADABLE, message, help=path_meant(source.path, is_plan, NAME_A_PLAN))])
+    axes = merged([found for found in directives if isinstance(found, MeshLine)])
+    scope = Scope(directives, mesh_of(axes), _broken(expanded, directives))
+    found = [_with_defines(diagnostic, defines) for diagnostic in (*wrong, *_few(_check(scope, source)))]
+    found.sort(key=_position)
+    if any(diagnostic.is_error for diagnostic in found):
+        raise PlanError(found)
+    return _assemble(source, _kept(expanded.statements, axes), defines, scope, axes, tuple(found))
+
+
+def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnostic:
+    """A message about a ``$name`` of the plan, with the ``-D`` that gives its value."""
+    span = diagnostic.primary.span if diagnostic.primary is not None else None
+    if span is None or next(span.includes, None) is not None:
+        return diagnostic
+    names = [name for name in IN_STRING.findall(span.text) if name in defines]
+    given = [Source.option(name, defines[name]) for name in names]
+    labels = (Label(Span(source, 0, len(source.text))) for source in given)
+    return replace(diagnostic, related=(*labels, *diagnostic.related))
+
+
+def _kept(statements: Sequence[Statement], axes: tuple[Binding, ...]) -> tuple[Statement, ...]:
+    """What the plan says when nothing is included: no ``let``, and one ``mesh`` line of all axes."""
+    kept: list[Statement] = []
+    for statement in statements:
+        if statement.verb.text == MESH:
+            if any(found.verb.text == MESH for found in kept):
+                continue
+            statement = replace(statement, phrases=(Phrase(axes, statement.phrases[0].span),))
+        if statement.verb.text != LET:
+            kept.append(statement)
+    return tuple(kept)
+
+
+def _read_directives(statements: Sequence[Statement]) -> tuple[tuple[Directive, ...], tuple[Diagnostic, ...]]:
+    """The directives of every statement that matches its verb's usage, and errors for the others."""
+    directives: list[Directive] = []
+    errors: list[Diagnostic] = []
+    for statement in statements:
+        verb = statement.verb
+        if verb.text not in verbs():
+            help_ = did_you_mean(verb.text, verbs(), f"verbs are {listed(verbs())}")
+            errors.append(Diagnostic(UNKNOWN_VERB, f"unknown verb `{verb.text}`", Label(verb.span), help=help_))
+            continue
+        kind = directive(verb.text)
+        arguments, found = parse_usage(kind.USAGE).match(statement)
+        errors.extend(found)
+        if arguments is not None:
+            directives.append(kind.read(arguments))
+    return tuple(directives), tuple(errors)
+
+
+def _broken(expanded: Expanded, directives: Sequence[Directive]) -> frozenset[str]:
+    """Verbs with a line that could not be read: what such a line would have said must not be reported missing."""
+    if not expanded.complete:
+        return frozenset(verbs())
+    texts = (line for source in expanded.sources for line in source.text.split("\n"))
+    lines = Counter(match[1] for line in texts if (match := re.match(r"\s*(\w+)", line)))
+    read = Counter(found.arguments.statement.verb.text for found in directives)
+    return frozenset(verb for verb in lines if lines[verb] > read[verb])
+
+
+def _few(found: Iterator[Diagnostic]) -> Iterator[Diagnostic]:
+    """Diagnostics to the hundredth error: who has as many has one cause, and each looks at all lines."""
+    errors = 0
+    for diagnostic in found:
+        yield diagnostic
+        errors += diagnostic.is_error
+        if errors == MOST_ERRORS:
+            return
+
+
+def _check(scope: Scope, source: Source) -> Iterator[Diagnostic]:
+    first: dict[type[Directive], Directive] = {}
+    for found in scope.directives:
+        if found.ONCE and type(found) in first:
+            verb = found.arguments.statement.verb
+            related = (Label(first[type(found)].span, "given here first"),)
+            message = f"a plan has one `{verb.text}` line"
+            yield Diagnostic(REPEATED, message, Label(verb.span), related, help="remove one of them")
+        first.setdefault(type(found), found)
+        yield from found.check(scope)
+    names = [found.arguments.words("name")[0] for found in scope.all(Input)]
+    yield from check_unique(tuple(names), "input")
+    present = {found.arguments.statement.verb.text for found in scope.directives} | scope.broken
+    for required, example in REQUIRED.items():
+        if required not in present:
+            message = f"`{source.name}` has no `{required}` line"
+            yield Diagnostic(MISSING_STATEMENT, message, help=f"add a line: `{example}`")
+
+
+def _position(diagnostic: Diagnostic) -> tuple[bool, int, int]:
+    """In the order of the plan's lines; what has no place in it (a missing statement, a ``-D``) last."""
+    if diagnostic.primary is None:
+        return True, 0, 0
+    span = diagnostic.primary.span
+    return span.source.is_option, span.root.start, span.start
+
+
+def _assemble(
+    source: Source,
+    statements: tuple[Statement, ...],
+    defines: Mapping[str, str],
+    scope: Scope,
+    axes: tuple[Binding, ...],
+    warnings: tuple[Diagnostic, ...],
+) -> Plan:
+    one = scope.one
+    model, loss, optimizer = one(Model), one(Loss), one(Optimizer)
+    assert model is not None and loss is not None and optimizer is not None  # REQUIRED was checked
+    sizes, seed, steps, schedule = one(Sizes), one(SeedLine), one(Steps), one(Schedule)
+    return Plan(
+        source=source,
+        statements=statements,
+        defines=tuple(defines.items()),
+        model=model,
+        verify=one(Verify),
+        inputs=scope.all(Input),
+        sizes=dict(sizes.ranges) if sizes is not None else {},
+        loss=loss,
+        data=one(Data),
+        optimizer=optimizer,
+        seed=seed.value if seed is not None else 0,
+        steps=steps.value if steps is not None else None,
+        mesh=scope.mesh,
+        microbatches=schedule.microbatches if schedule is not None else 1,
+        accumulate=schedule.accumulate if schedule is not None else "fp32",
+        frozen=tuple(word for line in scope.all(Freeze) for word in line.where),
+        precision=scope.all(Precision),
+        promises=scope.all(Promise),
+        budget=one(Budget),
+        init=one(Init),
+        schedule=schedule,
+        stages=scope.all(Stage),
+        placements=tuple(found for found in scope.directives if isinstance(found, Fix | SplitWeights)),
+        mesh_spans={binding.name.text: binding.span for binding in axes},
+        warnings=warnings,
+    )

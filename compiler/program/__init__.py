@@ -1,0 +1,1 @@
+"""Programs: typed lines, their text, the actions of a step, and what a program costs."""

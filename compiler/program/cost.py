@@ -1,0 +1,151 @@
+"""Cost: bytes that a rank holds, by liveness over its programs. Units are in names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..layout.placement import TensorType
+from .actions import AHEAD, Action
+from .program import Function, Program
+from .totals import addable, lasting
+
+_Peaks = dict[str, tuple[int, int]]
+
+# These look at their operand's storage in another shape, so they hold nothing of their own.
+VIEWS = frozenset({
+    "aten.reshape.default", "aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default",
+    "aten.squeeze.dim", "aten.squeeze.default", "aten.squeeze.dims", "aten.expand.default", "aten.slice.Tensor",
+    "aten.select.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank. ``activations`` is the most that is alive beside the rest, during forward and backward."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def local_bytes(type_: TensorType, program: Program) -> int:
+    """Bytes of one rank's piece."""
+    return math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
+
+
+def owners(function: Function) -> dict[str, str]:
+    """For each value that is a view the value whose storage it looks at."""
+    found: dict[str, str] = {}
+    for line in function.lines:
+        if line.op in VIEWS:
+            source = next(line.uses())
+            found.update((value.name, found.get(source, source)) for value in line.made)
+    return found
+
+
+def _peak(program: Program, function: Function, late: Mapping[str, frozenset[str]], peaks: _Peaks) -> tuple[int, int]:
+    """The most bytes that a function's own values hold at once, results included, parameters not, and how many of them
+    what is made ``late``, by function, still needs when the function has ended; ``peaks`` keeps what was looked at."""
+    if function.name in peaks:
+        return peaks[function.name]
+    added, end = late.get(function.name, frozenset()), len(function.lines)
+    last: dict[str, int] = {name: end for _, name in function.returns}
+    for index, line in enumerate(function.lines):
+        for name in line.uses():
+            last[name] = max(last.get(name, 0), index)
+    source = owners(function)
+    for name, owner in source.items():  # a view keeps it alive
+        last[owner] = max(last.get(owner, 0), last.get(name, 0))
+    held = {source.get(name, name) for name in lasting(function, added)}
+    held = {name for name in held if last.get(name, 0) < end}
+    last.update(dict.fromkeys(held, end))
+    live = most = kept = 0
+    dying: dict[int, int] = {}
+    for index, line in enumerate(function.lines):
+        inner = left = 0
+        if line.calls_function:
+            inner, left = _peak(program, program.function(line.op), late, peaks)
+        made, kept = left, kept + left
+        for value in line.made:
+            if value.name not in source and value.name not in added:
+                size = local_bytes(value.type, program)
+                made += size
+                kept += size if value.name in held else 0
+                at = last.get(value.name, index)
+                dying[at] = dying.get(at, 0) + size
+        most = max(most, live + max(made, inner))
+        live += made - dying.get(index, 0)
+    peaks[function.name] = most, kept
+    return peaks[function.name]
+
+
+def estimate_memory(
+    programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
+    moments: Mapping[str, int],
+) -> Memory:  # fmt: skip
+    """Memory of a rank of a role: its own parameters among ``stored``, and what is kept between its actions as they
+    run one after the other: what is saved for backward, received, and sent until the next such message; ``moments``
+    says how many tensors of optimizer state each parameter has."""
+    work = [program for program in programs.values() if program.action in ("F", "B")]
+    own = {value.role.partition(" ")[2] for program in work for value in program.main.parameters
+           if value.role.startswith(("parameter ", "frozen "))}  # fmt: skip
+    sizes = {name: local_bytes(type_, work[0]) for name, type_ in stored.items() if name in own}
+    optimizer = sum(moments.get(name, 0) * size for name, size in sizes.items())
+    gradients: dict[str, int] = {}
+    saved: dict[str, int] = {}
+    sent: dict[str, int] = {}
+    received: dict[str, int] = {}
+    peaks: dict[str, int] = {}
+    for key, program in programs.items():
+        values = program.main.values()
+        if program.action == "B":
+            gradients.update((name, local_bytes(values[value].type, program)) for name, value in program.main.returns
+                             if not name.startswith("sent "))  # fmt: skip
+        keeps, sends = ({name for word, name in program.main.returns if word.startswith(kind)}
+                        for kind in ("saved ", "sent "))  # fmt: skip
+        saved[key] = sum(local_bytes(values[name].type, program) for name in keeps)
+        sent[key] = sum(local_bytes(values[name].type, program) for name in sends - keeps)
+        received[key] = sum(local_bytes(value.type, program) for value in program.main.parameters
+                            if value.role.startswith("received "))  # fmt: skip
+        peaks[key] = _peak(program, program.main, {}, {})[0] if program in work else 0
+        if program.action == "B" and sent[key]:  # with the weights' gradients made one by one after it sends
+            late = addable(program)
+            one = max((local_bytes(values[name].type, program) for name in late[program.main.name]), default=0)
+            peaks[key] = max(peaks[key], _peak(program, program.main, late, {})[0] + one)
+    held, most = _Held(), 0
+    for index, action in enumerate(actions):
+        for coming in actions[index : index + 1 + AHEAD]:
+            if coming.kind in ("RECV_F", "RECV_B"):
+                held.put(received[f"{coming.stage}{coming.kind[-1]}"], coming.kind, coming.stage, coming.microbatch)
+        key, stage, m = action.program_in(programs), action.stage, action.microbatch
+        most = max(most, held.total + peaks.get(key, 0))
+        if action.kind in ("SEND_F", "SEND_B"):
+            held.put(held.put(0, "made", action.kind, stage, m), action.kind, stage)
+        elif action.kind in ("F", "B"):
+            held.put(0, f"RECV_{action.kind}", stage, m)
+            held.put(saved[key] if action.kind == "F" else 0, "saved", stage, m)
+            held.put(sent[key], "made", f"SEND_{action.kind}", stage, m)
+    return Memory(sum(sizes.values()), sum(gradients.values()), optimizer, most)
+
+
+class _Held:
+    """Bytes that are kept, by what they are."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[tuple[object, ...], int] = {}
+        self.total = 0
+
+    def put(self, size: int, *what: object) -> int:
+        """Keep so many bytes of something from now on; those that were kept of it until now."""
+        before = self.bytes.pop(what, 0)
+        if size:
+            self.bytes[what] = size
+        self.total += size - before
+        return before

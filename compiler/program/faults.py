@@ -1,0 +1,18 @@
+"""Faults: what checks refuse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that a check refuses: ``check`` is ``shapes``, ``types``, ``communication``, ``numbers`` or ``facts``;
+    ``where`` a program, function and value."""
+
+    check: str
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.where}: {self.message}"

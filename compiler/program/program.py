@@ -1,0 +1,273 @@
+"""What a program is: typed lines in functions, the operators they may use, and the one text they print as."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import quote, unquote
+
+import torch
+
+from ..layout.collectives import COLLECTIVES
+from ..layout.mesh import Mesh
+from ..layout.placement import TensorType
+from ..ops.rules import TABLE
+from ..ops.torch_ops import OPS
+
+REFERENCE_FILE = "programs/model.py"
+"""The captured graph's program in a build."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The use of a value by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A size or position in an argument: ``size`` of the whole tensor, cut over ``axes`` on a rank."""
+
+    size: int
+    axes: tuple[str, ...]
+
+    def local(self, mesh: Mesh) -> int:
+        """What one rank sees."""
+        return self.size // math.prod(mesh.size(axis) for axis in self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A named, typed value; ``role`` tells what a program's parameter is bound to, e.g. ``parameter blocks.0.w``."""
+
+    name: str
+    type: TensorType
+    role: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a line comes from: module path, ``file:line`` of the model, line of the plan that last touched it."""
+
+    module: str = ""
+    source: str = ""
+    plan: int = 0
+
+    def __str__(self) -> str:
+        plan = f"plan:{self.plan}" if self.plan else ""
+        return " ".join(word for word in (_word(self.module), _word(self.source), plan) if word)
+
+    @classmethod
+    def parse(cls, text: str) -> Origin:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: not such a text.
+        """
+        match = re.fullmatch(r"(\S+) (\S+)(?: plan:([1-9][0-9]*))?", text, re.ASCII)
+        if match is None:
+            raise ValueError(f"`{text}` does not say where a line comes from")
+        module, source = ("" if word == "-" else unquote(word) for word in match.groups()[:2])
+        return cls(module, source, int(match[3] or 0))
+
+
+def _word(text: str) -> str:
+    """One word without blanks for a path; ``-`` stands for none."""
+    quoted = re.sub(r"[%\s]", lambda found: quote(found[0], safe=""), text)
+    return "%2D" if quoted == "-" else quoted or "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """``results = op(args, kwargs)``; ``op`` is an operator such as ``aten.mm.default`` or a function's name.
+
+    A result that the operator leaves out is None. Arguments hold global sizes, as ``Cut`` where a rank's differ.
+    """
+
+    results: tuple[Value | None, ...]
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    origin: Origin = Origin()
+
+    @property
+    def calls_function(self) -> bool:
+        """Whether the line calls another function of its program."""
+        return "." not in self.op
+
+    @property
+    def made(self) -> list[Value]:
+        """The results that there are."""
+        return [value for value in self.results if value is not None]
+
+    def uses(self) -> Iterator[str]:
+        """Names of the values that the line reads, in order."""
+        for item in (*self.args, *(value for _, value in self.kwargs)):
+            yield from references(item)
+
+
+def references(item: Any) -> Iterator[str]:
+    """Names of the values in an argument."""
+    if isinstance(item, Ref):
+        yield item.name
+    elif isinstance(item, (list, tuple)):
+        for inner in item:
+            yield from references(inner)
+
+
+def map_references(item: Any, change: Callable[[str], Any]) -> Any:
+    """The argument with every use replaced by ``change(name)``."""
+    if isinstance(item, Ref):
+        return change(item.name)
+    if isinstance(item, (list, tuple)):
+        return type(item)(map_references(inner, change) for inner in item)
+    return item
+
+
+@dataclass(frozen=True)
+class Function:
+    """Parameters, lines, and what is returned: pairs of a key and a value's name."""
+
+    name: str
+    parameters: tuple[Value, ...]
+    lines: tuple[Line, ...]
+    returns: tuple[tuple[str, str], ...]
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """All that was once derived from the function, by what it is: it does not change, and many ask for the same."""
+
+    def values(self) -> Mapping[str, Value]:
+        """Every value of the function by its name."""
+        return self._values
+
+    @cached_property
+    def _values(self) -> Mapping[str, Value]:
+        made = (value for line in self.lines for value in line.results if value is not None)
+        return MappingProxyType({value.name: value for value in (*self.parameters, *made)})
+
+    def text(self, mesh: Mesh) -> str:
+        """The function as it stands in a program."""
+        if ("text", mesh) not in self.derived:
+            self.derived["text", mesh] = _function_text(self, mesh)
+        text: str = self.derived["text", mesh]
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The work of one role in one action. The last function is the one that runs; it may call the others."""
+
+    role: str
+    action: str
+    mesh: Mesh
+    functions: tuple[Function, ...] = field(default=())
+
+    @property
+    def main(self) -> Function:
+        return self.functions[-1]
+
+    def function(self, name: str) -> Function:
+        return next(function for function in self.functions if function.name == name)
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The custom operators that it uses: a program names them in its head."""
+        used = {line.op for function in self.functions for line in function.lines if not line.calls_function}
+        return tuple(sorted(op for op in used if op.partition(".")[0] not in ("aten", "parc")))
+
+    def text(self) -> str:
+        """The program's one canonical text."""
+        head = f'"""parc program: role {self.role}, action {self.action}"""\n\nmesh({self.mesh})\n'
+        if self.operators:
+            head += f"operators({', '.join(map(json.dumps, self.operators))})\n"
+        return head + "".join(f"\n\n{function.text(self.mesh)}" for function in self.functions)
+
+
+def _function_text(function: Function, mesh: Mesh) -> str:
+    rows = [f"def {function.name}("]
+    for value in function.parameters:
+        role = f"  # {value.role}" if value.role else ""
+        rows.append(f'    {value.name}: "{value.type.text(mesh)}",{role}')
+    rows.append("):")
+    for line in function.lines:
+        names = ", ".join("_" if value is None else value.name for value in line.results)
+        args = line.args
+        if line.op in COLLECTIVES and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], ",".join(mesh.joined(args[1].split(","))), *args[2:])
+        words = [argument_text(item, mesh) for item in args]
+        words += [f"{key}={argument_text(item, mesh)}" for key, item in line.kwargs]
+        types = "; ".join("-" if value is None else value.type.text(mesh) for value in line.results)
+        rows.append(f"    {names} = {line.op}({', '.join(words)})  # {types} | {line.origin}")
+    rows.append("    return {")
+    rows += [
+        f"        {json.dumps(key, ensure_ascii=not key.isprintable())}: {name}," for key, name in function.returns
+    ]
+    return "\n".join([*rows, "    }", ""])
+
+
+def argument_text(item: Any, mesh: Mesh) -> str:
+    """One argument as it stands in a program."""
+    if isinstance(item, Ref):
+        return item.name
+    if isinstance(item, Cut):
+        return "/".join([str(item.size), *mesh.joined(item.axes)])
+    if isinstance(item, torch.dtype):
+        return str(item)
+    if isinstance(item, list):
+        return f"[{', '.join(argument_text(inner, mesh) for inner in item)}]"
+    if isinstance(item, tuple):
+        return f"({', '.join(argument_text(inner, mesh) for inner in item)}{',' if len(item) == 1 else ''})"
+    if isinstance(item, str):
+        return ast.unparse(ast.Constant(item))
+    if item is None or isinstance(item, (bool, int, float)):
+        return repr(item)
+    raise TypeError(f"a program cannot hold {item!r}")
+
+
+def operator(op: str) -> Any:
+    """The torch operator of a name such as ``aten.mm.default``.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    namespace, _, rest = op.partition(".")
+    name, _, overload = rest.rpartition(".")
+    operators = OPS if namespace == "parc" else getattr(torch.ops, namespace)
+    return getattr(getattr(operators, name), overload)
+
+
+# Operators that reach outside the tensors they are given; everything else that mutates nothing is allowed.
+_FORBIDDEN = frozenset({"from_file", "_local_scalar_dense", "item", "record_stream", "set_", "_print", "_assert_async"})
+
+
+# Namespaces of torch's own that are no part of a program: messages, allocations, profiling.
+_FOREIGN = frozenset({
+    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "c10d", "cuda",
+    "debug_mode_ops", "debugprims", "export", "fsdp", "inductor", "inductor_prims", "mkl", "mkldnn",
+    "mkldnn_prepacked", "onednn", "parc", "prim", "prims", "profiler", "quantization", "quantized", "rngprims",
+    "sparse", "static_runtime", "symm_mem",
+})  # fmt: skip
+
+
+def allowed(op: str, custom: Collection[str] = ()) -> bool:
+    """Whether a program may use the operator: a collective, one with a rule, any functional one of aten, or one of
+    those that it declares as ``custom``, which must be functional too."""
+    namespace, _, rest = op.partition(".")
+    name, _, overload = rest.rpartition(".")
+    if op in COLLECTIVES or (op in TABLE and namespace in ("aten", "parc")):
+        return True
+    own = namespace == "aten" or (op in custom and namespace not in _FOREIGN)
+    if not own or not all(map(str.isidentifier, (namespace, name, overload))) or name in _FORBIDDEN:
+        return False
+    try:
+        found = operator(op)
+    except AttributeError:
+        return False
+    return isinstance(found, torch._ops.OpOverload) and not found._schema.is_mutable

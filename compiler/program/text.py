@@ -1,0 +1,231 @@
+"""The strict reader of programs: text becomes a program only if it is, to the letter, what that program prints as.
+
+Nothing is executed or looked up beyond the list of allowed operators and the custom ones that the head declares. That
+the text must print back the same makes the reader small: what it does not look at cannot stand in the text.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..layout.collectives import COLLECTIVES
+from ..layout.mesh import Mesh
+from ..layout.placement import TensorType, parse_type
+from .program import Cut, Function, Line, Origin, Program, Ref, Value, allowed
+
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_NUMBERS = {"inf": math.inf, "nan": math.nan}
+
+
+class ProgramError(ValueError):
+    """A program's text is not one that parc writes; the message names the line."""
+
+
+def parse_program(text: str, name: str = "program") -> Program:
+    """The inverse of ``Program.text``. Nothing is executed: the text must be a program, line by line.
+
+    Raises:
+        ProgramError: anything else, with the line's number.
+    """
+    bad = next((character for character in text if not character.isprintable() and character != "\n"), None)
+    if bad is not None:
+        raise ProgramError(f"{name}: holds the character {bad!r}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # Python's doubts about a text are reason enough
+            tree = ast.parse(text)
+        program = _Reader(name, text.split("\n")).program(tree)
+        again = program.text()
+    except ProgramError:
+        raise
+    except SyntaxError as error:
+        raise ProgramError(f"{name}:{error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ProgramError(f"{name}: {error}") from None
+    if again != text:
+        raise ProgramError(f"{name}:{_first_difference(text, again)}")
+    return program
+
+
+def _first_difference(text: str, again: str) -> str:
+    ours, theirs = text.split("\n"), again.split("\n")
+    index = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    wanted = f"`{theirs[index].strip()}`" if index < len(theirs) else "the end"
+    return f"{index + 1}: stands where a program says {wanted}"
+
+
+@dataclass
+class _Reader:
+    """Turns a syntax tree into a program; ``rows`` are the text's lines, for what stands behind ``#``; ``defined`` are
+    the values of the function that is read, which may call the ``functions`` before it."""
+
+    name: str
+    rows: Sequence[str]
+    mesh: Mesh = field(default_factory=Mesh)
+    custom: frozenset[str] = frozenset()
+    types: dict[str, TensorType] = field(default_factory=dict)
+    functions: dict[str, Function] = field(default_factory=dict)
+    defined: dict[str, Value] = field(default_factory=dict)
+
+    def fail(self, at: ast.AST, why: str) -> ProgramError:
+        return ProgramError(f"{self.name}:{getattr(at, 'lineno', 1)}: {why}")
+
+    def program(self, tree: ast.Module) -> Program:
+        match tree.body:
+            case [
+                ast.Expr(value=ast.Constant(value=str() as head)),
+                ast.Expr(value=ast.Call(func=ast.Name(id="mesh"), args=[], keywords=axes)) as mesh,
+                _,
+                *_,
+            ]:
+                role, _, action = head.removeprefix("parc program: role ").partition(", action ")
+            case _:
+                raise self.fail(tree, "does not begin as a parc program does, or holds no function")
+        self.mesh = self._mesh(mesh, axes)
+        body = tree.body[2:]
+        match body[0]:
+            case ast.Expr(value=ast.Call(func=ast.Name(id="operators"), args=names, keywords=[])):
+                self.custom = frozenset(str(n.value) for n in names if isinstance(n, ast.Constant))
+                body = body[1:]
+        for node in body:
+            function = self._function(node)
+            if function.name in self.functions:
+                raise self.fail(node, f"`{function.name}` is defined twice")
+            self.functions[function.name] = function
+        return Program(role, action, self.mesh, tuple(self.functions.values()))
+
+    def _mesh(self, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
+        axes = []
+        for item in keywords:
+            match item:
+                case ast.keyword(arg=str() as axis, value=ast.Constant() | ast.BinOp() as size):
+                    axes.append(f"{axis}={ast.unparse(size)}".replace(" ", ""))
+                case _:
+                    raise self.fail(at, "the mesh's axes are whole numbers")
+        return Mesh.parse(", ".join(axes))
+
+    def type(self, text: str) -> TensorType:
+        """The type that a text says, which a rank can hold a piece of."""
+        if text not in self.types:
+            found = parse_type(text, self.mesh)
+            found.local(self.mesh)
+            self.types[text] = found
+        return self.types[text]
+
+    def behind(self, node: ast.expr | ast.stmt | ast.arg) -> str:
+        """What stands on a node's last line after it."""
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self.rows[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+
+    def _function(self, node: ast.stmt) -> Function:
+        self.defined = {}
+        if not isinstance(node, ast.FunctionDef):
+            raise self.fail(node, "only functions stand here")
+        for argument in node.args.args:
+            match argument.annotation:
+                case ast.Constant(value=str() as text):
+                    _, _, role = self.behind(argument).partition("  # ")
+                    self._define(argument, argument.arg, text, role)
+                case _:
+                    raise self.fail(argument, f"`{argument.arg}` has no type")
+        parameters = tuple(self.defined.values())
+        lines = tuple(self._line(statement) for statement in node.body[:-1])
+        return Function(node.name, parameters, lines, self._returns(node.body[-1]))
+
+    def _returns(self, node: ast.stmt) -> tuple[tuple[str, str], ...]:
+        if not isinstance(node, ast.Return) or not isinstance(node.value, ast.Dict):
+            raise self.fail(node, "a function ends in `return {…}`")
+        returns: dict[str, str] = {}
+        for pair in zip(node.value.keys, node.value.values, strict=True):
+            match pair:
+                case (ast.Constant(value=str() as key), ast.Name(id=name)) if (
+                    name in self.defined and key not in returns
+                ):
+                    returns[key] = name
+                case _:
+                    raise self.fail(pair[1], "returns an unknown value, or two under one key")
+        return tuple(returns.items())
+
+    def _define(self, at: ast.AST, label: str, text: str, role: str = "") -> Value:
+        if label in self.defined or label in _NUMBERS or label == "_":
+            raise self.fail(at, f"`{label}` is defined twice, or is no name for a value")
+        try:
+            value = Value(label, self.type(text), role)
+        except ValueError as error:
+            raise self.fail(at, str(error)) from None
+        self.defined[label] = value
+        return value
+
+    def _line(self, node: ast.stmt) -> Line:
+        fail = self.fail
+        match node:
+            case ast.Assign(targets=[target], value=ast.Call(func=func, args=args, keywords=keywords)):
+                names = target.elts if isinstance(target, ast.Tuple) else [target]
+            case _:
+                raise fail(node, "a line is `results = operator(arguments)`")
+        op = ast.unparse(func)
+        if op not in self.functions and not allowed(op, self.custom):
+            unknown = "; is the module that registers it imported?" if op in self.custom else ""
+            raise fail(node, f"`{op}` is not an operator that a program may use{unknown}")
+        given = tuple(self._argument(item) for item in args)
+        if op in COLLECTIVES and len(given) > 1 and isinstance(given[1], str):
+            given = (given[0], ",".join(self.mesh.spread(given[1].split(","))), *given[2:])
+        named = tuple((str(item.arg), self._argument(item.value)) for item in keywords)
+        if op in self.functions and (named or not all(isinstance(item, Ref) for item in given)):
+            raise fail(node, f"`{op}` is a function and takes values alone")
+        types, _, origin = self.behind(node).removeprefix("  # ").partition(" | ")
+        texts = types.split("; ")
+        if len(texts) != len(names):
+            raise fail(node, "results and types differ in number")
+        results: list[Value | None] = []
+        for name, text in zip(names, texts, strict=True):
+            if not isinstance(name, ast.Name):
+                raise fail(node, f"`{ast.unparse(name)}` is no name for a value")
+            results.append(None if (name.id, text) == ("_", "-") else self._define(node, name.id, text))
+        try:
+            return Line(tuple(results), op, given, named, Origin.parse(origin))
+        except ValueError as error:
+            raise fail(node, str(error)) from None
+
+    def _argument(self, item: ast.expr) -> Any:
+        match item:
+            case ast.Name(id=name) if name in _NUMBERS:
+                return _NUMBERS[name]
+            case ast.Name(id=name):
+                if name not in self.defined:
+                    raise self.fail(item, f"`{name}` is used before it is defined")
+                return Ref(name)
+            case ast.List(elts=elements):
+                return [self._argument(element) for element in elements]
+            case ast.Tuple(elts=elements):
+                return tuple(self._argument(element) for element in elements)
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name) if f"torch.{name}" in _DTYPES:
+                return _DTYPES[f"torch.{name}"]
+            case ast.BinOp(left=left, op=ast.Div(), right=ast.Name(id=axis)):
+                return self._cut(item, self._argument(left), axis)
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() | ast.Name() as operand):
+                value = self._argument(operand)
+                if isinstance(value, (int, float)):
+                    return -value
+            case ast.Constant(value=None | bool() | int() | float() | str() as value):
+                return value
+        raise self.fail(item, f"`{ast.unparse(item)}` cannot stand in a program")
+
+    def _cut(self, at: ast.expr, whole: Any, axis: str) -> Cut:
+        size, axes = (whole.size, whole.axes) if isinstance(whole, Cut) else (whole, ())
+        mesh = self.mesh
+        found = (*axes, *mesh.parts(axis))
+        known = len(set(found)) == len(found) and set(found) <= set(mesh.names)
+        if not known or isinstance(size, bool) or not isinstance(size, int):
+            raise self.fail(at, f"`{ast.unparse(at)}` does not cut a size over axes of the mesh")
+        cut = Cut(size, found)
+        if size % math.prod(mesh.size(name) for name in cut.axes):
+            raise self.fail(at, f"`{ast.unparse(at)}` does not divide")
+        return cut

@@ -1,0 +1,161 @@
+"""Balance: pieces that follow each other put together to stages, so that the largest stage is as small as can be."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torch import Tensor, fx
+
+from ..program.cost import VIEWS
+
+FLOPS_PER_BYTE = 100
+"""What moving a byte costs: accelerators do 100 to 300 operations of products in bfloat16 in the time of one byte."""
+PASSES = 3
+"""A backward takes twice the work of its forward: it makes a gradient for each operand of a product."""
+_PRODUCTS = re.compile(r"linear|mm|bmm|matmul|mv|dot|addmm|baddbmm|addbmm|addmv|convolution|conv\dd|conv_transpose\dd"
+                       r"|scaled_dot_product_attention|attention")  # fmt: skip
+_COPIES = ("aten.alias.", "aten.clone.", "aten.contiguous.", "aten.detach.", "aten.lift_fresh", "aten._to_copy.")
+_LOOKUPS = ("aten.embedding.", "aten.embedding_bag.", "aten._embedding_bag.", "aten.index.", "aten.index_select.",
+            "aten.gather.")  # fmt: skip
+"""Of the first operand they read no more than they give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is never cut: its operations, the bytes of what one microbatch's backward needs of its forward, and by name
+    the bytes that its parameters take with their gradients and optimizer state."""
+
+    operations: int
+    kept: int
+    parameters: Mapping[str, int]
+
+
+def operations_of(node: fx.Node) -> int:
+    """Floating point operations of a node's forward and backward, by shapes: two for each product of two numbers in
+    products, convolutions and attention; ``FLOPS_PER_BYTE`` for each byte that all else reads or writes; for views and
+    copies none."""
+    target, made = str(node.target), _bytes(node)
+    view = node.target is operator.getitem or getattr(node.target, "is_view", False) or target in VIEWS
+    if node.op != "call_function" or view or _passes_on(target, node):
+        return 0
+    products = products_of(node)
+    if products:
+        return PASSES * 2 * products
+    read = node.all_input_nodes[1:] if target.startswith(_LOOKUPS) else node.all_input_nodes
+    return PASSES * FLOPS_PER_BYTE * (made + sum(map(_bytes, read)))
+
+
+def _passes_on(target: str, node: fx.Node) -> bool:
+    """Whether an operator gives what it reads: a copy, a dropout of nothing."""
+    if target.startswith("aten.dropout."):
+        return not node.args[1] or not node.args[2]
+    read, made = _tensors(node.all_input_nodes[0]) if node.all_input_nodes else [], _tensors(node)
+    return target.startswith(_COPIES) and [value.dtype for value in read] == [value.dtype for value in made]
+
+
+def numbers_of(node: fx.Node) -> int:
+    """How many numbers a node's tensors hold."""
+    return sum(value.numel() for value in _tensors(node))
+
+
+def products_of(node: fx.Node) -> int:
+    """How many products of two numbers an operator adds up; 0 for one that is no product."""
+    target = str(node.target)
+    _, _, name = target.removesuffix(".default").partition(".")
+    if not _PRODUCTS.fullmatch(name.partition(".")[0]):
+        return 0
+    shapes = [tuple(map(int, n.meta["val"].shape)) for n in node.args if isinstance(n, fx.Node)]
+    first, second, *_ = shapes[1:] if name.startswith(("add", "badd")) else shapes
+    result = math.prod(_tensors(node)[0].shape)
+    if "attention" in name:  # scores, and the values that they weigh
+        return (math.prod(first) + result) * second[-2]
+    if "conv" in name:
+        transposed = "transpose" in name or (name == "convolution" and bool(node.args[6]))
+        return (math.prod(first) if transposed else result) * math.prod(second[1:])
+    return result * first[-1]
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    value = node.meta.get("val")
+    return [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Tensor)]
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(value.numel() * value.element_size() for value in _tensors(node))
+
+
+def piece_of(nodes: Sequence[fx.Node], states: int) -> Piece:
+    """The piece that nodes are, where a parameter takes ``states`` times its bytes. A backward is taken to need every
+    floating result that is no view."""
+    parameters: dict[str, int] = {}
+    operations = kept = 0
+    for node in nodes:
+        work = operations_of(node)
+        operations += work
+        kept += sum(v.numel() * v.element_size() for v in _tensors(node) if v.is_floating_point()) if work else 0
+        for operand in node.all_input_nodes:
+            kind, _, name = str(operand.meta.get("role", "")).partition(" ")
+            if kind in ("parameter", "frozen"):
+                parameters[name] = _bytes(operand) * states
+    return Piece(operations, kept, parameters)
+
+
+def balance(pieces: Sequence[Piece], stages: int, in_flight: Callable[[int], int]) -> tuple[int, ...]:
+    """The pieces with which stages 1, 2, … begin: the largest stage has the fewest operations that are possible, and of
+    all such choices the one whose largest stage takes the fewest bytes.
+
+    A stage's bytes are those of its parameters (one that several pieces use counts once) and what the backwards of
+    ``in_flight(stage)`` microbatches keep. Exact: dynamic programming over the first k stages and the first j pieces,
+    once for each of the two; for the bytes, stages of more operations than the first allows are left out.
+
+    Raises:
+        ValueError: there are fewer pieces than stages.
+    """
+    if len(pieces) < stages:
+        raise ValueError(f"{len(pieces)} pieces make no {stages} stages")
+    sums = [0, *accumulate(piece.operations for piece in pieces)]
+    kept = [0, *accumulate(piece.kept for piece in pieces)]
+    most, _ = _smallest_largest(len(pieces), stages, lambda stage, start, stop: sums[stop] - sums[start])
+    held: dict[tuple[int, int], int] = {}
+    for start in range(len(pieces)):
+        parameters: dict[str, int] = {}
+        for stop in range(start + 1, len(pieces) + 1):
+            if sums[stop] - sums[start] > most:
+                break
+            parameters.update(pieces[stop - 1].parameters)
+            held[start, stop] = sum(parameters.values())
+
+    def memory(stage: int, start: int, stop: int) -> float:
+        if (start, stop) not in held:
+            return math.inf
+        return held[start, stop] + in_flight(stage) * (kept[stop] - kept[start])
+
+    return _smallest_largest(len(pieces), stages, memory)[1]
+
+
+def _smallest_largest(count: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[float, tuple[int, ...]]:
+    """The smallest possible cost of the most expensive of ``stages`` runs of ``count`` pieces, and where all runs but
+    the first begin; ``cost(stage, start, stop)`` is a run's."""
+    best: list[list[float]] = [[0.0] + [math.inf] * count]
+    begin: list[list[int]] = []
+    for stage in range(stages):
+        row, chosen = [math.inf] * (count + 1), [stage] * (count + 1)
+        for stop in range(stage + 1, count + 1):
+            for start in range(stop - 1, stage - 1, -1):
+                here = cost(stage, start, stop)
+                found = max(best[-1][start], here)
+                if found < row[stop]:
+                    row[stop], chosen[stop] = found, start
+        best.append(row)
+        begin.append(chosen)
+    begins, stop = [], count
+    for chosen in reversed(begin):
+        stop = chosen[stop]
+        begins.append(stop)
+    assert all(low < high for low, high in pairwise(reversed(begins)))
+    return best[-1][count], tuple(reversed(begins))[1:]

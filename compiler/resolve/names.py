@@ -1,0 +1,192 @@
+"""The names of a captured model, and the search for those that a plan's line means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ...grammar.codes_placement import NO_WEIGHT, NOTHING_MATCHED
+from ...grammar.diagnostics import Diagnostic, Label
+from ...grammar.nearest import listed
+from ...grammar.syntax import Word
+from ..plan.layouts import SplitWeights
+from .pattern import ANY_DEPTH, Pattern
+
+Shape = tuple[int, ...]
+OPTIONAL = "a `?` at the end lets a pattern match nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUse:
+    """How a parameter is used: the dim of a linear weight or lookup table that is its outputs (of a table: its
+    vocabulary), and the dim that is contracted."""
+
+    kind: Literal["linear", "lookup", "other"]
+    out_dim: int | None = None
+    in_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a captured model calls things; shapes are global. ``tied`` maps other names of a parameter to its name."""
+
+    parameters: dict[str, Shape]
+    inputs: dict[str, Shape] = field(default_factory=dict)
+    modules: frozenset[str] = frozenset()
+    uses: dict[str, WeightUse] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    pieces: Callable[[str, int], tuple[int, ...]] = lambda name, dim: ()
+    """The sizes of the pieces into which the model takes apart what a dim of a parameter becomes, if it does."""
+    smaller: bool = False
+    """Whether the model is a twin, which may lack what the plan's own model has: patterns may match nothing."""
+
+    def canonical(self, name: str) -> str:
+        """The one name of a parameter or input."""
+        return self.tied.get(name, name)
+
+    def shape(self, name: str) -> Shape:
+        """The global shape of a parameter, by any of its names, or of an input."""
+        name = self.canonical(name)
+        return self.parameters[name] if name in self.parameters else self.inputs[name]
+
+    def use(self, name: str) -> WeightUse:
+        """How a parameter is used under this name."""
+        return self.uses.get(name) or self.uses.get(self.canonical(name)) or WeightUse("other")
+
+    @property
+    def all_parameters(self) -> tuple[str, ...]:
+        """Every name of every parameter."""
+        return tuple(dict.fromkeys((*self.parameters, *self.tied)))
+
+
+Weight = tuple[str, str | None]
+"""A weight that a line splits, under the name the line found it by, and the bias that goes with it."""
+
+
+def find_values(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
+    """The parameters and inputs that a word means, under their one name."""
+    pattern = Pattern(word.text)
+    known = (*names.all_parameters, *names.inputs)
+    found = pattern.of(known)
+    if found or pattern.optional or names.smaller:
+        idle = _idle(word, "parameter or input", pattern, found, known, names)
+        return idle or tuple(dict.fromkeys(map(names.canonical, found)))
+    modules = pattern.of(sorted(names.modules))
+    inside = [name for name in known if modules and name.startswith(f"{modules[0]}.")]
+    help_ = f"it is a module: name its parameters, as {listed(inside[:3], 'or')}" if inside else ""
+    return _nothing(word, "parameter or input", pattern, known, help_)
+
+
+def find_parameters(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
+    """The parameters that a word means, under their one name: by name, or all inside modules."""
+    pattern = Pattern(word.text)
+    modules = pattern.of(sorted(names.modules, key=_natural))
+    inside = [name for name in names.all_parameters if any(name.startswith(f"{module}.") for module in modules)]
+    own = pattern.of(names.all_parameters)
+    found = tuple(dict.fromkeys(map(names.canonical, [*own, *inside])))
+    known = (*sorted(names.modules, key=_natural), *names.all_parameters)
+    if found or pattern.optional or names.smaller:
+        return _idle(word, "module or parameter", pattern, (*modules, *own), known, names) or found
+    if modules:
+        message = f"the module `{modules[0]}` has no parameters"
+        return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help="name modules that have, or parameters")
+    return _nothing(word, "module or parameter", pattern, known, "")
+
+
+def find_modules(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
+    """The outermost modules that a word means; `**` is the whole model, whose name is empty."""
+    if word.text == ANY_DEPTH:
+        return ("",)
+    pattern = Pattern(word.text)
+    known = sorted(names.modules, key=_natural)
+    found = pattern.of(known)
+    if not found and not pattern.optional and not names.smaller:
+        inside = next((name for name in names.tied if name.startswith(f"{word.text}.")), "")
+        first = names.tied.get(inside, "").removesuffix(inside.removeprefix(word.text))
+        same = first in names.modules
+        return _nothing(
+            word, "module", pattern, known, f"it is `{first}` under another name: write that" if same else ""
+        )
+    idle = _idle(word, "module", pattern, found, known, names)
+    return idle or tuple(name for name in found if not any(name.startswith(f"{outer}.") for outer in found))
+
+
+def find_weights(line: SplitWeights, word: Word, names: Names) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:
+    """The weights that a word of a `column`, `row` or `vocab` line means, and what is wrong with it."""
+    pattern = Pattern(word.text)
+    parameters = set(names.all_parameters)
+    modules = pattern.of(sorted(names.modules, key=_natural))
+    own = pattern.of(names.all_parameters)
+    weights = [
+        (f"{module}.weight", f"{module}.bias" if f"{module}.bias" in parameters else None)
+        for module in modules
+        if f"{module}.weight" in parameters
+    ] or [(name, None) for name in own]
+    known = (*sorted(names.modules, key=_natural), *names.all_parameters)
+    if not weights and not modules and not pattern.optional and not names.smaller:
+        return (), (_nothing(word, "module or parameter", pattern, known, ""),)
+    if (idle := _idle(word, "module or parameter", pattern, (*modules, *own), known, names)) is not None:
+        return (), (idle,)
+    if not weights and modules:
+        inside = [name for name in names.all_parameters if name.startswith(f"{modules[0]}.")]
+        children = [name.removesuffix(".weight") for name in inside if name.endswith(".weight")]
+        help_ = f"name modules inside it, as {listed(children[:3], 'or')}" if children else "name a linear layer"
+        message = f"the module `{modules[0]}` has no weight"
+        return (), (Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_),)
+    errors = [error for name, _ in weights if (error := _check_role(line, word, name, names)) is not None]
+    if errors:
+        return (), tuple(errors)
+    return tuple(weights), ()
+
+
+def split_dim(role: str, use: WeightUse) -> int | None:
+    """The dim of a weight that a role splits, or None if the weight's use has no such dim."""
+    if role == "vocab":
+        return use.out_dim if use.kind in ("lookup", "linear") else None
+    if use.kind != "linear":
+        return None
+    return use.in_dim if role == "row" else use.out_dim
+
+
+def _check_role(line: SplitWeights, word: Word, name: str, names: Names) -> Diagnostic | None:
+    use = names.use(name)
+    if split_dim(line.role, use) is not None:
+        return None
+    entries = ", ".join("_" for _ in names.shape(name))
+    help_ = f"place it by its dims: `shard {name} [{entries}]` with `/{line.axis.text}` on one of them"
+    message = f"`{name}` is not the weight of a linear layer"
+    if use.kind == "lookup":
+        message = f"`{name}` is an embedding table, not the weight of a linear layer"
+        help_ = f"use `vocab {word.text} over {line.axis.text}`"
+    elif line.role == "vocab":
+        message = f"`{name}` is neither an embedding table nor the weight of a linear layer"
+    return Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_)
+
+
+def _idle(
+    word: Word, what: str, pattern: Pattern, found: Sequence[str], known: Iterable[str], names: Names
+) -> Diagnostic | None:
+    """The error that a pattern matches nothing with one of its alternatives."""
+    if pattern.optional or names.smaller:
+        return None
+    for alternative, alone, instead in pattern.idle(found):
+        help_ = f"did you mean `{instead}`?" if instead else ""
+        error = _nothing(word, what, Pattern(alone), known, help_)
+        message = f"`{alternative or alone}` in `{word.text}` matches no {what}"
+        return replace(error, message=message, notes=(OPTIONAL,))
+    return None
+
+
+def _nothing(word: Word, what: str, pattern: Pattern, known: Iterable[str], help_: str) -> Diagnostic:
+    if not help_:
+        nearest = pattern.nearest(known)
+        help_ = f"did you mean {listed(nearest, 'or')}?" if nearest else "names are those of the model's own modules"
+    notes = (OPTIONAL,) if pattern.wild else ()
+    message = f"`{word.text}` matches no {what}" if pattern.wild else f"no {what} is called `{word.text}`"
+    return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help=help_, notes=notes)
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sort key by segments, numbers by value."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]

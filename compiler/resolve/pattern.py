@@ -1,0 +1,146 @@
+"""Patterns of dotted names: ``*``, ``**``, ``{q,k}``, ``[0..31:2]`` and the ``?`` that lets a pattern match nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ...grammar.nearest import nearest
+
+ANY_DEPTH = "**"
+WILD = re.compile(r"[*{\[]")
+BRACES = re.compile(r"\{([^}]*)\}")
+INDEX = re.compile(r"\[([0-9]+)\.\.([0-9]+)(?::([0-9]+))?\]")
+Segment = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A name or a pattern of names, by its text.
+
+    >>> [name for name in ("a.0.q", "a.1.q", "a.2.v") if Pattern("a.[0..1].{q,k}").matches(name)]
+    ['a.0.q', 'a.1.q']
+    """
+
+    text: str
+
+    @property
+    def optional(self) -> bool:
+        return self.text.endswith("?")
+
+    @property
+    def wild(self) -> bool:
+        """Whether it can match more than one name."""
+        return WILD.search(self.text) is not None
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """The text between dots, those of ``[0..3]`` aside."""
+        return tuple(re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^.\[\{])+", self.text.removesuffix("?")))
+
+    def matches(self, name: str) -> bool:
+        """Whether the whole name fits the pattern."""
+        return _fits(self.segments, tuple(name.split(".")))
+
+    def of(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The names that fit, in their order."""
+        if not self.wild:
+            exact = self.text.removesuffix("?")
+            return tuple(name for name in names if name == exact)
+        segments = self.segments
+        return tuple(name for name in names if _fits(segments, tuple(name.split("."))))
+
+    def idle(self, found: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+        """Alternatives that none of the names that fit needs: a word of braces, or of each range the first such number;
+        the pattern with it alone; and the pattern with as much of the range as there is, if it begins with all of that.
+
+        >>> list(Pattern("a.[0..3].{q,k}").idle(["a.0.q", "a.1.q"]))
+        [('k', 'a.[0..3].k', ''), ('2', 'a.2.{q,k}', 'a.[0..1].{q,k}')]
+        """
+
+        def used(text: str) -> bool:
+            return any(map(Pattern(text).matches, found))
+
+        for braces in BRACES.finditer(self.text):
+            before, after = self.text[: braces.start()], self.text[braces.end() :]
+            for word in dict.fromkeys(braces[1].split(",")):
+                if not used(alone := f"{before}{word}{after}"):
+                    yield word, alone, ""
+        for index in INDEX.finditer(self.text):
+            before, after = self.text[: index.start()], self.text[index.end() :]
+            numbers = range(int(index[1]), int(index[2]) + 1, max(int(index[3] or 1), 1))
+            there = {int(part) for name in found for part in name.split(".") if part.isdecimal()}
+            there = {number for number in there if number in numbers and used(f"{before}{number}{after}")}
+            missing = next((number for number in numbers if number not in there), None)
+            if missing is not None:
+                step = f":{index[3]}" if index[3] else ""
+                begins = there and max(there) < missing
+                instead = f"{before}[{index[1]}..{max(there)}{step}]{after}" if begins else ""
+                yield str(missing), f"{before}{missing}{after}", instead
+
+    def nearest(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Up to three patterns that do match and differ from this one in the first segment that fails, or in all."""
+        segments = self.segments
+        paths = [tuple(name.split(".")) for name in names]
+        for depth, segment in enumerate(segments):
+            here = [path for path in paths if _fits(segments[:depth], path[:depth]) and len(path) > depth]
+            if any(_fits(segments[: depth + 1], path[: depth + 1]) for path in here):
+                continue
+            rest = segments[depth + 1 :]
+            found = nearest(segment, {path[depth] for path in here})
+            fixed = [(*segments[:depth], word, *rest) for word in found]
+            working = [fix for fix in fixed if any(_fits(fix, path) for path in here)]
+            if working:
+                return tuple(map(".".join, working))
+            break
+        return nearest(self.text, {".".join(path) for path in paths})
+
+
+def _fits(segments: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    """Whether the path fits: the set of pattern positions reachable after each of its segments, as an automaton."""
+    positions = _skip(segments, {0})
+    for name in path:
+        after: set[int] = set()
+        for at in positions:
+            if at < len(segments):
+                if segments[at] == ANY_DEPTH:
+                    after.add(at)
+                elif _segment(segments[at])(name):
+                    after.add(at + 1)
+        positions = _skip(segments, after)
+        if not positions:
+            return False
+    return len(segments) in positions
+
+
+def _skip(segments: tuple[str, ...], positions: set[int]) -> set[int]:
+    """The positions, and those behind a ``**`` that matches no segment."""
+    result = set(positions)
+    for at in range(len(segments)):
+        if at in result and segments[at] == ANY_DEPTH:
+            result.add(at + 1)
+    return result
+
+
+@cache
+def _segment(segment: str) -> Segment:
+    index = INDEX.fullmatch(segment)
+    if index:
+        low, high, step = int(index[1]), int(index[2]), int(index[3] or 1)
+        return lambda name: name.isdecimal() and low <= int(name) <= high and (int(name) - low) % max(step, 1) == 0
+    return lambda name: len(name) in _ends(segment, name, {0})
+
+
+def _ends(segment: str, name: str, starts: set[int]) -> set[int]:
+    """Where in ``name`` the segment can end if it begins at one of ``starts``; sets, so that no pattern is slow."""
+    ends = starts
+    for part in re.findall(r"\*+|\{[^}]*\}|[^*{]+", segment):
+        if part.startswith("*"):
+            ends = set(range(min(ends), len(name) + 1)) if ends else set()
+        elif part.startswith("{"):
+            ends = {end for word in part[1:-1].split(",") for end in _ends(word, name, ends)}
+        else:
+            ends = {end + len(part) for end in ends if name.startswith(part, end)}
+    return ends

@@ -1,0 +1,318 @@
+"""The plan's placement lines applied to the names of a captured model: seeds of propagation, or every error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+
+from ...grammar.codes_placement import IDLE_AXIS, NOT_PADDED, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
+from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
+from ...grammar.source import Span
+from ...grammar.syntax import Word
+from ..layout.mesh import Mesh
+from ..padding.pads import Pads, pads_by_value
+from ..plan.directives.precision import TYPES, Precision
+from ..plan.directives.schedule import BATCH
+from ..plan.layouts import DimLayout, Factor, Fix, SplitWeights
+from ..plan.plan import Plan
+from ..plan.sub_dims import Cut, cut, multiples
+from ..sizes.size_range import SizeRange
+from .names import Names, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
+from .seeds import Seed, Seeds
+from .stage_lines import find_cuts
+
+__all__ = ["Names", "Resolved", "WeightUse", "input_faults", "resolve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Seeds in order of the plan's lines, at most one for a value and axis, none on axes of size 1; and warnings;
+    parameters that are not trained, and those that weight decay leaves alone; types that modules compute in.
+    """
+
+    seeds: tuple[Seed, ...]
+    warnings: tuple[Diagnostic, ...]
+    frozen: frozenset[str] = frozenset()
+    no_decay: frozenset[str] = frozenset()
+    pads: Pads = field(default_factory=dict)
+    """The dims of parameters that are longer than the model's, so that their splits divide them."""
+    precision: tuple[tuple[str, tuple[str, ...], int], ...] = ()
+
+    def line_of(self, value: str, dim: int) -> int:
+        """The line of the plan that splits a dim first."""
+        return next(seed.span.root.line for seed in self.seeds if (seed.value, seed.dim) == (value, dim))
+
+
+Parts = Mapping[tuple[str, str], int]
+"""By value and axis, into how many parts it is split where those are fewer than the ranks."""
+
+
+def resolve(
+    plan: Plan, names: Names, longer: Pads | None = None, parts: Parts | None = MappingProxyType({})
+) -> Resolved:
+    """What the plan's placement lines say about the values of a captured model.
+
+    Dims that ``longer`` names are made longer even where they divide: in a twin of a build in which they do not.
+    While ``parts`` are not known (None), dims of parameters need not divide: what does not is no error yet.
+
+    Raises:
+        PlanError: with every error of every line.
+    """
+    resolver = _Resolver(plan, names, {(name, pad.dim) for name, pads in (longer or {}).items() for pad in pads}, parts)
+    for line in plan.placements:
+        resolver.apply(line)
+    precision = tuple(resolver.precision(line) for line in plan.precision)
+    resolver.diagnostics += find_cuts(plan, names)[1]
+    frozen, no_decay = (
+        frozenset(resolver.found(words, find_parameters)) for words in (plan.frozen, plan.optimizer.no_decay)
+    )
+    if any(diagnostic.is_error for diagnostic in resolver.diagnostics):
+        raise PlanError(resolver.diagnostics)
+    resolver.diagnostics += _idle_axes(plan, resolver.seeds.found.values())
+    return Resolved(
+        tuple(seed for seed in resolver.seeds.found.values() if plan.mesh.size(seed.axis) > 1),
+        tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.seeds.pads.items()), precision,
+    )  # fmt: skip
+
+
+def input_faults(plan: Plan) -> list[Diagnostic]:
+    """The errors of ``resolve`` that need no model: those of inputs' layouts. Where sizes have ranges, as it is asked
+    then: at the largest sizes, and if nothing is wrong there, for their steps."""
+    names = Names({}, {line.name: plan.input_shape(line) for line in plan.inputs}, smaller=True)
+    errors: list[Diagnostic] = []
+    for sizes in ({name: SizeRange(size.high, size.high) for name, size in plan.sizes.items()}, plan.sizes):
+        resolver = _Resolver(replace(plan, sizes=sizes), names, (), {})
+        for line in plan.placements:
+            if isinstance(line, Fix):
+                resolver.apply(line)
+        errors = errors or [found for found in resolver.diagnostics if found.is_error]
+    return errors
+
+
+def _one_cause(first: Diagnostic, other: Diagnostic) -> bool:
+    """Whether two inputs are as long, and do not divide by the same axes."""
+    uneven = first.code is UNEVEN_SHARD is other.code and "`pad`" not in first.help
+    return uneven and bool(first.related) and (first.help, first.related) == (other.help, other.related)
+
+
+def _idle_axes(plan: Plan, seeds: Iterable[Seed]) -> Iterator[Diagnostic]:
+    """A warning for every axis of several ranks that splits nothing and has no stages."""
+    seeds = tuple(seeds)
+    used = {seed.axis for seed in seeds if seed.dim is not None} | {line.axis.text for line in plan.stages}
+    batch = next((line for line in plan.inputs if BATCH in line.dims), None)
+    placed = {seed.value for seed in seeds}
+    for axis, size in plan.mesh.axes:
+        if size == 1 or axis in used:
+            continue
+        help_ = "name it in a line that places weights or inputs"
+        if batch is not None and batch.name not in placed:
+            dims = ", ".join(f"{BATCH}/{axis}" if dim == BATCH else "_" for dim in batch.dims)
+            help_ = f"write `shard {batch.name} [{dims}]`"
+        message = f"the axis `{axis}` splits nothing: its {size} ranks do the same work"
+        label = Label(plan.mesh_spans[axis])
+        yield Diagnostic(IDLE_AXIS, message, label, help=f"{help_}, or leave the axis out", severity=Severity.WARNING)
+
+
+class _Resolver:
+    """Applies lines in order and keeps what they said so far."""
+
+    def __init__(self, plan: Plan, names: Names, longer: Collection[tuple[str, int]], parts: Parts | None) -> None:
+        self._plan = plan
+        self._mesh = plan.mesh
+        self._names = names
+        self._parts, self._loose = parts or {}, parts is None
+        self.seeds = Seeds(names, self._mesh_of, longer, self._loose)
+        self.diagnostics: list[Diagnostic] = []
+
+    def apply(self, line: Fix | SplitWeights) -> None:
+        """Adds the seeds of one line, or its errors; of like errors of one word the first stands for all."""
+        known = dict(self.seeds.found)
+        wishes: list[Seed] = []
+        for word in line.where:
+            errors: list[Diagnostic] = []
+            for result in self._fix(line, word) if isinstance(line, Fix) else self._split(line, word):
+                if isinstance(result, Diagnostic):
+                    errors.append(result)
+                elif (conflict := self.seeds.add(result)) is not None:
+                    errors.append(conflict)
+                else:
+                    wishes.append(result)
+            self._report(errors)
+        repeated = [known[wish.value, wish.axis] for wish in wishes if (wish.value, wish.axis) in known]
+        if wishes and len(repeated) == len(wishes):
+            related = (Label(repeated[0].span, "said here already"),)
+            message, label = "the line changes nothing", Label(line.span)
+            self.diagnostics.append(
+                Diagnostic(REPEATED_PLACEMENT, message, label, related, help="remove it", severity=Severity.WARNING)
+            )
+
+    def found(self, words: Iterable[Word], find: Callable[[Word, Names], tuple[str, ...] | Diagnostic]) -> list[str]:
+        """What words mean, each once."""
+        found: list[str] = []
+        for word in words:
+            result = find(word, self._names)
+            if isinstance(result, Diagnostic):
+                self.diagnostics.append(result)
+            else:
+                found += result
+        return list(dict.fromkeys(found))
+
+    def precision(self, line: Precision) -> tuple[str, tuple[str, ...], int]:
+        """A line's type, the modules that it means (without a word all), and its number."""
+        modules = self.found(line.where, find_modules) if line.where else [""]
+        return TYPES[line.type], tuple(modules), line.span.root.line
+
+    def _mesh_of(self, value: str) -> Mesh:
+        """The mesh with the ranks of each axis that hold different parts of a value."""
+        return Mesh(tuple((axis, self._parts.get((value, axis), size)) for axis, size in self._mesh.axes))
+
+    def _report(self, errors: list[Diagnostic]) -> None:
+        alike: dict[tuple[object, ...], list[Diagnostic]] = {}
+        for error in errors:
+            spans = tuple(label.span for label in (error.primary, *error.related) if label is not None)
+            alike.setdefault((error.code.name, spans), []).append(error)
+        for first, *others in alike.values():
+            more = f"the same holds for {len(others)} more that the pattern matches"
+            first = replace(first, notes=(*first.notes, more)) if others else first
+            at = next((at for at, found in enumerate(self.diagnostics) if _one_cause(found, first)), None)
+            if at is None:
+                self.diagnostics.append(first)
+            else:
+                what, line = first.message.partition(" has ")[0], first.primary.span.line if first.primary else 0
+                note = f"the same holds for {what}, line {line}"
+                self.diagnostics[at] = replace(self.diagnostics[at], notes=(*self.diagnostics[at].notes, note))
+
+    def _fix(self, line: Fix, word: Word) -> Iterator[Seed | Diagnostic]:
+        found = find_values(word, self._names)
+        if isinstance(found, Diagnostic):
+            yield found
+            return
+        for value in found:
+            cuts: dict[str, tuple[int, Cut]] = {}
+            failed = False
+            for result in self._cuts(line, value):
+                if isinstance(result, Diagnostic):
+                    failed = True
+                    yield result
+                else:
+                    cuts[result[1].axis] = result
+            for axis in self._mesh.names if not failed else ():
+                if axis in cuts:
+                    yield _seed(value, *cuts[axis], word.span, fixed=True)
+                else:
+                    yield Seed(value, axis, None, 1, word.span, fixed=True)
+
+    def _cuts(self, line: Fix, value: str) -> Iterator[tuple[int, Cut] | Diagnostic]:
+        """The cuts that a layout makes on a value, with their dims."""
+        sizes = self._divisible(value)
+        dims = self._fitted(line.dims or (), len(sizes)) if line.dims is not None else ()
+        if dims is None:
+            shape = list(self._names.shape(value))
+            entries = sum(not dim.rest for dim in line.dims or ())
+            message = f"the layout has {entries} entries, but `{value}` has {len(sizes)} dims"
+            (*_, last) = line.dims or ()
+            label = Label(line.dims[0].span.to(last.span) if line.dims else line.span, f"`{value}` is {shape}")
+            help_ = "write one entry for each dim: `_` is a whole dim, `...` stands for the rest"
+            yield Diagnostic(WRONG_DIM, message, label, help=help_)
+            return
+        declared = next((found.dims for found in self._plan.inputs if found.name == value), ())
+        for at, (layout, size) in enumerate(zip(dims, sizes, strict=False)):
+            name = layout.factors[0].name if len(layout.factors) == 1 and not layout.more else None
+            called = declared[at] if at < len(declared) else None
+            if isinstance(called, str) and name is not None and name != called:
+                message = f"dim {at} of `{value}` is `{called}`, not `{name}`"
+                help_ = f"write `{called}`, as the `input` line does"
+                yield Diagnostic(WRONG_DIM, message, Label(layout.factors[0].span), help=help_)
+            trained = value in self._names.parameters
+            earlier = (value, at) in self.seeds.pads  # a line before may have said it
+            pad = (layout.pad or earlier) if trained else None
+            if layout.pad and not trained:
+                message = f"`{value}` is no parameter: it is not padded"
+                help_ = "choose sizes that divide: an input is padded where it is made, with a target to ignore"
+                yield Diagnostic(NOT_PADDED, message, Label(layout.span), help=help_)
+            pieces = partial(self._names.pieces, value, at)
+            what, mesh = f"dim {at} of `{value}`", self._mesh_of(value)
+            result = cut(layout, size, mesh, what, pieces=pieces, pad=pad, loose=self._loose)
+            if isinstance(result, Diagnostic):
+                yield self._declared(self._batched(result, layout) if called == BATCH else result, layout)
+            else:
+                yield from ((at, found) for found in result)
+
+    def _fitted(self, dims: tuple[DimLayout, ...], count: int) -> tuple[DimLayout, ...] | None:
+        """One layout for each of ``count`` dims, ``...`` filled in; None if they do not fit."""
+        at = next((i for i, dim in enumerate(dims) if dim.rest), None)
+        if at is None:
+            return dims if len(dims) == count else None
+        missing = count - (len(dims) - 1)
+        whole = DimLayout((Factor(None, None, (), dims[at].span),), dims[at].span)
+        return (*dims[:at], *[whole] * missing, *dims[at + 1 :]) if missing >= 0 else None
+
+    def _divisible(self, value: str) -> tuple[int, ...]:
+        """For each dim of a value the number that must divide: its size, or the step of a range of sizes.
+
+        An input's batch is that of one microbatch.
+        """
+        found = next((found for found in self._plan.inputs if found.name == value), None)
+        if found is None or value in self._names.parameters:
+            return self._names.shape(value)
+        sizes: list[int] = []
+        for dim in found.dims:
+            if isinstance(dim, int):
+                sizes.append(dim)
+                continue
+            size = self._plan.sizes[dim]
+            number = size.low if size.fixed else size.step
+            sizes.append(number // self._plan.microbatches if dim == BATCH else number)
+        return tuple(sizes)
+
+    def _batched(self, error: Diagnostic, layout: DimLayout) -> Diagnostic:
+        """The error that a microbatch does not divide, with what that asks of the batch."""
+        parts = self._plan.microbatches
+        if error.code is not UNEVEN_SHARD or parts == 1:
+            return error
+        unit = parts * math.prod(self._mesh.size(axis.text) for axis in layout.axes)
+        size = self._plan.sizes[BATCH]
+        which = f"`B` as a multiple of {unit}" if size.fixed else f"a step of `B` that is a multiple of {unit}"
+        near = " or ".join(map(str, multiples(size.low if size.fixed else size.step, unit)))
+        return replace(error, help=f"choose {which}, such as {near}: it is split into {parts} microbatches first")
+
+    def _declared(self, error: Diagnostic, layout: DimLayout) -> Diagnostic:
+        """The error that a dim does not divide, with the lines that say by what."""
+        spans = self._plan.mesh_spans
+        labels = (Label(spans[axis.text], "declared here") for axis in layout.axes if axis.text in spans)
+        return replace(error, related=tuple(labels)) if error.code is UNEVEN_SHARD else error
+
+    def _split(self, line: SplitWeights, word: Word) -> Iterator[Seed | Diagnostic]:
+        weights, errors = find_weights(line, word, self._names)
+        yield from errors
+        for weight, bias in weights:
+            yield from self._split_weight(line, word, weight, bias)
+
+    def _split_weight(
+        self, line: SplitWeights, word: Word, weight: str, bias: str | None
+    ) -> Iterator[Seed | Diagnostic]:
+        dim = split_dim(line.role, self._names.use(weight))
+        assert dim is not None  # find_weights checked the role
+        targets = [(weight, dim)]
+        if bias is not None and line.role != "row":
+            targets.append((bias, 0))
+        rows = line.rows or DimLayout((Factor(None, None, (line.axis,), line.axis.span),), line.axis.span)
+        for name, at in targets:
+            value = self._names.canonical(name)
+            shape = self._names.shape(name)
+            label = None if line.rows is not None else Label(word.span, f"`{name}` is {list(shape)}")
+            pieces = partial(self._names.pieces, value, at)
+            pad = line.pad or (value, at) in self.seeds.pads
+            what, mesh = f"dim {at} of `{name}`", self._mesh_of(value)
+            result = cut(rows, shape[at], mesh, what, label, pieces, pad=pad, loose=self._loose)
+            if isinstance(result, Diagnostic):
+                yield self._declared(result, rows)
+                return
+            yield from (_seed(value, at, found, word.span, fixed=False) for found in result)
+
+
+def _seed(value: str, dim: int, found: Cut, span: Span, *, fixed: bool) -> Seed:
+    return Seed(value, found.axis, dim, found.outer, span, fixed, found.start, found.inner, found.pad)

@@ -1,0 +1,126 @@
+"""Seeds of propagation: what lines say of single values on single axes, held together without contradiction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from ...grammar.codes_placement import CONFLICT, PADDED_TWICE
+from ...grammar.diagnostics import Diagnostic, Label
+from ...grammar.source import Span
+from ..layout.mesh import Mesh
+from ..layout.stretches import Outer, count, inside, nest
+from ..padding.pads import Pad, padded_shape
+from ..plan.sub_dims import uneven
+from .names import Names
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """One value on one axis as a line wants it: split, or whole where ``dim`` is None.
+
+    ``outer``: see the dim as ``(outer, D / outer)``, in global sizes, and split the second part. ``fixed``: the line
+    places the value on every axis.
+    """
+
+    value: str
+    axis: str
+    dim: int | None
+    outer: Outer
+    span: Span
+    fixed: bool
+    start: int = 1
+    inner: int = 1
+    pad: bool = False  # the sub-dim, which begins after `start` parts, may be made longer by groups of `inner` entries
+
+
+class Seeds:
+    """Seeds of the lines so far, at most one for a value and axis, and the dims that they make longer.
+
+    Dims that ``longer`` names are made longer even where they divide. ``mesh_of`` has of each axis the ranks that hold
+    different parts of a value. ``loose``: a dim may be too short for its splits.
+    """
+
+    def __init__(
+        self, names: Names, mesh_of: Callable[[str], Mesh], longer: Collection[tuple[str, int]], loose: bool
+    ) -> None:
+        self._names, self._mesh_of, self._longer, self._loose = names, mesh_of, longer, loose
+        self.found: dict[tuple[str, str], Seed] = {}
+        self.pads: dict[tuple[str, int], Pad] = {}
+        self._asked: dict[tuple[str, str], tuple[int | None, Outer]] = {}  # dim and outer as the line had them
+
+    def add(self, seed: Seed) -> Diagnostic | None:
+        """Takes a seed in; the error if an earlier line says otherwise."""
+        key = seed.value, seed.axis
+        asked = seed.dim, seed.outer
+        if key in self.found:
+            return None if self._asked[key] == asked else self._conflict(seed, self.found[key])
+        placed = seed if seed.dim is None else self._nest(seed)
+        if isinstance(placed, Diagnostic):
+            return placed
+        self.found[key], self._asked[key] = placed, asked
+        return None
+
+    def _nest(self, seed: Seed) -> Seed | Diagnostic:
+        """The seed inside the splits that earlier lines made of the same dim over other axes."""
+        assert seed.dim is not None
+        mesh, key = self._mesh_of(seed.value), (seed.value, seed.dim)
+        ways = mesh.size(seed.axis)
+        size = padded_shape(self._names.shape(seed.value), [self.pads[key]] if key in self.pads else [])[seed.dim]
+        others = [s for s in self.found.values() if s.value == seed.value and s.dim == seed.dim and s.span != seed.span]
+        axes = [seed.axis]
+        for other in sorted(others, key=lambda found: count(found.outer)):
+            if seed.outer == other.outer:
+                seed = replace(seed, outer=inside(other.outer, mesh.size(other.axis)))
+                axes.append(other.axis)
+        splits = [(s.outer, mesh.size(s.axis)) for s in (*others, seed)]
+        if seed.pad and isinstance(seed.outer, int):
+            unit = seed.outer * ways * seed.inner
+            if size % unit or (key in self._longer and key not in self.pads):
+                divides = size * unit  # whether the splits lie in each other, whatever the size is
+                return self._lengthen(seed) if nest(divides, splits) else self._conflict(seed, others[0])
+        short = any(isinstance(outer, int) and size % (outer * ranks) for outer, ranks in splits)
+        if nest(size, splits) or (self._loose and short):
+            return seed
+        if isinstance(seed.outer, int) and size % (seed.outer * ways):
+            what = f"dim {seed.dim} of `{seed.value}` has {size} entries"
+            return uneven(what, size, reversed(axes), mesh, self._label(seed), may_pad=True)
+        return self._conflict(seed, others[0])
+
+    def _lengthen(self, seed: Seed) -> Seed | Diagnostic:
+        """Makes the sub-dim that the seed splits as long as its splits need."""
+        assert seed.dim is not None and isinstance(seed.outer, int)
+        others = [
+            s for s in self.found.values() if (s.value, s.dim) == (seed.value, seed.dim) and s.start != seed.start
+        ]
+        if others:
+            message = f"dim {seed.dim} of `{seed.value}` is padded in one sub-dim and split in another"
+            related = (Label(others[0].span, f"first: {self._described(others[0])}"),)
+            help_ = "a dim that is padded is split in one place: choose sub-dims that divide, or split another dim"
+            return Diagnostic(PADDED_TWICE, message, self._label(seed), related, help=help_)
+        real = self._names.shape(seed.value)[seed.dim] // seed.start
+        unit = seed.outer // seed.start * self._mesh_of(seed.value).size(seed.axis) * seed.inner
+        padded = -(-real // unit) * unit
+        padded += unit * (padded == real)
+        self.pads[seed.value, seed.dim] = Pad(seed.dim, seed.start, real, padded)
+        return seed
+
+    def _conflict(self, seed: Seed, first: Seed) -> Diagnostic:
+        message = f"two lines place `{seed.value}` differently on `{seed.axis}`"
+        if seed.axis != first.axis:
+            message = f"two lines split dim {seed.dim} of `{seed.value}` at places that do not fit"
+        related = (Label(first.span, f"first: {self._described(first)}"),)
+        label = Label(seed.span, self._described(seed))
+        help_ = "remove one of the lines, or narrow the names of one"
+        if first.fixed and not seed.fixed:
+            help_ = "a line with a layout places its tensors on every axis: say there all that is wanted"
+        return Diagnostic(CONFLICT, message, label, related, help=help_)
+
+    def _described(self, seed: Seed) -> str:
+        if seed.dim is None:
+            return f"whole on `{seed.axis}`"
+        parts = count(seed.outer)
+        return f"dim {seed.dim} over `{seed.axis}`" + (f", inside {parts} parts" if parts > 1 else "")
+
+    def _label(self, seed: Seed) -> Label:
+        return Label(seed.span, f"`{seed.value}` is {list(self._names.shape(seed.value))}")

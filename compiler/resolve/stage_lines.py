@@ -1,0 +1,79 @@
+"""The plan's ``stage`` lines applied to the names of a captured model: where it is cut, as far as names alone tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...grammar.codes_language import REPEATED
+from ...grammar.codes_stages import STAGE_COUNT
+from ...grammar.diagnostics import Diagnostic, Label
+from ...grammar.source import Span
+from ..plan.plan import Plan
+from .names import Names, find_modules
+from .pattern import ANY_DEPTH
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The end of one stage and the begin of the next: before a module's first operator, or after its last."""
+
+    module: str
+    after: bool
+    span: Span
+
+    def __str__(self) -> str:
+        module = self.module or ANY_DEPTH
+        return f"after out({module})" if self.after else f"before {module}"
+
+
+def stage_count(plan: Plan) -> int:
+    """How many stages the plan's model has: 1 without ``stage`` lines, and where their axis has one rank."""
+    if not plan.stages or plan.mesh.size(plan.stages[0].axis.text) == 1:
+        return 1
+    return plan.mesh.size(plan.stages[0].axis.text) * (plan.schedule.chunks if plan.schedule is not None else 1)
+
+
+def find_cuts(plan: Plan, names: Names) -> tuple[list[Cut], list[Diagnostic]]:
+    """The cuts that ``before`` and ``after`` lines name, in their order, none over one rank; and what is wrong."""
+    if stage_count(plan) == 1:
+        return [], []
+    found: list[Cut] = []
+    errors: list[Diagnostic] = []
+    first: dict[tuple[str, bool], Cut] = {}
+    for line in plan.stages:
+        for word in (*line.before, *line.after):
+            modules = find_modules(word, names)
+            if isinstance(modules, Diagnostic):
+                errors.append(modules)
+                continue
+            for cut in (Cut(module, bool(line.after), word.span) for module in modules):
+                found.append(cut)
+                earlier = first.setdefault((cut.module, cut.after), cut)
+                if earlier is not cut:
+                    related = (Label(earlier.span, "cut here already"),)
+                    message = f"the model is cut twice {cut}"
+                    errors.append(Diagnostic(REPEATED, message, Label(cut.span), related, help="remove one"))
+    if not errors and not plan.stages[0].balanced:
+        errors += _check_count(plan, len(found))
+    return found, errors
+
+
+def _check_count(plan: Plan, cuts: int) -> list[Diagnostic]:
+    """An error unless the cuts make as many stages as the axis and the schedule ask for."""
+    line, wanted = plan.stages[0], stage_count(plan)
+    if cuts + 1 == wanted:
+        return []
+    axis, chunks = line.axis.text, plan.schedule.chunks if plan.schedule is not None else 1
+    ranks = plan.mesh.size(axis)
+    made = f"{cuts} {'cut makes' if cuts == 1 else 'cuts make'} {cuts + 1} stage{'s' if cuts else ''}"
+    each = f"{axis}={ranks} with {chunks} chunks a rank" if chunks > 1 else f"{axis}={ranks}"
+    ways = [f"name {wanted - 1} {'cut' if wanted == 2 else 'cuts'}", f"write `stage balanced over {axis}`"]
+    if chunks == 1 and cuts:
+        ways.append(f"let `{axis}` have {cuts + 1} ranks")
+    elif (cuts + 1) % chunks:
+        made += f", which do not divide into {chunks} chunks"
+    related = [Label(plan.mesh_spans[axis], "declared here")]
+    if chunks > 1 and plan.schedule is not None:
+        related.append(Label(plan.schedule.arguments.span("chunks"), "chunks of each rank"))
+    message = f"{made}: {each} has {wanted}"
+    return [Diagnostic(STAGE_COUNT, message, Label(line.span), tuple(related), help=", or ".join(ways))]

@@ -1,0 +1,165 @@
+"""Pictures of a timeline: text with a row a role and a column a slot, the same in colours for a terminal, and SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from html import escape
+from itertools import zip_longest
+from math import floor, log10
+from typing import TYPE_CHECKING
+
+from ..program.actions import WORK, Action
+from .timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_COLORS = {"F": ("#4c8ed9", "#7db3ec", "#b1d3f7"), "B": ("#3f9b5b", "#74be88", "#aedcba")}
+"""Of forwards and backwards, a shade for each of a role's chunks."""
+
+Cell = tuple[str, Action | None]
+
+
+def draw(timeline: Timeline, slot: float = 1, width: int | None = None) -> str:
+    """A row a role, a column a ``slot`` of time, the microbatch after ``F`` or ``B``, and how much of the time is idle.
+
+    Where roles have several stages the stage comes first, as in ``4F0``. What is wider than ``width`` goes on below.
+
+    >>> from parc.compiler.schedules import timelines
+    >>> from parc.compiler.schedules.timeline import simulate
+    >>> print(draw(simulate(timelines("1f1b", 2, 3))))
+    pp0 F0 F1       B0─── F2 B1───    B2───  idle 25 %
+    pp1    F0 B0─── F1 B1─── F2 B2───        idle 25 %
+    """
+    several = _chunks(timeline) > 1
+    rows = _rows(timeline, slot, width, lambda a: str(a) if several else f"{a.kind}{a.microbatch}", "─")
+    return "\n".join("".join(text for text, _ in row).rstrip() for row in rows)
+
+
+def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text:
+    """The same for a terminal: microbatches alone, forwards blue and backwards green, chunks in lighter shades."""
+    from rich.text import Text
+
+    picture = Text()
+    for row in _rows(timeline, slot, width, lambda a: str(a.microbatch), " "):
+        for (text, action), (_, then) in zip_longest(row, row[1:], fillvalue=("", None)):
+            box = text[: len(text) - (action != then)]  # a gap between two boxes
+            picture.append(box, style=f"black on {_color(timeline, action)}" if action is not None else "")
+            picture.append(text[len(box) :])
+        picture.append("\n")
+    return picture
+
+
+def _chunks(timeline: Timeline) -> int:
+    stages = {span.action.stage for spans in timeline.spans.values() for span in spans}
+    return len(stages) // max(len(timeline.spans), 1)
+
+
+def _color(timeline: Timeline, action: Action) -> str:
+    shades = _COLORS[action.kind]
+    return shades[action.stage // len(timeline.spans) % len(shades)]
+
+
+def _rows(
+    timeline: Timeline, slot: float, width: int | None, label: Callable[[Action], str], fill: str
+) -> Iterator[list[Cell]]:
+    work = {role: [span for span in spans if span.action.kind in WORK] for role, spans in timeline.spans.items()}
+    cell = 1 + max((len(label(span.action)) for spans in work.values() for span in spans), default=0)
+    head = 1 + max(map(len, work), default=0)
+    columns = round(timeline.makespan / slot)
+    tails = {role: f" idle {_percent(timeline, role)}" for role in work}
+    fits = columns if width is None else (width - head - max(map(len, tails.values()))) // cell
+    room = max(fits, 1)
+    grid: dict[str, list[Cell]] = {}
+    for role, spans in work.items():
+        grid[role] = [(" " * cell, None)] * columns
+        for span in spans:
+            first, end = round(span.start / slot), round(span.end / slot)
+            text = label(span.action).ljust((end - first) * cell - 1, fill) + " "
+            grid[role][first:end] = [(text[i * cell : (i + 1) * cell], span.action) for i in range(end - first)]
+    for start in range(0, columns, room):
+        if start:
+            yield []
+        for role, cells in grid.items():
+            tail = tails[role] if start + room >= columns else ""
+            yield [(role.ljust(head), None), *cells[start : start + room], (tail, None)]
+
+
+def _percent(timeline: Timeline, role: str) -> str:
+    return f"{100 * timeline.idle(role) / (timeline.makespan or 1):.0f} %"
+
+
+_ROW, _GAP, _LEFT, _RIGHT, _TOP, _BOTTOM = 30, 8, 64, 92, 44, 40
+_GREY = "#5f6b7a"
+
+
+def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
+    """An SVG picture with a lane a role, a box for each ``F`` and ``B`` with its microbatch, and an axis of time in
+    ``unit``; a box says more under the pointer."""
+    work = [span for spans in timeline.spans.values() for span in spans if span.action.kind in WORK]
+    makespan = timeline.makespan or 1
+    shortest = min((span.end - span.start for span in work if span.end > span.start), default=makespan)
+    scale = min(max(900 / makespan, 20 / shortest), 6000 / makespan)
+    right, bottom = _LEFT + makespan * scale, _TOP + len(timeline.spans) * (_ROW + _GAP)
+    parts = [*_legend(timeline, title, right), *_axis(makespan, scale, bottom, unit)]
+    for lane, role in enumerate(timeline.spans):
+        y = _TOP + lane * (_ROW + _GAP)
+        parts += [
+            f'<rect x="{_LEFT}" y="{y}" width="{makespan * scale:.1f}" height="{_ROW}" rx="3" fill="#eef1f5"/>',
+            _words(_LEFT - 10, y + _ROW / 2, role, "end", weight="600"),
+            _words(right + 10, y + _ROW / 2, f"idle {_percent(timeline, role)}", "start", _GREY),
+        ]
+        for span in timeline.spans[role]:
+            if span.action.kind in WORK:
+                parts += _box(timeline, span, scale, y, unit)
+    width, height = f"{right + _RIGHT:.0f}", f"{bottom + _BOTTOM:.0f}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        ' font-family="system-ui, sans-serif" font-size="13">\n'
+        f'<rect width="100%" height="100%" fill="white"/>\n{chr(10).join(parts)}\n</svg>\n'
+    )
+
+
+def _words(x: float, y: float, text: str, anchor: str, color: str = "#1f2933", weight: str = "400") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" dominant-baseline="central" fill="{color}"'
+        f' font-weight="{weight}">{escape(text)}</text>'
+    )
+
+
+def _box(timeline: Timeline, span: Span, scale: float, y: float, unit: str) -> Iterator[str]:
+    x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
+    number = str(span.action.microbatch)
+    yield (
+        f'<rect x="{x + 0.5:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{_ROW}" rx="3"'
+        f' fill="{_color(timeline, span.action)}">'
+        f"<title>{span.action}: {span.start:g} to {span.end:g} {escape(unit)}</title></rect>"
+    )
+    if width >= 9 * len(number):
+        yield _words(x + width / 2, y + _ROW / 2, number, "middle")
+
+
+def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
+    """The title, and at the right end what the colours mean."""
+    yield _words(_LEFT, 22, title, "start", weight="600")
+    chunks = _chunks(timeline)
+    names = {"F": "forward", "B": "backward"}
+    x = right
+    for kind in reversed(WORK):
+        for chunk in reversed(range(min(chunks, 3))):
+            text = str(chunk) if chunk else f"{names[kind]}, chunk 0" if chunks > 1 else names[kind]
+            yield _words(x, 22, text, "end", _GREY)
+            x -= 8 * len(text) + 20
+            yield f'<rect x="{x:.1f}" y="15" width="14" height="14" rx="3" fill="{_COLORS[kind][chunk]}"/>'
+            x -= 14
+
+
+def _axis(makespan: float, scale: float, bottom: float, unit: str) -> Iterator[str]:
+    """Ticks at round times, at most one every 60 pixels or so, and the unit at the end."""
+    power = 10 ** floor(log10(makespan * 60 / (makespan * scale)))
+    step = next(power * n for n in (1, 2, 5, 10) if power * n * scale >= 60)
+    for tick in range(int(makespan / step + 1e-9) + 1):
+        x = _LEFT + tick * step * scale
+        yield f'<path d="M{x:.1f} {_TOP} V{bottom}" stroke="#d5dbe3"/>'
+        yield _words(x, bottom + 14, f"{tick * step:g}", "middle", _GREY)
+    yield _words(_LEFT + makespan * scale + 24, bottom + 14, unit, "start", _GREY)

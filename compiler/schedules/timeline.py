@@ -1,0 +1,113 @@
+"""A step played on a clock: when each action of each role starts and ends, and who is idle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..program.actions import WORK, Action, Kind
+
+_FROM: Mapping[Kind, tuple[Kind, int]] = {"RECV_F": ("SEND_F", -1), "RECV_B": ("SEND_B", 1)}
+"""Of what receives a message: what sends it, and how far from there its stage is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action, and when it starts and ends."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The spans of every role in the order in which it does them, of a simulated step or a measured one.
+
+    The step starts at 0; times are in the unit of what they were made of.
+    """
+
+    spans: Mapping[str, Sequence[Span]]
+
+    @property
+    def makespan(self) -> float:
+        """When the last role is done."""
+        return max((span.end for spans in self.spans.values() for span in spans), default=0)
+
+    def busy(self, role: str) -> float:
+        """How long a role runs ``F`` and ``B``."""
+        return sum(span.end - span.start for span in self.spans[role] if span.action.kind in WORK)
+
+    @property
+    def bubble(self) -> float:
+        """What part of the time ranks are idle, all together."""
+        whole = self.makespan * len(self.spans)
+        return sum(map(self.idle, self.spans)) / whole if whole else 0.0
+
+    def idle(self, role: str) -> float:
+        """How long it does not."""
+        return self.makespan - self.busy(role)
+
+
+def peak_live(actions: Sequence[Action]) -> int:
+    """Of how many microbatches, counted once for each stage, a role holds at most what backward needs.
+
+    >>> peak_live([Action.parse(word) for word in "0F0 0F1 0B0 0F2 0B1 0B2".split()])
+    2
+    """
+    return max(accumulate(((action.kind == "F") - (action.kind == "B") for action in actions), initial=0))
+
+
+Times = float | Sequence[float] | Callable[[Action], float]
+"""Of all actions of a kind, of each stage's, or of each."""
+
+
+def simulate(
+    timelines: Mapping[str, Sequence[Action]],
+    forward: Times = 1,
+    backward: Times = 2,
+    *,
+    after: Times = 0,
+    latency: float = 0,
+) -> Timeline:
+    """Play timelines whose ``F`` and ``B`` take these times, and what comes ``after`` each ``SEND_B``, when the message
+    is under way; all else takes none.
+
+    A message is there ``latency`` after it was sent. Senders do not wait, as in a run, which posts receives early.
+
+    Raises:
+        ValueError: an order that never ends, or a message that is never sent.
+    """
+    times: Mapping[Kind, Times] = {"F": forward, "B": backward, "SEND_B": after}
+    spans: dict[str, list[Span]] = {role: [] for role in timelines}
+    sent: dict[Action, float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for role, actions in timelines.items():
+            made = spans[role]
+            for action in actions[len(made) :]:
+                start = made[-1].end if made else 0
+                kind, far = _FROM.get(action.kind, (action.kind, 0))
+                if far:
+                    message = Action(action.stage + far, kind, action.microbatch)
+                    if message not in sent:
+                        break
+                    start = max(start, sent[message] + latency)
+                end = start + _taken(times.get(action.kind, 0), action)
+                sent[action] = start if action.kind == "SEND_B" else end
+                made.append(Span(action, start, end))
+                moved = True
+    stuck = [
+        f"{role} at `{timelines[role][len(made)]}`" for role, made in spans.items() if len(made) < len(timelines[role])
+    ]
+    if stuck:
+        raise ValueError(f"the order never ends: {', '.join(stuck)}")
+    return Timeline(spans)
+
+
+def _taken(times: Times, action: Action) -> float:
+    if callable(times):
+        return times(action)
+    return times[action.stage] if isinstance(times, Sequence) else times

@@ -1,0 +1,248 @@
+"""Sizes that a plan declares as ranges: polynomials of them in exact arithmetic, fitted to numbers, proved whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from .size_range import SizeRange
+
+Sizes = Mapping[str, int]
+Ranges = Mapping[str, SizeRange]
+Monomial = tuple[tuple[str, int], ...]
+"""Names with their powers, by name; nothing is one."""
+
+_POWER = 3  # the highest power of one size, and
+_DEGREE = 4  # of all together, that a program's number is looked for in
+_MOST_TERMS = 4
+_MOST_SAMPLES = 8
+_MOST_CASES = 1 << 16
+_TERM = re.compile(r"([+-]?)(\d*)\*?((?:[A-Za-z_]\w*(?:\*\*\d+)?)?(?:\*[A-Za-z_]\w*(?:\*\*\d+)?)*)(?:/(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomial:
+    """A polynomial of sizes with rational coefficients; prints as ``B*S/2``, ``3*S**2-S+1``, in Python's syntax."""
+
+    terms: tuple[tuple[Monomial, Fraction], ...]
+    """By falling degree, then by names."""
+
+    @classmethod
+    def of(cls, terms: Mapping[Monomial, Fraction]) -> Polynomial:
+        """The polynomial with these coefficients."""
+        kept = [(monomial, factor) for monomial, factor in terms.items() if factor]
+        return cls(tuple(sorted(kept, key=lambda term: (-sum(power for _, power in term[0]), term[0]))))
+
+    @classmethod
+    def parse(cls, text: str) -> Polynomial:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: not to the letter such a text.
+        """
+        terms: dict[Monomial, Fraction] = {}
+        at = 0
+        while at < len(text):
+            match = _TERM.match(text, at)
+            if match is None or match.end() == at:
+                break
+            sign, number, names, below = match.groups()
+            powers = [word.partition("**") for word in re.split(r"(?<!\*)\*(?!\*)", names) if word]
+            monomial = tuple(sorted({name: int(power or 1) for name, _, power in powers if power != "0"}.items()))
+            terms[monomial] = Fraction(int(f"{sign}{number or 1}"), int(below or 1) or 1)
+            at = match.end()
+        found = cls.of(terms)
+        if str(found) != text:
+            raise ValueError(f"`{text}` is no polynomial of sizes such as `B*S/2`")
+        return found
+
+    def __str__(self) -> str:
+        words = []
+        for monomial, factor in self.terms:
+            names = "*".join(name if power == 1 else f"{name}**{power}" for name, power in monomial)
+            above = abs(factor.numerator)
+            head = "*".join(word for word in (str(above) if above != 1 or not names else "", names) if word)
+            below = "" if factor.denominator == 1 else f"/{factor.denominator}"
+            words.append(f"{'-' if factor < 0 else '+'}{head}{below}")
+        return "".join(words).removeprefix("+") or "0"
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for monomial, _ in self.terms for name, _ in monomial)
+
+    def times(self, number: int) -> Polynomial:
+        return Polynomial(tuple((monomial, number * factor) for monomial, factor in self.terms))
+
+    def at(self, sizes: Sizes) -> Fraction:
+        return sum((factor * _value(monomial, sizes) for monomial, factor in self.terms), Fraction(0))
+
+
+def _value(monomial: Monomial, sizes: Sizes) -> int:
+    return math.prod(sizes[name] ** power for name, power in monomial)
+
+
+def moving(sizes: Ranges) -> dict[str, SizeRange]:
+    """Those sizes that are more than one."""
+    return {name: size for name, size in sizes.items() if not size.fixed}
+
+
+# ---- which sizes are looked at
+
+
+def sample_points(ranges: Ranges) -> Iterator[dict[str, int]]:
+    """Choices of sizes to compile at, each once, as many as are asked for: the largest, the smallest, one in between;
+    next to the ends, where a size that is rounded is rounded otherwise; then such at which the sizes lie at different
+    parts of their ranges. All, where they are few."""
+    seen: list[dict[str, int]] = []
+    shares = (len(ranges) + 1) * 2
+    parts: list[Sequence[float]] = [[1.0] * len(ranges), [0.0] * len(ranges)]
+    parts += [[((place + 1) * turn % shares) / shares for place in range(len(ranges))] for turn in (2, 1, 3, 5)]
+    wanted = [_at(ranges, part) for part in parts]
+    wanted[3:3] = [
+        {name: size.low + size.step if (place + turn) % 2 else size.high - size.step
+         for place, (name, size) in enumerate(ranges.items())} for turn in (1, 0)
+    ]  # fmt: skip
+    every = itertools.islice(itertools.product(*(size.values for size in ranges.values())), _MOST_SAMPLES)
+    for point in [*wanted, *(dict(zip(ranges, each, strict=True)) for each in every)]:
+        if point not in seen and len(seen) < _MOST_SAMPLES:
+            seen.append(point)
+            yield point
+
+
+def choices_of(ranges: Ranges) -> int:
+    """How many choices of sizes there are."""
+    return math.prod(len(size.values) for size in ranges.values())
+
+
+def check_points(ranges: Ranges) -> list[dict[str, int]]:
+    """Choices of sizes at which a template is checked: the largest, the smallest, and one in between: such at which it
+    was not compiled, where there is one."""
+    compiled = list(sample_points(ranges))
+    ends = compiled[:2]
+    for tenth in (7, 4, 6, 3, 8, 2, 5):
+        between = _at(ranges, [(tenth + 2 * place) % 10 / 10 for place in range(len(ranges))])
+        if between not in compiled:
+            return [*ends, between]
+    return [*ends, *compiled[2:][-1:]]  # the last, for which few templates need to be compiled
+
+
+def _at(ranges: Ranges, parts: Sequence[float]) -> dict[str, int]:
+    pairs = zip(ranges.items(), parts, strict=True)
+    return {name: size.values[round((len(size.values) - 1) * part)] for (name, size), part in pairs}
+
+
+# ---- what polynomial a number is
+
+
+def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) -> Polynomial | None:
+    """The one polynomial of fewest terms that has these values at these sizes, and that a value confirms which did not
+    determine it; None where there is none, or several that differ at some size.
+
+    Where the points are all that the ranges allow, the simplest of those that have these values.
+    """
+    all_known = len(points) == choices_of(ranges)
+    names = tuple(ranges)
+    for count in range(1, min(len(points) - 1 + all_known, _MOST_TERMS) + 1):
+        found = []
+        for chosen in itertools.combinations(_monomials(names), count):
+            rows = [[Fraction(_value(monomial, point)) for monomial in chosen] for point in points]
+            factors = _solve(rows[:count], numbers[:count])
+            if factors is None or 0 in factors:
+                continue
+            if all(sum(f * x for f, x in zip(factors, row, strict=True)) == n
+                   for row, n in zip(rows[count:], numbers[count:], strict=True)):  # fmt: skip
+                found.append(Polynomial.of(dict(zip(chosen, factors, strict=True))))
+        if found:
+            return found[0] if all_known or all(_same(found[0], other, ranges) for other in found[1:]) else None
+    return None
+
+
+def _same(first: Polynomial, second: Polynomial, ranges: Ranges) -> bool:
+    """Whether two polynomials are equal at all declared sizes, as `B+1` and `B**2/3+5/3` are at 1 and 2. Of a size
+    that takes one value more than its highest power, or all that there are."""
+    few = [list(itertools.islice(size.values, _POWER + 1)) for size in ranges.values()]
+    return all(first.at(at) == second.at(at) for each in itertools.product(*few)
+               for at in [dict(zip(ranges, each, strict=True))])  # fmt: skip
+
+
+@lru_cache
+def _monomials(names: tuple[str, ...]) -> tuple[Monomial, ...]:
+    """Of rising degree; none first."""
+    powers = itertools.product(range(_POWER + 1), repeat=len(names))
+    kept = sorted((choice for choice in powers if sum(choice) <= _DEGREE), key=lambda choice: (sum(choice), choice))
+    return tuple(tuple(sorted((n, p) for n, p in zip(names, choice, strict=True) if p)) for choice in kept)
+
+
+def _solve(rows: Sequence[Sequence[Fraction]], right: Sequence[Fraction]) -> list[Fraction] | None:
+    """The one solution of a square system; None where it has none or many."""
+    table = [[*row, number] for row, number in zip(rows, right, strict=True)]
+    for column in range(len(table)):
+        pivot = next((row for row in table[column:] if row[column]), None)
+        if pivot is None:
+            return None
+        table.remove(pivot)
+        table.insert(column, [x / pivot[column] for x in pivot])
+        for index, row in enumerate(table):
+            if index != column and row[column]:
+                table[index] = [x - row[column] * y for x, y in zip(row, table[column], strict=True)]
+    return [row[-1] for row in table]
+
+
+# ---- whether it is a whole number
+
+
+def is_whole(size: Polynomial, ranges: Ranges, multiples: Mapping[str, int] | None = None) -> bool:
+    """Whether a polynomial is a whole number for all declared sizes, by exact arithmetic: every coefficient is, or, as
+    residues repeat, its value for every residue of the sizes. ``multiples``: of those sizes only that are multiples of
+    so many steps."""
+    steps = {name: ranges[name].step for name in size.names}
+    below = math.lcm(*(factor.denominator for _, factor in size.terms))
+    # of how many steps: a size is `step * t`
+    scaled = {m: int(f * below) * _value(m, steps) for m, f in size.terms}
+    if all(number % below == 0 for number in scaled.values()):
+        return True
+    cases = [_residues(ranges[name], below, (multiples or {}).get(name, 1)) for name in steps]
+    if math.prod(map(len, cases)) > _MOST_CASES:
+        return False
+    for case in itertools.product(*cases):
+        at = dict(zip(steps, case, strict=True))
+        if sum(number * _value(monomial, at) for monomial, number in scaled.items()) % below:
+            return False
+    return True
+
+
+def _residues(size: SizeRange, modulus: int, multiple: int) -> range:
+    """Numbers of steps that stand for all declared ones."""
+    low, high = -(-size.low // (size.step * multiple)) * multiple, size.high // size.step
+    return range(low, min(high, low + (modulus - 1) * multiple) + 1, multiple)
+
+
+def constraint(size: Polynomial, ranges: Ranges) -> str:
+    """``S must be a multiple of 8``, for each size of which that is enough, and of one size alone also necessary; else
+    ``not at H=8, H=10`` for those it is no whole number of; "" where it is for none."""
+    names = sorted(size.names)
+    every = itertools.product(*(ranges[name].values for name in names))
+    choices = [dict(zip(names, each, strict=True)) for each in itertools.islice(every, _MOST_CASES)]
+    whole = [size.at(choice).denominator == 1 for choice in choices]
+    ways = []
+    for name in names:
+        declared = ranges[name]
+        for multiple in range(2, declared.high // declared.step + 1):
+            unit = multiple * declared.step
+            # not by the few multiples that happen to be declared: by all
+            endless = {**ranges, name: SizeRange(declared.low, unit * 1024, declared.step)}
+            if is_whole(size, endless, {name: multiple}):
+                if len(names) > 1 or all((choice[name] % unit == 0) == fits
+                                         for choice, fits in zip(choices, whole, strict=True)):  # fmt: skip
+                    ways.append(f"{name} must be a multiple of {unit}")
+                break
+    if ways or not any(whole):
+        return " or ".join(ways)
+    bad = [choice for choice, fits in zip(choices, whole, strict=True) if not fits]
+    words = [" with ".join(f"{name}={value}" for name, value in choice.items()) for choice in bad[:3]]
+    return f"not at {', '.join(words)}{', ...' if len(bad) > 3 else ''}" if bad else ""

@@ -1,0 +1,266 @@
+"""Templates: programs whose sizes are written in the sizes that a plan declares as ranges.
+
+What depends on sizes stands in braces, as in an f-string: ``f32[{B/2}/dp, {S}, 64]``, ``full([{S}], {1.0/(B*S)})``. The
+text stays in Python's syntax, and a brace is nothing else's in a program. Bound to sizes, a template is an ordinary
+program, which the one strict reader reads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import zip_longest
+
+from ..layout.mesh import Mesh
+from ..program.faults import Fault
+from ..program.program import Origin
+from .polynomials import Polynomial, Ranges, Sizes, constraint, fit, is_whole
+
+_PLACE = re.compile(r"\{([^{}\s]+)\}")
+_CUT_PLACE = re.compile(r"\{([^{}\s]+)\}((?:/[A-Za-z_]\w*)*)")
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
+_REAL = re.compile(r"1\.0([*/])\((.+)\)")
+_STORED = ("parameter ", "frozen ", "buffer ", "constant ")
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """What stands in braces: a whole number; or, with the ``kind`` ``*`` or ``/``, a floating one: ``1.0/(B*S)``."""
+
+    size: Polynomial
+    kind: str = ""
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def parse(cls, text: str) -> Expression:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: not to the letter such a text.
+        """
+        match = _REAL.fullmatch(text)
+        return cls(Polynomial.parse(text)) if match is None else cls(Polynomial.parse(match[2]), match[1])
+
+    def __str__(self) -> str:
+        return f"1.0{self.kind}({self.size})" if self.kind else str(self.size)
+
+    def at(self, sizes: Sizes) -> str:
+        """The number as a program writes it.
+
+        Raises:
+            ValueError: it is to be a whole number, and is none.
+        """
+        value = self.size.at(sizes)
+        if not self.kind and value.denominator != 1:
+            raise ValueError(f"`{self}` is {value} for {sizes_text(sizes)}")
+        return repr(float(1 / value if self.kind == "/" else value)) if self.kind else str(value)
+
+
+def expressions_of(text: str) -> set[Expression]:
+    """The expressions that stand in braces in a text."""
+    return {Expression.parse(words) for words in _PLACE.findall(text)}
+
+
+def sizes_text(sizes: Mapping[str, object]) -> str:
+    """``B=8, S=128..512 by 128``."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+class Misfit(Exception):
+    """Programs at several sizes that are not one template: ``rows`` are the same line of ``file`` at two ``points``.
+
+    ``numbers``: they differ in a number alone, which no polynomial of the sizes is known to give.
+    """
+
+    def __init__(self, file: str, points: tuple[Sizes, Sizes], rows: tuple[str, str], numbers: bool = False) -> None:
+        super().__init__(f"{file}: `{rows[0].strip()}` at {sizes_text(points[0])}, `{rows[1].strip()}` at "
+                         f"{sizes_text(points[1])}")  # fmt: skip
+        self.file, self.points, self.rows, self.numbers = file, points, rows, numbers
+
+    @property
+    def origin(self) -> Origin:
+        found = [parted(row)[1] for row in self.rows]
+        return Origin.parse(next(filter(None, found))) if any(found) else Origin()
+
+
+@dataclass(frozen=True)
+class Template:
+    """Texts of programs by file name, for all sizes of ``ranges``."""
+
+    ranges: Ranges
+    texts: Mapping[str, str]
+
+    @classmethod
+    def read(cls, ranges: Ranges, texts: Mapping[str, str]) -> Template:
+        """A template as it was written.
+
+        Raises:
+            ValueError: what stands in braces is nothing that parc writes.
+        """
+        for name, text in texts.items():
+            try:
+                found = expressions_of(text)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            for words in found:
+                if not words.size.names or words.size.names - ranges.keys():
+                    raise ValueError(f"{name}: `{words}` is of no size that has a range")
+        return cls(ranges, texts)
+
+    @classmethod
+    def merge(cls, ranges: Ranges, points: Sequence[Sizes], files: Sequence[Mapping[str, str]]) -> Template:
+        """The template of programs made at several sizes, ``files`` by name at each of ``points``.
+
+        Raises:
+            Misfit: the programs differ in more than numbers, or in numbers that no polynomial of the sizes gives.
+        """
+        for other, point in zip(files[1:], points[1:], strict=True):
+            for name in [name for name in {**files[0], **other} if name not in files[0] or name not in other]:
+                rows = ("a program", "nothing") if name in files[0] else ("nothing", "a program")
+                raise Misfit(name, (points[0], point), rows)
+        fitted: dict[tuple[str, ...], str | None] = {}
+        texts = {}
+        for name in files[0]:
+            every = zip_longest(*(file[name].split("\n") for file in files), fillvalue="")
+            texts[name] = "\n".join(_merged_row(row, name, ranges, points, fitted) for row in every)
+        return cls(ranges, texts)
+
+    def expressions(self) -> set[Expression]:
+        """All that stand in the texts."""
+        return set().union(*map(expressions_of, self.texts.values()))
+
+    def at(self, sizes: Sizes) -> dict[str, str]:
+        """The texts of ordinary programs, bound to sizes.
+
+        Raises:
+            ValueError: an expression is no whole number for these sizes.
+        """
+
+        def bound(match: re.Match[str]) -> str:
+            return Expression.parse(match[1]).at(sizes)
+
+        return {name: _PLACE.sub(bound, text) for name, text in self.texts.items()}
+
+    def misfit(self, sizes: Sizes, made: Mapping[str, str]) -> Misfit | None:
+        """Where programs made at some sizes are not what the template is there; the other sizes are the largest.
+
+        Raises:
+            ValueError: an expression is no whole number for these sizes.
+        """
+        bound, largest = self.at(sizes), {name: size.high for name, size in self.ranges.items()}
+        at_largest = self.at(largest)
+        for name in {**bound, **made}:
+            texts = [texts.get(name, "").split("\n") for texts in (bound, made, at_largest)]
+            for row, found, first in zip_longest(*texts, fillvalue=""):
+                if row != found:
+                    return Misfit(name, (largest, sizes), (first, found), _numberless(row) == _numberless(found))
+        return None
+
+    def faults(self, mesh: Mesh) -> list[ShapeFault]:
+        """What is wrong with sizes for some of the declared sizes: nothing, if it is proved that everywhere a rank's
+        sizes are whole numbers, and what a rank keeps between steps does not depend on sizes."""
+        found: dict[str, ShapeFault] = {}
+        for name, text in self.texts.items():
+            for row in text.split("\n"):
+                for fault in _row_faults(name, row, self.ranges, mesh) if "{" in row else ():
+                    found.setdefault(fault.message, fault)
+        return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeFault:
+    """A size that is not a whole number for all declared sizes, or (``divides`` is false) that may not depend on them;
+    ``line`` is the plan's line that placed the value."""
+
+    file: str
+    value: str
+    module: str
+    line: int
+    message: str
+    divides: bool = True
+
+    def fault(self) -> Fault:
+        """As other checks say what they refuse."""
+        return Fault("shapes", f"{self.file}: {self.value}", self.message)
+
+
+def _merged_row(
+    rows: Sequence[str], file: str, ranges: Ranges, points: Sequence[Sizes], fitted: dict[tuple[str, ...], str | None]
+) -> str:
+    """One line at several sizes as one line."""
+    first = rows[0]
+    if _PLACE.search(first):
+        raise Misfit(file, (points[0], points[0]), (first, first))
+    if all(row == first for row in rows):
+        return first
+    shapes = [_numberless(row) for row in rows]
+    other = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if other is not None:
+        raise Misfit(file, (points[0], points[other]), (first, rows[other]))
+    between = _NUMBER.split(parted(first)[0])
+    merged = between[0]
+    for rest, *numbers in zip(between[1:], *(_NUMBER.findall(parted(row)[0]) for row in rows), strict=True):
+        key = tuple(numbers)
+        if key not in fitted:
+            fitted[key] = numbers[0] if len(set(numbers)) == 1 else _fitted(numbers, ranges, points)
+        text = fitted[key]
+        if text is None:
+            at = next(index for index, number in enumerate(numbers) if number != numbers[0])
+            raise Misfit(file, (points[0], points[at]), (first, rows[at]), numbers=True)
+        merged += text + rest
+    return merged + first[len(parted(first)[0]) :]
+
+
+def parted(row: str) -> tuple[str, str]:
+    """A line, and where it comes from, which no size changes."""
+    head, bar, origin = row.rpartition(" | ")
+    return (head, origin) if bar else (row, "")
+
+
+def _numberless(row: str) -> tuple[str, str]:
+    head, origin = parted(row)
+    return _NUMBER.sub("#", head), origin
+
+
+def _fitted(numbers: Sequence[str], ranges: Ranges, points: Sequence[Sizes]) -> str | None:
+    """What stands in a program for a number that has these texts at these sizes."""
+    whole = [re.fullmatch(r"-?\d+", number) is not None for number in numbers]
+    if all(whole):
+        sizes = fit(points, [Fraction(number) for number in numbers], ranges)
+        return None if sizes is None else f"{{{sizes}}}"
+    if any(whole) or 0.0 in map(float, numbers):
+        return None
+    for kind in "*/":
+        exact = [Fraction(number) if kind == "*" else 1 / Fraction(number) for number in numbers]
+        # what is written is rounded: the nearest number of few digits below, which `at` must round back to it
+        sizes = fit(points, [value.limit_denominator(1000) for value in exact], ranges)
+        if sizes is not None:
+            found = Expression(sizes, kind)
+            if [found.at(point) for point in points] == list(numbers):
+                return f"{{{found}}}"
+    return None
+
+
+def _row_faults(file: str, row: str, ranges: Ranges, mesh: Mesh) -> Iterator[ShapeFault]:
+    head, origin = parted(row)
+    at = Origin.parse(origin) if origin else Origin()
+    value = re.split(r" = |: ", row.strip())[0]
+    role = "" if origin else row.rpartition("  # ")[2]
+    if role.startswith(_STORED):
+        message = f"the {role.replace(' ', ' `', 1)}` would have other shapes at other sizes"
+        yield ShapeFault(file, value, "", 0, message, divides=False)
+        return
+    for match in _CUT_PLACE.finditer(head):
+        found = Expression.parse(match[1])
+        axes = match[2].split("/")[1:]
+        ways = math.prod(mesh.size(axis) for axis in axes)
+        part = Polynomial.of({monomial: factor / ways for monomial, factor in found.size.terms})
+        if not found.kind and not is_whole(part, ranges):
+            way = constraint(part, ranges) or "choose other sizes, or split another dim"
+            over = f", split over {', '.join(f'`{axis}`' for axis in axes)}, does not divide by {ways}"
+            message = f"{found}{over if axes else ' is not always a whole number'}: {way}"
+            yield ShapeFault(file, value, at.module, at.plan, message)

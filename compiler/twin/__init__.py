@@ -1,0 +1,1 @@
+"""Twins: a large build's programs beside those of the same model, smaller."""

@@ -1,0 +1,151 @@
+"""Gradients of a step, followed by name: B undoes the calls of F one by one, and REDUCE each parameter's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from ..program.program import Cut, Line, Program, Ref
+from .bodies import sizeless, star
+from .wiring import NONE, Call, Fact, Forward, Source, WiringFault
+
+_Term = tuple[Call, int] | str
+"""A result of a call of B, by the call of F that it undoes; or the role of a parameter of B or REDUCE."""
+_Sum = tuple[tuple[_Term, tuple[str, ...]], ...]
+"""The terms of a sum, each with the operators that it went through."""
+
+
+class Backward:
+    """B's main function beside F's calls: which result of which call went where."""
+
+    def __init__(self, program: Program, forward: Forward) -> None:
+        self.program, self.forward = program, forward
+        self.given: dict[str, Source] = {}
+        self.sums: dict[str, _Sum] = {}
+        for value in program.main.parameters:
+            saved = value.role.removeprefix("saved ")
+            self.given[value.name] = ("role", value.role) if saved == value.role else forward.sources[saved]
+            if value.role == "scale":
+                self.sums[value.name] = (("scale", ()),)
+        self.goes: dict[tuple[Call, int], list[list[int]]] = {}
+
+    def facts(self) -> Iterator[Fact]:
+        """What each call of B reads, and where each gradient that it makes goes.
+
+        Raises:
+            WiringFault: calls are not those of F in reverse, read what another call of F has, or a gradient goes to
+                what its call does not read.
+        """
+        turn = [call for call in reversed(self.forward.calls) if call.line.op in self.forward.backward]
+        for line in self.program.main.lines:
+            if not line.calls_function:
+                self.sums[line.made[0].name] = _sum_of(line, self.sums, self.program)
+                continue
+            if not turn or line.op != f"{turn[0].line.op}_backward":
+                raise WiringFault(
+                    f"B calls `{line.op}` where {turn[0].place if turn else 'nothing'} is next in reverse"
+                )
+            call = turn.pop(0)
+            yield from self._undo(call, line)
+            for at, made in enumerate(line.results):
+                if made is not None:
+                    self.sums[made.name] = (((call, at), ()),)
+                    self.goes[call, at] = []
+        if turn:
+            raise WiringFault(f"B does not call `{turn[0].line.op}_backward` of {turn[0].place}")
+        for name, value in self.program.main.returns:
+            found = self.sums[value]
+            self._note(found, ("role", f"parameter {name}"), f"B {name}")
+            yield Fact(("gradient of", star(name)), frozenset(way for _, way in found), NONE, f"B {name}")
+        for (call, at), slots in self.goes.items():
+            choices = frozenset(tuple(sorted(choice)) for choice in product(*slots))
+            yield Fact(("goes", call.sort, at), len(slots), choices, f"B {call.place} result {at}")
+
+    def _undo(self, call: Call, line: Line) -> Iterator[Fact]:
+        """What a call of B reads: what its call of F read and made, and the gradients of what that made."""
+        function = self.forward.functions[call.line.op]
+        own = dict(zip((value.name for value in function.parameters), call.reads, strict=True))
+        outs = [(name, self.forward.sources[made.name]) for made, (_, name)
+                in zip(call.line.results, function.returns, strict=True) if made is not None]  # fmt: skip
+        own.update(outs)
+        values = function.values()
+        for at, (value, name) in enumerate(zip(self.program.function(line.op).parameters, line.uses(), strict=True)):
+            where = f"B {call.place} operand {at}"
+            if value.name in own:
+                if self.given.get(name) != own[value.name]:
+                    raise WiringFault(f"{where}, `{name}`, is not `{value.name}` of its call of F")
+                continue
+            terms = self.sums.get(name)
+            if terms is None:
+                raise WiringFault(f"{where}, `{name}`, is no gradient")
+            alike = [out for out in outs if values[out[0]].type.shape == value.type.shape]
+            fits = [(name, source) for name, source in alike if all(self._slots(term, source) for term, _ in terms)]
+            if not fits:
+                raise WiringFault(f"{where}, `{name}`, is the gradient of something else")
+            for term, _ in terms:
+                if not isinstance(term, str):
+                    self.goes[term].append([slot for _, source in fits for slot in self._slots(term, source)])
+            ways = frozenset(way for _, way in terms)
+            yield Fact(("gradient", call.sort, at), ways, frozenset(name for name, _ in fits), where)
+
+    def _note(self, terms: _Sum, source: Source, where: str) -> None:
+        """Note that a sum is the gradient of a value of F."""
+        for term, _ in terms:
+            slots = self._slots(term, source)
+            if not slots or isinstance(term, str):
+                raise WiringFault(f"{where} is given what is no gradient of it")
+            self.goes[term].append(slots)
+
+    def _slots(self, term: _Term, source: Source) -> list[int]:
+        """Where the call whose gradient a term is reads a value of F; what is the loss is read by nobody."""
+        if isinstance(term, str):
+            return [0] * (source == self.forward.returned.get("loss"))
+        return [slot for slot, read in enumerate(term[0].reads) if read == source]
+
+
+def reduce_facts(reduce: Program) -> Iterator[Fact]:
+    """What REDUCE makes of each parameter's gradient, and what its norm and its loss are made of.
+
+    Raises:
+        WiringFault: a gradient is made of another parameter's, or the norm is not of all gradients, each once.
+    """
+    main = reduce.main
+    sums: dict[str, _Sum] = {value.name: ((value.role, ()),) for value in main.parameters}
+    for line in main.lines:
+        sums[line.made[0].name] = _sum_of(line, sums, reduce)
+    gradients = sorted(value.role for value in main.parameters if value.role.startswith("gradient "))
+    for key, name in main.returns:
+        made = sorted(str(term) for term, _ in sums[name])
+        if key.startswith("gradient ") and made != [key]:
+            raise WiringFault(f"REDUCE makes `{key}` of {', '.join(made) or 'nothing'}")
+        if key == "grad_norm" and made != gradients:
+            raise WiringFault("the norm in REDUCE is not of every gradient once")
+        for term, way in sums[name]:
+            yield Fact(("reduced", star(key), star(str(term))), way, NONE, f"REDUCE {key}")
+
+
+def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
+    """A line's result as a sum: of its operands' terms where it adds, else of them with the line on their way."""
+    operands = [known[name] for name in line.uses()]
+    args = [item for item in line.args if not isinstance(item, Ref)]
+    if line.op == "aten.full.default" and line.args[1:] == (0.0,):
+        return ()
+    plain = not line.kwargs and not any(not isinstance(item, list) for item in args)
+    if line.op in ("aten.add.Tensor", "aten.stack.default", "aten.sum.default") and plain:
+        return tuple(term for operand in operands for term in operand)
+    words = ", ".join(_word(item) for item in (*line.args, *line.kwargs))
+    types = "; ".join(sizeless(value, program.mesh) for value in line.made)
+    return tuple(
+        (term, (*way, f"{line.op}({words}) {at} of {'many' if len(operand) > 1 else 'one'}: {types}"))
+        for at, operand in enumerate(operands) for term, way in operand
+    )  # fmt: skip
+
+
+def _word(item: Any) -> str:
+    """An argument without sizes and names."""
+    if isinstance(item, (Ref, Cut)) or (isinstance(item, int) and not isinstance(item, bool)):
+        return "/".join(["#", *item.axes]) if isinstance(item, Cut) else "#"
+    if isinstance(item, (list, tuple)):
+        return f"[{', '.join(map(_word, item))}]"
+    return repr(item)

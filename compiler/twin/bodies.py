@@ -1,0 +1,234 @@
+"""Bodies of functions without names and numbers, and the numbers beside them: what two sizes of one model compare."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+
+from ..layout.collectives import COLLECTIVES
+from ..layout.mesh import Mesh
+from ..ops.precision import base_name
+from ..program.program import Cut, Function, Line, Ref, Value, operator
+
+Key = TypeVar("Key")
+Number = int | float
+Pair = tuple[Number, Number]
+"""A number of the build, and the one in its place in the twin."""
+
+_NUMBER = re.compile(r"(?<![A-Za-z_\d])\d+")
+_DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "axis")
+_LITERAL = 4
+"""Up to here a number that is one in both may be written in an operator's derivative, whatever sizes are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Numbers of one line by their place in it, and the sizes of all dims of what it reads and makes."""
+
+    op: str
+    origin: str
+    given: tuple[tuple[str, Number, bool], ...]
+    """Argument, number, and whether it may be a size."""
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Lines as they are at all sizes and in every repetition, with their numbers apart."""
+
+    rows: tuple[str, ...]
+    numbers: tuple[Numbers, ...]
+    names: Mapping[str, str]
+    """Value → how rows call it."""
+
+
+def function_body(function: Function, mesh: Mesh, names: Mapping[str, str] | None = None) -> Body:
+    """A function's body; parameters are called by ``names``, or counted."""
+    names = names or {value.name: f"x{index}" for index, value in enumerate(function.parameters)}
+    values = function.values()
+    head = [f"{names[v.name]}: {sizeless(v, mesh)}" for v in function.parameters]
+    body = lines_body(function.lines, names, values, mesh)
+    end = f"return {', '.join(body.names[name] for _, name in function.returns)}"
+    return Body((*head, *body.rows, end), body.numbers, body.names)
+
+
+def lines_body(lines: Iterable[Line], names: Mapping[str, str], values: Mapping[str, Value], mesh: Mesh) -> Body:
+    """The body of some lines of a function with ``values``, which read from outside what ``names`` names."""
+    known, rows, numbers = dict(names), [], []
+    for index, line in enumerate(lines):
+        known.update((made.name, f"{index}.{at}") for at, made in enumerate(line.results) if made is not None)
+        given: list[tuple[str, Number, bool]] = []
+        kinds = _arguments(line.op)
+        places = [*((str(at), item) for at, item in enumerate(line.args)), *line.kwargs]
+        words = [_word(item, known, given, *kinds.get(place, (place, ""))) for place, item in places]
+        args = [*words[: len(line.args)]]
+        args += [f"{key}={word}" for (key, _), word in zip(line.kwargs, words[len(line.args) :], strict=True)]
+        types = "; ".join("-" if v is None else sizeless(v, mesh) for v in line.results)
+        rows.append(f"{line.op}({', '.join(args)}): {types}")
+        read = (*(values[name] for name in line.uses()), *line.made)
+        origin = f"{star(line.origin.module)} {line.origin.source}"
+        numbers.append(Numbers(line.op, origin, tuple(given), tuple(size for v in read for size in v.type.shape)))
+    return Body(tuple(rows), tuple(numbers), known)
+
+
+def star(text: str) -> str:
+    """A name without its numbers."""
+    return re.sub(r"\d+", "*", text)
+
+
+def sizeless(value: Value, mesh: Mesh) -> str:
+    """A value's type without its sizes."""
+    return _NUMBER.sub("#", value.type.text(mesh))
+
+
+@lru_cache(maxsize=1024)
+def _arguments(op: str) -> dict[str, tuple[str, str]]:
+    """Arguments by place and by name: their names, and which are no values to compute with, but a ``size``, or a
+    ``dim`` by its number, which follows no size."""
+    if op in COLLECTIVES or "." not in op:
+        return {str(at): (str(at), "dim") for at in range(4)}
+    found = {}
+    for at, argument in enumerate(operator(op)._schema.arguments):
+        whole = "int" in str(argument.type).lower() and argument.name != "index"
+        kind = "dim" if argument.name in _DIMS else "size" if whole else ""
+        found[str(at)] = found[argument.name] = argument.name, kind
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _defaults(op: str) -> dict[str, Number]:
+    """Arguments that need not be given → the numbers that they then are."""
+    if op in COLLECTIVES or "." not in op:
+        return {}
+    named = ((argument.name, argument.default_value) for argument in operator(op)._schema.arguments)
+    return {name: value for name, value in named if isinstance(value, (int, float)) and not isinstance(value, bool)}
+
+
+def _word(item: Any, names: Mapping[str, str], given: list[tuple[str, Number, bool]], place: str, kind: str) -> str:
+    """An argument without its numbers, which go to ``given``."""
+    if isinstance(item, Ref):
+        return names[item.name]
+    if isinstance(item, Cut):
+        given.append((place, item.size, True))
+        return "/".join(["#", *item.axes])
+    if isinstance(item, (list, tuple)):
+        return f"[{', '.join(_word(inner, names, given, place, kind) for inner in item)}]"
+    if isinstance(item, (bool, str, torch.dtype)) or item is None or kind == "dim":
+        return repr(item)
+    given.append((place, item, kind == "size"))
+    return "#" if isinstance(item, int) else "#.#"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The numbers of two equal bodies in pairs: those that are ``written`` in operators, by the place in the model's
+    code that they come from too, and with them the sizes of all dims."""
+
+    written: tuple[tuple[str, str, Pair], ...] = ()
+    """Operator, argument and pair of each that is no size of a dim of its own line."""
+    at: Mapping[str, frozenset[Pair]] = field(default_factory=dict)
+    every: frozenset[Pair] = frozenset()
+    arguments: Mapping[tuple[str, str, str], frozenset[Pair]] = field(default_factory=dict)
+    """Operator, origin, argument → the numbers there, an argument's default too."""
+
+    @classmethod
+    def of(cls, ours: Sequence[Numbers], theirs: Sequence[Numbers]) -> Pairs:
+        """Those of two equal bodies."""
+        written, sizes = [], set[Pair]()
+        at: dict[str, set[Pair]] = defaultdict(set)
+        arguments: dict[tuple[str, str, str], set[Pair]] = defaultdict(set)
+        for mine, other in zip(ours, theirs, strict=True):
+            sizes |= (own := set(zip(mine.dims, other.dims, strict=True)))
+            given = {place for place, _, _ in mine.given}
+            for place, default in _defaults(mine.op).items():
+                if place not in given:
+                    arguments[base_name(mine.op), mine.origin, place].add((default, default))
+            for (place, here, size), (_, there, _) in zip(mine.given, other.given, strict=True):
+                at[mine.origin].add((here, there))
+                arguments[base_name(mine.op), mine.origin, place].add((here, there))
+                if not size or (here, there) not in own:
+                    written.append((mine.op, place, (here, there)))
+        every = frozenset(sizes.union(*at.values()))
+        return cls(tuple(written), _frozen(at), every, _frozen(arguments))
+
+    def __or__(self, other: Pairs) -> Pairs:
+        """Both; what is ``written`` is the first's."""
+        at, arguments = _joined(self.at, other.at), _joined(self.arguments, other.arguments)
+        return Pairs(self.written, at, self.every | other.every, arguments)
+
+    def forward(self, numbers: Numbers, argument: str) -> frozenset[Pair]:
+        """The numbers that an operator has in its argument of this name, of which ``numbers`` are its backward's; empty
+        where they are no backward's. An attention's ``scale`` is so its derivative's too."""
+        name = base_name(numbers.op)
+        operator_name = name.removesuffix("_backward")
+        key = (operator_name, numbers.origin, argument)
+        return frozenset() if name == operator_name else self.arguments.get(key, frozenset())
+
+
+def _frozen(sets: Mapping[Key, set[Pair]]) -> dict[Key, frozenset[Pair]]:
+    return {key: frozenset(pairs) for key, pairs in sets.items()}
+
+
+def _joined(one: Mapping[Key, frozenset[Pair]], other: Mapping[Key, frozenset[Pair]]) -> dict[Key, frozenset[Pair]]:
+    return {key: one.get(key, frozenset()) | other.get(key, frozenset()) for key in {**one, **other}}
+
+
+def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pairs, *, whole: bool) -> str | None:
+    """What is wrong with the numbers of two equal functions, a build's and its twin's; None if nothing is.
+
+    A number is the size of a dim of its own line in both, or what the model has in that place of its code, or made of
+    such. What the ``model`` writes in an operator, a function that is the ``whole`` of it and has the operator has too.
+    """
+    found = []
+    for mine, other in zip(ours, theirs, strict=True):
+        own = frozenset(zip(mine.dims, other.dims, strict=True))
+        for (place, here, size), (_, there, _) in zip(mine.given, other.given, strict=True):
+            found.append((mine.op, place, (here, there)))
+            if not size and (same := model.forward(mine, place)) and (here, there) not in same:
+                return f"{mine.op} has {here!r} where its twin has {there!r}: the operator itself has no such {place}"
+            sizes = own if size else frozenset()
+            if (here, there) not in sizes and not _follows(
+                (here, there), model.at.get(mine.origin, frozenset()), model.every, sizes
+            ):
+                return f"{mine.op} has {here!r} where its twin has {there!r}: the model has no such number there"
+    have, ops, places = Counter(found), {numbers.op for numbers in ours}, {(op, place) for op, place, _ in found}
+    for (op, place, pair), count in Counter(model.written).items() if whole else ():
+        default = pair[0] == pair[1] and (op, place) not in places  # left out by both
+        if op in ops and not default and have[op, place, pair] < count:
+            return f"{op} has another number than the model's {pair[0]!r}"
+    return None
+
+
+def _follows(pair: Pair, near: frozenset[Pair], model: frozenset[Pair], sizes: frozenset[Pair]) -> bool:
+    """Whether a pair is of numbers ``near`` in the model's code, or is made of some, or is one number at all sizes."""
+    here, there = pair
+    if pair in near:
+        return True
+    if here == there and not any(b == there for _, b in near):
+        return abs(here) <= _LITERAL or pair in model or not any(b == there for _, b in model)
+    if any(_close(form(a), here) and _close(form(b), there) for a, b in near or model for form in _FORMS):
+        return True
+    whole = [p for p in sizes | near if sizes and 0 < p[0] <= abs(here)]
+    return any(pair in ((a + c, b + d), (a * c, b * d)) for a, b in whole for c, d in whole)
+
+
+_FORMS: Sequence[Callable[[Number], Number]] = (
+    lambda x: -x,
+    lambda x: 1 - x,
+    lambda x: 1 / x if x else math.nan,
+    lambda x: 1 / (1 - x) if x != 1 else math.nan,
+    lambda x: math.sqrt(x) if x > 0 else math.nan,
+    lambda x: 1 / math.sqrt(x) if x > 0 else math.nan,
+)
+"""How a derivative, or an operator's parts, may write a number of the model."""
+
+
+def _close(x: Number, y: Number) -> bool:
+    return x == y or (isinstance(y, float) and math.isclose(x, y, rel_tol=1e-12))

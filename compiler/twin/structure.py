@@ -1,0 +1,140 @@
+"""The comparison that carries a result from a small twin to its build: every place of one is a place of the other."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cached_property, reduce
+from operator import or_
+
+from ..program.faults import Fault
+from ..program.program import Program
+from .backward import Backward, reduce_facts
+from .bodies import Pairs, function_body, number_problem
+from .wiring import Call, Fact, Forward, Graph, Kinds, WiringFault
+
+Programs = Mapping[str, Program]
+
+
+def compare_structure(full: Programs, captured: Program, twin: Programs, twin_captured: Program) -> list[Fault]:
+    """Where a build's programs, beside its captured graph, are not put together as its twin's beside the twin's.
+
+    What is compared, and why that carries a result over: docs/architecture.md, "What a twin carries over".
+    """
+    if full.keys() != twin.keys():
+        return [Fault("numbers", "step", f"has the programs {', '.join(full)}, its twin {', '.join(twin)}")]
+    kinds = Kinds()
+    whose = "the twin"
+    try:
+        small = _Step(twin, twin_captured, kinds)
+        seen = list(small.facts())
+        whose = "the build"
+        large = _Step(full, captured, kinds)
+        fault = _fact_fault(list(large.facts()), seen)
+    except WiringFault as problem:
+        return [Fault("numbers", whose, str(problem))]
+    fault = fault or _number_fault(large, small) or _scale_fault(full["SCALE"], twin["SCALE"])
+    return [] if fault is None else [fault]
+
+
+class _Step:
+    """The programs of a step beside their captured graph."""
+
+    def __init__(self, programs: Programs, captured: Program, kinds: Kinds) -> None:
+        self.programs = programs
+        self.forwards = {"F": Forward(programs["F"], programs["B"], Graph(captured.main, kinds), kinds)}
+        if "COUNT" in programs and len(captured.functions) > 1:
+            self.forwards["COUNT"] = Forward(programs["COUNT"], None, Graph(captured.functions[0], kinds), kinds)
+
+    def facts(self) -> Iterator[Fact]:
+        """All that is so at the places of the step."""
+        for forward in self.forwards.values():
+            yield from forward.facts()
+        yield from Backward(self.programs["B"], self.forwards["F"]).facts()
+        yield from reduce_facts(self.programs["REDUCE"])
+
+
+def _fact_fault(facts: Sequence[Fact], of_twin: Sequence[Fact]) -> Fault | None:
+    """The first fact of a build that its twin does not have, or that cannot be so in both by one rule."""
+    seen: dict[Hashable, set[Hashable]] = defaultdict(set)
+    options: dict[Hashable, frozenset[Hashable]] = {}
+    for fact in of_twin:
+        seen[fact.key].add(fact.what)
+    for whose, found in (("the twin", of_twin), ("the build", facts)):
+        for fact in found:
+            if fact.what not in seen[fact.key]:
+                return Fault("numbers", fact.where, f"is as nothing is in the twin: {fact.key} {fact.what}")
+            key = fact.key, fact.what
+            options[key] = options.get(key, fact.options) & fact.options
+            if not options[key]:
+                return Fault("numbers", fact.where, f"is in {whose} not as in other repetitions: {fact.key}")
+    return None
+
+
+def _number_fault(large: _Step, small: _Step) -> Fault | None:
+    """The first number of a call's functions that the captured graph does not have there, in both builds alike."""
+    for action, forward in large.forwards.items():
+        numbers = _CallNumbers(forward, small.forwards[action])
+        for call in forward.calls:
+            problem = numbers.problem(call)
+            if problem is not None:
+                return Fault("numbers", f"{action} {call.place}", problem)
+    return None
+
+
+class _CallNumbers:
+    """The numbers of F's calls beside the captured graph's, both in a build and in its twin."""
+
+    def __init__(self, ours: Forward, theirs: Forward) -> None:
+        self.ours, self.theirs = ours, theirs
+        self.calls = Counter(call.place for call in ours.calls)
+        self.mates: dict[Hashable, dict[Hashable, Call]] = defaultdict(dict)
+        for call in theirs.calls:
+            self.mates[call.sort][_numbers_key(call)] = call
+        self.known: dict[Hashable, str | None] = {}
+
+    def problem(self, call: Call) -> str | None:
+        """What is wrong beside every equal call of the twin; None if some call of it has no other numbers."""
+        problem = None
+        for key, mate in self.mates[call.sort].items():
+            key = _numbers_key(call), key
+            if key not in self.known:
+                self.known[key] = self._beside(call, mate)
+            problem = self.known[key]
+            if problem is None:
+                break
+        return problem
+
+    def _beside(self, call: Call, mate: Call) -> str | None:
+        name, other = call.line.op, mate.line.op
+        model = self._every
+        if call.piece is not None and mate.piece is not None:
+            model = Pairs.of(call.piece.numbers, mate.piece.numbers)
+        ours, theirs = self.ours.bodies[name].numbers, self.theirs.bodies[other].numbers
+        problem = number_problem(ours, theirs, model, whole=self.calls[call.place] == 1 and call.piece is not None)
+        if problem is None and name in self.ours.backward:
+            undone = self.ours.backward[name].numbers, self.theirs.backward[other].numbers
+            problem = number_problem(*undone, model | Pairs.of(ours, theirs), whole=False)
+        return problem
+
+    @cached_property
+    def _every(self) -> Pairs:
+        """The numbers of all equal pieces of the captured graphs: for calls that are of none."""
+        theirs = {piece.kind: piece for piece in self.theirs.graph.pieces.values()}
+        ours = {(piece.kind, piece.numbers_kind): piece for piece in self.ours.graph.pieces.values()}
+        pairs = [Pairs.of(piece.numbers, theirs[kind].numbers) for (kind, _), piece in ours.items() if kind in theirs]
+        return reduce(or_, pairs, Pairs())
+
+
+def _numbers_key(call: Call) -> tuple[str, int]:
+    return call.line.op, call.piece.numbers_kind if call.piece is not None else -1
+
+
+def _scale_fault(full: Program, twin: Program) -> Fault | None:
+    """SCALE follows neither sizes nor repetitions."""
+    bodies = []
+    for program in (full, twin):
+        body = function_body(program.main, program.mesh)
+        given = [numbers.given for numbers in body.numbers]
+        bodies.append(([value.role for value in program.main.parameters], body.rows, given))
+    return None if bodies[0] == bodies[1] else Fault("numbers", "SCALE", "is not as in the twin")

@@ -1,0 +1,257 @@
+"""The wiring of a step: which piece of the captured graph each call of F stands for, and where what it reads is from.
+
+The captured graph is cut where the model's numbered modules begin and end, as calls are. What a call reads is then
+told without saying which repetition it is: the n-th value that its own piece of the graph reads, made by such and such
+a function. Facts that are told so are what a build and its twin have in common.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from ..layout.mesh import Mesh
+from ..program.program import Function, Line, Program, Value
+from .bodies import Body, Numbers, function_body, lines_body, sizeless, star
+
+_BLOCK = re.compile(r"((?:[^.]+\.)*?\d+)(?:\.|$)")
+_NUMBER = re.compile(r"\d+")
+_KEY = "parc.stream_key.default"
+
+Source = tuple[Any, ...]
+"""Where a value comes from: ``("role", role)``, ``("stream", name, seed)``; ``("made", place, line, result)`` of the
+captured graph and ``("made", call, result)`` of F."""
+
+
+class WiringFault(ValueError):
+    """A step that is put together as none is, whatever its twin is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What is so at one place of a step, told by nothing that is a repetition's own: for this ``key`` the twin has
+    ``what`` somewhere, and one of the ``options`` holds wherever both builds have the key."""
+
+    key: Hashable
+    what: Hashable
+    options: frozenset[Hashable]
+    where: str
+
+
+class Kinds:
+    """A number for every text: equal ones have the same, in a build and its twin."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+
+    def of(self, text: Hashable) -> int:
+        """The number of a text."""
+        return self._known.setdefault(text, len(self._known))
+
+
+@dataclass(slots=True)
+class Piece:
+    """A run of the captured graph: what it reads from outside in order, its numbers, and which runs it is equal to
+    but for numbers, and in these."""
+
+    reads: list[tuple[Source, Value]]
+    numbers: tuple[Numbers, ...]
+    kind: int
+    numbers_kind: int
+    returned: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of F: the run that it belongs to, that run's piece of the captured graph if it has one, the function
+    with its backward as a ``kind``, and where what it reads comes from."""
+
+    line: Line
+    place: str
+    piece: Piece | None
+    kind: int
+    reads: list[Source] = field(default_factory=list)
+
+    @property
+    def sort(self) -> tuple[int, int]:
+        """What is equal of repetitions: the piece of the captured graph and the function."""
+        return self.piece.kind if self.piece else -1, self.kind
+
+
+def places(modules: Sequence[str], once: frozenset[str] = frozenset()) -> list[str]:
+    """For each of some lines in order the run that it is in: of a numbered module, or after one. Further runs of one
+    module are numbered, but for modules that have ``once`` one run."""
+    names, before = [], ""
+    for module in modules:
+        match = _BLOCK.match(module)
+        before = match[1] if match else before
+        names.append(before if match else f"after {before}")
+    found: list[str] = []
+    runs: dict[str, int] = {}
+    for name, run in groupby(names):
+        runs[name] = runs.get(name, 0) + 1
+        label = name if runs[name] == 1 or name in once else f"{name} ({runs[name]})"
+        found += [label for _ in run]
+    return found
+
+
+class Graph:
+    """The captured graph as pieces by the run that they are."""
+
+    def __init__(self, captured: Function, kinds: Kinds) -> None:
+        lines = [line for line in captured.lines if line.op != _KEY]
+        self.sources: dict[str, Source] = {v.name: ("role", v.role) for v in captured.parameters}
+        for line in captured.lines:
+            self.sources.update((v.name, ("stream", *line.args[1:])) for v in line.made if line.op == _KEY)
+        runs: dict[str, list[Line]] = {}
+        for line, place in zip(lines, places([line.origin.module for line in lines]), strict=True):
+            run = runs.setdefault(place, [])
+            for at, made in enumerate(line.results):
+                if made is not None:
+                    self.sources[made.name] = ("made", place, len(run), at)
+            run.append(line)
+        self.once = frozenset(name for name in runs if f"{name} (2)" not in runs)
+        values = captured.values()
+        self.pieces = {place: self._piece(run, values, kinds) for place, run in runs.items()}
+        self.returns = {key: self.sources[name] for key, name in captured.returns}
+        for key, source in self.returns.items():
+            if source[0] == "made":
+                self.pieces[source[1]].returned.append(key)
+
+    def _piece(self, run: Sequence[Line], values: Mapping[str, Value], kinds: Kinds) -> Piece:
+        inside = {v.name for line in run for v in line.made}
+        read = list(dict.fromkeys(name for line in run for name in line.uses() if name not in inside))
+        body = lines_body(run, {name: f"i{index}" for index, name in enumerate(read)}, values, Mesh())
+        head = [f"{self.sources[name][0]} {sizeless(values[name], Mesh())}" for name in read]
+        reads = [(self.sources[name], values[name]) for name in read]
+        return Piece(reads, body.numbers, kinds.of((*head, *body.rows)), kinds.of(body.numbers))
+
+
+class Forward:
+    """F's main function as calls, beside the captured graph."""
+
+    def __init__(self, program: Program, backward: Program | None, graph: Graph, kinds: Kinds) -> None:
+        self.program, self.graph = program, graph
+        self.bodies = {f.name: function_body(f, program.mesh) for f in program.functions[:-1]}
+        self.backward = _backward_bodies(backward, self.bodies) if backward is not None else {}
+        self.functions = {f.name: f for f in program.functions}
+        kind = {
+            name: kinds.of((body.rows, self.backward[name].rows if name in self.backward else None))
+            for name, body in self.bodies.items()
+        }
+        self.sources: dict[str, Source] = {v.name: ("role", v.role) for v in program.main.parameters}
+        self.calls: list[Call] = []
+        self.values = program.main.values()
+        called = [line for line in program.main.lines if line.calls_function]
+        where = iter(places([line.origin.module for line in called], graph.once))
+        for line in program.main.lines:
+            if line.op == _KEY:
+                self.sources[line.made[0].name] = ("stream", *line.args[1:])
+            elif line.calls_function:
+                place = next(where)
+                call = Call(line, place, graph.pieces.get(place), kind[line.op])
+                call.reads = [self.sources[name] for name in line.uses()]
+                self._take_results(call)
+                self.calls.append(call)
+            else:
+                raise WiringFault(f"F computes `{line.op}` outside its functions")
+        self.returned = {key: self.sources[name] for key, name in program.main.returns}
+
+    def _take_results(self, call: Call) -> None:
+        """Name what a call returns; what it returns as it was given is what was given."""
+        function = self.functions[call.line.op]
+        given = {v.name: source for v, source in zip(function.parameters, call.reads, strict=True)}
+        for at, (made, (_, name)) in enumerate(zip(call.line.results, function.returns, strict=True)):
+            if made is not None:
+                self.sources[made.name] = given.get(name, ("made", len(self.calls), at))
+
+    def facts(self) -> Iterator[Fact]:
+        """What each call is and reads, and what F returns."""
+        for call in self.calls:
+            yield Fact(("call", call.kind), call.sort[0], NONE, f"F {call.place}")
+            for at, (source, name) in enumerate(zip(call.reads, call.line.uses(), strict=True)):
+                yield from self._read(call, at, source, self.values[name])
+        for key, name in self.program.main.returns:
+            if not key.startswith("saved "):
+                yield from self._returned(key, self.sources[name])
+
+    def _read(self, call: Call, at: int, source: Source, value: Value) -> Iterator[Fact]:
+        """One thing that a call reads: which of the things that its piece of the graph reads it may be."""
+        slot, where = ("reads", call.sort, at), f"F {call.place} operand {at}"
+        wanted = call.piece.reads if call.piece is not None else []
+        if source[0] != "made":
+            found = frozenset(index for index, (other, _) in enumerate(wanted) if other == source)
+            kind = source[1].partition(" ")[0] if source[0] == "role" else "stream"
+            yield Fact(slot, (kind, bool(found)), found or _names(source[1], call.place), where)
+            return
+        maker = self.calls[source[1]]
+        made = maker.kind, source[2]
+        near = [(k, other) for k, (other, _) in enumerate(wanted) if other[:2] == ("made", maker.place)]
+        same = [(k, other) for k, other in near if wanted[k][1].type.shape == value.type.shape]
+        if maker.place == call.place:
+            yield Fact(slot, (made, "own"), NONE, where)
+        elif near:
+            yield Fact(slot, (made, "graph"), frozenset(k for k, _ in same or near), where)
+            lines = frozenset(other[2:] for _, other in same or near)
+            yield Fact(("makes", maker.sort, source[2]), "graph", lines, where)
+        else:
+            yield Fact(slot, (made, "other"), self._otherwise(call, source), where)
+
+    def _otherwise(self, call: Call, source: Source) -> frozenset[Hashable]:
+        """What may be said of a value that the graph does not have: how it is made of what is no repetition's own, or
+        how far before it is made."""
+        said = self._said(source)
+        return frozenset({said}) if said is not None else _names(self.calls[source[1]].place, call.place)
+
+    def _said(self, source: Source) -> Hashable:
+        if source[0] != "made":
+            return source if _NUMBER.search(str(source[1])) is None else None
+        maker = self.calls[source[1]]
+        given = tuple(self._said(read) for read in maker.reads)
+        return None if None in given else (maker.kind, source[2], given)
+
+    def _returned(self, key: str, source: Source) -> Iterator[Fact]:
+        wanted = self.graph.returns.get(key)
+        if wanted is None:
+            raise WiringFault(f"F returns `{key}`, which the model does not")
+        kind = key.partition(" ")[0]
+        if source[0] != "made" or wanted[0] != "made":
+            if source != wanted:
+                raise WiringFault(f"F returns as `{key}` what the model does not")
+            return
+        call = self.calls[source[1]]
+        piece = self.graph.pieces[wanted[1]]
+        own = call.place == wanted[1]
+        options = frozenset({piece.returned.index(key)}) if own else _names(wanted[1], call.place)
+        yield Fact(("returns", kind, call.sort, source[2]), own, options, f"F {key}")
+        yield Fact(
+            ("returned", kind, piece.kind, piece.returned.index(key)), (*call.sort, source[2], own), NONE, f"F {key}"
+        )
+
+
+NONE: frozenset[Hashable] = frozenset({None})
+
+
+def _names(name: str, place: str) -> frozenset[Hashable]:
+    """A name as it is, and as seen from a place that has a number: how far from it the name's number is."""
+    own, other = _NUMBER.findall(place), _NUMBER.findall(name)
+    if not own or not other:
+        return frozenset({name})
+    return frozenset({name, (star(name), *other[1:], int(other[0]) - int(own[0]))})
+
+
+def _backward_bodies(backward: Program, forward: dict[str, Body]) -> dict[str, Body]:
+    """The bodies of B's functions by those of F that they are of; what they read is called as F's function calls it."""
+    found = {}
+    for function in backward.functions[:-1]:
+        name = function.name.removesuffix("_backward")
+        if name == function.name or name not in forward:
+            raise WiringFault(f"B has a function `{function.name}`, which is of none of F's")
+        names: dict[str, str] = {}
+        for value in function.parameters:
+            names[value.name] = forward[name].names.get(value.name, f"gradient {len(names)}")
+        found[name] = function_body(function, backward.mesh, names)
+    return found

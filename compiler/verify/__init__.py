@@ -1,0 +1,1 @@
+"""Checks: shapes, types, numbers, schedules and roundings, derived again from the programs' texts."""

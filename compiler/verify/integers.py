@@ -1,0 +1,194 @@
+"""The checker of whole numbers: programs compute with tokens, targets, positions and masks exactly what the model does.
+
+Small vocabularies and short sequences fit into eight bits, and what random numbers are drawn from is small in the first
+steps, so no test of small numbers sees one that is clamped, taken modulo something, or too long for its type. Each
+integer or boolean, and each table that is made of these and of buffers, gets an expression of what it is made of,
+whatever moves it between dims and ranks; arithmetic in a program is to be arithmetic of the captured graph, whose
+operators are taken apart by torch as they were for the programs. What depends on an activation or a weight is left to
+the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..layout.collectives import COLLECTIVES
+from ..ops.factors import fill_operands
+from ..ops.precision import base_name
+from ..program.faults import Fault
+from ..program.program import Program, Value, operator
+from ..torch_private import is_composite
+from .lines import Question, call_of, follow
+
+_MOVES = """
+    reshape view _unsafe_view unsqueeze squeeze expand select slice transpose permute t alias clone detach contiguous
+    split split_with_sizes unbind narrow flip roll diagonal unfold repeat index_select as_strided lift_fresh_copy
+    cut_pad grow_pad fill_pad constant_pad_nd
+"""
+MOVES = frozenset(_MOVES.split())
+"""Operators that give entries of their first operand as they are, by base name."""
+_JOINS = frozenset({"cat", "stack"})
+_CONSTANTS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # where the number is
+_DRAWS = frozenset({"dropout_mask", "random", "attention", "attention_backward"})
+_HOW = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})
+_ACTIVATION = 0
+
+
+class _Expressions:
+    """Expressions by number, equal ones once; ``parts`` are those of the arithmetic that was seen."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {("activation",): _ACTIVATION}
+        self._answers: dict[tuple[Question, tuple[int, ...]], tuple[list[int], list[int], list[int]]] = {}
+        self._mode = FakeTensorMode()
+        self.constants: set[int] = set()
+        self.stream = self("stream")
+        self.rng = self("rng")
+
+    def __call__(self, *words: Hashable) -> int:
+        return self._numbers.setdefault(words, len(self._numbers))
+
+    def constant(self, number: Hashable) -> int:
+        found = self("constant", number)
+        self.constants.add(found)
+        return found
+
+    def source(self, value: Value, saved: Mapping[str, int]) -> int:
+        """What a program is given: what is counted or named is exact, weights and activations are not followed."""
+        kind, _, name = value.role.partition(" ")
+        if kind == "saved":
+            return saved.get(name, _ACTIVATION)  # what is never saved, others refuse
+        exact = kind in ("buffer", "constant") or (kind == "input" and not value.type.dtype.is_floating_point)
+        return self(value.role) if exact else self.rng if kind == "rng" else _ACTIVATION
+
+    def answer(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
+        """Expressions of a line's results, and of the arithmetic of its parts: with whole numbers, and without."""
+        line, name = question.line, base_name(question.line.op)
+        if name == "stream_key" and given == (self.rng,):
+            return [self.stream], [], []
+        if self.rng in given or (self.stream in given and name not in _DRAWS):
+            return [_ACTIVATION] * len(line.made), [self("random", name)], []
+        if line.op in COLLECTIVES or name in MOVES or (given and not any(given)):
+            return [given[0]] * len(line.made), [], []
+        # made of floating numbers alone, or into them: also the comparison of an activation with a constant
+        floats = any(all(t.dtype.is_floating_point for t in types) for types in (question.operands, question.results))
+        if floats and not {_ACTIVATION, self.stream}.isdisjoint(given) and not is_composite(operator(line.op)):
+            return [_ACTIVATION] * len(line.made), [], []
+        key = question, given
+        if key not in self._answers:
+            self._answers[key] = self._run(question, given)
+        return self._answers[key]
+
+    def ignored(self, question: Question, given: tuple[int, ...]) -> list[int]:
+        """Where a loss of the captured graph looks for targets to ignore, which programs write out."""
+        if base_name(question.line.op) != "token_loss":
+            return []
+        index = question.line.args[2]
+        return [self("ne", str(([f"%{given[1]}", index], ())), str(torch.bool))]
+
+    def _run(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
+        call = call_of(question.line, question.operands, question.results, lambda item: item.size)
+        with self._mode:
+            tensors = [torch.empty(type_.shape, dtype=type_.dtype) for type_ in question.operands]
+            with _Parts(self, tensors, given) as parts:
+                made = operator(call.op)(
+                    *fill_operands(call.args, tensors), **fill_operands(dict(call.kwargs), tensors)
+                )
+        results = made if isinstance(made, (tuple, list)) else [made]
+        kept = [x for x, value in zip(results, question.line.results, strict=True) if value is not None]
+        return [parts.known.get(id(x), _ACTIVATION) for x in kept], parts.arithmetic, parts.tables
+
+
+class _Parts(TorchDispatchMode):
+    """Expressions of what the operators make that an operator is made of."""
+
+    def __init__(self, expressions: _Expressions, operands: Sequence[torch.Tensor], given: Sequence[int]) -> None:
+        super().__init__()
+        self.express, self.alive = expressions, list(operands)
+        self.known = {id(x): found for x, found in zip(operands, given, strict=True)}
+        self.arithmetic: list[int] = []
+        self.tables: list[int] = []
+        """Arithmetic of floating numbers alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        results = [x for x in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(x, torch.Tensor)]
+        expression = self._expression(base_name(str(func)).removesuffix("_"), args, kwargs, results)
+        several = len(results) > 1 and expression != _ACTIVATION
+        for index, result in enumerate(results):
+            self.known[id(result)] = self.express("result", index, expression) if several else expression
+        self.alive += results
+        return made
+
+    def _expression(self, name: str, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> int:
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = [self.known.get(id(x), _ACTIVATION) for x in operands]
+        varying = [found for found in given if found not in self.express.constants]
+        if name in _CONSTANTS:
+            return self.express.constant(args[_CONSTANTS[name]])
+        if name in MOVES and given:
+            return given[0]
+        if _ACTIVATION in varying and (not any(varying) or all(x.is_floating_point() for x in results)):
+            return _ACTIVATION
+        dtypes = [str(x.dtype) for x in results if not x.is_floating_point()]
+        if name == "_to_copy":
+            source, result = operands[0].dtype, results[0].dtype
+            if source == torch.bool or (source.is_floating_point and result.is_floating_point):
+                return given[0]
+            args, kwargs = args[:1], {}
+        options = tuple(sorted((key, item) for key, item in kwargs.items() if key not in _HOW))
+        words = tree_map(self._word, (list(args[1:3] if name == "iota" else args), options))
+        expression = self.express(name, str(words), *dtypes)
+        if name in _JOINS or not varying:
+            return expression
+        whole = dtypes or not all(x.is_floating_point() for x in operands)
+        (self.arithmetic if whole else self.tables).append(expression)
+        return expression
+
+    def _word(self, item: Any) -> Any:
+        return f"%{self.known.get(id(item), _ACTIVATION)}" if isinstance(item, torch.Tensor) else item
+
+
+def check_integers(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
+    """Arithmetic of whole numbers in COUNT, F and B that the captured graph does not have."""
+    express = _Expressions()
+    known: set[int] = set()
+
+    def noted(_: str, question: Question, given: tuple[int, ...]) -> list[int]:
+        found, parts, tables = express.answer(question, given)
+        known.update(parts, tables, express.ignored(question, given))
+        return found
+
+    for function in reference.functions:
+        follow(reference, function, [express.source(value, {}) for value in function.parameters], noted)
+    saved: dict[str, int] = {}
+    for program in [programs[action] for action in ("COUNT", "F", "B") if action in programs]:
+        made, faults = _held(program, express, known, saved)
+        keys = (key.removeprefix("saved ") for key, _ in program.main.returns)
+        saved.update(zip(keys, made, strict=True))
+        yield from faults
+
+
+def _held(
+    program: Program, express: _Expressions, known: set[int], saved: Mapping[str, int]
+) -> tuple[list[int], list[Fault]]:
+    """Expressions of what a program returns, and where it has arithmetic that is not known."""
+    faults: dict[str, Fault] = {}
+
+    def held(function: str, question: Question, given: tuple[int, ...]) -> list[int]:
+        found, parts, tables = express.answer(question, given)
+        if not known.issuperset(parts if program.action == "B" else [*parts, *tables]):  # B differentiates tables
+            where = f"{program.action} {function}: {', '.join(value.name for value in question.line.made)}"
+            what = "whole numbers" if parts else "tables"
+            faults[where] = Fault("types", where, f"{question.line.op} makes other {what} than the model")
+        return found
+
+    given = [express.source(value, saved) for value in program.main.parameters]
+    return follow(program, program.main, given, held), list(faults.values())

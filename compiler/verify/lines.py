@@ -1,0 +1,279 @@
+"""The checker of one program: shapes and types re-derived line by line from its text and the rule table.
+
+It shares the rules with the passes and nothing else. By induction over the lines, what all ranks hold together is at
+each line what the operator makes of the whole values before it. A line that nobody reads is refused too: the
+contribution to a gradient that was forgotten in a sum is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+
+from ..layout.collectives import COLLECTIVES
+from ..layout.mesh import Mesh
+from ..layout.placement import TensorType
+from ..ops.factors import OpCall, Operand, fill_operands
+from ..ops.infer import infer
+from ..ops.results import example, results_of
+from ..ops.rules import TABLE, Row, localize
+from ..program.faults import Fault
+from ..program.program import Cut, Function, Line, Program, Ref, Value, argument_text, map_references, operator
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A line, its names left out, and the types of what it reads; equal lines are looked at once."""
+
+    text: str
+    rule: Row | None
+    operands: tuple[TensorType, ...]
+    declared: tuple[TensorType | None, ...]
+    mesh: Mesh
+    line: Line = field(compare=False)
+
+    @property
+    def results(self) -> list[TensorType]:
+        """The declared types of the results that there are."""
+        return [type_ for type_ in self.declared if type_ is not None]
+
+
+Fact = TypeVar("Fact", bound=Hashable)
+"""What a checker knows of a value."""
+Answer = tuple[tuple[str, str], ...]
+"""What is wrong with a line: pairs of a check and a message."""
+
+
+def check_program(program: Program) -> list[Fault]:
+    """Shapes and types of every line of one program, and that every line is read."""
+    faults = check_lines(program)
+    for function in program.functions:
+        where = f"{program.role}.{program.action} {function.name}"
+        faults += [Fault("types", f"{where}: {name}", "is made and never read") for name in _unread(function)]
+    called = {line.op for function in program.functions for line in function.lines if line.calls_function}
+    for function in program.functions[:-1]:
+        if function.name not in called:
+            faults.append(Fault("types", f"{program.role}.{program.action} {function.name}", "is never called"))
+    return faults
+
+
+def check_lines(program: Program) -> list[Fault]:
+    """Shapes and types of every line of one program."""
+    faults: list[Fault] = []
+    known: dict[str, Function] = {}
+    for function in program.functions:
+        where = f"{program.role}.{program.action} {function.name}"
+        for line, question in questions(function, program.mesh):
+            if question is None:
+                found = tuple(call_faults(line, function.values(), known[line.op]))
+            else:
+                found = _answer(question)
+            names = ", ".join(value.name for value in line.made)
+            faults += [Fault(check, f"{where}: {names}", message) for check, message in found]
+        known[function.name] = function
+    return faults
+
+
+def _unread(function: Function) -> Iterator[str]:
+    """Values that nobody reads: parameters but for buffers that get new values, every result of a call, and lines of
+    which no result is read."""
+    read = {name for line in function.lines for name in line.uses()} | {name for _, name in function.returns}
+    updated = {key for key, _ in function.returns if key.startswith("buffer ")}
+    yield from (value.name for value in function.parameters if value.name not in read and value.role not in updated)
+    for line in function.lines:
+        unread = [value.name for value in line.made if value.name not in read]
+        if line.calls_function or len(unread) == len(line.made):
+            yield from unread
+
+
+def call_faults(line: Line, values: Mapping[str, Value], called: Function) -> Iterator[tuple[str, str]]:
+    given = [values[name].type for name in line.uses()]
+    if given != [value.type for value in called.parameters]:
+        yield "types", f"calls `{called.name}` with operands of other types than it takes"
+    inner = called.values()
+    declared = [None if value is None else value.type for value in line.results]
+    if [inner[name].type for _, name in called.returns] != declared:
+        yield "types", f"gives the results of `{called.name}` other types than it returns"
+
+
+def questions(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Question | None]]:
+    """A function's lines and what is asked of each; None where it calls another function."""
+    key = "questions", mesh
+    if key not in function.derived:
+        values = function.values()
+        function.derived[key] = [
+            (line, None if line.calls_function else _question(line, values, mesh)) for line in function.lines
+        ]
+    found: Sequence[tuple[Line, Question | None]] = function.derived[key]
+    return found
+
+
+def _question(line: Line, values: Mapping[str, Value], mesh: Mesh) -> Question:
+    operands = tuple(values[name].type for name in line.uses())
+    declared = tuple(None if value is None else value.type for value in line.results)
+    names = iter(f"%{index}" for index in range(len(operands)))
+
+    def word(item: object) -> str:
+        return argument_text(map_references(item, lambda _: Ref(next(names))), mesh)
+
+    words = [*map(word, line.args), *(f"{key}={word(item)}" for key, item in line.kwargs)]
+    return Question(f"{line.op}({', '.join(words)})", TABLE.get(line.op), operands, declared, mesh, line)
+
+
+def follow(
+    program: Program,
+    function: Function,
+    given: Sequence[Fact],
+    made: Callable[[str, Question, tuple[Fact, ...]], Sequence[Fact]],
+) -> list[Fact]:
+    """What is known of each value that a function returns, from what is known of its parameters, line by line.
+
+    ``made(function's name, line, facts)`` says it of a line's results, from what is known of what the line reads.
+    """
+    memory: dict[tuple[str, tuple[Fact, ...]], list[Fact]] = {}
+
+    def walk(function: Function, given: tuple[Fact, ...]) -> list[Fact]:
+        key = function.name, given
+        if key not in memory:
+            known = dict(zip((value.name for value in function.parameters), given, strict=True))
+            for line, question in questions(function, program.mesh):
+                read = tuple(known[name] for name in line.uses())
+                if question is None:
+                    found: Sequence[Fact] = walk(program.function(line.op), read)
+                else:
+                    found = made(function.name, question, read)
+                known.update(zip((value.name for value in line.made), found, strict=True))
+            memory[key] = [known[name] for _, name in function.returns]
+        return memory[key]
+
+    return walk(function, tuple(given))
+
+
+@lru_cache(maxsize=8192)
+def _answer(question: Question) -> Answer:
+    judge = collective_faults if question.line.op in COLLECTIVES else _operator_faults
+    return tuple(judge(question))
+
+
+def collective_faults(q: Question) -> Iterator[tuple[str, str]]:
+    line, mesh = q.line, q.mesh
+    source, *options = line.args or (None,)
+    if not isinstance(source, Ref) or len(q.operands) != 1 or line.kwargs:
+        yield "types", f"{line.op} takes one value, then axes and dims"
+        return
+    row = COLLECTIVES[line.op]
+    try:
+        axes = row.axes(options)
+        if len(set(axes)) != len(axes) or any(axis not in mesh.names for axis in axes):
+            raise ValueError(f"`{','.join(axes)}` are not distinct axes of the mesh")
+        expected = row.result(q.operands[0], mesh, options)
+        expected.local(mesh)
+    except (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError) as problem:
+        yield "types", str(problem)
+        return
+    if (expected,) != q.declared:
+        yield "types", f"{line.op} makes `{expected.text(mesh)}`, not what is declared"
+
+
+# Operators whose rule tells how they are split once another stands in their place: as they are they need it whole.
+_REPLACED: Mapping[str, tuple[int, int]] = {"aten.embedding.default": (0, 0), "parc.token_loss.default": (0, 1)}
+
+
+def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
+    line, mesh, results = q.line, q.mesh, q.results
+    if _draws(line.op):
+        yield "types", f"{line.op} draws from a rank's own random state"
+        return
+    call = call_of(line, q.operands, results, lambda item: item.size)
+    wrong = _made_otherwise(q, call, [t.shape for t in q.operands], [t and t.shape for t in q.declared])
+    if wrong:  # rules speak of calls that are valid
+        yield "shapes", wrong
+        return
+    table, dim = _REPLACED.get(line.op, (0, None))
+    if dim is not None and q.operands[table].placement.splits(dim):
+        yield "types", f"{line.op} needs dim {dim} of its table whole"
+    try:
+        placements = infer(call, [t.placement for t in q.operands], mesh, [t.placement for t in results])
+    except Exception as problem:  # a rule may stumble over arguments that it does not foresee
+        yield "types", str(problem) or type(problem).__name__
+        return
+    zeros = line.op == "aten.full.default" and line.args[1:] == (0.0,)
+    for made, type_ in zip(placements, results, strict=True):
+        # zeros are partial sums of zero as well
+        without_sums = type_.placement.replace(dict.fromkeys(type_.placement.partial, "I"))
+        if made != type_.placement and not (zeros and made == without_sums):
+            text = TensorType(type_.dtype, type_.shape, made).text(mesh)
+            yield "types", f"{line.op} makes `{text}`, not `{type_.text(mesh)}`"
+    yield from _local_faults(q, call)
+
+
+def _draws(op: str) -> bool:
+    try:
+        return torch.Tag.nondeterministic_seeded in operator(op).tags
+    except AttributeError:
+        return False
+
+
+def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:
+    """On a rank's shapes the operator makes a rank's; and its sizes there are those that its rule derives."""
+    op, mesh, results = q.line.op, q.mesh, q.results
+    shapes = tuple(t.local(mesh) for t in q.operands), tuple(t.local(mesh) for t in results)
+    local = call_of(q.line, q.operands, results, lambda item: item.local(mesh))
+    try:
+        args, kwargs = localize(call, *shapes)
+    except Exception as problem:  # whatever a rule raises for sizes that do not divide
+        yield "shapes", f"{op} has no sizes on a rank: {problem}"
+        return
+    if (list(args), kwargs) != (list(local.args), dict(local.kwargs)):
+        yield "shapes", f"sizes of {op} on a rank are not those its rule derives"
+    wrong = _made_otherwise(q, local, shapes[0], [t and t.local(mesh) for t in q.declared])
+    if wrong:
+        yield "shapes", f"on a rank {wrong}"
+
+
+def _made_otherwise(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Sequence[Any]) -> str:
+    """Runs the operator on shapes alone; what is wrong with its results, "" if nothing."""
+    op = q.line.op
+    expected = [None if t is None else (t.dtype, shape) for t, shape in zip(q.declared, wanted, strict=True)]
+    try:
+        operands = [example(type_.dtype, tuple(shape)) for shape, type_ in zip(shapes, q.operands, strict=True)]
+        args, kwargs = fill_operands(call.args, operands), fill_operands(dict(call.kwargs), operands)
+        made = forms_of(results_of(operator(op), args, kwargs).values)
+    except Exception as problem:  # whatever an operator raises for operands that it does not take
+        return f"{op} does not take these shapes: {(str(problem).strip() or type(problem).__name__).splitlines()[0]}"
+    return "" if made == expected else f"{op} makes {_shape_text(made)}, not {_shape_text(expected)}"
+
+
+def forms_of(made: Any) -> list[tuple[torch.dtype, Any] | None]:
+    """Dtypes and shapes of an operator's results."""
+    made = made if isinstance(made, (tuple, list)) else [made]
+    return [None if x is None else (x.dtype, tuple(x.shape)) for x in made]
+
+
+def _shape_text(made: Sequence[Any]) -> str:
+    return "; ".join("-" if item is None else f"{str(item[0]).removeprefix('torch.')}{list(item[1])}" for item in made)
+
+
+def call_of(
+    line: Line, operands: Sequence[TensorType], results: Sequence[TensorType], size: Callable[[Cut], Any],
+    number: Callable[[int], Any] = int,
+) -> OpCall:  # fmt: skip
+    """The line as a call, its sizes read by ``size`` (whole or a rank's), all other whole numbers by ``number``."""
+    counter = iter(range(len(operands)))
+
+    def read(item: Any) -> Any:
+        if isinstance(item, Ref):
+            return Operand(next(counter))
+        if isinstance(item, Cut):
+            return size(item)
+        if isinstance(item, (list, tuple)):
+            return type(item)(read(inner) for inner in item)
+        return number(item) if type(item) is int else item
+
+    args = tuple(read(item) for item in line.args)
+    kwargs = {key: read(item) for key, item in line.kwargs}
+    return OpCall(line.op, args, kwargs, tuple(t.shape for t in operands), tuple(t.shape for t in results))

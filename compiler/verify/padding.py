@@ -1,0 +1,129 @@
+"""The checker of padding: entries that the model does not have reach nothing that it has, followed line by line.
+
+Parameters and their gradients hold zeros in their padding, which the update keeps. From there every line is followed by
+its rule; what is reduced must hold there what ``neutral`` proves to add nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+from ..layout.collectives import COLLECTIVES
+from ..layout.placement import TensorType
+from ..ops.neutral import REDUCTIONS, is_neutral
+from ..padding.flow import Extra, Extras, PaddingFault
+from ..padding.flow import follow as follow_padding
+from ..padding.pads import Pad, Pads
+from ..program.faults import Fault
+from ..program.program import Program
+from .lines import Question, call_of, follow
+
+_ROW_MAX = "parc.row_max"
+
+
+def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[str, TensorType]) -> list[Fault]:
+    """What pads changes no number of the model's, and gradients have zeros in it."""
+    if not pads:
+        return []
+    faults = list(_stored_faults(pads, stored))
+    known: dict[str, Extras] = {}
+    for action in ("F", "B", "REDUCE") if not faults else ():
+        program = programs[action]
+        given = [_role(value.role, pads, known) for value in program.main.parameters]
+        try:
+            made = follow(program, program.main, given, _made)
+        except PaddingFault as fault:
+            faults.append(Fault("padding", f"{program.role}.{action} {fault.where}", str(fault)))
+            break
+        for (key, _), extras in zip(program.main.returns, made, strict=True):
+            name = f"gradient {key}" if action == "B" else key
+            known[name] = extras
+            kind, _, value = name.partition(" ")
+            if kind != "saved" and not _same(extras, pads.get(value, ()) if kind == "gradient" else ()):
+                faults.append(
+                    Fault("padding", f"{action} {key}", "does not have zeros for padding, where its value is padded")
+                )
+    return faults
+
+
+def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
+    """Why samples at the end of a batch that are no samples would change its loss, "" if they do not.
+
+    ``ignored`` are inputs whose every entry is a target to ignore in such a sample; other inputs may hold anything
+    there. The loss is then the same function of the parameters as without them, and so are its gradients.
+    """
+    if not any(function.name == "count" for function in reference.functions):
+        return "its loss is no mean over targets, of which some can be left out"
+    for function in reference.functions:
+        given = []
+        for value in function.parameters:
+            kind, _, name = value.role.partition(" ")
+            held = float(ignored[name]) if name in ignored else None
+            tail = value.type.shape[:1] if kind == "input" else ()
+            given.append(tuple(Extra(0, 1, 1, size, held) for size in tail if size > 1))
+        try:
+            made = follow(reference, function, given, _made)
+        except PaddingFault as fault:
+            module, source = fault.origin.module, fault.origin.source
+            where = f"`{module}`" if module else "the model's own code or the loss"
+            return f"samples are not apart in {where}{f' at {source}' if source else ''}, where {fault}"
+        if any(extra.real is not None for extras in made for extra in extras):
+            return "what it keeps of a batch has a row for each sample"
+    return ""
+
+
+def _stored_faults(pads: Pads, stored: Mapping[str, TensorType]) -> Iterator[Fault]:
+    for name, rows in pads.items():
+        if name not in stored:  # nothing reads it
+            continue
+        shape = stored[name].shape
+        fits = all(0 <= pad.dim < len(shape) and shape[pad.dim] == pad.outer * pad.padded for pad in rows)
+        if not fits or any(not 0 < pad.real < pad.padded for pad in rows) or len({p.dim for p in rows}) != len(rows):
+            yield Fault("padding", name, "is not padded as its type says")
+
+
+def _role(role: str, pads: Pads, known: Mapping[str, Extras]) -> Extras:
+    """The padding of what a program's parameter is bound to."""
+    kind, _, name = role.partition(" ")
+    if kind in ("parameter", "frozen"):
+        return tuple(Extra(pad.dim, pad.outer, pad.real, pad.padded) for pad in pads.get(name, ()))
+    return known.get(role, ())
+
+
+def _same(extras: Extras, pads: Sequence[Pad]) -> bool:
+    """Whether a value has zeros in just this padding."""
+    zeros = {extra.dim: extra for extra in extras if extra.held == 0.0}
+    fits = all(pad.dim in zeros and zeros[pad.dim].is_at(pad.outer, pad.real, pad.padded) for pad in pads)
+    dims = {pad.dim for pad in pads}
+    return fits and all(extra.real is None or extra.dim in dims for extra in extras)
+
+
+def _made(function: str, question: Question, operands: tuple[Extras, ...]) -> list[Extras]:
+    try:
+        return _line(question, operands)
+    except PaddingFault as fault:
+        names = ", ".join(value.name for value in question.line.made)
+        fault.where, fault.origin = f"{function}: {names}", question.line.origin
+        raise
+
+
+@lru_cache(maxsize=8192)
+def _line(question: Question, operands: tuple[Extras, ...]) -> list[Extras]:
+    """The padding of a line's results; a collective moves what a value holds, padding and all."""
+    line = question.line
+    if line.op == _ROW_MAX:
+        return [_largest(question.operands[0], operands[0])]
+    if line.op in COLLECTIVES:
+        return [operands[0]]
+    call = call_of(line, question.operands, question.results, lambda item: item.size)
+    return follow_padding(call, operands, [type_.dtype for type_ in question.operands])
+
+
+def _largest(type_: TensorType, extras: Extras) -> Extras:
+    last = len(type_.shape) - 1
+    for extra in extras:
+        if extra.dim == last and not is_neutral(_ROW_MAX, extra.held):
+            wanted = REDUCTIONS[_ROW_MAX].value
+            raise PaddingFault(f"{_ROW_MAX} reduces padding that holds {extra.held}, not {wanted}")
+    return tuple(Extra(e.dim, e.outer, e.real, e.padded, None) for e in extras if e.dim != last)

@@ -1,0 +1,223 @@
+"""The checker of roundings: a narrow type stands only where the plan's lines, or the model itself, put one.
+
+Numbers are tested in float64, where a cast is nothing, so it is here that a rounding too many is refused. What is
+proved: weights, their gradients as they are summed, and the loss have the model's own types; an operator that is
+sensitive to rounding, a loss, what is made of a loss, and a single number are never narrow; a value becomes narrow only
+in a module that computes so, and in a backward only as the gradient of what a forward widens there. What is made of
+positions, buffers and constants alone (angles, tables, masks) is rounded once, for a line that reads it with narrow
+activations: whatever reads it before, or not with these, reads it as the model computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+
+import torch
+
+from ..layout.collectives import COLLECTIVES
+from ..ops.precision import LOSSES, Rounding, base_name, is_narrow, is_sensitive, may_narrow
+from ..program.faults import Fault
+from ..program.program import Function, Line, Program, Value
+from .integers import MOVES
+from .lines import Question, follow
+
+_LOSS = LOSSES | {"loss_parts"}
+Shape = tuple[int, ...]
+
+
+def check_precision(programs: Mapping[str, Program], reference: Program, rounding: Rounding) -> list[Fault]:
+    """What the captured graph and a plan's lines say of the types of a step's programs."""
+    own = _Own(reference)
+    faults = [*_outside_faults(programs, reference, rounding)]
+    widened = _widened(programs["F"])
+    for action, program in programs.items():
+        for function in program.functions:
+            for line, fault in _line_faults(function, action, rounding, own, widened):
+                names = ", ".join(value.name for value in line.made)
+                faults.append(Fault("types", f"{action} {function.name}: {names}", fault))
+    return [*faults, *_loss_faults(programs["F"], own), *_table_faults(programs, own)]
+
+
+class _Own:
+    """What of the captured graph is narrow by itself: operators, modules that mix widths, and types of parameters."""
+
+    def __init__(self, reference: Program) -> None:
+        self.ops: set[str] = set()
+        self.modules: set[str] = set()
+        self.types: set[torch.dtype] = set()
+        for function in reference.functions:
+            self.types.update(value.type.dtype for value in function.parameters)
+            for line, reads, makes in _floats(function):
+                self.types.update(value.type.dtype for value in makes if not value.type.shape)
+                if any(is_narrow(value.type.dtype) for value in (*reads, *makes)):
+                    self.ops.add(base_name(line.op))
+                    self.modules.add(line.origin.module)
+
+    def mixes(self, module: str) -> bool:
+        """Whether the model itself rounds in a module; ``layers.*`` is any block."""
+        parts = module.split(".")
+        return any(
+            len(parts) == len(other) and all(a in (b, "*") for a, b in zip(parts, other, strict=True))
+            for other in (name.split(".") for name in self.modules)
+        )
+
+
+def _floats(function: Function) -> Iterator[tuple[Line, list[Value], list[Value]]]:
+    """Each line with its floating operands and results."""
+    values = function.values()
+    for line in function.lines:
+        reads = [values[name] for name in line.uses() if values[name].type.dtype.is_floating_point]
+        makes = [value for value in line.made if value.type.dtype.is_floating_point]
+        yield line, reads, makes
+
+
+def _outside_faults(programs: Mapping[str, Program], reference: Program, rounding: Rounding) -> Iterator[Fault]:
+    """What a step reads and gives has the model's own types."""
+    known = {v.role: v.type.dtype for function in reference.functions for v in function.parameters}
+    main = reference.main.values()
+    known.update((key, main[name].type.dtype) for key, name in reference.main.returns)
+    for action, program in programs.items():
+        values = program.main.values()
+        given = [(value.role, value.type.dtype) for value in program.main.parameters]
+        made = [(key, values[name].type.dtype) for key, name in program.main.returns if key == "loss"]
+        for role, dtype in given + made:
+            kept = rounding.lines and dtype == torch.float32  # what is narrow in the model itself may be kept whole
+            if dtype != known.get(role, dtype) and not (kept and is_narrow(known[role])):
+                yield Fault("types", f"{action} {role}", f"is {_text(dtype)}, but {_text(known[role])} in the model")
+    values = programs["B"].main.values()
+    for name, made_as in programs["B"].main.returns:
+        dtype = values[made_as].type.dtype
+        if is_narrow(dtype) and dtype not in (known.get(f"parameter {name}"), rounding.sums):
+            yield Fault("types", f"B {name}", f"is added up over microbatches in {_text(dtype)}")
+
+
+def _widened(forward: Program) -> set[tuple[str, Shape]]:
+    """Where a forward takes something narrow and makes it wide: modules, and shapes of what was narrow."""
+    found: set[tuple[str, Shape]] = set()
+    for function in forward.functions:
+        for line, reads, makes in _floats(function):
+            if not line.calls_function and any(not is_narrow(value.type.dtype) for value in makes):
+                narrow = [value for value in reads if is_narrow(value.type.dtype)]
+                found.update((line.origin.module, value.type.shape) for value in narrow)
+    return found
+
+
+def _line_faults(
+    function: Function, action: str, rounding: Rounding, own: _Own, widened: set[tuple[str, Shape]]
+) -> Iterator[tuple[Line, str]]:
+    returned = {name for _, name in function.returns}
+    for line in reversed(function.lines):  # parts of several stages are added up like those of microbatches
+        if line.op == "aten.add.Tensor" and any(value.name in returned for value in line.made):
+            returned.update(line.uses())
+    for line, reads, makes in _floats(function):
+        narrow = [value for value in makes if is_narrow(value.type.dtype)]
+        rounded = [value for value in (*narrow, *reads) if is_narrow(value.type.dtype)]
+        if line.calls_function or not rounded or rounded[0].type.dtype in own.types:
+            continue
+        dtype, module = rounded[0].type.dtype, line.origin.module
+        if is_sensitive(line.op, backward=action == "B") and base_name(line.op) not in own.ops:
+            yield line, f"{line.op} is sensitive to rounding, but takes or gives {_text(dtype)}"
+        elif narrow and len(rounded) == len(narrow):  # it is here that the value becomes narrow
+            shape = narrow[0].type.shape
+            if line.op == "aten.full.default" and line.args[1:] == (0.0,):
+                continue
+            if action == "B" and narrow[0].name in returned and dtype == rounding.sums:
+                continue
+            allowed = may_narrow(rounding.lines, module) or own.mixes(module)
+            if action == "B":  # the gradient of what was made wide there
+                allowed = (module, shape) in widened
+            if action not in ("F", "B") or not shape or not allowed:
+                yield line, f"rounds to {_text(dtype)}, which no line of the plan asks for"
+
+
+def _loss_faults(forward: Program, own: _Own) -> Iterator[Fault]:
+    """What is made of a loss is nowhere narrow."""
+    found: dict[str, Fault] = {}
+
+    def made(function: str, question: Question, tainted: tuple[bool, ...]) -> list[bool]:
+        """Whether a line's results depend on a loss."""
+        line = question.line
+        depends = base_name(line.op) in _LOSS or any(tainted)
+        for value in line.made if depends else ():
+            if is_narrow(value.type.dtype) and value.type.dtype not in own.types:
+                where = f"F {function}: {value.name}"
+                found[where] = Fault("types", where, f"is made of the loss, but {_text(value.type.dtype)}")
+        return [depends] * len(line.made)
+
+    follow(forward, forward.main, [False] * len(forward.main.parameters), made)
+    yield from found.values()
+
+
+class _Table(Enum):
+    """What a value is made of."""
+
+    EXACT = "positions, buffers and constants, as the model computes them"
+    ROUNDED = "the same, once rounded"
+    OTHER = "weights or activations"
+
+
+def _table_faults(programs: Mapping[str, Program], own: _Own) -> Iterator[Fault]:
+    """Tables, angles and masks are rounded by nothing but the line that meets narrow activations."""
+    saved: dict[str, _Table] = {}
+    for program in (programs["F"], programs["B"]):
+        main = program.main
+        given = [saved.get(value.name, _Table.OTHER) if value.role.startswith("saved ") else _source(value)
+                 for value in main.parameters]  # fmt: skip
+        made, faults = _followed(program, given, own)
+        yield from faults
+        for (key, _), found in zip(main.returns, made, strict=True):
+            saved[key.removeprefix("saved ")] = found
+            if key.startswith("buffer ") and found is _Table.ROUNDED:
+                yield Fault("types", f"{program.action} {key}", "is kept rounded from step to step")
+
+
+def _followed(program: Program, given: Sequence[_Table], own: _Own) -> tuple[list[_Table], list[Fault]]:
+    """What a program returns is made of, and which lines read what they may not."""
+    faults: dict[str, Fault] = {}
+
+    def made(function: str, question: Question, given: tuple[_Table, ...]) -> list[_Table]:
+        line = question.line
+        found, fault = _table_made(question, given)
+        if fault and not own.mixes(line.origin.module):
+            where = f"{program.action} {function}: {', '.join(value.name for value in line.made)}"
+            faults[where] = Fault("types", where, fault)
+        return [found] * len(line.made)
+
+    return follow(program, program.main, given, made), list(faults.values())
+
+
+def _source(value: Value) -> _Table:
+    kind = value.role.partition(" ")[0]
+    exact = kind in ("buffer", "constant") or (kind == "input" and not value.type.dtype.is_floating_point)
+    return _Table.EXACT if exact else _Table.OTHER
+
+
+def _table_made(question: Question, given: Sequence[_Table]) -> tuple[_Table, str]:
+    """What a line makes, and what is wrong with what it reads."""
+    line, results = question.line, question.results
+    narrow = any(is_narrow(type_.dtype) for type_ in results)
+    pairs = [pair for pair in zip(question.operands, given, strict=True) if pair[0].dtype.is_floating_point]
+    moving = [type_.dtype for type_, found in pairs if found is _Table.OTHER and type_.shape]
+    rounded = any(found is _Table.ROUNDED for _, found in pairs)
+    if line.op in COLLECTIVES or base_name(line.op) in MOVES:
+        return (given or [_Table.EXACT])[0], ""
+    if rounded and (not narrow or not all(map(is_narrow, moving))):
+        return _Table.OTHER, "reads what was rounded and is made of positions, buffers and constants as if it were not"
+    if rounded and base_name(line.op) == "attention" and given[3:4] == [_Table.ROUNDED]:
+        return _Table.OTHER, "reads a mask that was rounded"
+    if _Table.OTHER in given:
+        return _Table.OTHER, ""
+    if rounded and line.op != "aten._to_copy.default":
+        return _Table.OTHER, "computes with what was rounded, and meets no activation"
+    held = all(is_narrow(type_.dtype) for type_, _ in pairs) and pairs  # narrow in the model itself
+    exact = line.op == "aten.full.default" and _holds(line.args[1], results[0].dtype)
+    return (_Table.EXACT if not narrow or (held and not rounded) or exact else _Table.ROUNDED), ""
+
+
+def _holds(number: float, dtype: torch.dtype) -> bool:
+    return torch.tensor(number, dtype=dtype).item() == number
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

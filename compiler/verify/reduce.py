@@ -1,0 +1,85 @@
+"""The checker of SCALE and REDUCE: one over the count of targets; each gradient summed, the loss scaled, and the norm.
+
+Types say that a sum is complete and whole on every rank; here it is what is summed, and that nothing else is done to
+it: a count or a loss that is cut off at some size, and a norm that binds no clipping, show in no test of small numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..program.faults import Fault
+from ..program.program import Line, Program, Ref
+
+_GRADIENT = "gradient "
+_KEEPS = frozenset({"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a value is: one of some role, or ``squares`` (their ``root``) of values by name."""
+
+    role: str = ""
+    squares: tuple[str, ...] = ()
+    root: bool = False
+
+
+def check_reduce(scale: Program, reduce: Program) -> Iterator[Fault]:
+    """What is wrong with the loss's scale, and with the gradients, the loss and the norm that REDUCE returns."""
+    if scale.main.parameters:  # else it is a number, which the captured graph gives
+        known = _followed(scale)
+        for key, name in scale.main.returns:
+            if known[name] != _Made("scale"):
+                yield Fault("types", f"SCALE {key}", "is not proved to be one over the count of targets")
+    main, known = reduce.main, _followed(reduce)
+    gradients = {}
+    for key, name in main.returns:
+        if key.startswith(_GRADIENT):
+            gradients[name] = key
+        if key != "grad_norm" and known[name] != _Made("mean" if key == "loss" else key):
+            yield Fault("types", f"REDUCE {key}", "is not proved to be its own sum")
+    norm = known.get(dict(main.returns).get("grad_norm", ""))
+    if norm is None or not norm.root:
+        if gradients:
+            yield Fault("types", "REDUCE grad_norm", "is not proved to be the root of the gradients' squares")
+        return
+    times = Counter(norm.squares)
+    for name in {**gradients, **times}:
+        if times[name] != (name in gradients):
+            what = gradients.get(name, f"value {name}").replace(" ", " `", 1)
+            yield Fault("types", "REDUCE grad_norm", f"counts the {what}` {times[name]} times")
+
+
+def _followed(program: Program) -> dict[str, _Made | None]:
+    """What the values of a program of one function are; None is nothing that it is there for."""
+    known: dict[str, _Made | None] = {value.name: _Made(value.role) for value in program.main.parameters}
+    for line in program.main.lines:
+        found = _made(line, [known[name] for name in line.uses()])
+        known.update((value.name, found) for value in line.made)
+    return known
+
+
+def _made(line: Line, given: list[_Made | None]) -> _Made | None:
+    known = [made for made in given if made is not None]
+    if len(known) != len(given):
+        return None
+    if line.op == "aten.full.default" and line.args[1] == 0.0:  # what a role adds that has no gradients
+        return _Made()
+    to_float = line.op == "aten._to_copy.default" and line.made[0].type.dtype.is_floating_point
+    if line.op in _KEEPS or to_float:
+        return known[0]
+    roles = [made.role for made in known]
+    if line.op == "aten.reciprocal.default" and roles == ["count"]:
+        return _Made("scale")
+    if line.op == "aten.mul.Tensor" and roles == ["loss", "scale"]:
+        return _Made("mean")
+    if line.op == "parc.square_sum.default" and known[0].role.startswith(_GRADIENT):
+        return _Made(squares=tuple(line.uses()))
+    summed = line.op in ("aten.stack.default", "aten.sum.default", "aten.sqrt.default") and len(line.args) == 1
+    if line.op == "aten.add.Tensor" and not line.kwargs:
+        summed = all(isinstance(item, Ref) for item in line.args)
+    if not summed or any(made.role or made.root for made in known):
+        return None
+    return _Made(squares=tuple(name for made in known for name in made.squares), root=line.op == "aten.sqrt.default")

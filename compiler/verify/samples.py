@@ -1,0 +1,135 @@
+"""How the losses of microbatches make the whole batch's: samples followed from the inputs to the loss by the rules.
+
+It is as if each rank of an axis held one sample: what lies split over it keeps samples apart, what is still to be
+summed over it is a sum over samples, and an operator that would need communication lets them meet. Lookups, and
+operators without a rule, may keep them apart, and are taken to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from ..layout.collectives import TypeFault
+from ..layout.mesh import Mesh
+from ..layout.placement import AxisType, Placement, Split
+from ..ops.factors import OpCall
+from ..ops.infer import infer, place_created
+from ..ops.op_row import normal_dims
+from ..ops.rules import TABLE, creation, indexing, views
+from ..program.program import Program
+from .lines import Question, call_of, follow
+
+Adds = Literal["sum", "mean"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """How a value depends on samples: ``I`` (alike for all of them), split, ``P`` (a sum over them); ``R`` where they
+    have met."""
+
+    kind: AxisType = "I"
+    statistic: bool = False
+    """Whether it reads what is summed over all samples, as a BatchNorm does."""
+    adds: Adds = None
+    """What makes the whole batch's value of those of its parts, where ``P`` is surely that."""
+    terms: int = 0
+    """How many numbers of the samples' the ``P`` is the sum of; 0 where that is not known."""
+
+
+_FREE, _MET = Samples(), Samples("R")
+_SOMEWHERE = Split(-1)
+"""Split along a dim that is not known: all that is seen from there are sums over dim 0."""
+_AXIS = "samples"
+_SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
+_MOVES = views.TABLE.keys() | indexing.TABLE.keys() | creation.TABLE.keys()
+"""Operators that move entries: where they lose track of samples, these may still be apart."""
+
+
+def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
+    """Whether microbatches' losses add up to the whole batch's (``"sum"``) or average to it (``"mean"``); None where
+    that is not sure. A loss that a count of targets divides is its numerator, which can only add up.
+
+    ``unbatched`` are inputs whose first dim is not the batch. Statistics of a microbatch, as of a BatchNorm, are taken
+    to be meant in a mean, and in what a count divides. In microbatches of one sample only sums over samples are seen.
+    """
+    function = reference.functions[-1]
+    batched = [
+        value.name for value in function.parameters
+        if value.role.startswith("input ") and value.role.removeprefix("input ") not in unbatched and value.type.shape
+    ]  # fmt: skip
+    size = min((value.type.shape[0] for value in function.parameters if value.name in batched), default=1)
+    start = Samples(Split(0) if size > 1 else _SOMEWHERE)  # dims of size 1 belong to no factor
+    given = [start if value.name in batched else _FREE for value in function.parameters]
+    found = follow(reference, function, given, lambda _, line, read: _made(line, read, size))
+    loss = dict(zip((key for key, _ in function.returns), found, strict=True))["loss"]
+    if loss == _FREE:
+        return "mean"
+    if loss.kind != "P":
+        return None
+    if len(reference.functions) > 1:
+        return "sum"
+    return None if loss.adds == "sum" and loss.statistic else loss.adds
+
+
+@lru_cache(maxsize=8192)
+def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, ...]:
+    """The results of a line."""
+    read: Sequence[Samples] = given
+    if _MET in read or all(samples == _FREE for samples in read):
+        return (_MET if _MET in read else _FREE,) * len(q.results)
+    call = call_of(q.line, q.operands, q.results, lambda item: item.size)
+    sums = [samples for samples in read if samples.kind == "P"]
+    if q.line.op in ("aten.add.Tensor", "aten.sub.Tensor") and sums and (len(read) == 1 or _FREE in read):
+        # what no sample reaches is in every part of the batch, so it averages
+        return (replace(sums[0], adds="mean" if sums[0].adds == "mean" else None),)
+    try:
+        kinds = _placed(call, read, size)
+    except ValueError:
+        sums, read = [], [Samples("I", statistic=True) if samples.kind == "P" else samples for samples in read]
+        try:
+            kinds = _placed(call, read, size)
+        except ValueError:
+            apart = call.op in _MOVES or call.op not in TABLE or not any(t.dtype.is_floating_point for t in q.results)
+            if not apart:
+                return (_MET,) * len(q.results)
+            kinds = [_SOMEWHERE] * len(q.results)
+    adds, terms = _added(q, call, sums)
+    statistic = any(samples.statistic for samples in read)
+    return tuple(Samples(kind, statistic, *((adds, terms) if kind == "P" else ())) for kind in kinds)
+
+
+def _placed(call: OpCall, read: Sequence[Samples], size: int) -> list[AxisType]:
+    """How each result depends on samples.
+
+    Raises:
+        ValueError: samples meet, or a sum over them is read.
+    """
+    kinds = [samples.kind for samples in read]
+    if _SOMEWHERE in kinds:
+        if "P" in kinds:
+            raise TypeFault(f"{call.op} reads a sum over samples")
+        summed = call.op in _SUMS and 0 in normal_dims(call.argument(1, "dim"), len(call.operands[0]))
+        return ["P" if summed else _SOMEWHERE] * len(call.results)
+    mesh = Mesh(((_AXIS, size),))
+    # of what is alike for all samples each may read its own part
+    asked = [None if samples == _FREE else Placement.of(mesh, {_AXIS: samples.kind}) for samples in read]
+    return [placement[_AXIS] for placement in infer(call, place_created(call, asked, frozenset(), mesh), mesh)]
+
+
+def _added(q: Question, call: OpCall, sums: Sequence[Samples]) -> tuple[Adds, int]:
+    """``adds`` and ``terms`` of an operator's results that are sums over samples, or linear in such ``sums``."""
+    ratio = math.prod(call.operands[0]) // max(math.prod(call.results[0]), 1) if call.op in _SUMS else 0
+    if not sums:
+        return "sum", ratio
+    adds, terms = sums[0].adds, sums[0].terms * (ratio or 1)
+    if any((other.adds, other.terms) != (adds, sums[0].terms) for other in sums):
+        adds, terms = adds if all(other.adds == adds for other in sums) else None, 0
+    if call.op in ("aten.div.Tensor", "aten.div.Scalar") and adds == "sum":
+        # a sum over as many as it is divided by is a mean; any other number may come from the size of the batch
+        return ("mean" if terms and call.args[1] == terms else None), 0
+    narrows = q.results[0].dtype.itemsize < q.operands[0].dtype.itemsize
+    return (None if narrows else adds), terms

@@ -1,0 +1,92 @@
+"""The loss's scale: every gradient and the loss are multiplied by it exactly once, followed through the rule table.
+
+A step divides by the number of targets once, at its end. Each value has a degree: how often it was multiplied by that
+scale. Whatever is linear keeps the degree, a product adds degrees, and what the table does not know has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isnan
+
+from ..layout.collectives import COLLECTIVES
+from ..ops.factors import OpCall
+from ..ops.infer import rule_or_opaque
+from ..program.faults import Fault
+from ..program.program import Program, Ref
+from .lines import Question, call_of, follow
+
+Degree = float | None
+"""None is not known."""
+_ZERO = float("inf")
+"""The degree of zeros: whatever is asked of them."""
+_ROLES = {"count": -1.0, "scale": 1.0, "gradient": 1.0, "received": 1.0}
+"""The degrees of what a program is given, if not 0."""
+_MIXED = float("nan")
+"""The degree of a sum of parts that have different ones."""
+
+
+def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
+    """The scale is one over the count, and the loss and each gradient have it once."""
+    scale = programs["SCALE"]
+    found = [fault for action in ("B", "REDUCE") for fault in scaled_once(programs[action], action)]
+    return [*scaled_once(scale, "SCALE"), *found] if scale.main.parameters else found
+
+
+def scaled_once(program: Program, where: str) -> list[Fault]:
+    """All that a program returns has the scale once; gradients that B receives of another stage have it already."""
+    given = [_ROLES.get(value.role.partition(" ")[0], 0.0) for value in program.main.parameters]
+    found = zip(program.main.returns, degrees(program, given), strict=True)
+    return [
+        Fault("types", f"{where} {key}", f"has the loss's scale {_times(degree)}, not once")
+        for (key, _), degree in found
+        if degree not in (1.0, None, _ZERO)
+    ]
+
+
+def _times(degree: float) -> str:
+    return "more often in some parts than in others" if isnan(degree) else f"{degree:g} times"
+
+
+_POWERS = {"aten.reciprocal.default": -1.0, "aten.sqrt.default": 0.5, "aten.rsqrt.default": -0.5,
+           "parc.square_sum.default": 2.0, "aten.square.default": 2.0}  # fmt: skip
+
+
+def degrees(program: Program, given: Sequence[Degree]) -> list[Degree]:
+    """The degrees of what a program returns, from those of its parameters."""
+    return follow(program, program.main, given, lambda _, line, operands: [_degree(line, operands)] * len(line.results))
+
+
+def _degree(question: Question, operands: Sequence[Degree]) -> Degree:
+    line = question.line
+    known = [degree for degree in operands if degree is not None]
+    if len(known) != len(operands):
+        return None
+    if line.op == "aten.full.default" and line.args[1] == 0.0:
+        return _ZERO
+    if all(degree == 0.0 for degree in known):
+        return 0.0
+    if line.op in COLLECTIVES:
+        return known[0]
+    if line.op in _POWERS:
+        return known[0] * _POWERS[line.op]
+    if line.op == "aten.pow.Tensor_Scalar":
+        return known[0] * float(line.args[1])
+    if line.op == "aten.div.Tensor" and isinstance(line.args[1], Ref):
+        return known[0] - known[1]
+    return _by_rule(call_of(line, question.operands, question.results, lambda item: item.size), known)
+
+
+def _by_rule(call: OpCall, known: Sequence[float]) -> Degree:
+    """Linear in its scaled operands together: their degree. Linear in each of them alone: the sum of their degrees."""
+    scaled = {index for index, degree in enumerate(known) if degree != 0.0}
+    linear = rule_or_opaque(call).linear
+    for joint in linear:
+        degrees = {known[index] for index in joint} - {_ZERO}
+        if scaled <= joint and len(degrees) <= 1:
+            return next(iter(degrees), _ZERO)
+        if scaled <= joint and 0.0 not in degrees:
+            return _MIXED
+    if all(frozenset({index}) in linear for index in scaled):
+        return sum(known[index] for index in scaled)  # of zeros and anything else: zeros
+    return None

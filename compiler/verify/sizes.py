@@ -1,0 +1,218 @@
+"""Shapes at all sizes that a plan declares, proved: operators run on tensors whose sizes are expressions of sympy.
+
+What a line makes must be, as an expression, what the program says, by whatever way torch goes at some sizes (one of
+several kernels, a slice that is cut short).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+
+from ..layout.collectives import COLLECTIVES
+from ..layout.mesh import Mesh
+from ..layout.placement import TensorType
+from ..ops.factors import fill_operands
+from ..program.program import Cut, Line, Program, operator
+from ..program.text import parse_program
+from ..sizes.polynomials import Polynomial
+from ..sizes.template import ShapeFault, Template
+from ..torch_private import SymbolicSizes
+from .lines import Question, call_faults, call_of, collective_faults, forms_of, questions
+from .numbers import number_faults
+
+_MOST_CHOICES = 1 << 20
+_MOST_WAYS = 16
+_INTEGER = re.compile(r"-?\d+")
+_OWN = ("aten.", "parc.")
+_EXACT = {"Mod": sympy.Mod, "PythonMod": sympy.Mod, "FloorDiv": lambda a, b: sympy.floor(a / b)}
+"""torch's functions of sizes, in sympy's own, which knows more of them."""
+
+
+def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
+    """Shapes that are not as declared at some sizes, and numbers that are none of the captured graph's; the template's
+    numbers must be whole everywhere (``Template.faults``).
+
+    Operators of other libraries, whose shape functions may take no expressions, are held at a few sizes, as all are.
+    """
+    sizes, numbers = _generic(template, mesh)
+    proof = _Proof(template, numbers)
+    programs = {file: parse_program(text, file) for file, text in template.at(sizes).items()}
+    faults = {fault.message: fault for fault in number_faults(template, programs)}
+    for file, program in programs.items():
+        for line, message in proof.faults(program):
+            names = ", ".join(value.name for value in line.made)
+            fault = ShapeFault(file, names, line.origin.module, line.origin.plan, message, divides=False)
+            faults.setdefault(message, fault)
+    return list(faults.values())
+
+
+def _generic(template: Template, mesh: Mesh) -> tuple[dict[str, int], dict[int, Polynomial]]:
+    """Sizes, declared or not, at which each number of the programs stands for one expression; and these."""
+    found = {expression.size for expression in template.expressions() if not expression.kind}
+    fixed = {int(number) for text in template.texts.values() for number in _INTEGER.findall(text)}
+    # at multiples of these all are whole, and so are their parts
+    below = mesh.world * math.lcm(*(factor.denominator for size in found for _, factor in size.terms))
+    for first in itertools.count(1000, 1000):
+        ranges = enumerate(template.ranges.items())
+        sizes = {name: size.step * below * int(sympy.prime(first + place)) for place, (name, size) in ranges}
+        numbers = {int(size.at(sizes)): size for size in found}
+        if len(numbers) == len(found) and fixed.isdisjoint(numbers):
+            break
+    return sizes, numbers
+
+
+_PROVED: dict[Any, str] = {}
+"""A line, the expressions that its numbers stand for, and the sizes' ranges → what is wrong with it: templates that are
+nearly the same, as a build's and its twin's, ask for the same proofs."""
+_MOST_PROVED = 1 << 14
+
+
+class _Proof:
+    """Looks at lines of programs at generic sizes, equal ones once; ``numbers``: the expressions that theirs stand
+    for."""
+
+    def __init__(self, template: Template, numbers: Mapping[int, Polynomial]) -> None:
+        self.ranges, self.numbers = template.ranges, numbers
+        self.steps = {name: (size.low // size.step, size.high // size.step) for name, size in self.ranges.items()}
+        self.read: set[str] = set()
+        """The sizes that the line at hand depends on."""
+
+    def faults(self, program: Program) -> Iterator[tuple[Line, str]]:
+        """Lines with what is wrong with them."""
+        called = {function.name: function for function in program.functions}
+        for function in program.functions:
+            for line, question in questions(function, program.mesh):
+                if question is None:
+                    faults = call_faults(line, function.values(), called[line.op])
+                    found = next((message for _, message in faults), "")
+                else:
+                    key = self.key(question)
+                    if key not in _PROVED:
+                        if len(_PROVED) >= _MOST_PROVED:
+                            _PROVED.clear()
+                        _PROVED[key] = self.wrong(question)
+                    found = _PROVED[key]
+                if found:
+                    yield line, found
+
+    def key(self, q: Question) -> Any:
+        """All that a proof depends on."""
+        read = {int(number) for number in _INTEGER.findall(q.text)}
+        read.update(size for type_ in (*q.operands, *q.results) for size in type_.shape)
+        named = tuple((number, self.numbers[number]) for number in sorted(read) if number in self.numbers)
+        return q, named, tuple(self.ranges.items())
+
+    def wrong(self, q: Question) -> str:
+        """What is wrong with a line, "" if nothing. Equal numbers are equal expressions here, so that what only moves a
+        value is judged by its numbers."""
+        if q.line.op in COLLECTIVES:
+            return next((message for _, message in collective_faults(q)), "")
+        own = q.line.op.startswith(_OWN)
+        return next(filter(None, (self.wrong_on(q, local) for local in (False, True) if own)), "")
+
+    def wrong_on(self, q: Question, local: bool) -> str:
+        """What is wrong on whole shapes, or on a rank's. An operator may go different ways at different sizes: it is
+        run at sizes for each of these, and holds for all that would go that way."""
+        op, mesh, left = q.line.op, q.mesh, None
+        self.read = set()
+        for _ in range(_MOST_WAYS):
+            at: dict[str, int] = dict(zip(sorted(self.read), left[0], strict=True)) if left else {}
+            self.symbolic = SymbolicSizes({name: (low, at.get(name, high), high)
+                                           for name, (low, high) in self.steps.items()})  # fmt: skip
+            wanted = [None if type_ is None else self.shape(type_, mesh, local) for type_ in q.declared]
+            shapes = [[self.size(size) for size in self.shape(type_, mesh, local)] for type_ in q.operands]
+            cut = partial(self.cut, mesh, local)
+            call = call_of(q.line, q.operands, q.results, cut, lambda number: self.size(self.expression(number)))
+            try:
+                with self.symbolic.mode():
+                    given = [torch.empty(s, dtype=type_.dtype) for s, type_ in zip(shapes, q.operands, strict=True)]
+                    results = operator(op)(*fill_operands(call.args, given), **fill_operands(dict(call.kwargs), given))
+                made = [None if x is None else list(map(self.symbolic.expression, x[1])) for x in forms_of(results)]
+            except Exception as problem:  # whatever an operator raises for operands that it does not take
+                reason = str(problem).strip() or type(problem).__name__
+                return f"{op} does not take all sizes: {self.named(reason.splitlines()[0])}"
+            pairs = zip(itertools.chain(*filter(None, made)), itertools.chain(*filter(None, wanted)), strict=True)
+            same = [form for pair in pairs if (form := _exact(sympy.Eq(*pair))) != sympy.true]
+            way = [form for guard in self.symbolic.assumed() if (form := _exact(guard)) != sympy.true]
+            if not same and not way:
+                return ""
+            names = sorted(self.read)
+            if left is None:
+                every = [range(low, high + 1) for low, high in map(self.steps.__getitem__, names)]
+                if math.prod(map(len, every)) > _MOST_CHOICES:
+                    return f"{op} is not proved to make {self.texts(wanted)}: there are too many sizes to try them all"
+                left = [*itertools.product(*every)]
+            symbols = [self.symbolic.symbols[name] for name in names]
+            test, holds = (sympy.lambdify(symbols, sympy.And(*forms), "math") for forms in (way, same))
+            if not all(holds(*choice) for choice in left if test(*choice)):
+                return f"{op} makes {self.texts(made)}, not {self.texts(wanted)}"
+            left = [choice for choice in left if not test(*choice)]
+            if not left:
+                return ""
+        return f"{op} goes more than {_MOST_WAYS} ways at different sizes"
+
+    # ---- numbers as expressions, in steps of the sizes
+
+    def expression(self, number: int) -> sympy.Expr:
+        """What a number of the program stands for."""
+        size = self.numbers.get(number)
+        if size is None:
+            return sympy.Integer(number)
+        self.read |= size.names
+        terms = (
+            sympy.Rational(factor.numerator, factor.denominator)
+            * math.prod((self.ranges[name].step * self.symbolic.symbols[name]) ** power for name, power in monomial)
+            for monomial, factor in size.terms
+        )
+        return sympy.Add(*terms)
+
+    def cut(self, mesh: Mesh, local: bool, cut: Cut) -> Any:
+        """A size in an argument, as a number: whole, or a rank's."""
+        return self.size(self.expression(cut.size) / (math.prod(map(mesh.size, cut.axes)) if local else 1))
+
+    def shape(self, type_: TensorType, mesh: Mesh, local: bool) -> list[sympy.Expr]:
+        """The dims of a value, which its text gives as sums of products such as ``(2 {S}/tp + 64/tp)``."""
+        dims = re.findall(r"[^\[\],]+", type_.text(mesh).partition("[")[2].rpartition("]")[0])
+        return [sympy.Add(*(self.stretch(part, mesh, local) for part in dim.strip(" ()").split(" + "))) for dim in dims]
+
+    def stretch(self, text: str, mesh: Mesh, local: bool) -> sympy.Expr:
+        made = sympy.Integer(1)
+        for number, axes in re.findall(r"(-?\d+)((?:/\w+)*)", text):
+            ways = math.prod(mesh.size(axis) for name in axes.split("/")[1:] for axis in mesh.parts(name))
+            made *= self.expression(int(number)) / (ways if local else 1)
+        return made
+
+    def size(self, expression: sympy.Expr) -> Any:
+        """A number, or what torch takes for one."""
+        return self.symbolic.size(expression) if expression.free_symbols else int(expression)
+
+    def text(self, found: Any) -> str:
+        """Expressions in the names of the sizes."""
+        if isinstance(found, list):
+            return f"[{', '.join(map(self.text, found))}]"
+        names = {symbol: sympy.Symbol(name) / self.ranges[name].step for name, symbol in self.symbolic.symbols.items()}
+        return "-" if found is None else str(found.subs(names))
+
+    def texts(self, found: Sequence[list[sympy.Expr] | None]) -> str:
+        return "; ".join(map(self.text, found))
+
+    def named(self, text: str) -> str:
+        """torch's own words in the names of the sizes."""
+        for name, symbol in self.symbolic.symbols.items():
+            step = self.ranges[name].step
+            text = text.replace(str(symbol), name if step == 1 else f"({name}/{step})")
+        return text
+
+
+def _exact(condition: sympy.Basic) -> sympy.Basic:
+    """A condition in sympy's own functions, simplified."""
+    found = condition.replace(lambda e: type(e).__name__ in _EXACT, lambda e: _EXACT[type(e).__name__](*e.args))
+    return sympy.Eq(sympy.expand(found.lhs - found.rhs), 0) if isinstance(found, sympy.Eq) else found

@@ -1,0 +1,211 @@
+"""The checker of stages: what neighbours hand one another, and that what roles sum among themselves is summed once.
+
+Everything else is proved of the step that the roles' programs join to (``roles.join``), where nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+
+from ..layout.collectives import COLLECTIVES
+from ..layout.mesh import Mesh
+from ..program.faults import Fault
+from ..program.program import Program, Value
+from ..program.roles import JoinFault, Programs, neighbours, work_of
+from .scaling import scaled_once
+
+AMONG = "parc.all_reduce_among"
+
+
+def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[Fault]:
+    """Stages lie on the roles in turn; what one sends the next receives, of the same type and in the same order; what
+    B reads of F is saved in its own stage; every role reduces the gradients of its stages, those of several roles over
+    exactly these, and the loss and the norm over all, in which each parameter counts once."""
+    try:
+        work = work_of(roles)
+    except JoinFault as fault:
+        return [Fault("types", "step", str(fault))]
+    faults = [*_place_faults(roles, mesh, axis)]
+    for sender, receiver in neighbours(roles):
+        faults += _message_faults(sender, receiver)
+    last = len(work) - 1
+    ends = ((work[0][0], "received"), (work[last][0], "sent"), (work[last][1], "received"), (work[0][1], "sent"))
+    for program, word in ends:
+        keys = [v.role for v in program.main.parameters] + [key for key, _ in program.main.returns]
+        faults += [Fault("types", f"{program.role}.{program.action} {key}", "goes beyond the ends of the pipeline")
+                   for key in keys if key.startswith(f"{word} ")]  # fmt: skip
+    for forward, backward in work.values():
+        given = {key for key, _ in forward.main.returns if key.startswith("saved ")}
+        read = {value.role for value in backward.main.parameters if value.role.startswith("saved ")}
+        for key in sorted(given ^ read):
+            faults.append(Fault("types", f"{forward.role} {key}", "is saved or read in this stage, not both"))
+        faults += scaled_once(backward, f"{backward.role}.B")
+    faults += _buffer_faults(work)
+    faults += _meeting_faults(roles, axis)
+    return faults or [*_reduce_faults(roles, mesh, axis)]
+
+
+def _buffer_faults(work: Mapping[int, tuple[Program, Program]]) -> Iterator[Fault]:
+    """A buffer that one stage updates is as it was on the others."""
+    for stage, (forward, _) in work.items():
+        updated = {key for key, _ in forward.main.returns if key.startswith("buffer ")}
+        for other in (program for at, pair in work.items() if at != stage for program in pair):
+            for key in sorted(updated & {value.role for value in other.main.parameters}):
+                yield Fault("types", f"{other.role}.{other.action} {key}", f"is updated in stage {stage}")
+
+
+def _meeting_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]:
+    """Nothing but REDUCE's sums is between roles, which do not run their other programs at the same time."""
+    for programs in roles.values():
+        for key, program in programs.items():
+            for function in program.functions:
+                for line in function.lines:
+                    row = COLLECTIVES.get(line.op)
+                    axes = program.mesh.joined(row.axes(line.args[1:])) if row is not None else ()
+                    if (axis in axes or line.op == AMONG) and (line.op, key, list(axes)) != (AMONG, "REDUCE", [axis]):
+                        yield Fault("communication", f"{program.role}.{key}", f"has `{line.op}` over `{axis}`")
+
+
+def _place_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iterator[Fault]:
+    ranks = mesh.size(axis)
+    if list(roles) != [f"{axis}{rank}" for rank in range(ranks)]:
+        yield Fault("types", "step", f"its roles are {', '.join(roles)}, not those of the {ranks} ranks of `{axis}`")
+    for rank, (name, programs) in enumerate(roles.items()):
+        for key, program in programs.items():
+            stage = int(key[:-1]) if key[:-1].isdigit() else None
+            if stage is not None and stage % ranks != rank:
+                yield Fault("types", f"{name} {key}", f"stage {stage} does not lie there")
+            expected = name if key == "REDUCE" else f"stage{stage or 0}"
+            if program.role != expected or program.mesh != mesh or not key.endswith(program.action):
+                yield Fault("types", f"{name} {key}", f"says that it is {program.action} of {program.role}")
+
+
+def _message_faults(sender: Program, receiver: Program) -> Iterator[Fault]:
+    values = sender.main.values()
+    keys = {v and v.name for line in sender.main.lines if line.op == "parc.stream_key.default" for v in line.results}
+    for key, name in sender.main.returns:
+        if key.startswith("sent ") and name in keys:
+            yield Fault("communication", f"{sender.role} {key}", "is a random stream's key, which lies on the CPU")
+    sent = [(key.removeprefix("sent "), name, values[name].type) for key, name in sender.main.returns
+            if key.startswith("sent ")]  # fmt: skip
+    received = [(value.role.removeprefix("received "), value.name, value.type) for value in receiver.main.parameters
+                if value.role.startswith("received ")]  # fmt: skip
+    if sent == received and all(key == name for key, name, _ in sent):
+        return
+    names, others = ([row[0] for row in rows] for rows in (sent, received))
+    where = f"{sender.role}.{sender.action} to {receiver.role}.{receiver.action}"
+    if names != others:
+        yield Fault("communication", where, f"sends {_listed(names)}, where {_listed(others)} is received")
+    else:
+        row = next(a for a, b in zip(sent, received, strict=True) if a != b or a[0] != a[1])
+        yield Fault("communication", where, f"`{row[0]}` has another type or name where it is received")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "nothing"
+
+
+def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iterator[Fault]:
+    """Sums among roles, followed from the gradients of each role's stages."""
+    owners: dict[str, list[int]] = {}
+    makes = [
+        {key for name, program in programs.items() if name.endswith("B")
+         for key, _ in program.main.returns if not key.startswith("sent ")}
+        for programs in roles.values()
+    ]  # fmt: skip
+    trained = set().union(*makes)
+    for rank, (made, programs) in enumerate(zip(makes, roles.values(), strict=True)):
+        taken = {v.role.removeprefix("gradient ") for v in programs["REDUCE"].main.parameters
+                 if v.role.startswith("gradient ")}  # fmt: skip
+        for name in sorted(made ^ taken):
+            yield Fault("types", f"{programs['REDUCE'].role}.REDUCE {name}", "is no gradient of the role's stages")
+        reads = {value.role.removeprefix("parameter ") for name, program in programs.items() if name.endswith("F")
+                 for value in program.main.parameters if value.role.startswith("parameter ")}  # fmt: skip
+        for name in made | (reads & trained):  # a role that only reads it keeps it up to date
+            owners.setdefault(name, []).append(rank)
+    everyone = tuple(range(mesh.size(axis)))
+    counted, losses = Counter[_Part](), Counter[_Part]()
+    for rank, programs in enumerate(roles.values()):
+        program = programs["REDUCE"]
+        parts, made_up = _parts(program, makes[rank])
+        if made_up:
+            yield Fault(
+                "types", f"{program.role}.REDUCE {made_up[0]}", "is no part of what the roles sum, and not zero"
+            )
+        ends = dict(program.main.returns)
+        lines = {v.name: line for line in program.main.lines for v in line.results if v is not None}
+        for name in (name for name, found in owners.items() if rank in found):
+            end, alone = ends.get(f"gradient {name}", ""), len(owners[name]) == 1
+            last = alone or (end in lines and lines[end].op == AMONG)
+            if not last or parts.get(end) != Counter([_summed(name, owners)]):
+                yield Fault(
+                    "types", f"{program.role}.REDUCE {name}", f"is not summed once over the roles {owners[name]}"
+                )
+        root = lines.get(ends.get("grad_norm", ""))
+        square = next(iter(root.uses()), "") if root is not None and root.op == "aten.sqrt.default" else ""
+        for what, value, found in (("loss", ends.get("loss", ""), losses), ("grad_norm", square, counted)):
+            line = lines.get(value)
+            if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
+                yield Fault("types", f"{program.role}.REDUCE {what}", "is not summed once over all roles")
+            else:
+                found += parts[next(iter(line.uses()))]
+    for name in sorted(owners):
+        times = counted.pop(_summed(name, owners), 0)
+        if times != 1:
+            yield Fault("types", f"REDUCE {name}", f"counts {times} times in the gradients' norm, not once")
+    for name, _ in counted:
+        yield Fault("types", f"REDUCE {name}", "counts in the gradients' norm as it is not")
+    if losses != Counter([("loss", ())]):
+        yield Fault("types", "REDUCE loss", "is not the loss of one role")
+    yield from _order_faults(roles, axis)
+
+
+def _order_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]:
+    """Two roles meet in the same sums in the same order."""
+    lines = [[line for line in programs["REDUCE"].main.lines if line.op == AMONG] for programs in roles.values()]
+    meetings = [[(line.args[2], str(line.results[0] and line.results[0].type)) for line in own] for own in lines]
+    for second in range(len(meetings)):
+        for first in range(second):
+            ours, theirs = ([m for m in meetings[rank] if {first, second} <= set(m[0])] for rank in (first, second))
+            if ours != theirs:
+                yield Fault(
+                    "communication", f"{axis}{first}, {axis}{second}", "meet in other sums, or in another order"
+                )
+
+
+_Part = tuple[str, tuple[int, ...]]
+"""The loss or a gradient, by its role, and the roles over which it was summed, those of every such sum."""
+
+
+def _summed(name: str, owners: Mapping[str, list[int]]) -> _Part:
+    """A gradient that was summed over its owners, if there are several."""
+    return f"gradient {name}", tuple(owners[name]) if len(owners[name]) > 1 else ()
+
+
+def _parts(program: Program, makes: Collection[str]) -> tuple[dict[str, Counter[_Part]], list[str]]:
+    """Of each value of REDUCE how often the loss and gradients are in it; and what is summed over roles that is neither
+    made of these nor zero. For a gradient that is not among what it ``makes``, a role adds zeros."""
+    parts = {v.name: _source(v) for v in program.main.parameters}
+    zeros: set[str] = set()
+    others = {value: key for key, value in program.main.returns
+              if key.startswith("gradient ") and key.removeprefix("gradient ") not in makes}  # fmt: skip
+    made_up: list[str] = []
+    for line in program.main.lines:
+        uses = list(line.uses())
+        made = [value.name for value in line.results if value is not None]
+        found = sum((parts[use] for use in uses), Counter[_Part]())
+        if line.op == "aten.full.default" and line.args[1] == 0.0:
+            zeros.update(made)
+        if line.op == AMONG:
+            if not found and uses[0] not in zeros:
+                made_up += uses
+            if not found and made[0] in others:
+                found = Counter([(others[made[0]], ())])
+            found = Counter({(key, (*roles, *line.args[2])): times for (key, roles), times in found.items()})
+        parts.update(dict.fromkeys(made, found))
+    return parts, made_up
+
+
+def _source(value: Value) -> Counter[_Part]:
+    return Counter([(value.role, ())] if value.role.partition(" ")[0] in ("gradient", "loss") else ())

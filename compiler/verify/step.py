@@ -1,0 +1,238 @@
+"""The checker of a step: what its programs hand one another, the loss's scale, and what the captured graph demands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from ..layout.mesh import Mesh
+from ..layout.placement import TensorType
+from ..padding.pads import Pads, padded_shape
+from ..program.faults import Fault
+from ..program.program import Cut, Function, Program, Value
+from .samples import combination
+from .scaling import check_scaling
+
+_ORDER = ("COUNT", "SCALE", "F", "B", "REDUCE")
+_HANDED_OVER = frozenset({"saved", "count", "scale", "loss", "gradient"})
+_OUTSIDE = frozenset({"input", "parameter", "frozen", "buffer", "constant", "rng"})
+_STORED = ("parameter", "frozen")
+
+
+def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
+    """All programs are there, and each is of the build's mesh, and of the action and the role that it stands for."""
+    missing = [action for action in _ORDER[1:] if action not in programs]
+    faults = [Fault("types", "step", f"has no program {', '.join(missing)}")] if missing else []
+    for action, program in programs.items():
+        if program.mesh != mesh:
+            faults.append(Fault("types", action, f"is of mesh {program.mesh}, not {mesh}"))
+        if program.action != action:
+            faults.append(Fault("types", action, f"says that it is {program.action}"))
+    roles = sorted({program.role for program in programs.values()})
+    return faults if len(roles) == 1 else [*faults, Fault("types", "step", f"is of the roles {roles}, not of one")]
+
+
+def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> list[Fault]:
+    """What one program hands to another has the type the other takes, and somebody takes it; gradients end as their
+    parameters are stored; nothing that leaves a step is still to be summed; the loss is scaled once, and so is every
+    gradient."""
+    faults = [*_binding_faults(programs, stored), *_result_faults(programs, stored), *_saved_faults(programs)]
+    return faults or check_scaling(programs)
+
+
+def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
+    """Every parameter of a program is made before it, once, with its type."""
+    made: dict[str, TensorType] = {}
+    updated = {key for key, _ in programs["F"].main.returns}
+    for action in _ORDER:
+        if action not in programs:
+            continue
+        main, values = programs[action].main, programs[action].main.values()
+        roles = [value.role for value in main.parameters]
+        for role in {role for role in roles if roles.count(role) > 1}:
+            yield Fault("types", action, f"takes `{role}` twice")
+        for value in main.parameters:
+            kind, _, name = value.role.partition(" ")
+            if kind not in _HANDED_OVER | _OUTSIDE or (action == "F" and kind == "scale"):
+                yield Fault("types", f"{action} {value.name}", f"nothing is bound to `{value.role}`")
+                continue
+            expected = stored.get(name) if kind in _STORED else made.get(value.role)
+            if expected is None and kind in (*_HANDED_OVER, *_STORED):
+                yield Fault("types", f"{action} {value.name}", f"nothing makes `{value.role}` before it")
+            elif expected is not None and expected != value.type:
+                yield Fault("types", f"{action} {value.name}", f"`{value.role}` has another type where it is made")
+            if action == "B" and kind == "buffer" and value.role in updated:
+                yield Fault("types", f"B {value.name}", f"`{value.role}` is another since F")
+            if kind in _OUTSIDE:
+                made.setdefault(value.role, value.type)
+        for key, name in main.returns:
+            made[f"gradient {key}" if action == "B" else key] = values[name].type
+
+
+def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
+    """Every program returns what it is there for, placed as those who take it expect."""
+    returned = {action: [key for key, _ in programs[action].main.returns] for action in _ORDER if action in programs}
+    buffers = [v.role for v in programs["F"].main.parameters if v.role.startswith("buffer ")]
+    expected = {
+        "COUNT": ["count"],
+        "SCALE": ["scale"],
+        "F": ["loss", *(key for key in returned["F"] if key.startswith("saved ") or key in buffers)],
+        "B": [name for name in returned["B"] if name in stored],
+        "REDUCE": [*(f"gradient {name}" for name in returned["B"]), "loss", *(["grad_norm"] if returned["B"] else [])],
+    }
+    for action, keys in returned.items():
+        for key in dict.fromkeys([*expected[action], *keys]):
+            if (key in keys) != (key in expected[action]):
+                why = "is not returned" if key in expected[action] else "is returned, but nobody takes it"
+                yield Fault("types", action, f"`{key}` {why}")
+    values = programs["F"].main.values()
+    for key, name in programs["F"].main.returns:
+        before = next((v.type for v in programs["F"].main.parameters if v.role == key), None)
+        if before is not None and before != values[name].type:
+            yield Fault("types", f"F {key}", "is not placed as the buffer that it updates")
+    values = programs["REDUCE"].main.values()
+    for key, name in programs["REDUCE"].main.returns:
+        yield from _final_faults(key, values[name].type, stored)
+
+
+def _final_faults(key: str, type_: TensorType, stored: Mapping[str, TensorType]) -> Iterator[Fault]:
+    kind, _, name = key.partition(" ")
+    if type_.placement.partial:
+        yield Fault("types", f"REDUCE {key}", f"is still to be summed over {', '.join(type_.placement.partial)}")
+    elif kind == "gradient" and stored.get(name) != type_:
+        yield Fault("types", f"REDUCE {key}", "is not placed as its parameter is stored")
+    elif kind in ("loss", "grad_norm") and (type_.placement.split_axes() or type_.shape):
+        yield Fault("types", f"REDUCE {key}", "is not one number, whole on every rank")
+
+
+def _saved_faults(programs: Mapping[str, Program]) -> Iterator[Fault]:
+    """A saved value keeps its name from the line that makes it to the program that reads it, and is read."""
+    forward, backward = programs["F"].main, programs["B"].main
+    read = {value.role for value in backward.parameters}
+    for key, name in forward.returns:
+        if key.startswith("saved ") and key != f"saved {name}":
+            yield Fault("types", f"F {key}", f"is not `{name}`")
+        if key.startswith("saved ") and key not in read:
+            yield Fault("types", f"F {key}", "is saved and never read")
+    for value in backward.parameters:
+        if value.role.startswith("saved ") and value.role != f"saved {value.name}":
+            yield Fault("types", f"B {value.name}", f"is not `{value.role}`")
+    for program in (programs["F"], programs["B"]):
+        for function in program.functions[:-1]:
+            for key, name in function.returns:
+                if key != name:
+                    yield Fault("types", f"{program.action} {function.name}", f"returns `{name}` as `{key}`")
+
+
+def check_reference(
+    programs: Mapping[str, Program], reference: Program, microbatches: int, pads: Pads = MappingProxyType({}),
+    summed: bool | None = None,
+) -> list[Fault]:  # fmt: skip
+    """What the captured graph demands of a step: the values it reads and updates, whole shapes as captured but for what
+    is padded; its own random streams; a gradient for exactly the parameters that its loss depends on; its way to
+    average, which is read off it where ``summed`` does not say whether losses add up."""
+    captured = reference.functions[-1]
+    return [
+        *_outside_faults(programs, reference, pads),
+        *_stream_faults(programs["F"], captured),
+        *_position_faults(programs["F"], captured),
+        *_gradient_faults(programs["B"], captured),
+        *_average_faults(programs["SCALE"], reference, microbatches, summed),
+    ]
+
+
+def _outside_faults(programs: Mapping[str, Program], reference: Program, pads: Pads) -> Iterator[Fault]:
+    known = {value.role: value.type for function in reference.functions for value in function.parameters}
+    for action, program in programs.items():
+        for value in program.main.parameters:
+            if value.role.partition(" ")[0] not in _OUTSIDE:
+                continue
+            if value.role not in known:
+                yield Fault("types", f"{action} {value.name}", f"the model reads no `{value.role}`")
+            elif value.type.shape != _expected(known[value.role].shape, value.role, pads):
+                yield Fault("shapes", f"{action} {value.name}", f"`{value.role}` has another shape in the model")
+    ours = {key for key, _ in programs["F"].main.returns if key.startswith("buffer ")}
+    theirs = {key for key, _ in reference.functions[-1].returns if key.startswith("buffer ")}
+    for key in sorted(ours ^ theirs):
+        yield Fault("types", f"F {key}", "is updated in one of the model and the programs alone")
+
+
+def _expected(shape: Sequence[int], role: str, pads: Pads) -> tuple[int, ...] | None:
+    """The shape in programs of what the model has in ``shape``; None where that is not what is padded."""
+    kind, _, name = role.partition(" ")
+    rows = pads.get(name, ()) if kind in _STORED else ()
+    fits = all(pad.dim < len(shape) and shape[pad.dim] == pad.outer * pad.real for pad in rows)
+    return padded_shape(shape, rows) if fits else None
+
+
+def _streams(functions: Sequence[Function]) -> list[tuple[object, ...]]:
+    return [line.args[1:] for function in functions for line in function.lines if line.op == "parc.stream_key.default"]
+
+
+def _stream_faults(forward: Program, captured: Function) -> Iterator[Fault]:
+    ours, theirs = _streams(forward.functions), _streams([captured])
+    for stream in sorted(set(ours) ^ set(theirs), key=str):
+        yield Fault("types", "F", f"the random stream {stream} is drawn in one of the model and the program alone")
+    for stream in sorted({stream for stream in ours if ours.count(stream) > 1}, key=str):
+        yield Fault("types", "F", f"the random stream {stream} is drawn twice")
+
+
+def _position_faults(forward: Program, captured: Function) -> Iterator[Fault]:
+    """Positions are counted as the model counts them; a constant offset can hide behind an attention that only sees
+    differences of positions."""
+
+    def counted(function: Function) -> set[str]:
+        found = [line.args for line in function.lines if line.op == "parc.iota.default"]
+        return {str([item.size if isinstance(item, Cut) else item for item in args]) for args in found}
+
+    known = counted(captured)
+    for function in forward.functions:
+        for line in sorted(counted(function) - known):
+            yield Fault("types", f"F {function.name}", f"the model counts no positions {line}")
+
+
+# Their results carry no gradient whatever they are given.
+_STOPS = frozenset({
+    "aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default",
+    "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default",
+})  # fmt: skip
+
+
+def trained(captured: Function) -> list[str]:
+    """The parameters that the loss of a captured graph depends on by differentiable operators."""
+    given = [value for value in captured.parameters if value.role.startswith("parameter ") and _real(value)]
+    reach = {value.name: 1 << index for index, value in enumerate(given)}  # a set of parameters, as bits
+    for line in captured.lines:
+        found = 0
+        for name in line.uses():
+            found |= reach.get(name, 0)
+        if line.op not in _STOPS:
+            reach.update((value.name, found) for value in line.made if _real(value))
+    loss = reach.get(dict(captured.returns)["loss"], 0)
+    return [value.role.removeprefix("parameter ") for index, value in enumerate(given) if loss >> index & 1]
+
+
+def _real(value: Value) -> bool:
+    return value.type.dtype.is_floating_point
+
+
+def _gradient_faults(backward: Program, captured: Function) -> Iterator[Fault]:
+    ours, theirs = {key for key, _ in backward.main.returns}, set(trained(captured))
+    for name in sorted(theirs - ours):
+        yield Fault("types", f"B {name}", "the loss depends on it, but it gets no gradient")
+    for name in sorted(ours - theirs):
+        yield Fault("types", f"B {name}", "the loss does not depend on it, but it gets a gradient")
+
+
+def _average_faults(scale: Program, reference: Program, microbatches: int, summed: bool | None) -> Iterator[Fault]:
+    """Where no count of targets divides the loss, a sum over samples is added up over microbatches, and any other loss
+    averaged."""
+    if len(reference.functions) > 1:
+        if not any(value.role == "count" for value in scale.main.parameters):
+            yield Fault("types", "SCALE", "does not read the count of targets")
+        return
+    summed = combination(reference) == "sum" if summed is None else summed
+    wanted = 1.0 if summed else 1.0 / microbatches
+    line = scale.main.lines[0] if len(scale.main.lines) == 1 else None
+    if line is None or line.op != "aten.full.default" or line.args != ([], wanted):
+        yield Fault("types", "SCALE", f"the loss is to be scaled by {wanted}")

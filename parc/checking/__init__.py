@@ -1,0 +1,1 @@
+"""From programs to a verified build: proofs, the comparison of numbers, the twin, limits."""

@@ -1,0 +1,350 @@
+"""What every build proves or tests before it is written, and the report that says which."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, not_finite
+from parc.checking.twins import subject_of
+from parc.compiler.build.directory import Build, program_file
+from parc.compiler.build.plan_facts import plan_faults
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import TensorType, parse_type
+from parc.compiler.ops.precision import Rounding, regions
+from parc.compiler.padding.pads import Pads, pads_from
+from parc.compiler.plan.directives.precision import WHOLE
+from parc.compiler.plan.directives.schedule import ACCUMULATE
+from parc.compiler.plan.plan import Plan
+from parc.compiler.program.actions import Action
+from parc.compiler.program.cost import Memory
+from parc.compiler.program.faults import Fault
+from parc.compiler.program.program import REFERENCE_FILE, Program
+from parc.compiler.program.roles import SINGLE, Role, join
+from parc.compiler.program.text import parse_program
+from parc.compiler.schedules.timeline import simulate
+from parc.compiler.sizes.template import sizes_text
+from parc.compiler.verify.integers import check_integers
+from parc.compiler.verify.lines import check_lines, check_program
+from parc.compiler.verify.padding import check_padding
+from parc.compiler.verify.precision import check_precision
+from parc.compiler.verify.reduce import check_reduce
+from parc.compiler.verify.samples import combination
+from parc.compiler.verify.schedule import check_timelines
+from parc.compiler.verify.sizes import size_faults
+from parc.compiler.verify.stages import check_stages
+from parc.compiler.verify.step import check_bindings, check_reference, mesh_faults
+from parc.compiling.driver import Compiled, Progress, compile_plan, optimizer_facts, stored, stored_types
+from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
+from parc.grammar.diagnostics import PlanError
+from parc.grammar.format import format_statements
+from parc.grammar.source import Span
+from parc.report import plan_of, program_rows, rank_memory, report_faults
+from parc.runtime.compare.model_run import Case
+from parc.runtime.compare.simulate import TOLERANCE, Agreement, compare
+from parc.runtime.owners import BUFFERS, parameters_of
+
+
+@dataclass
+class Checked:
+    """The outcome of a build's checks: the report's content, and why the build is refused, if it is."""
+
+    report: dict[str, Any]
+    faults: list[Fault] = field(default_factory=list)
+    agreement: Agreement | None = None
+    seconds: float = 0.0
+
+
+def static_faults(
+    programs: Mapping[str, Program], types: Mapping[str, TensorType], mesh: Mesh, actions: Sequence[Action],
+    microbatches: int, reference: Program, pads: Pads = MappingProxyType({}), rounding: Rounding | None = None,
+    roles: Mapping[str, Role] | None = None, summed: bool | None = None,
+) -> list[Fault]:  # fmt: skip
+    """Shapes, types, communication, padding of a build's programs, and where they may round: from these and the
+    captured graph alone. Where several ``roles`` share the step out, ``programs`` are those that theirs join to."""
+    roles = roles or {SINGLE: Role(SINGLE, programs, tuple(actions))}
+    faults = mesh_faults(programs, mesh)
+    for program in programs.values():
+        faults += check_program(program)
+    axis = "" if faults else next(iter(roles.values())).axis
+    if axis:
+        for program in {program_file(p): p for role in roles.values() for p in role.programs.values()}.values():
+            faults += check_program(program)
+        faults += check_stages({name: role.programs for name, role in roles.items()}, mesh, axis)
+    if not faults:
+        faults += check_bindings(programs, types)
+        faults += check_reference(programs, reference, microbatches, pads, summed)
+        faults += check_reduce(programs["SCALE"], programs["REDUCE"])
+        faults += check_integers(programs, reference)
+        faults += check_precision(programs, reference, rounding or Rounding())
+        faults += check_padding(programs, pads, types)
+        faults += check_schedule(roles, microbatches, counts="COUNT" in programs)
+    return faults
+
+
+def check_schedule(roles: Mapping[str, Role], microbatches: int, *, counts: bool) -> list[Fault]:
+    """The action lists of all roles together."""
+    actions = {name: role.actions for name, role in roles.items()}
+    stages = 1 + max((stage for role in roles.values() for stage in role.stages), default=0)
+    return check_timelines(actions, stages, microbatches, counts=counts)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Within it garbage is looked for only in what is made within it: a compiled plan is large, and stays."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_uncollected()
+def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Checked:
+    """Check a compiled plan through the texts of its programs, and make its report.
+
+    Raises:
+        PlanError: something does not divide at a size that the plan declares, or the model does not follow the sizes.
+    """
+    start = time.perf_counter()
+    progress("shapes, types, communication")
+    checked = Checked(report_of(compiled, stored(compiled)), prove(compiled))
+    pads = compiled.resolved.pads
+    if not checked.faults:
+        progress("numbers")
+        check_numbers(compiled, checked)
+    if checked.faults:
+        hold_template(compiled)
+    else:
+        checked.report["checks"] = {
+            "shapes": "proved", "types": "proved", "communication": "proved", **({"padding": "proved"} if pads else {}),
+            "numbers": "tested", "memory": "estimated",
+        }  # fmt: skip
+    checked.seconds = round(time.perf_counter() - start, 3)
+    return checked
+
+
+def prove(compiled: Compiled) -> list[Fault]:
+    """Shapes, types and communication of a compiled plan, from the texts of its programs.
+
+    Where sizes have ranges: that everything divides for all of them, and the rest at the largest, the smallest and some
+    in between.
+
+    Raises:
+        PlanError: something does not divide at a size that the plan declares.
+    """
+    template = compiled.template
+    errors = template.faults(compiled.mesh) or size_faults(template, compiled.mesh) if template is not None else []
+    if errors:
+        raise PlanError([fault_diagnostic(compiled.plan, fault) for fault in errors])
+    faults, plan = [], compiled.plan
+    summed = plan.microbatches > 1 and combination(compiled.built.reference, plan.unbatched) == "sum"
+    for at in compiled.cases():
+        roles = reread_roles(at)
+        programs = join({name: role.programs for name, role in roles.items()})
+        faults += static_faults(
+            programs, stored(at), at.mesh, (), at.plan.microbatches, at.built.reference, at.resolved.pads,
+            rounding_of(at), roles, summed,
+        )  # fmt: skip
+    return faults
+
+
+def hold_template(compiled: Compiled) -> None:
+    """Refuse a model that does not follow the sizes, for a build in which a check failed where it was not compiled.
+
+    Raises:
+        PlanError: at sizes that are checked the model is another than the template's.
+    """
+    template = compiled.template
+    for at in compiled.cases()[1:] if template is not None else ():
+        made = compile_plan(at.plan, at.folder, overrides=at.overrides, copies=at.copies, longer=at.resolved.pads)
+        assert template is not None
+        captured = replace(template, texts={REFERENCE_FILE: template.texts[REFERENCE_FILE]})
+        sizes = {name: at.sizes[name] for name in template.ranges}
+        misfit = captured.misfit(sizes, {REFERENCE_FILE: made.built.reference.text()})
+        if misfit is not None:
+            raise PlanError([misfit_diagnostic(compiled.plan, misfit)])
+
+
+def rounding_of(compiled: Compiled) -> Rounding:
+    """Where a plan's programs may round."""
+    return Rounding(regions(compiled.resolved.precision), getattr(torch, ACCUMULATE[compiled.plan.accumulate]))
+
+
+def reread(programs: Mapping[str, Program]) -> dict[str, Program]:
+    """The programs as their texts say them."""
+    return {action: _reread(program.text(), program.action) for action, program in programs.items()}
+
+
+_reread = lru_cache(maxsize=32)(parse_program)  # proofs and numbers are of the same programs
+
+
+def reread_roles(compiled: Compiled) -> dict[str, Role]:
+    """The roles, with their programs as their texts say them."""
+    return {name: replace(role, programs=reread(role.programs)) for name, role in compiled.roles().items()}
+
+
+def check_numbers(compiled: Compiled, checked: Checked) -> None:
+    """Train all ranks and the captured graph in float64; a large build by its twin. Of sizes that have ranges, where
+    everything else is checked too; for one step at those that are not the largest.
+
+    Raises:
+        PlanError: what the model or its loss makes of random batches is not finite, or no function of them.
+    """
+    chosen = subject_of(compiled)
+    subject, on = chosen.compiled, chosen.text
+    checked.faults += chosen.differences or (prove(subject) if subject.mesh != compiled.mesh else [])
+    if checked.faults:
+        return
+    cases = subject.cases()
+    if subject.template is not None:
+        on += f", at {'; '.join(sizes_text(at.sizes) for at in cases)}"
+    found: dict[str, Any] = {"on": on, "tolerance": TOLERANCE}
+    for at in cases:
+        roles = reread_roles(at)
+        whole = join({name: role.programs for name, role in roles.items()})
+        case = case_of(at, whole, roles if at.pipeline is not None else None)
+        with one_thread():
+            eager = compare_with_eager(at, case)
+            agreement = compare(case, 1 if checked.agreement else chosen.steps)
+        if agreement.not_finite:
+            line, help_ = (
+                (at.plan.optimizer, "take a smaller learning rate") if agreement.steps else (at.plan.loss, CLAMP)
+            )
+            raise PlanError([not_finite(line, agreement.not_finite, help_)])
+        if agreement.amplified:
+            raise PlanError([amplified(at.plan.model, agreement.amplified)])
+        checked.agreement = checked.agreement or agreement
+        errors = {
+            "steps": agreement.steps,
+            "loss": agreement.loss, "gradient": agreement.gradient, "grad_norm": agreement.norm,
+            "parameter": agreement.updated,
+            "parameter_beyond_rounding": agreement.parameter,
+            "eager_loss": eager.loss, "eager_gradient": eager.gradient, "eager_buffer": eager.buffer,
+        }  # fmt: skip
+        found.update((name, max(found.get(name, 0), error)) for name, error in errors.items())
+        where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
+        checked.faults += _number_faults(agreement, eager, where)
+    checked.report["numbers"] = found
+
+
+def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iterator[Fault]:
+    if not eager.holds:
+        buffers = f", buffers by {eager.buffer:.1e}" if eager.buffer else ""
+        message = f"differs from the eager module: loss by {eager.loss:.1e}, gradients by {eager.gradient:.1e}{buffers}"
+        yield Fault("numbers", f"the captured graph{at}", message)
+    for kind, where in agreement.worst.items():
+        error = getattr(agreement, kind)
+        if not error <= TOLERANCE:
+            yield Fault("numbers", f"{where}{at}", f"the {kind} differs from the captured graph's by {error:.1e}")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small tensors are computed faster by one thread, above all where other work wants the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def case_of(compiled: Compiled, programs: Mapping[str, Program], roles: Mapping[str, Role] | None = None) -> Case:
+    """What the simulator needs of a compiled plan; of a pipeline's also what its ``roles`` run."""
+    types = stored_types(compiled)
+    recipes = compiled.recorded.recipes
+    constants = compiled.captured.constants  # which capture found in the code
+    buffers = {name: recipes[name].whole() if name in recipes else constants[name]
+               for name in parameters_of(programs["F"].main, *BUFFERS)}  # fmt: skip
+    return Case(
+        programs, parse_program(compiled.built.reference.text(), "model"), () if roles else compiled.actions,
+        compiled.mesh,
+        compiled.plan.microbatches, optimizer_facts(compiled), {name: recipes[name].whole() for name in types},
+        buffers, types, compiled.resolved.pads, roles or {},
+    )  # fmt: skip
+
+
+def memory_of(compiled: Compiled, role: Role, types: Mapping[str, TensorType]) -> Memory:
+    """The memory of a rank of a role."""
+    return rank_memory(compiled.plan, role, types, compiled.frozen)
+
+
+def report_of(compiled: Compiled, types: Mapping[str, TensorType]) -> dict[str, Any]:
+    """``report.json``: what others rely on, nothing that differs between two builds of one plan."""
+    plan = compiled.plan
+    roles, pads = compiled.roles(), compiled.resolved.pads
+    return {
+        **program_rows(plan, compiled.mesh, roles, types, compiled.frozen, pads),
+        "pipeline": _pipeline_row(compiled),
+        "placed": {seed.value: place_text(seed.span) for seed in compiled.resolved.seeds},
+        "padding": [
+            {"value": name, "dim": pad.dim, "from": pad.outer * pad.real, "to": pad.outer * pad.padded,
+             "line": compiled.resolved.line_of(name, pad.dim)}
+            for name, rows in sorted(pads.items()) for pad in rows
+        ],
+        "reshards": [
+            {"value": r.value, "from": str(r.source), "to": str(r.result), "axis": r.axis, "bytes": r.bytes,
+             "module": r.cause.module, "source": r.cause.source, "line": r.cause.plan}
+            for r in compiled.built.reshards
+        ],
+        "operators_without_rule": list(compiled.built.without_rule),
+        "numerics": _numerics(plan),
+        "checks": {},
+    }  # fmt: skip
+
+
+def place_text(span: Span) -> str:
+    """The number of a plan's line; of a line of an included file its file too."""
+    return str(span.line) if span.source.included is None else f"{span.source.name}:{span.line}"
+
+
+def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
+    """The schedule, and what part of a step ranks idle where all stages take the same time."""
+    pipeline, microbatches = compiled.pipeline, compiled.plan.microbatches
+    if pipeline is None or compiled.plan.schedule is None:
+        return {"schedule": "accumulation", "stages": 1, "microbatches": microbatches, "bubble": 0.0}
+    return {
+        "schedule": compiled.plan.schedule.name, "stages": pipeline.stages, "chunks": pipeline.chunks,
+        "microbatches": microbatches, "axis": pipeline.axis, "bubble": round(simulate(compiled.timelines).bubble, 4),
+    }  # fmt: skip
+
+
+def _numerics(plan: Plan) -> list[dict[str, Any]]:
+    """The lines by which a step rounds more than the model's own code; all else only adds up in another order."""
+    wanted = [line.arguments.statement for line in plan.precision if line.type != WHOLE]
+    if plan.microbatches > 1 and plan.accumulate != WHOLE:
+        wanted += [statement for statement in plan.statements if statement.verb.text == "schedule"]
+    return [
+        {"class": "lossy", "directive": " ".join(format_statements((found,)).split()), "line": found.span.root.line}
+        for found in wanted
+    ]
+
+
+def check_files(build: Build) -> list[Fault]:
+    """Re-prove a build from its files alone: its manifest and its report, then shapes, types and communication."""
+    mesh, plan = build.programs["F"].mesh, plan_of(build)
+    if faults := [*build.fact_faults(), *plan_faults(build.manifest, plan)]:
+        return faults
+    types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
+    microbatches = int(build.manifest["microbatches"])
+    pads = pads_from(build.manifest["padding"])
+    lines = regions((line["type"], line["modules"], line["line"]) for line in build.manifest["precision"])
+    rounding = Rounding(lines, getattr(torch, build.manifest["accumulate"]))
+    template = build.template
+    errors = template.faults(mesh) or size_faults(template, mesh) if template is not None else []
+    faults = [fault.fault() for fault in errors] or check_lines(build.reference)
+    summed = not faults and microbatches > 1 and combination(build.reference, plan.unbatched) == "sum"
+    for at in build.cases() if not faults else ():
+        faults += static_faults(
+            at.programs, types, mesh, (), microbatches, at.reference, pads, rounding, at.roles, summed
+        )
+    return faults or report_faults(build, plan, types)

@@ -1,0 +1,278 @@
+"""The captured graph held once against the user's eager module: what every other check rests on."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
+
+from parc.compiler.capture.attributes import attribute_tensors
+from parc.compiler.capture.complex_numbers import real_form
+from parc.compiler.capture.model_calls import caller, loss_function, model_builder
+from parc.compiler.initial.recipes import initialize
+from parc.compiler.plan.directive import Directive
+from parc.compiler.program.program import Line
+from parc.compiling.driver import Compiled
+from parc.compiling.plan_capture import failure, input_specs
+from parc.grammar.codes_numbers import AMPLIFIED, NO_FUNCTION, NOT_FINITE, OWN_GRADIENT
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.grammar.nearest import listed
+from parc.runtime.communication import Environment
+from parc.runtime.compare.model_run import Case, ReferenceRun, largest, largest_difference
+from parc.runtime.compare.model_run import wide as as_wide
+from parc.runtime.compare.plain import counted_dropout
+from parc.runtime.data.random_batch import random_batch
+from parc.runtime.faults import Watcher
+
+CLAMP = "keep it finite for such data: clamp what a logarithm, a root or a division takes"
+TOLERANCE = 1e-4
+_COINS = 8
+"""How often a forward that draws from Python or NumPy is run again: of a coin it throws, both sides are seen."""
+_MOST = 5e-2
+"""Of float32 results: eager and captured run the same operators, but not always the same kernels."""
+_TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Of results through values that the model itself has in a narrow dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagerAgreement:
+    """Relative differences of the loss, of all gradients together (by norm), and of the buffer that is most apart."""
+
+    loss: float
+    gradient: float
+    buffer: float
+    allowed: tuple[float, float, float]
+    """How much each of them may be."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the captured graph is the module's."""
+        return all(error <= most for error, most in zip(self.errors, self.allowed, strict=True))
+
+    @property
+    def errors(self) -> tuple[float, float, float]:
+        return self.loss, self.gradient, self.buffer
+
+
+def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
+    """One microbatch of random data through the module as the user wrote it, and through the captured graph; in float64
+    where float32 rounds too much to tell (batch statistics of few elements, layer upon layer).
+
+    Raises:
+        PlanError: the module fails, its numbers are not finite, it has others for the same inputs, or its gradients are
+            not those of its forward.
+    """
+    specs = input_specs(compiled.plan)
+    (batch,) = random_batch(case.reference, 1, torch.Generator().manual_seed(0))
+    inputs = {
+        name: batch[name].to(spec.dtype) if name in batch else torch.zeros(spec.shape, dtype=spec.dtype)
+        for name, spec in specs.items()  # the graph has no input that nothing reads
+    }
+    try:
+        eager = _eager(compiled, inputs)
+    except Exception as error:
+        raise PlanError([failure(compiled.plan, error)]) from error
+    if found := _fault(compiled, case, inputs, eager):
+        raise PlanError([found])
+    agreement = _closest(compiled, case, inputs, eager)
+    if eager.functions and not agreement.holds and agreement.loss <= agreement.allowed[0]:
+        raise PlanError([_own_gradient(compiled.plan.model, eager.functions)])
+    return agreement
+
+
+def _closest(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> EagerAgreement:
+    """The agreement in float32, or in float64 where that is closer; or in float32 as far as that rounds, where code
+    makes float32 tensors itself or rounding is amplified."""
+    types = {value.type.dtype for function in case.reference.functions for value in function.values().values()}
+    tolerance = max(_TOLERANCES.get(dtype, TOLERANCE) for dtype in types)
+    allowed = tolerance, min(10 * tolerance, _MOST), min(10 * tolerance, _MOST)
+    captured = _captured(case, inputs)
+    agreement = _agreement(captured, eager, allowed)
+    if agreement.holds:
+        return agreement
+    # a buffer may be nothing but rounding, as the mean of what has the mean 0: it is relative to other tensors too
+    top = max(map(largest, (*case.parameters.values(), *case.buffers.values())), default=1.0)
+    wider = {name: as_wide(value) for name, value in inputs.items()}
+    precise = _captured(case, wider, wide=True)
+    try:
+        again = _agreement(precise, _eager(compiled, wider, wide=True), allowed, 1e-9 * top)
+    except Exception:  # the model's own code, which may refuse float64 in any way: its float32 run then stands alone
+        again = agreement
+    if again.holds:
+        return again
+    rounds = _agreement(captured, precise, allowed, 1e-3 * top).errors
+    loss, gradient, buffer = (min(max(least, 4 * error), _MOST) for least, error in zip(allowed, rounds, strict=True))
+    rounded = _agreement(captured, eager, (loss, gradient, buffer), 1e-3 * top)
+    return rounded if rounded.holds else min(agreement, again, key=lambda a: sum(a.errors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Loss, gradients, updated buffers; of the eager module also what it returned, in float32 that and the loss again
+    and again, and the `autograd.Function`s that it calls."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    output: tuple[torch.Tensor, ...] = ()
+    again: tuple[tuple[torch.Tensor, ...], ...] = ()
+    functions: tuple[str, ...] = ()
+
+
+def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = False) -> _Result:
+    build = model_builder(compiled.lines, compiled.folder, compiled.overrides)
+    module = initialize(build, compiled.plan.seed, compiled.recorded.recipes)
+    module = _widened(module) if wide else module
+    attributes = attribute_tensors(module)
+    call, loss_of = caller(module, compiled.lines), loss_function(compiled.lines, compiled.folder)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name not in compiled.frozen)
+    buffers = {name: value.clone() for name, value in module.named_buffers(remove_duplicate=False)}
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        """What the model returns, and last the loss."""
+        given = {name: value.clone() for name, value in inputs.items()}
+        with torch.random.fork_rng(devices=()), counted_dropout(module, compiled.plan.seed, 0, 0):
+            torch.manual_seed(compiled.plan.seed)
+            with attributes.pointing():
+                output = call(module, given)
+            loss = loss_of(output, given)
+        return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), loss
+
+    def once_more(seed: int) -> tuple[torch.Tensor, ...]:
+        """The forward again, Python's and NumPy's random numbers others."""
+        for name, value in buffers.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, value.clone())
+        random.seed(seed)
+        numpy.random.seed(seed)
+        return forward()
+
+    before = _python_draws()
+    *output, loss = forward()
+    others = _COINS if _python_draws() != before else 1
+    functions = _functions(loss)
+    loss.backward()
+    gradients = {name: real_form(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+    updated = {name: real_form(value.detach().clone()) for name, value in module.named_buffers(remove_duplicate=False)
+               if name in buffers and buffers[name].numel() and not torch.equal(value, buffers[name])}  # fmt: skip
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        again = () if wide else tuple(map(once_more, range(others)))
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+    return _Result(loss.detach(), gradients, updated, tuple(output), again, functions)
+
+
+def _functions(loss: torch.Tensor) -> tuple[str, ...]:
+    """The classes that say themselves what the gradients of their forwards are, of those that made a loss."""
+    seen, pending = set[Any](), [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [of for of, _ in node.next_functions]
+    own: Any = {type(node) for node in seen if isinstance(node, BackwardCFunction)}
+    return tuple(sorted({kind._forward_cls.__qualname__ for kind in own}))
+
+
+def _widened(module: nn.Module) -> nn.Module:
+    """A module in float64, its complex numbers in complex128, which torch's own ``double`` leaves as they are."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_complex():
+            tensor.data = tensor.data.to(torch.complex128)
+    return module.double()
+
+
+def _python_draws() -> tuple[Any, ...]:
+    """Where the random numbers stand that torch's seeds do not govern."""
+    state: Any = numpy.random.get_state()
+    return random.getstate(), state[1].tobytes(), state[2:]
+
+
+def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> Diagnostic | None:
+    """What makes the eager module itself one that nothing can be held against."""
+    # what a model returns in a class of its own is not seen
+    of_model = not eager.output or any(bool(value.isnan().any()) for value in eager.output)
+    line = compiled.plan.model if of_model else compiled.plan.loss
+    if not bool(eager.loss.isfinite()):
+        watcher = Watcher(0, lambda: None)
+        _captured(case, inputs, watch=watcher.watch("F"))
+        bad = watcher.found()
+        notes = (bad.what.removesuffix(" on rank 0"), *bad.notes) if bad is not None else ()
+        return not_finite(line, f"the loss is {float(eager.loss)} on a batch of random data", notes=notes)
+    for name, value in eager.gradients.items():
+        if not bool(value.isfinite().all()):
+            message = f"the gradient of `{name}` is not finite on a batch of random data (the loss is {eager.loss:.6g})"
+            return not_finite(compiled.plan.model, message)
+    others = [made for made in eager.again if not torch.allclose(made[-1], eager.loss, rtol=1e-5, atol=0)]
+    if not others:
+        return None
+    *output, loss = others[0]
+    same = bool(output) and len(output) == len(eager.output) and all(map(torch.equal, output, eager.output))
+    line = compiled.plan.loss if same else compiled.plan.model
+    message = f"the loss is {eager.loss:.6g}, and {loss:.6g} of the same inputs, weights and seeds of torch"
+    help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make what changes an input"
+    notes = (
+        "does the code read Python's `random`, NumPy's, a counter or the clock? a build has one graph for all steps",
+    )
+    return Diagnostic(NO_FUNCTION, message, Label(line.arguments.statement.span), help=help_, notes=notes)
+
+
+def _own_gradient(model: Directive, functions: Sequence[str]) -> Diagnostic:
+    message = f"the gradients that the model has are not those of its forward: {listed(functions)} has its own"
+    help_ = "write the forward so that its derivative is the gradient that is meant, as with `x + (f(x) - x).detach()`"
+    return Diagnostic(OWN_GRADIENT, message, Label(model.arguments.statement.span), help=help_)
+
+
+def amplified(model: Directive, message: str) -> Diagnostic:
+    """The error of a model whose numbers one rounding moves further than a test can allow."""
+    help_ = "see what divides by a number near 0, or applies a function of large slope again and again"
+    return Diagnostic(AMPLIFIED, message, Label(model.arguments.statement.span), help=help_)
+
+
+def not_finite(line: Directive, message: str, help_: str = CLAMP, notes: tuple[str, ...] = ()) -> Diagnostic:
+    """The error of numbers of a test that are NaN or infinite, at the plan's line that makes them."""
+    return Diagnostic(NOT_FINITE, message, Label(line.arguments.statement.span), help=help_, notes=notes)
+
+
+def _agreement(
+    found: _Result, expected: _Result, allowed: tuple[float, float, float], floor: float = 1e-30
+) -> EagerAgreement:
+    made, wanted = found.gradients, expected.gradients
+    difference = torch.stack([
+        (made.get(name, torch.zeros_like(value)) - value).double().norm() for name, value in wanted.items()
+    ]).norm()  # fmt: skip
+    whole = torch.stack([value.double().norm() for value in wanted.values()]).norm()
+    apart = (found.loss - expected.loss).abs() / expected.loss.abs().clamp_min(1e-12)
+    buffers = [_apart(found.buffers.get(name), value, floor) for name, value in expected.buffers.items()]
+    gradient = float(difference / whole.clamp_min(1e-30))
+    return EagerAgreement(float(apart), gradient, max(buffers, default=0.0), allowed)
+
+
+def _apart(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
+    """How far an updated buffer is from what it should be, relative to its largest number; of a missing one nothing is
+    known."""
+    if found is None or found.shape != expected.shape:
+        return math.inf
+    return largest_difference(found, expected) / max(largest(expected), floor)
+
+
+def _captured(
+    case: Case,
+    inputs: Mapping[str, torch.Tensor],
+    wide: bool = False,
+    watch: Callable[[Line, Sequence[Environment]], None] | None = None,
+) -> _Result:
+    run = ReferenceRun(case, wide, watch)
+    loss, gradients = run.gradients([inputs], 0)
+    return _Result(loss, gradients, run.buffers)

@@ -1,0 +1,249 @@
+"""Promises held against a compiled plan: collectives that lines forbid or count, and the memory of a rank."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from parc.checking.checks import memory_of
+from parc.compiler.build.communication import Message, messages
+from parc.compiler.layout.placement import TensorType
+from parc.compiler.plan.limits import Promise
+from parc.compiler.program.cost import VIEWS, local_bytes
+from parc.compiler.resolve.names import find_modules
+from parc.compiler.schedules import EARLY, problem
+from parc.compiling.driver import Compiled, stored
+from parc.compiling.size_ranges import line_span
+from parc.grammar.codes_build import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.grammar.syntax import size_text
+from parc.passes.pipeline import names_of
+from parc.runtime.owners import parameters_of
+
+_ACTIONS = ("COUNT", "SCALE", "F", "B", "REDUCE")
+_SHOWN = 5
+_WORTH = 20  # a parameter that is less than this part of all is not worth a line
+_INSTEAD = dict.fromkeys(
+    ("all_gather", "all_to_all"), "split what makes the value and what reads it alike, or name fewer modules"
+)
+_COUNTED = {
+    "": "counted are the forward and the backward of one microbatch",
+    "forward": "counted is the forward of one microbatch",
+    "backward": "counted is the backward of one microbatch",
+    "step": "counted is what is summed once a step",
+}
+_DIGITS = re.compile(r"\d+")
+
+
+def hold_promises(compiled: Compiled) -> None:
+    """Hold a compiled plan to its ``budget``, ``forbid`` and ``expect`` lines.
+
+    Raises:
+        PlanError: with every promise that the build would not keep.
+    """
+    broken = [*_collectives(compiled), *_budget(compiled)]
+    if broken:
+        raise PlanError(broken)
+
+
+def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
+    programs = compiled.built.programs
+    found = [message for action in _ACTIONS if action in programs for message in messages(programs[action])]
+    among: Counter[Message] = Counter()  # sums among roles, which joined programs do not have; each role says the same
+    for role in compiled.built.roles.values():
+        among |= Counter(m for m in messages(role["REDUCE"]) if m.op == "all_reduce_among")
+    found += among.elements()
+    names = names_of(compiled.captured)
+
+    def owners(message: Message) -> tuple[str, ...]:
+        return tuple(map(compiled.mesh.owner, message.axes))
+
+    for promise in compiled.plan.promises:
+        modules: list[str] = []
+        for word in promise.where:
+            result = find_modules(word, names)
+            if isinstance(result, Diagnostic):
+                yield result
+            else:
+                modules += result
+        meant = [message for message in found if promise.means(message.op, owners(message), message.phase)]
+        inside = {module: [m for m in meant if _within(m.origin.module, module)] for module in modules}
+        if promise.count == 0:
+            yield from _forbidden(compiled, promise, [m for part in inside.values() for m in part])
+        else:
+            yield from _unexpected(compiled, promise, inside)
+
+
+def _within(module: str, outer: str) -> bool:
+    return not outer or module == outer or module.startswith(f"{outer}.")
+
+
+def _forbidden(compiled: Compiled, promise: Promise, found: list[Message]) -> Iterator[Diagnostic]:
+    """One message for each collective, equal ones of repeated blocks together."""
+    for first, others in _alike(found):
+        more = (f"the same holds for {others} more in modules like it",) if others else ()
+        message = f"{_described(first)} is forbidden"
+        yield Diagnostic(
+            FORBIDDEN, message, Label(promise.span), _related(compiled, first), notes=(_cause(first), *more),
+            help=_INSTEAD.get(first.op, "place the module otherwise, or name fewer modules"),
+        )  # fmt: skip
+
+
+def _unexpected(compiled: Compiled, promise: Promise, inside: Mapping[str, list[Message]]) -> Iterator[Diagnostic]:
+    """One message for all modules with the same wrong number."""
+    wrong: dict[int, list[str]] = {}
+    for module, found in inside.items():
+        if len(found) != promise.count:
+            wrong.setdefault(len(found), []).append(module)
+    for count, modules in wrong.items():
+        where = f"`{modules[0]}`" if modules[0] else "the model"
+        what = "collectives" if promise.op.text == "any" else f"`{promise.op.text}`"
+        over = f" over `{promise.axis.text}`" if promise.axis is not None else ""
+        found = inside[modules[0]]
+        groups = _alike(found)
+        notes = [f"{_described(m)}{_times(others + 1)}: {_cause(m)}" for m, others in groups[:_SHOWN]]
+        notes += [f"and {len(groups) - _SHOWN} more"] if len(groups) > _SHOWN else []
+        notes += [f"the same holds for {len(modules) - 1} more of the modules"] if len(modules) > 1 else []
+        message = f"{where} has {count} {what}{over}, not {promise.count}"
+        related = _related(compiled, found[0]) if found else ()
+        counted = _COUNTED["" if promise.phase is None else promise.phase.text]
+        help_ = f"{counted}: place the module otherwise, or correct the number"
+        yield Diagnostic(NOT_EXPECTED, message, Label(promise.span), related, help=help_, notes=tuple(notes))
+
+
+def _alike(found: list[Message]) -> list[tuple[Message, int]]:
+    """The first of each kind of collective, and how many others are like it."""
+    groups: dict[tuple[object, ...], list[Message]] = {}
+    for message in found:
+        module = _DIGITS.sub("*", message.origin.module)
+        groups.setdefault((message.op, message.axes, message.phase, module, message.origin.source), []).append(message)
+    return [(first, len(others)) for first, *others in groups.values()]
+
+
+def _described(message: Message) -> str:
+    where = f"`{message.origin.module}`" if message.origin.module else "the model"
+    return f"`{message.op}` over `{','.join(message.axes)}` in {where}"
+
+
+def _times(count: int) -> str:
+    return f", {count} times" if count > 1 else ""
+
+
+def _cause(message: Message) -> str:
+    place = f"at {message.origin.source}, " if message.origin.source else ""
+    return f"{place}{message.phase}, {size_text(message.bytes)} a rank of {message.dtype}"
+
+
+def _related(compiled: Compiled, message: Message) -> tuple[Label, ...]:
+    """The line that asked for it: one that places a weight of the module over the axis, else what the program says."""
+    axes = tuple(map(compiled.mesh.owner, message.axes))
+    seeds = (seed for seed in compiled.resolved.seeds if seed.axis in axes and message.origin.module)
+    near = next((seed.span for seed in seeds if _within(seed.value, message.origin.module)), None)
+    span = near if near is not None else line_span(compiled.plan, message.origin.plan)
+    return (Label(span, "placed by this line"),) if span is not None else ()
+
+
+# ---- memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor that a rank holds: how it is called, its type, and its bytes."""
+
+    name: str
+    text: str
+    bytes: int
+
+
+def _budget(compiled: Compiled) -> Iterator[Diagnostic]:
+    line = compiled.plan.budget
+    if line is None:
+        return
+    types = stored(compiled)
+    memory = max((memory_of(compiled, role, types) for role in compiled.roles().values()), key=lambda m: m.peak_bytes)
+    over = memory.peak_bytes - line.memory
+    if over <= 0:
+        return
+    kinds = {name: int(getattr(memory, name)) for name in ("parameters", "gradients", "optimizer", "activations")}
+    notes = [", ".join(f"{name} {size_text(size)}" for name, size in kinds.items())]
+    held = sorted([*_parameters(compiled, types), *_values(compiled)], key=lambda tensor: -tensor.bytes)
+    notes += [f"{tensor.name} {tensor.text}, {size_text(tensor.bytes)}" for tensor in held[:_SHOWN]]
+    message = f"a rank needs {size_text(memory.peak_bytes)}, {size_text(over)} more than the budget"
+    help_ = _way_out(compiled, types, kinds["activations"] == max(kinds.values()))
+    yield Diagnostic(OVER_BUDGET, message, Label(line.span), help=help_, notes=tuple(notes))
+
+
+def _parameters(compiled: Compiled, types: Mapping[str, TensorType]) -> Iterator[_Held]:
+    forward = compiled.built.programs["F"]
+    for name, type_ in types.items():
+        yield _Held(f"`{name}`", type_.text(compiled.mesh), local_bytes(type_, forward))
+
+
+def _values(compiled: Compiled) -> Iterator[_Held]:
+    """The largest value that lines of each module make; a module's own are enough to find it."""
+    largest: dict[str, _Held] = {}
+    for action in ("F", "B"):
+        program = compiled.built.programs[action]
+        lines = [line for function in program.functions for line in function.lines]
+        for line in lines:
+            if line.calls_function or line.op in VIEWS:
+                continue
+            for value in line.results:
+                if value is None:
+                    continue
+                size = local_bytes(value.type, program)
+                module = line.origin.module
+                where = f"`{line.op}` in {f'`{module}`' if module else 'the model itself'}"
+                where += f" at {line.origin.source}" if line.origin.source else ""
+                if module not in largest or largest[module].bytes < size:
+                    largest[module] = _Held(where, value.type.text(compiled.mesh), size)
+    yield from largest.values()
+
+
+def _way_out(compiled: Compiled, types: Mapping[str, TensorType], activations: bool) -> str:
+    """A line that would take less memory: more microbatches, or a split of the largest parameter that is whole."""
+    plan = compiled.plan
+    if activations and "B" in plan.sizes:
+        batch = plan.sizes["B"]
+        unit = batch.low if batch.fixed else batch.step
+        more = next((n for n in range(plan.microbatches + 1, unit + 1) if unit % n == 0 and _cuts(compiled, n)), None)
+        if more is not None:
+            line = "" if plan.schedule is not None else "schedule "
+            return f"write `{line}microbatches {more}`: activations are the largest part, and fewer are held at once"
+    names = names_of(compiled.captured)
+    data = {axis for type_ in _inputs(compiled) for axis in type_.placement.split_axes()}
+    taken = data | ({compiled.pipeline.axis} if compiled.pipeline is not None else set())
+    free = [axis for axis in compiled.mesh.names if compiled.mesh.size(axis) > 1 and axis not in taken]
+    sizes = {name: local_bytes(type_, compiled.built.programs["F"]) for name, type_ in types.items()}
+    for name in sorted(types, key=lambda n: -sizes[n]):
+        if sizes[name] * _WORTH < sum(sizes.values()):
+            break
+        verb = {"lookup": "vocab", "linear": "column"}.get(names.use(name).kind)
+        axis = next((axis for axis in free if axis not in types[name].placement.split_axes()), None)
+        if verb is not None and axis is not None:
+            return f"`{name}` is whole: write `{verb} {name.removesuffix('.weight')} over {axis}`"
+    return "add ranks to an axis that splits the largest of these, or place them over another axis"
+
+
+def _cuts(compiled: Compiled, microbatches: int) -> bool:
+    """Whether a microbatch of so many still divides over the data ranks, and the schedule then holds fewer."""
+    schedule, pipeline = compiled.plan.schedule, compiled.pipeline
+    if (
+        schedule is not None
+        and pipeline is not None
+        and (schedule.name not in EARLY or problem(schedule.name, pipeline.stages, microbatches, pipeline.chunks))
+    ):
+        return False
+    batch = compiled.plan.sizes["B"]
+    part = (batch.low if batch.fixed else batch.step) // microbatches
+    ways = 1
+    for type_ in _inputs(compiled):
+        for _, axis in type_.placement.splits(0) if type_.shape else ():
+            ways = max(ways, compiled.mesh.size(axis))
+    return part % ways == 0
+
+
+def _inputs(compiled: Compiled) -> Iterator[TensorType]:
+    return (value.type for value in parameters_of(compiled.built.programs["F"].main, "input").values())

@@ -1,0 +1,214 @@
+"""Twins: the small build on which a large one's numbers are tested, chosen so that its programs are the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.plan.directive import Literal
+from parc.compiler.plan.directives.schedule import BATCH
+from parc.compiler.plan.directives.stage import Stage
+from parc.compiler.plan.plan import Plan
+from parc.compiler.program.faults import Fault
+from parc.compiler.program.program import Program
+from parc.compiler.resolve.balance import numbers_of, products_of
+from parc.compiler.sizes.size_range import SizeRange
+from parc.compiler.sizes.template import sizes_text
+from parc.compiler.twin.structure import compare_structure
+from parc.compiling.driver import Compiled, compile_plan
+from parc.grammar.codes_build import MANY_AXES, NO_TWIN
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.runtime.owners import parameters_of
+
+_SMALL_WORK = 200_000_000  # multiply-adds of a step's forward: half a second of tests, less than a twin costs
+_LARGE_WORK = 2_000_000_000
+_MOST_WORK = 20_000_000_000  # about a minute in float64 on one core
+_LARGE_WORLD = 8
+_TWIN_WORLD = 32
+_MOST_AXES = 8
+"""Up to here a twin has every axis at 2, whatever world that makes: on fewer ranks its programs were others."""
+_STEPS = 3
+_PASS = 10  # multiply-adds in the time in which a number is read and written
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What numbers are tested on instead of a build, or the build itself: how it is smaller in words, for how many
+    steps, and where its programs are others."""
+
+    compiled: Compiled
+    text: str
+    steps: int = _STEPS
+    differences: tuple[Fault, ...] = ()
+
+
+def work_of(compiled: Compiled) -> int:
+    """Multiply-adds of a step's forward; other operators, and parameters on every rank, by the time that they take."""
+    nodes = [node for node in compiled.captured.graph.nodes if node.op == "call_function"]
+    work = sum(products_of(node) + _PASS * numbers_of(node) for node in nodes)
+    parameters = sum(map(numbers_of, compiled.captured.placeholders("parameter").values()))
+    return compiled.plan.microbatches * work + _PASS * parameters * (1 + compiled.mesh.world)
+
+
+def subject_of(compiled: Compiled) -> Subject:
+    """What the numbers of a build are tested on: the same model at smaller sizes, where that takes less and gives the
+    same programs; of more ranks, or more work, than one process should take on, the twin; else the build itself.
+
+    Raises:
+        PlanError: nothing is small enough, or the twin cannot be made.
+    """
+    work, few_ranks = work_of(compiled), compiled.mesh.world <= _LARGE_WORLD
+    if work > _SMALL_WORK and few_ranks and compiled.template is None:
+        for sizes in _smaller_sizes(compiled, compiled.mesh, {}):
+            part = math.prod(sizes.values()) / math.prod(compiled.sizes.values())
+            if part > 0.5 or work * part > _LARGE_WORK:
+                continue
+            try:
+                made = _compiled(compiled, compiled.mesh, sizes, {})
+            except PlanError:
+                continue  # the model does not take these
+            if not _differences(compiled, made, compiled.built.programs):
+                return Subject(made, f"the same programs at {sizes_text(sizes)}")
+    if work > _LARGE_WORK or not few_ranks:
+        twin, differences = find_twin(compiled, compiled.built.programs)
+        few = work_of(twin) > _MOST_WORK // _STEPS
+        return Subject(twin, twin_text(twin, few), 1 if few else _STEPS, tuple(differences))
+    return Subject(compiled, "the build itself")
+
+
+def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Compiled, list[Fault]]:
+    """The smallest twin with the same programs, and how the nearest differs where there is none.
+
+    Raises:
+        PlanError: the plan has no ``verify`` line that makes the model small enough, or the twin cannot be made.
+    """
+    first: tuple[Compiled, list[Fault]] | None = None
+    problem: PlanError | None = None
+    for mesh in _meshes(compiled.mesh):
+        given = _arguments(compiled.plan)
+        chosen = {name: int(given.pop(name)) for name in compiled.plan.sizes if name in given}  # type: ignore[arg-type]
+        for sizes in _smaller_sizes(compiled, mesh, chosen):
+            try:
+                twin = _small_enough(_compiled(compiled, mesh, sizes, given))
+            except PlanError as error:  # that it is too large is said before that its sizes are not the model's
+                too_large = error.diagnostics[0].code is NO_TWIN
+                problem = error if problem is None or too_large else problem
+                continue
+            differences = _differences(compiled, twin, programs)
+            if not differences:
+                return twin, []
+            first = first or (twin, differences)
+    if first is None:
+        raise problem or _many_axes(compiled)
+    return first
+
+
+def _many_axes(compiled: Compiled) -> PlanError:
+    line = next(statement for statement in compiled.plan.statements if statement.verb.text == "mesh")
+    axes = [axis for axis, size in compiled.mesh.axes if size > 1]
+    return PlanError([Diagnostic(
+        MANY_AXES,
+        f"numbers cannot be tested on {2 ** len(axes)} ranks, 2 along each of {len(axes)} axes",
+        Label(line.span),
+        help="join axes over which the same is split into one",
+    )])  # fmt: skip
+
+
+def _differences(compiled: Compiled, twin: Compiled, programs: Mapping[str, Program]) -> list[Fault]:
+    return compare_structure(programs, compiled.built.reference, twin.built.programs, twin.built.reference)
+
+
+def _meshes(mesh: Mesh) -> Iterator[Mesh]:
+    """Axes cut to 2; then, since something may divide by 2 and not by more, one axis after the other as it is."""
+    small = {axis: min(size, 2) for axis, size in mesh.axes}
+    choices = [small]
+    choices += [{**small, axis: size} for axis, size in mesh.axes if size > 2]
+    choices += [{axis: min(size, 4) for axis, size in mesh.axes}, dict(mesh.axes)]
+    seen = set()
+    for choice in choices:
+        candidate = replace(mesh, axes=tuple(choice.items()))
+        fits = candidate.world <= (2**_MOST_AXES if choice is small else _TWIN_WORLD)
+        if fits and candidate not in seen:
+            seen.add(candidate)
+            yield candidate
+
+
+def _smaller_sizes(compiled: Compiled, mesh: Mesh, given: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes as small as shows everything: every rank has two entries of what is split, and what divides a size by twos
+    still does. First all of them, then the batch alone, for a model that takes no other pictures; a size that is
+    ``given`` is that."""
+    plan = compiled.plan
+    pieces = dict.fromkeys(plan.sizes, 1)
+    for program in compiled.built.programs.values():
+        placed = parameters_of(program.main, "input")
+        for line in plan.inputs:
+            for dim, name in enumerate(line.dims):
+                if line.name in placed and name in pieces:
+                    axes = [axis for _, axis in placed[line.name].type.placement.splits(dim)]
+                    pieces[str(name)] = math.lcm(pieces[str(name)], math.prod(map(mesh.size, axes)))
+    small = {}
+    for name, size in plan.sizes.items():
+        batch = name == BATCH
+        unit = 2 * pieces[name] * (plan.microbatches if batch else 1)
+        twos = 1 if batch else math.gcd(size.high, 32)
+        fits = (n for n in range(unit, size.high, unit) if not (size.high % n or n % twos) and (batch or n >= 16))
+        small[name] = given.get(name, next(fits, size.high))
+    yield small
+    others = {name: given.get(name, size.high) for name, size in plan.sizes.items() if name != BATCH}
+    if others != {name: size for name, size in small.items() if name != BATCH}:
+        yield {**small, **others}
+
+
+def _compiled(compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: Mapping[str, Literal]) -> Compiled:
+    """The same plan on another mesh, at other sizes, two of each that has a range, and with ``given`` arguments.
+
+    Raises:
+        PlanError: the model does not take them, or something does not divide.
+    """
+    plan, ranges = compiled.plan, dict[str, SizeRange]()
+    for name, chosen in sizes.items():
+        step = math.lcm(max(chosen // 2, 1), math.gcd(plan.sizes[name].step, 16))  # what the range's are multiples of
+        ranges[name] = SizeRange(chosen, chosen) if plan.sizes[name].fixed else SizeRange(step, 2 * step, step)
+    factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
+    copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
+    small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=_stages(plan, mesh))
+    return compile_plan(small, compiled.folder, overrides=given, copies=copies, longer=pads)
+
+
+def _small_enough(twin: Compiled) -> Compiled:
+    if (work := work_of(twin)) > _MOST_WORK:
+        line = twin.plan.verify or twin.plan.model
+        message = f"the model is too large to test its numbers: {work:.0e} multiply-adds a step, even small"
+        help_ = "a `verify` line names smaller arguments of the model, e.g. `verify layers=2, width=64`"
+        raise PlanError([Diagnostic(NO_TWIN, message, Label(line.span), help=help_)])
+    return twin
+
+
+def _stages(plan: Plan, mesh: Mesh) -> tuple[Stage, ...]:
+    """The plan's stages, in a model that may have fewer layers than its lines name."""
+    if not plan.stages or (mesh.declared == plan.mesh and plan.verify is None):
+        return plan.stages
+    return (replace(plan.stages[0], before=(), after=(), balanced=True),)
+
+
+def _arguments(plan: Plan) -> dict[str, Literal]:
+    """The ``verify`` line's arguments and sizes; of two numbers the plan's own where that is smaller already."""
+    own = {**dict(plan.model.values), **{name: size.high for name, size in plan.sizes.items()}}
+    given = dict(plan.verify.values) if plan.verify is not None else {}
+    return {name: _smaller(value, own.get(name)) for name, value in given.items()}
+
+
+def _smaller(value: Literal, own: Literal) -> Literal:
+    numbers = isinstance(value, (int, float)) and isinstance(own, (int, float)) and not isinstance(own, bool)
+    return min(value, own) if numbers else value  # type: ignore[type-var]
+
+
+def twin_text(twin: Compiled, few_steps: bool = False) -> str:
+    """How the twin is smaller."""
+    given = _arguments(twin.plan)
+    words = [f"{name}={value}" for name, value in given.items()]
+    words += [f"{name}={size}" for name, size in twin.plan.sizes.items() if name not in given]
+    few = " (large for its numbers, so no more steps)" if few_steps else ""
+    return f"the twin: {', '.join(words)}, mesh {twin.mesh}{few}"

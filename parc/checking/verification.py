@@ -1,0 +1,96 @@
+"""``parc verify``: a build proved and tested again from its own files, and its plan compiled again beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from parc.checking.checks import Checked, case_of, check_files, check_numbers
+from parc.checking.difference import first_difference
+from parc.checking.limits import hold_promises
+from parc.checking.recompilation import differences
+from parc.checking.twins import subject_of
+from parc.compiler.build.directory import Build, read_build
+from parc.compiler.program.faults import Fault
+from parc.compiling.driver import Progress, compile_plan
+from parc.report import plan_of
+from parc.runtime.opening import check_fits, check_source_of
+
+
+@dataclass
+class Verified:
+    """What was found: faults of the programs, and files that are not as they were built."""
+
+    build: Build
+    faults: list[Fault]
+    altered: list[str]
+    checks: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    difference: str = ""
+
+
+def verify_static(path: Path) -> Verified:
+    """Prove shapes, types and communication from the files alone; no code is imported, of the model or otherwise.
+
+    Raises:
+        BuildError: files are missing or cannot be read as a build.
+    """
+    altered: list[str] = []
+    build = read_build(path, altered=altered, imports=False)
+    found = Verified(build, check_files(build), altered)
+    if not found.faults:
+        found.checks = _proved(build)
+    return found
+
+
+def _proved(build: Build) -> dict[str, str]:
+    padding = ("padding",) if build.manifest["padding"] else ()
+    return dict.fromkeys(("shapes", "types", "communication", *padding), "proved")
+
+
+def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: bool = False) -> Verified:
+    """Prove shapes, types and communication of the programs in the files; test their numbers against the model.
+
+    The plan is compiled again, which imports its model; files that are not what it compiles to are faults.
+
+    ``locate``: where numbers differ, also look for the first line of the forward that does.
+
+    Raises:
+        BuildError: files are missing or cannot be read as a build.
+        RunError: the model's file changed, or torch is another.
+        PlanError: the build's plan can no longer be compiled, or its programs do not keep a promise of it.
+    """
+    altered: list[str] = []
+    build = read_build(path, altered=altered)
+    check_fits(build, build.programs["F"].mesh.world)
+    check_source_of(build)
+    progress("shapes, types, communication")
+    found = Verified(build, check_files(build), altered)
+    if found.faults:
+        return found
+    found.checks = _proved(build)
+    progress("numbers")
+    compiled = compile_plan(plan_of(build), build.folder)
+    found.faults += differences(build, compiled)
+    roles = {name: role.programs for name, role in build.roles.items()}
+    built = replace(compiled.built, programs=dict(build.programs), roles=roles)
+    compiled = replace(compiled, built=built, template=build.template)
+    hold_promises(compiled)
+    checked = Checked({}, [])
+    check_numbers(compiled, checked)
+    found.faults += checked.faults
+    found.numbers = checked.report.get("numbers", {})
+    if not found.faults:
+        found.checks["numbers"] = "tested"
+    elif locate and checked.faults:
+        progress("first difference")
+        subject = subject_of(compiled).compiled
+        differing = (
+            first_difference(case_of(at, at.built.programs, at.roles() if at.pipeline else None))
+            for at in subject.cases()
+        )
+        found.difference = str(
+            next(filter(None, differing), "no line of the forward differs: look at the backward of what is named above")
+        )
+    return found

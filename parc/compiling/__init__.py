@@ -1,0 +1,1 @@
+"""From a plan to programs: reading, capture, passes, one after the other."""

@@ -1,0 +1,66 @@
+"""What is wrong with the callables that a plan names, at the line that does; imports neither torch nor them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from parc.compiler.capture.callables import CallableError, look_up
+from parc.compiler.plan.directive import Directive
+from parc.compiler.plan.plan import Plan
+from parc.grammar.code import Code
+from parc.grammar.codes_build import BAD_DATA, MODEL_FAILED
+from parc.grammar.diagnostics import Diagnostic, Label
+
+
+def callable_faults(plan: Plan, folder: Path) -> Iterator[Diagnostic]:
+    """An error for each callable whose file is not there, or has no such name, as far as the file's text tells."""
+    named: list[tuple[Code, Directive, str]] = [(MODEL_FAILED, plan.model, plan.model.callable)]
+    if plan.loss.kind == "callable":
+        named.append((MODEL_FAILED, plan.loss, plan.loss.target))
+    if plan.data is not None and plan.data.callable is not None:
+        named.append((BAD_DATA, plan.data, plan.data.callable))
+    for code, line, target in named:
+        try:
+            look_up(target, folder)
+        except CallableError as error:
+            yield callable_diagnostic(code, error, line)
+
+
+def callable_diagnostic(code: Code, error: CallableError, *lines: Directive | None) -> Diagnostic:
+    """An error of a callable, at the first line, or at the argument of one of them that it does not take."""
+    found = [
+        binding.span
+        for line in lines
+        if line is not None and error.argument
+        for binding in (*line.arguments.bindings("args"), *line.arguments.bindings("name"))
+        if binding.name.text == error.argument
+    ]
+    first = lines[0]
+    assert first is not None
+    label = Label(found[0] if found else first.span)
+    return Diagnostic(code, str(error), label, help=error.help, notes=own_trace(error.__cause__))
+
+
+def own_trace(error: BaseException | None) -> tuple[str, ...]:
+    """The model's own traceback, without parc's frames."""
+    if error is None:
+        return ()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
+    text = traceback.format_list(frames[-6:]) + traceback.format_exception_only(error)
+    return ("".join(["the model's own traceback:\n", *text]).rstrip(),)
+
+
+def _ours(filename: str) -> bool:
+    parts = Path(filename).parts
+    return (
+        "/torch/" in filename
+        or filename.startswith("<")
+        or "importlib" in filename
+        or (
+            len(parts) > 1
+            and parts[-2] in ("compiler", "grammar", "passes", "runtime", "parc")
+            and Path(filename).is_relative_to(Path(__file__).resolve().parents[2])
+        )
+    )

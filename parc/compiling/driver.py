@@ -1,0 +1,307 @@
+"""The whole path on one screen: a plan's text becomes a checked build directory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import parc
+from parc.compiler.build.directory import program_file, read_programs
+from parc.compiler.build.facts import program_facts, stored_in
+from parc.compiler.build.plan_facts import plan_facts
+from parc.compiler.capture.capture import Captured
+from parc.compiler.capture.model_calls import TaskLines
+from parc.compiler.capture.model_code import target_hashes
+from parc.compiler.initial.recipes import Recorded
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.placement import TensorType
+from parc.compiler.ops.precision import regions
+from parc.compiler.padding.pads import Pads, facts_of
+from parc.compiler.plan.directives.schedule import ACCUMULATE
+from parc.compiler.plan.plan import Plan
+from parc.compiler.program.actions import Action, schedule_text
+from parc.compiler.program.program import REFERENCE_FILE
+from parc.compiler.program.roles import Role, join
+from parc.compiler.resolve.resolve import Resolved, resolve
+from parc.compiler.sizes.polynomials import check_points, moving
+from parc.compiler.sizes.template import Template
+from parc.compiling.initial_weights import init_facts
+from parc.compiling.pipelines import pipeline_of, timelines_of
+from parc.compiling.plan_capture import capture_plan
+from parc.compiling.size_ranges import compile_range, fixed
+from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
+from parc.passes.placing.heads import Copies, find_copies
+from parc.passes.placing.registered import RuleMisfit
+from parc.passes.programs.cut import Pipeline
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Compiled:
+    """A plan with its model captured and its programs made; nothing is written yet."""
+
+    plan: Plan
+    folder: Path
+    mesh: Mesh
+    lines: TaskLines
+    recorded: Recorded
+    captured: Captured
+    resolved: Resolved
+    built: Built
+    timelines: dict[str, tuple[Action, ...]]
+    """What each role does in a step, in order."""
+    pipeline: Pipeline | None
+    sizes: dict[str, int]
+    overrides: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    copies: Copies = field(default_factory=Copies)
+    template: Template | None = None
+    """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What the one role of a plan without stages does."""
+        (actions,) = self.timelines.values()
+        return actions
+
+    def roles(self) -> dict[str, Role]:
+        """What ranks run."""
+        return {name: Role(name, self.built.roles[name], actions) for name, actions in self.timelines.items()}
+
+    def at(self, sizes: Mapping[str, int]) -> Compiled:
+        """The plan compiled for some of its sizes, from the template."""
+        assert self.template is not None
+        roles, reference = read_programs(self.template.at(sizes))
+        built = replace(self.built, programs=join(roles), roles=dict(roles), reference=reference)
+        return replace(self, plan=fixed(self.plan, sizes), built=built, sizes={**self.sizes, **sizes}, template=None)
+
+    def cases(self) -> list[Compiled]:
+        """What is checked: the plan compiled for its sizes; of ranges, for the largest and a few others."""
+        return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
+
+
+def task_lines(plan: Plan) -> TaskLines:
+    """What of the plan says what is trained."""
+    model, loss, inputs = plan.model, plan.loss, tuple(line.name for line in plan.inputs)
+    places = tuple((line.name, line.parameter) for line in plan.inputs if line.parameter != line.name)
+    return TaskLines(model.callable, model.values, inputs, loss.kind, loss.target, loss.operands, loss.ignore, places)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Graphs live to the end: a collection of garbage walks over all of them and frees next to nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_uncollected()
+def compile_plan(
+    plan: Plan,
+    folder: Path,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    copies: Copies | None = None,
+    longer: Pads | None = None,
+    progress: Progress = lambda _: None,
+) -> Compiled:
+    """Capture the model and run every pass; where sizes have ranges, at a few of them, which make a template.
+
+    ``overrides`` and ``copies`` make the plan's twin: other arguments of the model, and what its plan keeps on several
+    ranks, where it is not to be found out; it is padded wherever the plan's own build is ``longer`` than its model.
+
+    Raises:
+        PlanError: the plan, the model or both are at fault.
+    """
+
+    def compile_at(sizes: Mapping[str, int] | None = None, choices: Choices | None = None) -> Compiled:
+        at, seconds = fixed(plan, sizes or {}), dict[str, float]()
+        progress("capture")
+        with _timed(seconds, "capture"):
+            recorded, captured = capture_plan(at, task_lines(at), folder, overrides, sizes is not None)
+        progress("passes")
+        with _timed(seconds, "passes"):
+            made = compile_captured(
+                at, folder, recorded, captured, copies, longer, plan if sizes else None, choices,
+                smaller=overrides is not None,
+            )  # fmt: skip
+        return replace(made, overrides=dict(overrides or {}), seconds=seconds)
+
+    if not moving(plan.sizes):
+        return compile_at()
+    choices = Choices()
+    made, template = compile_range(plan, lambda sizes: compile_at(sizes, choices), programs_of, constant_facts)
+    seconds = {key: round(sum(compiled.seconds[key] for compiled in made), 3) for key in made[0].seconds}
+    return replace(made[0], plan=plan, template=template, seconds=seconds)
+
+
+def compile_captured(
+    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, copies: Copies | None = None,
+    longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
+) -> Compiled:  # fmt: skip
+    """Run every pass on a captured model; ``declared`` is the plan with the ranges of which its sizes are a choice; a
+    ``smaller`` model may lack what the plan names.
+
+    Raises:
+        PlanError: the plan, the model or both are at fault.
+    """
+    asked = ask(plan, recorded, captured, copies, longer, declared, choices, smaller)
+    try:
+        built = build_programs(captured, asked.mesh, asked.request)
+    except RuleMisfit as error:
+        source = [f"at {error.origin.source}"] if error.origin.source else []
+        span = plan.model.arguments.statement.span
+        found = Diagnostic(BAD_RULE, str(error), Label(span), help=error.hint, notes=tuple(source))
+        raise PlanError([found]) from error
+    pipeline = asked.request.pipeline
+    timelines = timelines_of(plan, "COUNT" in built.programs, pipeline, folder)
+    sizes = {name: size.high for name, size in plan.sizes.items()}
+    return Compiled(
+        plan, folder, asked.mesh, task_lines(plan), recorded, captured, asked.resolved, built, timelines, pipeline,
+        sizes, frozen=asked.request.frozen, copies=asked.copies,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan asks of the passes, of one captured model."""
+
+    mesh: Mesh
+    resolved: Resolved
+    copies: Copies
+    request: Request
+
+
+def ask(
+    plan: Plan, recorded: Recorded, captured: Captured, copies: Copies | None = None, longer: Pads | None = None,
+    declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
+) -> Asked:  # fmt: skip
+    """What ``compile_captured`` gives the passes.
+
+    Raises:
+        PlanError: the plan is at fault.
+    """
+    lines, names = task_lines(plan), replace(names_of(captured), smaller=smaller)
+    pipeline = pipeline_of(plan, names, captured)
+    pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
+    if copies is None:  # what must divide depends on what several ranks keep
+        asked = resolve(plan, names, longer, None)
+        copies = find_copies(captured, plan, asked.seeds, asked.pads)
+    mesh = plan.mesh.factor(copies.sizes)
+    if declared is not None:  # of a range, the step must divide
+        resolve(declared, names, longer, copies.parts(mesh))
+    resolved = resolve(plan, names, longer, copies.parts(mesh))
+    frozen = frozen_parameters(plan, recorded, captured, resolved)
+    kinds = {**dict.fromkeys(frozen, "frozen"), **dict.fromkeys(lines.inputs, "input")}
+    claims = tuple(
+        (f"{kinds.get(seed.value, 'parameter')} {seed.value}", axis, split, seed.span.root.line)
+        for seed in resolved.seeds
+        for axis, split in copies.splits(seed, mesh).items()
+    )
+    pads = {f"{kinds.get(name, 'parameter')} {name}": rows for name, rows in resolved.pads.items()}
+    return Asked(mesh, resolved, copies, Request(
+        claims, plan.microbatches, plan.seed, frozen, getattr(torch, ACCUMULATE[plan.accumulate]),
+        copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline, plan.unbatched, choices,
+    ))  # fmt: skip
+
+
+def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
+    """Parameters that are not trained: the plan's, and those that the model itself does not train.
+
+    Raises:
+        PlanError: none is left.
+    """
+    own = {name for name, value in recorded.module.named_parameters() if not value.requires_grad}
+    frozen = resolved.frozen | own
+    if not captured.trainable() - frozen:
+        message = "every parameter that the loss depends on is frozen" if frozen else "the loss depends on no parameter"
+        help_ = "name fewer of them: a step trains at least one" if plan.frozen else "see what the model returns"
+        span = plan.frozen[0].span if plan.frozen else plan.model.span
+        raise PlanError([Diagnostic(NOTHING_TRAINED, message, Label(span), help=help_)])
+    return frozen
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[name] = round(time.perf_counter() - start, 3)
+
+
+def programs_of(compiled: Compiled) -> dict[str, str]:
+    """Texts of a build's programs by file name; templates where sizes have ranges."""
+    if compiled.template is not None:
+        return dict(compiled.template.texts)
+    programs = {
+        program_file(program): program.text() for made in compiled.built.roles.values() for program in made.values()
+    }
+    return {REFERENCE_FILE: compiled.built.reference.text(), **programs}
+
+
+def files_of(compiled: Compiled) -> dict[str, str]:
+    """Texts of a build's plan, programs and schedule by file name."""
+    schedule = schedule_text(compiled.timelines)
+    return {"plan.parc": compiled.plan.text(), **programs_of(compiled), "schedule.txt": schedule}
+
+
+def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
+    """The facts a run needs beside the programs."""
+    plan, built = compiled.plan, compiled.built
+    code = target_hashes(compiled.lines.sources, compiled.folder)
+    facts, precision = plan_facts(plan), regions(compiled.resolved.precision)
+    return {
+        **facts,
+        **program_facts(built.programs, built.reference),
+        "parc": parc.__version__,
+        "torch": torch.__version__.split("+")[0],
+        "folder": os.path.relpath(compiled.folder.resolve(), out.resolve()),
+        "model_source": {name: code_hash for name, (code_hash, _) in code.items()},
+        "model_lines": {name: lines for name, (_, lines) in code.items()},
+        "optimizer": optimizer_facts(compiled),
+        "frozen": sorted(compiled.frozen),
+        "precision": [{**fact, "modules": list(line.modules), "line": line.line}
+                      for fact, line in zip(facts["precision"], precision, strict=True)],
+        "init": init_facts(plan, compiled.recorded, compiled.captured),
+        "aliases": dict(compiled.captured.aliases),
+        "padding": facts_of(compiled.resolved.pads),
+        "constants": constant_facts(compiled),
+    }  # fmt: skip
+
+
+def constant_facts(compiled: Compiled) -> dict[str, Any]:
+    """Tensors that capture found written in the model's code: no module holds them, so a run reads them here."""
+    return {
+        name: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
+        for name, value in sorted(compiled.captured.constants.items())
+    }
+
+
+def optimizer_facts(compiled: Compiled) -> dict[str, Any]:
+    """The optimizer line as the manifest has it."""
+    return {**plan_facts(compiled.plan)["optimizer"], "no_decay": sorted(compiled.resolved.no_decay)}
+
+
+def stored(compiled: Compiled) -> dict[str, TensorType]:
+    """Each parameter's type as a rank stores it."""
+    return stored_in(compiled.built.programs)
+
+
+def stored_types(compiled: Compiled) -> dict[str, str]:
+    """The types of ``stored`` as text."""
+    return {name: type_.text(compiled.mesh) for name, type_ in stored(compiled).items()}

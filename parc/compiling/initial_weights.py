@@ -1,0 +1,64 @@
+"""The files of a plan's ``init`` line held against its model, and what a run is told of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parc.compiler.capture.capture import Captured
+from parc.compiler.capture.complex_numbers import real_form
+from parc.compiler.initial.files import Expected, WeightsError, open_weights, shown_faults
+from parc.compiler.initial.recipes import Recorded
+from parc.compiler.plan.plan import Plan
+from parc.grammar.codes_build import BAD_WEIGHTS
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+
+
+def init_facts(plan: Plan, recorded: Recorded, captured: Captured) -> dict[str, Any] | None:
+    """The ``init`` line, with the model's tensors as a run expects them in the files."""
+    line = plan.init
+    if line is None:
+        return None
+    tensors = [
+        {"names": list(tensor.names), "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        for tensor in state_tensors(recorded, captured)
+    ]
+    return {"folder": line.folder, "rounded": line.rounded, "tensors": tensors}
+
+
+def state_tensors(recorded: Recorded, captured: Captured) -> list[Expected]:
+    """The tensors of the model's state, tied ones once with all their names."""
+    aliases = captured.aliases
+    found: dict[str, Expected] = {}
+    for name, value in recorded.module.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            owner = aliases.get(name, name)
+            names = (*found[owner].names, name) if owner in found else (name,)
+            held = real_form(value)
+            found[owner] = Expected(names, tuple(held.shape), held.dtype)
+    return list(found.values())
+
+
+def check_weights(plan: Plan, folder: Path, recorded: Recorded, captured: Captured) -> None:
+    """Hold the files of the ``init`` line against the model; no tensor is read.
+
+    Raises:
+        PlanError: they cannot be read, or do not fit; tensors that do not are named.
+    """
+    line = plan.init
+    if line is None:
+        return
+    label = Label(line.arguments.span("from"))
+    try:
+        weights = open_weights(folder / line.folder, line.rounded)
+    except WeightsError as error:
+        raise PlanError(
+            [Diagnostic(BAD_WEIGHTS, str(error), label, help="name a folder of safetensors files")]
+        ) from None
+    faults = weights.faults(state_tensors(recorded, captured))
+    if faults:
+        message = f"the weights in `{line.folder}` are not the model's"
+        help_ = "write files with the model's own names, as its `state_dict()` has them"
+        raise PlanError([Diagnostic(BAD_WEIGHTS, message, label, help=help_, notes=shown_faults(faults))])

@@ -1,0 +1,42 @@
+"""Pipelines as a plan asks for them: how its lines cut the captured step, and what each role then does when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from parc.compiler.capture.capture import Captured
+from parc.compiler.plan.plan import Plan
+from parc.compiler.program.actions import Action, accumulation
+from parc.compiler.program.roles import SINGLE
+from parc.compiler.resolve.names import Names
+from parc.compiler.resolve.stage_cuts import cuts_of
+from parc.compiler.schedules import timelines
+from parc.passes.programs.cut import Pipeline
+
+
+def pipeline_of(plan: Plan, names: Names, captured: Captured) -> Pipeline | None:
+    """How the plan cuts the step into stages; None where it is one.
+
+    Raises:
+        PlanError: the cuts do not fit the model.
+    """
+    cuts = cuts_of(plan, names, captured)
+    if not cuts or plan.schedule is None:
+        return None
+    places = tuple((cut.module, cut.after) for cut in cuts)
+    origins = (node.meta["origin"].module for node in captured.graph.nodes if node.op == "call_function")
+    return Pipeline(plan.stages[0].axis.text, plan.schedule.chunks, places, tuple(dict.fromkeys(origins)))
+
+
+def timelines_of(plan: Plan, counts: bool, pipeline: Pipeline | None, folder: Path) -> dict[str, tuple[Action, ...]]:
+    """What each role does in a step, in order; ``counts`` where the loss is divided by a count of targets.
+
+    Raises:
+        PlanError: the schedule's file cannot be read, or is no schedule of these stages.
+    """
+    if pipeline is None or plan.schedule is None:
+        return {SINGLE: accumulation(plan.microbatches, counts=counts)}
+    return timelines(
+        plan.schedule.name, pipeline.stages, plan.microbatches, pipeline.chunks, axis=pipeline.axis, counts=counts,
+        text=plan.schedule.table_of(folder, pipeline.stages),
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""A plan's model made and captured; every fault of the model is an error of the plan's line that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parc.compiler.capture.callables import CallableError
+from parc.compiler.capture.capture import Captured, InputSpec, capture
+from parc.compiler.capture.faults import CaptureError, user_frame
+from parc.compiler.capture.making import not_found
+from parc.compiler.capture.model_calls import InputsError, TaskLines, caller, loss_function, model_builder
+from parc.compiler.initial.recipes import Recorded, record
+from parc.compiler.plan.plan import Plan
+from parc.compiling.callable_faults import callable_diagnostic, own_trace
+from parc.grammar.codes_build import (
+    CAPTURE_FAILED,
+    CONTROL_FLOW,
+    LOSS_NOT_NUMBER,
+    MODEL_FAILED,
+    NO_FIELD,
+    NOT_IN_REALS,
+    NOT_RECOMPUTED,
+    RETURNED_CACHE,
+    UNCOUNTED_DRAW,
+    WRONG_INPUTS,
+)
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.passes.pipeline import prepare
+
+
+def capture_plan(
+    plan: Plan, lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None, ranged: bool = False
+) -> tuple[Recorded, Captured]:
+    """Make the plan's model without allocating it, and capture it with its loss; ``ranged``: at one of several sizes.
+
+    Raises:
+        PlanError: the model or its loss is at fault.
+    """
+    model_span = plan.model.arguments.statement.span
+    try:
+        build = model_builder(lines, folder, overrides)
+        recorded = record(build, plan.seed)
+    except CallableError as error:
+        raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.model, plan.verify)]) from None
+    except Exception as error:
+        why, help_ = not_found(error, {**dict(lines.arguments), **(overrides or {})}, folder)
+        message = f"making the model failed: {why or f'{type(error).__name__}: {error}'}"
+        notes = () if why else own_trace(error)
+        raise PlanError([Diagnostic(MODEL_FAILED, message, Label(model_span), help=help_, notes=notes)]) from None
+    try:
+        call, loss = caller(recorded.module, lines), loss_function(lines, folder)
+    except InputsError as error:
+        raise PlanError([_inputs_diagnostic(plan, error)]) from None
+    except CallableError as error:
+        raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.loss)]) from None
+    try:
+        captured = capture(recorded.module, recorded.mode, input_specs(plan), call, loss, ranged)
+    except CaptureError as error:
+        raise PlanError([_capture_diagnostic(plan, error)]) from None
+    drawn = prepare(captured.graph)
+    if drawn is not None:
+        message = f"the model draws random numbers with `{drawn.target}`, which no stream counts"
+        notes = (f"at {source}",) if (source := drawn.meta["origin"].source) else ()
+        help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make it an input"
+        raise PlanError([Diagnostic(UNCOUNTED_DRAW, message, Label(model_span), help=help_, notes=notes)])
+    return recorded, captured
+
+
+def _inputs_diagnostic(plan: Plan, error: InputsError) -> Diagnostic:
+    lines = [line.arguments for line in plan.inputs if line.name in error.inputs]
+    spans = [line.span("as" if "as" in line else "name") for line in lines]
+    label = Label(next(iter(spans), plan.model.arguments.statement.span))
+    return Diagnostic(WRONG_INPUTS, str(error), label, help=error.help)
+
+
+def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
+    code, help_ = {
+        "checkpoint": (NOT_RECOMPUTED, "leave it out: a step that keeps all activations has the same numbers"),
+        "control": (CONTROL_FLOW, error.help or "compute both sides and choose with `torch.where`"),
+        "cache": (RETURNED_CACHE, "give the model `use_cache=False`, or return its logits or its loss alone"),
+        "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),
+        "field": (NO_FIELD, error.help),
+        "complex": (NOT_IN_REALS, "write it with arithmetic, powers, `exp`, `log`, products, sums, FFTs and views"),
+    }.get(error.kind, (CAPTURE_FAILED, error.help))
+    line = plan.loss if error.kind == "output" or error.in_loss else plan.model
+    shapes = ((given, list(plan.input_shape(given))) for given in plan.inputs if code is CAPTURE_FAILED)
+    what = "given in each microbatch as" if plan.microbatches > 1 else "given as"
+    related = (Label(given.span, f"{what} {given.dtype} {shape}") for given, shape in shapes)
+    notes = [f"at {error.source}"] if error.source else []
+    if error.__cause__ is not None and error.kind == "other":
+        notes += own_trace(error.__cause__)
+    return Diagnostic(code, str(error), Label(line.arguments.statement.span), tuple(related), help_, tuple(notes))
+
+
+def failure(plan: Plan, error: Exception) -> Diagnostic:
+    """What says that the model, run as it is written, failed."""
+    source = user_frame(error)
+    notes = [f"at {source}"] if source else []
+    text = str(error).strip().split("\n")[0]
+    message = f"the model fails on a batch: {type(error).__name__}: {text}"
+    help_ = ""
+    if text.startswith("Target ") and plan.loss.ignore is not None:
+        help_ = "the model reads the targets too, and ignores another number than the loss: give that as `ignore=...`"
+    span = plan.model.arguments.statement.span
+    return Diagnostic(CAPTURE_FAILED, message, Label(span), help=help_, notes=(*notes, *own_trace(error)))
+
+
+def input_specs(plan: Plan) -> dict[str, InputSpec]:
+    """Dtype and shape of each input in one microbatch, over all data ranks."""
+    return {line.name: InputSpec(getattr(torch, line.dtype), plan.input_shape(line)) for line in plan.inputs}

@@ -1,0 +1,106 @@
+"""The files and the callable of a plan's ``data`` line held against it, and what a run is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from parc.compiler.build.plan_facts import data_facts, input_facts
+from parc.compiler.capture.callables import CallableError
+from parc.compiler.plan.plan import Plan
+from parc.compiling.callable_faults import callable_diagnostic
+from parc.grammar.codes_build import BAD_DATA, CAPTURE_FAILED
+from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.grammar.syntax import String
+from parc.runtime.data.feed import MISFIT_HELP
+from parc.runtime.data.samples import DataError, misfit
+from parc.runtime.data.sources import is_synthetic, open_data
+
+
+def check_data(plan: Plan, folder: Path) -> None:
+    """Hold the ``data`` line against what is there: the callable and its arguments, the files; no sample is read.
+
+    Raises:
+        PlanError: the callable cannot be had, or takes other arguments; a glob matches no file, or all are too short.
+    """
+    line, facts = plan.data, data_facts(plan.data)
+    if line is None or facts is None or is_synthetic(facts):
+        return
+    sizes = {name: size.low for name, size in plan.sizes.items()}  # what is too short at any of them
+    try:
+        open_data(facts, input_facts(plan), plan.loss.operands, sizes, folder)
+    except CallableError as error:
+        raise PlanError([callable_diagnostic(BAD_DATA, error, line)]) from None
+    except DataError as error:
+        globs = [item for item in line.arguments.items("bytes") if isinstance(item, String)]
+        span = next((item.span for item in globs if item.text == error.pattern), line.span)
+        raise PlanError([Diagnostic(BAD_DATA, str(error), Label(span), help=error.help)]) from None
+
+
+@contextmanager
+def sample_said(plan: Plan, folder: Path) -> Iterator[None]:
+    """Where the model fails on what the ``input`` lines declare, say first that the first sample is something else.
+
+    Raises:
+        PlanError: that of the code inside, with the sample's error before it.
+    """
+    try:
+        yield
+    except PlanError as error:
+        if any(found.code is CAPTURE_FAILED for found in error.diagnostics) and (sample := _first_sample(plan, folder)):
+            raise PlanError([*_misfits(plan, sample, input_facts(plan)), *error.diagnostics]) from error
+        raise
+
+
+def check_sample(plan: Plan, folder: Path, read: Container[str]) -> None:
+    """Hold the first sample against the ``input`` lines of what the programs ``read``; any size of a range will do.
+
+    Raises:
+        PlanError: it is no dict of tensors, lacks an input, or one has another dtype or shape.
+    """
+    sample = _first_sample(plan, folder)
+    if sample is None:
+        return
+    inputs = [fact for fact in input_facts(plan) if fact["name"] in read]
+    missing = [fact["name"] for fact in inputs if fact["name"] not in sample]
+    if missing:
+        held = f"the data's sample 0 holds {', '.join(f'`{name}`' for name in sample)}"
+        raise PlanError([_fault(plan, f"{held}, and no `{missing[0]}`", "name inputs as the data does")])
+    if wrong := _misfits(plan, sample, inputs):
+        raise PlanError(wrong)
+
+
+def _first_sample(plan: Plan, folder: Path) -> Mapping[str, Tensor] | None:
+    """None where no line names files or a callable, and where the sample cannot be made: a build may be made where the
+    data is not, and a run says what is missing.
+
+    Raises:
+        PlanError: it is no dict of tensors.
+    """
+    facts = data_facts(plan.data)
+    if facts is None or is_synthetic(facts):
+        return None
+    sizes = {name: size.low for name, size in plan.sizes.items()}
+    try:
+        return open_data(facts, input_facts(plan), plan.loss.operands, sizes, folder)(0)
+    except DataError as error:
+        if error.__cause__ is not None:
+            return None
+        raise PlanError([_fault(plan, str(error), error.help)]) from None
+
+
+def _misfits(plan: Plan, sample: Mapping[str, Tensor], inputs: Sequence[Mapping[str, Any]]) -> list[Diagnostic]:
+    """The error of the first input that a sample holds otherwise than its line says, if there is one."""
+    wrong = misfit(sample, 0, inputs, plan.sizes)
+    return [_fault(plan, wrong[1], MISFIT_HELP, wrong[0])] if wrong else []
+
+
+def _fault(plan: Plan, message: str, help_: str, name: str = "") -> Diagnostic:
+    """An error of the ``data`` line, and of the input of a name."""
+    assert plan.data is not None
+    related = tuple(Label(line.span, "declared here") for line in plan.inputs if line.name == name)
+    return Diagnostic(BAD_DATA, message, Label(plan.data.span), related, help=help_)

@@ -1,0 +1,1 @@
+"""The canonical form: the captured graph in few operators, without what differs from rank to rank."""

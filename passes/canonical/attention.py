@@ -1,0 +1,82 @@
+"""Attention in the canonical form: of four dims, its draws counted, its scores written out where need be."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ...compiler.ops.torch_ops import OPS
+from .decompose import depends_on_parameter, shape_of
+
+if TYPE_CHECKING:
+    from .canonicalize import Canonicalizer
+
+aten = torch.ops.aten
+
+
+def attention(c: Canonicalizer, node: Any) -> None:
+    """Torch's attention as parc's own, which keeps what its backward reads and draws its mask from a stream."""
+    names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    p = float(given.get("dropout_p") or 0.0)
+    mask, q = given.get("attn_mask"), given["q"]
+    if q.meta["val"].dim() == 3:
+        _of_one_head(c, node, given)
+    if q.meta["val"].dim() != 4:
+        return
+    key = c.stream(node, c.rng) if p else None
+    if mask is not None:
+        while mask.meta["val"].dim() < 4:
+            mask = c.emit(node, aten.unsqueeze.default, mask, 0)
+        if depends_on_parameter(mask):
+            _written_out(c, node, {**given, "attn_mask": mask}, key)
+            return
+    options = (bool(given.get("is_causal") or False), given.get("scale"), p)
+    pair = c.emit(node, OPS.attention.default, q, given["k"], given["v"], mask, key, *options)
+    out = c.emit(node, operator.getitem, pair, 0, val=pair.meta["val"][0])
+    c.replace(node, out)
+
+
+def _of_one_head(c: Canonicalizer, node: Any, given: Mapping[str, Any]) -> None:
+    """Attention without heads has one: kernels disagree on where they put the dim."""
+    operands = given["q"], given["k"], given["v"]
+    if len({shape_of(x)[0] for x in operands}) > 1:
+        return
+    mask = given.get("attn_mask")
+    if mask is not None and len(shape_of(mask)) == 3:
+        mask = c.emit(node, aten.unsqueeze.default, mask, 1)
+    one_head = (c.emit(node, aten.unsqueeze.default, x, 1) for x in operands)
+    options = given.get("dropout_p") or 0.0, given.get("is_causal") or False
+    made = c.emit(node, node.target, *one_head, mask, *options, scale=given.get("scale"))
+    c.replace(node, c.emit(node, aten.squeeze.dim, made, 1))
+    attention(c, made)
+
+
+def _written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key: fx.Node | None) -> None:
+    """Attention with its scores written out: one whose mask is trained, of which attention's own backward makes no
+    gradient (relative positions added to the scores)."""
+    q, k, v, mask = given["q"], given["k"], given["v"], given["attn_mask"]
+    p, scale = float(given.get("dropout_p") or 0.0), given.get("scale")
+    k, v = (_repeated(c, node, x, shape_of(q)[1]) for x in (k, v))
+    scores = c.emit(node, aten.matmul.default, q, c.emit(node, aten.transpose.int, k, -2, -1))
+    if (factor := shape_of(q)[-1] ** -0.5 if scale is None else scale) != 1:
+        scores = c.emit(node, aten.mul.Tensor, scores, factor)
+    weights = c.emit(node, aten.softmax.int, c.emit(node, aten.add.Tensor, scores, mask), -1)
+    if key is not None:
+        kept = c.emit(node, OPS.dropout_mask.default, key, list(shape_of(weights)), p, weights.meta["val"].dtype)
+        weights = c.emit(node, aten.mul.Tensor, weights, kept)
+    c.replace(node, c.emit(node, aten.matmul.default, weights, v))
+
+
+def _repeated(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx.Node:
+    """Keys or values [b, g, t, d] for every query head."""
+    batch, groups, length, size = shape_of(x)
+    if groups == heads:
+        return x
+    apart = c.emit(near, aten.unsqueeze.default, x, 2)
+    apart = c.emit(near, aten.expand.default, apart, [batch, groups, heads // groups, length, size])
+    return c.emit(near, aten.reshape.default, apart, [batch, heads, length, size])

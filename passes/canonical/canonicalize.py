@@ -1,0 +1,327 @@
+"""Canonical form: the captured graph in the few operators that rules and partition know; meaning unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
+
+from ...compiler.ops.results import example_of, results_of
+from ...compiler.ops.torch_ops import OPS
+from ...compiler.program.program import Origin
+from .attention import attention
+from .creation import CREATION
+from .decompose import DECOMPOSITIONS, looked_up, selected, shape_of
+from .draws import DRAWS
+from .slices import join_slices
+
+aten = torch.ops.aten
+
+Rewrite = Callable[["Canonicalizer", Any], None]
+
+_NO_MEANING = {aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.contiguous.default}
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_CONVOLUTIONS = (aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+                 aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)  # fmt: skip
+
+
+class Canonicalizer:
+    """Rewrites one graph in place, node by node, through ``TABLE``."""
+
+    def __init__(self, graph: fx.Graph, ranged: bool = False) -> None:
+        self.graph, self.ranged = graph, ranged
+        self.keys: dict[str, int] = {}
+        self.iotas: dict[fx.Node, tuple[int, int]] = {}
+        """Nodes that count 0, 1, … along one dim: ``(dim, size)``."""
+        self._fakes: dict[int, torch.Tensor] = {}
+
+    def emit(self, near: fx.Node, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
+        """A new node before ``near`` with its provenance; ``val`` defaults to what the operator makes of fakes."""
+        with self.graph.inserting_before(near):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(_place(near))
+        if val is None:
+            examples: Any = fx.node.map_arg(args, lambda n: example_of(n.meta["val"]))
+            val = tree_map_only(torch.Tensor, self._fake, results_of(target, examples, kwargs).values)
+        node.meta["val"] = val
+        return node
+
+    def _fake(self, example: torch.Tensor) -> torch.Tensor:
+        """The fake tensor of the graph that has an example's layout."""
+        if id(example) not in self._fakes:
+            mode = next(n.meta["val"].fake_mode for n in self.graph.nodes if n.op == "placeholder")
+            with mode:
+                made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
+            self._fakes[id(example)] = made
+        return self._fakes[id(example)]
+
+    def replace(self, node: fx.Node, by: fx.Node) -> None:
+        """Let ``by`` stand for ``node``."""
+        node.replace_all_uses_with(by)
+        self.graph.erase_node(node)
+        if node in self.iotas:
+            self.iotas[by] = self.iotas.pop(node)
+
+    def stream(self, node: fx.Node, rng: fx.Node) -> fx.Node:
+        """The key of a random operator: named by its module and its ordinal there, so no plan changes it."""
+        module = node.meta["origin"].module or "model"
+        ordinal = self.keys.get(module, 0)
+        self.keys[module] = ordinal + 1
+        with self.graph.inserting_after(rng):
+            key = self.graph.placeholder(f"key_{module.replace('.', '_')}_{ordinal}")
+        key.meta = {"role": f"key {module}.{ordinal}", "val": _fake_like(node, (), torch.int64)}
+        return key
+
+    def run(self) -> fx.Graph:
+        """Rewrite every node once, in order; drop what nobody reads."""
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        self.rng = last
+        for node in list(self.graph.nodes):
+            if node.op == "call_function":
+                rewrite = TABLE.get(node.target)
+                if rewrite is not None:
+                    rewrite(self, node)
+        order = {node: index for index, node in enumerate(self.graph.nodes)}
+        for node in order:
+            join_slices(self, node, order)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+
+def _place(node: fx.Node) -> dict[str, Any]:
+    """Where in the model a node stands."""
+    return {"origin": node.meta.get("origin", Origin()), "loss": node.meta.get("loss", False)}
+
+
+def _fake_like(node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    value = node.meta["val"]
+    value = value[0] if isinstance(value, (tuple, list)) else value
+    with value.fake_mode:
+        return torch.empty(shape, dtype=dtype)
+
+
+def _drop(c: Canonicalizer, node: Any) -> None:
+    c.graph.erase_node(node)
+
+
+def _forward(c: Canonicalizer, node: Any) -> None:
+    c.replace(node, node.args[0])
+
+
+def _view(c: Canonicalizer, node: Any) -> None:
+    source = node.args[0]
+    if shape_of(source) == shape_of(node):
+        c.replace(node, source)
+        return
+    node.target = aten.reshape.default
+    node.args = (source, list(shape_of(node)))
+
+
+def _expand(c: Canonicalizer, node: Any) -> None:
+    if shape_of(node.args[0]) == shape_of(node):
+        c.replace(node, node.args[0])
+        return
+    node.args, node.kwargs = (node.args[0], list(shape_of(node))), {}
+
+
+def _to_copy(c: Canonicalizer, node: Any) -> None:
+    dtype = node.meta["val"].dtype
+    if node.args[0].meta["val"].dtype == dtype:
+        c.replace(node, node.args[0])
+    else:
+        node.args, node.kwargs = (node.args[0],), {"dtype": dtype}
+
+
+def _type_as(c: Canonicalizer, node: Any) -> None:
+    node.target = aten._to_copy.default
+    _to_copy(c, node)
+
+
+def _slice(c: Canonicalizer, node: Any) -> None:
+    """Positions counted from the front, and an end at the last element taken: sizes that a rank can cut."""
+    before, after = shape_of(node.args[0]), shape_of(node)
+    names = ("x", "dim", "start", "end", "step")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    dim, step = int(given.get("dim") or 0) % len(before), int(given.get("step") or 1)
+    # at the largest of several sizes a table may be just long enough: the slice is no less one at the others
+    if before == after and step == 1 and not (c.ranged and 0 < int(given.get("end") or 0) <= before[dim]):
+        c.replace(node, node.args[0])
+        return
+    start = int(given.get("start") or 0)
+    start = min(max(start + before[dim] if start < 0 else start, 0), before[dim])
+    end = start + (after[dim] - 1) * step + 1 if after[dim] else start
+    node.args, node.kwargs = (node.args[0], dim, start, end, step), {}
+
+
+def _cat(c: Canonicalizer, node: Any) -> None:
+    """Nothing joined to something is the something (what is left of a rotary embedding that turns all of a head)."""
+    pieces, *rest = node.args
+    full = [piece for piece in pieces if 0 not in shape_of(piece)]
+    if len(full) == 1 and full[0].meta["val"].dtype == node.meta["val"].dtype:
+        c.replace(node, full[0])
+    elif 1 < len(full) < len(pieces):
+        node.args = (full, *rest)
+
+
+def _linear(c: Canonicalizer, node: Any) -> None:
+    """A row-parallel bias would be added once a rank: product first, then the sum."""
+    if len(node.args) > 2 and node.args[2] is not None:
+        x, weight, bias = node.args
+        product = c.emit(node, aten.linear.default, x, weight, val=node.meta["val"])
+        c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
+
+
+def _convolution(c: Canonicalizer, node: Any) -> None:
+    """As of a linear layer: product first, then the sum."""
+    bias = node.args[2] if len(node.args) > 2 else None
+    if bias is None:
+        return
+    x, weight, _, *rest = node.args
+    product = c.emit(node, node.target, x, weight, None, *rest, val=node.meta["val"], **node.kwargs)
+    for _ in range(len(shape_of(weight)) - 2):
+        bias = c.emit(node, aten.unsqueeze.default, bias, -1)
+    c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
+
+
+def _addmm(c: Canonicalizer, node: Any) -> None:
+    if node.kwargs:
+        return
+    bias, x, weight = node.args
+    product = c.emit(node, aten.mm.default, x, weight, val=node.meta["val"])
+    c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
+
+
+def _cross_entropy(c: Canonicalizer, node: Any) -> None:
+    """``mean`` becomes a sum of token losses over the count of targets that are not ignored, or over the sum of their
+    classes' weights."""
+    names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    given: dict[str, Any] = {"ignore_index": -100, "reduction": 1, "label_smoothing": 0.0}
+    given |= {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    logits, targets = given["self"], given["target"]
+    known = node.target is not aten.cross_entropy_loss.default  # log probabilities are given
+    if known and logits.target is aten.log_softmax.int and logits.args[1] % len(shape_of(logits)) == 1:
+        same = logits.args[0].meta["val"].dtype == logits.meta["val"].dtype
+        logits, known = (logits.args[0], False) if same else (logits, True)
+    weight, smoothing = given.get("weight"), float(given["label_smoothing"])
+    rank = logits.meta["val"].dim()
+    if targets.meta["val"].is_floating_point() or rank < 2:
+        return
+    if rank > 2:  # classes come second: they go last, all else becomes rows
+        logits = c.emit(node, aten.permute.default, logits, [0, *range(2, rank), 1])
+        logits = c.emit(node, aten.reshape.default, logits, [-1, shape_of(logits)[-1]])
+        targets = c.emit(node, aten.reshape.default, targets, [-1])
+        logits.args, targets.args = (logits.args[0], list(shape_of(logits))), (targets.args[0], list(shape_of(targets)))
+    ignore, reduction = int(given["ignore_index"]), given["reduction"]
+    counts = counted = c.emit(node, aten.ne.Scalar, targets, ignore)
+    classes = c.emit(node, aten.mul.Tensor, targets, counted)  # a class of its own, also where it is ignored
+    if known:
+        picked = c.emit(node, aten.gather.default, logits, 1, c.emit(node, aten.unsqueeze.default, classes, 1))
+        picked = c.emit(node, aten.neg.default, c.emit(node, aten.squeeze.dim, picked, 1))
+        losses = c.emit(node, aten.masked_fill.Scalar, picked, c.emit(node, aten.eq.Scalar, targets, ignore), 0.0)
+    else:
+        losses = c.emit(node, OPS.token_loss.default, logits, targets, ignore)
+    if weight is not None:
+        weights = c.emit(node, aten.index.Tensor, weight, [classes])
+        losses = c.emit(node, aten.mul.Tensor, losses, weights)
+        counts = c.emit(node, aten.mul.Tensor, weights, counted)
+        looked_up(c, weights)
+    if smoothing:  # that part of the loss is the mean over all classes
+        every = c.emit(node, aten.log_softmax.int, logits, -1)
+        every = every if weight is None else c.emit(node, aten.mul.Tensor, every, weight)
+        every = c.emit(node, aten.sum.dim_IntList, every, [-1])
+        every = c.emit(node, aten.mul.Tensor, every, counted)
+        losses = c.emit(node, aten.mul.Tensor, losses, 1 - smoothing)
+        every = c.emit(node, aten.mul.Tensor, every, -smoothing / shape_of(logits)[-1])
+        losses = c.emit(node, aten.add.Tensor, losses, every)
+    losses.meta["token_losses"] = True  # nothing but a loss of each target, zero where it is ignored
+    if reduction == 0:
+        c.replace(node, losses if rank == 2 else c.emit(node, aten.reshape.default, losses, list(shape_of(node))))
+        return
+    total = c.emit(node, aten.sum.default, losses)
+    if reduction == 1:
+        total = c.emit(node, aten.div.Tensor, total, c.emit(node, aten.sum.default, counts))
+    c.replace(node, total)
+
+
+def _add(c: Canonicalizer, node: Any) -> None:
+    x, y = node.args[0], node.args[1]
+    if (
+        isinstance(x, fx.Node)
+        and not isinstance(y, fx.Node)
+        and y == 0
+        and x.meta["val"].dtype == node.meta["val"].dtype
+    ):
+        c.replace(node, x)
+
+
+def _unsqueeze(c: Canonicalizer, node: Any) -> None:
+    source = node.args[0]
+    if source in c.iotas:
+        dim, size = c.iotas[source]
+        at = node.args[1] % len(shape_of(node))
+        c.iotas[node] = (dim + (at <= dim), size)
+
+
+def _index(c: Canonicalizer, node: Any) -> None:
+    """Indexing every dim by counts over its whole range, on increasing dims, only inserts dims of size 1."""
+    x, indices = node.args
+    result = shape_of(node)
+    if len(indices) != len(shape_of(x)) or any(index not in c.iotas for index in indices):
+        looked_up(c, node)
+        return
+    places = []
+    for dim, index in enumerate(indices):
+        place, size = c.iotas[index]
+        if size != shape_of(x)[dim]:
+            return
+        places.append(place + len(result) - len(shape_of(index)))
+    if places != sorted(set(places)):
+        return
+    for dim in range(len(result)):
+        if dim not in places:
+            x = c.emit(node, aten.unsqueeze.default, x, dim)
+    c.replace(node, x)
+
+
+TABLE: Mapping[Any, Rewrite] = {
+    aten._assert_tensor_metadata.default: _drop,
+    **dict.fromkeys(_NO_MEANING, _forward),
+    **dict.fromkeys(_VIEWS, _view),
+    aten.expand.default: _expand,
+    aten._to_copy.default: _to_copy,
+    aten.type_as.default: _type_as,
+    aten.slice.Tensor: _slice,
+    aten.cat.default: _cat,
+    aten.linear.default: _linear,
+    aten.addmm.default: _addmm,
+    **dict.fromkeys(_CONVOLUTIONS, _convolution),
+    **DECOMPOSITIONS,
+    **DRAWS,
+    **CREATION,
+    aten.scaled_dot_product_attention.default: attention,
+    aten.nll_loss_nd.default: _cross_entropy,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.add.Tensor: _add,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.index.Tensor: _index,
+    aten.index_select.default: selected,
+}
+"""Operator → rewrite. An operator that is not here keeps its form."""
+
+
+def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
+    """The same function in canonical operators (a new graph); ``ranged``: in those that it has at other sizes too.
+
+    Dropout and attention dropout draw from counter-based streams, one ``key`` placeholder each; biases leave products;
+    means become sums over counts; views become ``reshape``; creation operators become ``full`` and ``iota``.
+    """
+    copy = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    copy.output(copy.graph_copy(graph, mapping))
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+    return Canonicalizer(copy, ranged).run()

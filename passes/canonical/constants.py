@@ -1,0 +1,212 @@
+"""Constants of integers and booleans, known before anything runs: a mask that hides nothing goes, a causal one named.
+
+Models write masks as computations on positions. What is the same everywhere becomes ``full``; a mask that lets all
+through, or exactly what is not later, leaves attention free to use a kernel that reads no mask at all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...compiler.ops.torch_ops import OPS
+from ...compiler.program.program import Origin
+from ..calls import operands_of, rule_of, substitute
+from ..choices import Choices, agreed
+
+aten = torch.ops.aten
+
+_MOST = 1 << 22  # entries that are looked at one by one
+
+_NEUTRAL = {
+    aten.bitwise_and.Tensor: True, aten.logical_and.default: True, aten.__and__.Tensor: True,
+    aten.bitwise_or.Tensor: False, aten.logical_or.default: False, aten.__or__.Tensor: False,
+}  # fmt: skip
+# a comparison as ``row - column >= least``, and whether its first operand is the row
+_COMPARISONS = {
+    aten.le.Tensor: (False, 0), aten.lt.Tensor: (False, 1), aten.ge.Tensor: (True, 0), aten.gt.Tensor: (True, 1),
+}  # fmt: skip
+
+
+def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
+    """Rewrite the canonical graph in place; exact on every device, since no floating number is touched. ``choices``: as
+    at other sizes of a range, as far as that is true at these."""
+    known: dict[fx.Node, torch.Tensor] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
+            if node.target is OPS.attention.default:
+                _name_mask(node, known, choices)
+            continue
+        if node.meta["val"].dtype.is_floating_point and node.target is not aten.full.default:
+            continue
+        value = _value(node, known)
+        same = agreed(choices, ("constant", node.name), value is not None and _uniform(value))
+        if value is None if choices is None else choices.make(("unknown", node.name), value is None):
+            _drop_neutral(graph, node, known, choices)
+        if value is None:
+            continue
+        known[node] = value
+        if same and node.target is not aten.full.default:
+            with graph.inserting_before(node):
+                made = graph.call_function(
+                    aten.full.default, (list(value.shape), _first(value).item()), {"dtype": value.dtype}
+                )
+            made.meta = {"val": node.meta["val"], "origin": node.meta.get("origin", Origin())}
+            node.replace_all_uses_with(made)
+            known[made] = value
+    graph.eliminate_dead_code()
+
+
+def _value(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+    """What a node holds; a value that is the same everywhere takes no room."""
+    result = node.meta["val"]
+    if node.target is OPS.iota.default:
+        size, start, step, dtype = node.args
+        return torch.arange(size, dtype=torch.int64).mul_(step).add_(start).to(dtype)  # type: ignore[arg-type]
+    if node.target is aten.full.default:
+        return torch.full((), node.args[1], dtype=result.dtype).expand(result.shape)  # type: ignore[arg-type]
+    operands = operands_of(node)
+    target: Any = node.target
+    if not operands or any(operand not in known for operand in operands):
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    pointwise = torch.Tag.pointwise in target.tags or target in _NEUTRAL
+    if pointwise and all(_uniform(known[operand]) for operand in operands):
+        return _run(node, {operand: _first(known[operand]) for operand in operands}).expand(result.shape)
+    if all(returned.alias_info is not None for returned in target._schema.returns):
+        return _run(node, known)  # only looks at its operand in another shape
+    few = _without_copies(node, known)
+    if math.prod(few.result) > _MOST:
+        return _apart(node, known)
+    value = _run(node, few.values)
+    same = value.numel() > 0 and bool((value == _first(value)).all())
+    return (_first(value).clone() if same else value).expand(result.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Few:
+    """Operands of a node by the nodes that make them, and the shape of what it makes of them."""
+
+    values: dict[fx.Node, torch.Tensor]
+    result: tuple[int, ...]
+
+
+def _without_copies(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> _Few:
+    """The operands with one entry for each factor along which all of them hold copies (a mask's batch)."""
+    operands = operands_of(node)
+    values, shape = {operand: known[operand] for operand in operands}, tuple(node.meta["val"].shape)
+    rule, has_rule = rule_of(node)
+    if not has_rule or len(values) < len(operands):
+        return _Few(values, shape)
+    moving = set(rule.whole)
+    for operand, dims in zip(operands, rule.operands, strict=True):
+        for size, stride, factors in zip(values[operand].shape, values[operand].stride(), dims, strict=True):
+            if len(factors) > 1 or (size > 1 and stride != 0):
+                moving.update(factors)
+    copies = {factors[0] for factors in rule.results[0] if len(factors) == 1} - moving
+    for operand, dims in zip(operands, rule.operands, strict=True):
+        for dim, factors in enumerate(dims):
+            if factors and factors[0] in copies:
+                values[operand] = values[operand].narrow(dim, 0, 1)
+    return _Few(values, tuple(1 if f and f[0] in copies else n for n, f in zip(shape, rule.results[0], strict=True)))
+
+
+def _run(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
+    args, kwargs = substitute((node.args, node.kwargs), values.__getitem__)
+    result: torch.Tensor = node.target(*args, **{**kwargs})  # type: ignore[operator]
+    return result
+
+
+def _apart(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+    """A comparison that is true everywhere, since all of one side lies beyond all of the other."""
+    if node.target not in _COMPARISONS:
+        return None
+    first_is_row, least = _COMPARISONS[node.target]
+    first, second = (known[operand] for operand in operands_of(node))
+    high, low = (first, second) if first_is_row else (second, first)
+    if int(high.min()) - int(low.max()) < least:
+        return None
+    return torch.tensor(True).expand(node.meta["val"].shape)
+
+
+def _uniform(value: torch.Tensor) -> bool:
+    return value.numel() > 0 and all(s == 0 or n == 1 for s, n in zip(value.stride(), value.shape, strict=True))
+
+
+def _first(value: torch.Tensor) -> torch.Tensor:
+    return value[(0,) * value.dim()]
+
+
+def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
+    """``x and True`` is ``x``."""
+    if node.target not in _NEUTRAL or node.meta["val"].dtype != torch.bool:
+        return
+    first, second = operands_of(node)
+    for kept, other in ((first, second), (second, first)):
+        value = known.get(other)
+        neutral = value is not None and _uniform(value) and bool(_first(value)) is _NEUTRAL[node.target]
+        if not agreed(choices, ("neutral", node.name, other.name), neutral):
+            continue
+        if kept.meta["val"].shape != node.meta["val"].shape:
+            with graph.inserting_before(node):
+                wide = graph.call_function(aten.expand.default, (kept, list(node.meta["val"].shape)))
+            wide.meta = {"val": node.meta["val"], "origin": node.meta.get("origin", Origin())}
+            kept = wide
+        node.replace_all_uses_with(kept)
+        return
+
+
+def _name_mask(node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
+    """Attention whose mask hides nothing, or what is later, says so instead."""
+    q, k, v, mask, key, causal, *rest = node.args
+    if not isinstance(mask, fx.Node) or mask.meta["val"].dtype != torch.bool:
+        return
+    value, name = known.get(mask), ""
+    if value is not None and _uniform(value) and bool(_first(value)):
+        name = "none"
+    elif not causal and _square(mask) and (_is_causal(value) if value is not None else _compares(mask, known)):
+        name = "causal"
+    name = agreed(choices, ("mask", node.name), name)
+    if name:
+        node.args = (q, k, v, None, key, causal or name == "causal", *rest)
+
+
+def _square(mask: fx.Node) -> bool:
+    rows, columns = mask.meta["val"].shape[-2:]
+    return bool(rows == columns and rows > 1)
+
+
+def _is_causal(mask: torch.Tensor) -> bool:
+    size = mask.shape[-1]
+    return bool((mask == torch.ones(size, size, dtype=torch.bool).tril()).all())
+
+
+def _compares(mask: fx.Node, known: dict[fx.Node, torch.Tensor]) -> bool:
+    """Whether a comparison of positions, too large to look at entry by entry, is the causal mask: the columns' numbers
+    rise, and row i's lies from column i's to before column i + 1's."""
+    while mask.target is aten.expand.default or (mask.target is aten.unsqueeze.default and mask.args[1] == 0):
+        mask = mask.args[0]  # type: ignore[assignment]
+    operands = operands_of(mask) if mask.op == "call_function" else []
+    if mask.target not in _COMPARISONS or any(operand not in known for operand in operands):
+        return False
+    first_is_row, least = _COMPARISONS[mask.target]
+    row, column = operands if first_is_row else reversed(operands)
+    rows, columns = _along(known[row], -2), _along(known[column], -1)
+    if rows is None or columns is None or len(rows) != len(columns):
+        return False
+    rows = rows - least
+    return bool((columns.diff() > 0).all() and (columns <= rows).all() and (rows[:-1] < columns[1:]).all())
+
+
+def _along(value: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """The numbers of a value that differs along one dim alone."""
+    if value.dim() < -dim:
+        return None
+    line = value.movedim(dim, -1)
+    first = line[(0,) * (line.dim() - 1)]
+    return first if bool((line == first).all()) else None

@@ -1,0 +1,309 @@
+"""Operators that canonical form writes as several, so that a split batch gives a part of a sum: means, losses."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ...compiler.ops.precision import is_narrow
+
+if TYPE_CHECKING:
+    from .canonicalize import Canonicalizer
+
+aten = torch.ops.aten
+
+Rewrite = Callable[["Canonicalizer", fx.Node], None]
+
+_NONE, _MEAN = 0, 1  # torch's reduction argument
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Global shape of a node with one tensor result."""
+    return tuple(node.meta["val"].shape)
+
+
+def average(c: Canonicalizer, near: fx.Node, x: fx.Node, dims: list[int], keep: bool = False) -> fx.Node:
+    """The mean of ``x`` over ``dims``: a sum over the global count."""
+    total = c.emit(near, aten.sum.dim_IntList, x, dims, keep)
+    return c.emit(near, aten.div.Tensor, total, math.prod(shape_of(x)[dim] for dim in dims))
+
+
+def _mean(c: Canonicalizer, node: fx.Node) -> None:
+    x = node.args[0]
+    dtype = node.kwargs.get("dtype")
+    if not isinstance(x, fx.Node) or not (dtype or x.meta["val"].dtype).is_floating_point:  # type: ignore[union-attr]
+        return
+    if dtype is not None and dtype != x.meta["val"].dtype:
+        x = c.emit(node, aten._to_copy.default, x, dtype=dtype)
+    rank = len(shape_of(x))
+    given: Any = node.args[1] if len(node.args) > 1 and node.args[1] else range(rank)
+    keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    c.replace(node, average(c, node, x, [dim % max(rank, 1) for dim in given], keep))
+
+
+def _averaged_loss(reduction: int) -> Rewrite:
+    """A loss of every element, then their sum over how many there are; ``reduction``: that argument's position."""
+
+    def rewrite(c: Canonicalizer, node: fx.Node) -> None:
+        args, kwargs = list(node.args), dict(node.kwargs)
+        how = args[reduction] if len(args) > reduction else kwargs.pop("reduction", _MEAN)
+        if how == _NONE:
+            return
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        args += [kwargs.pop(name, None) for name in names[len(args) : reduction]]
+        args[reduction : reduction + 1] = [_NONE]
+        losses = c.emit(node, node.target, *args, **kwargs)
+        total = c.emit(node, aten.sum.default, losses)
+        count = math.prod(shape_of(losses))
+        c.replace(node, total if how != _MEAN else c.emit(node, aten.div.Tensor, total, count))
+
+    return rewrite
+
+
+def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
+    """Statistics as sums over the global count, so that they are the whole batch's however it is split."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given: dict[str, Any] = {"training": False, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    x, weight, bias, training, momentum, eps = (
+        given[name] for name in ("input", "weight", "bias", "training", "momentum", "eps")
+    )
+    mean, var = given.get("running_mean"), given.get("running_var")
+    shape = shape_of(x)
+    dims = [dim for dim in range(len(shape)) if dim != 1]
+
+    def spread(value: Any) -> fx.Node:
+        """A value of each channel beside ``x``."""
+        for _ in range(len(shape) - 2):
+            value = c.emit(node, aten.unsqueeze.default, value, 1)
+        return value  # type: ignore[no-any-return]
+
+    def channels(value: fx.Node) -> fx.Node:
+        return c.emit(node, aten.reshape.default, value, [shape[1]])
+
+    def moved(old: Any, new: fx.Node) -> fx.Node:
+        kept = c.emit(node, aten.mul.Tensor, old, 1 - momentum)
+        new = channels(c.emit(node, aten.detach.default, new))
+        return c.emit(node, aten.add.Tensor, kept, c.emit(node, aten.mul.Tensor, new, momentum))
+
+    # in the shape that x's readers want, so that running statistics read the same reduced sums
+    center = average(c, node, x, dims, keep=True) if training else spread(mean)
+    apart = c.emit(node, aten.sub.Tensor, x, center)
+    squares = c.emit(node, aten.mul.Tensor, apart, apart)
+    biased = average(c, node, squares, dims, keep=True) if training else spread(var)
+    scale = c.emit(node, aten.rsqrt.default, c.emit(node, aten.add.Tensor, biased, eps))
+    result = c.emit(node, aten.mul.Tensor, apart, scale)
+    if weight is not None:
+        result = c.emit(node, aten.mul.Tensor, result, spread(weight))
+    if bias is not None:
+        result = c.emit(node, aten.add.Tensor, result, spread(bias))
+    count = math.prod(shape[dim] for dim in dims)
+
+    def unbiased() -> fx.Node:
+        return c.emit(node, aten.div.Tensor, c.emit(node, aten.mul.Tensor, biased, count), max(count - 1, 1))
+
+    results: dict[int, Callable[[], Any]] = {
+        0: lambda: result,
+        1: lambda: channels(center),
+        2: lambda: channels(scale),
+        3: lambda: moved(mean, center) if training else mean,
+        4: lambda: moved(var, unbiased()) if training else var,
+    }
+    for user in list(node.users):
+        if user.target is operator.getitem:
+            c.replace(user, results[user.args[1]]())  # type: ignore[index]
+
+
+def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
+    """A norm that names no ``eps`` adds that of its dtype: a run in another dtype would read its own."""
+    x, shape, *rest = node.args
+    weight, eps = [*rest, None, None][:2]
+    if eps is None:
+        dtype = x.meta["val"].dtype  # type: ignore[union-attr]
+        eps = torch.finfo(torch.float32 if is_narrow(dtype) else dtype).eps  # of what torch computes in
+    node.args, node.kwargs = (x, shape, weight, eps), {}
+
+
+def _matmul(c: Canonicalizer, node: fx.Node) -> None:
+    """Batches that a product repeats are repeated before it, where a plan can split what they are repeated over; one
+    matrix or vector comes second, as in ``linear``."""
+    pair: list[Any] = list(node.args)
+    shapes = [shape_of(side) for side in pair]
+    if len(shapes[0]) < 3 <= len(shapes[1]):
+        vector = len(shapes[0]) == 1
+        first = pair[0] if vector else c.emit(node, aten.transpose.int, pair[0], -2, -1)
+        product = c.emit(node, aten.matmul.default, c.emit(node, aten.transpose.int, pair[1], -2, -1), first)
+        c.replace(node, product if vector else c.emit(node, aten.transpose.int, product, -2, -1))
+        return
+    lead = shape_of(node)[:-2]
+    if min(map(len, shapes)) < 3:
+        return
+    for at, (side, shape) in enumerate(zip(pair, shapes, strict=True)):
+        if shape[:-2] != lead:
+            for _ in range(len(lead) + 2 - len(shape)):
+                side = c.emit(node, aten.unsqueeze.default, side, 0)
+            pair[at] = c.emit(node, aten.expand.default, side, [*lead, *shape[-2:]])
+    node.args = tuple(pair)
+
+
+def _broadcast_tensors(c: Canonicalizer, node: fx.Node) -> None:
+    """Each tensor expanded to the common shape, alone: one that has it stays as it is."""
+    tensors: Any = node.args[0]
+    for user in list(node.users):
+        source, shape = tensors[user.args[1]], shape_of(user)
+        c.replace(user, source if shape_of(source) == shape else c.emit(user, aten.expand.default, source, list(shape)))
+
+
+def _written(c: Canonicalizer, node: fx.Node) -> None:
+    """What is written over a whole tensor is all that is left of it: the source, in the tensor's shape and dtype."""
+    source, value = node.args[1], node.meta["val"]
+    if not isinstance(source, fx.Node):
+        return
+    if source.meta["val"].dtype != value.dtype:
+        source = c.emit(node, aten._to_copy.default, source, dtype=value.dtype)
+    if shape_of(source) != tuple(value.shape):
+        source = c.emit(node, aten.expand.default, source, list(value.shape))
+    c.replace(node, source)
+
+
+def _embedding(c: Canonicalizer, node: fx.Node) -> None:
+    """A table whose padding row is not trained: what is looked up there carries no gradient, wherever the row is."""
+    weight, index, *rest = node.args
+    padding = rest[0] if rest else -1
+    if not isinstance(padding, int) or padding < 0:
+        return
+    found = c.emit(node, aten.embedding.default, weight, index)
+    padded = c.emit(node, aten.unsqueeze.default, c.emit(node, aten.eq.Scalar, index, padding), -1)
+    c.replace(node, c.emit(node, aten.where.self, padded, c.emit(node, aten.detach.default, found), found))
+
+
+def looked_up(c: Canonicalizer, node: fx.Node) -> None:
+    """Entries of what is trained, as rows of an embedding: then parts of the lookups make parts of the gradient's sum.
+    Indices may count from the end, which an embedding's do not."""
+    x: Any = node.args[0]
+    given: Any = node.args[1]
+    places = [dim for dim, index in enumerate(given) if index is not None]
+    indices = [given[dim] for dim in places]
+    together = bool(places) and places == list(range(places[0], places[-1] + 1))
+    counts = (torch.int64, torch.int32)
+    if not indices or any(index.meta["val"].dtype not in counts for index in indices) or not depends_on_parameter(x):
+        return
+    shape, result = shape_of(x), shape_of(node)
+    if places == [0, 1] and c.iotas.get(indices[0]) == (0, shape[0]) and shape_of(indices[1]) == shape[:1]:
+        # one of each sample's, whose samples may be split
+        index = c.emit(node, aten.reshape.default, indices[1], [shape[0], *[1] * (len(shape) - 1)])
+        index = c.emit(node, aten.expand.default, index, [shape[0], 1, *shape[2:]])
+        c.replace(node, c.emit(node, aten.squeeze.dim, c.emit(node, aten.gather.default, x, 1, index), 1))
+        return
+    row: Any = None
+    for dim, index in zip(places, indices, strict=True):
+        below = c.emit(node, aten.lt.Scalar, index, 0)
+        index = c.emit(node, aten.where.self, below, c.emit(node, aten.add.Tensor, index, shape[dim]), index)
+        scaled = row if row is None else c.emit(node, aten.mul.Tensor, row, shape[dim])
+        row = index if scaled is None else c.emit(node, aten.add.Tensor, scaled, index)
+    first = places[0] if together else 0  # where what was asked stands in the result
+    moved, rest = places != list(range(len(places))), [dim for dim in range(len(shape)) if dim not in places]
+    if moved:
+        x = c.emit(node, aten.permute.default, x, [*places, *rest])
+    if moved or len(shape) != 2 or len(indices) != 1:
+        x = c.emit(
+            node,
+            aten.reshape.default,
+            x,
+            [math.prod(shape[dim] for dim in places), math.prod(shape[dim] for dim in rest)],
+        )
+    found = c.emit(node, aten.embedding.default, x, row)
+    asked = len(shape_of(row))
+    if shape_of(found) != (front := (*shape_of(row), *(shape[dim] for dim in rest))):
+        found = c.emit(node, aten.reshape.default, found, list(front))
+    if first:
+        order = [*range(asked, asked + first), *range(asked), *range(asked + first, len(result))]
+        found = c.emit(node, aten.permute.default, found, order)
+    c.replace(node, found)
+
+
+def selected(c: Canonicalizer, node: fx.Node) -> None:
+    """Entries along one dim, as an index of it."""
+    x, dim, index = node.args
+    indices = [None] * (dim % len(shape_of(x))) + [index]  # type: ignore[operator, arg-type]
+    made = c.emit(node, aten.index.Tensor, x, indices)
+    c.replace(node, made)
+    looked_up(c, made)
+
+
+def depends_on_parameter(node: fx.Node) -> bool:
+    """Whether a gradient that arrives at a value goes on to a parameter."""
+    seen, pending = set[fx.Node](), [node]
+    while pending:
+        current = pending.pop()
+        if current not in seen and current.target is not aten.detach.default and is_floating(current):
+            if current.op == "placeholder" and current.meta["role"].startswith("parameter"):
+                return True
+            seen.add(current)
+            pending.extend(current.all_input_nodes)
+    return False
+
+
+def is_floating(node: fx.Node) -> bool:
+    """Whether a node's value can carry a gradient; of several results any may."""
+    value = node.meta["val"]
+    return isinstance(value, (tuple, list)) or bool(value.is_floating_point())
+
+
+def _einsum(c: Canonicalizer, node: fx.Node) -> None:
+    """What one operand alone has is summed before the product, as a sum with a type of its own."""
+    equation, tensors = str(node.args[0]).replace(" ", ""), list(node.args[1])  # type: ignore[arg-type]
+    inputs, _, output = equation.partition("->")
+    terms = inputs.split(",")
+    if "->" not in equation or any(len(set(term.replace("...", ""))) != len(term.replace("...", "")) for term in terms):
+        return
+    for at, term in enumerate(terms):
+        alone = [x for x in term if x.isalpha() and inputs.count(x) == 1 and x not in output]
+        if alone:
+            dims = [i - len(term) if "..." in term[:i] else i for i, x in enumerate(term) if x in alone]
+            tensors[at] = c.emit(node, aten.sum.dim_IntList, tensors[at], dims)
+            terms[at] = "".join(x for x in term if x not in alone)
+    node.args = (f"{','.join(terms)}->{output}", tensors)
+
+
+def _interleaved(c: Canonicalizer, node: fx.Node) -> None:
+    """Entries repeated in place, as copies in a dim of their own, which a plan can split."""
+    x: Any = node.args[0]
+    times: Any = node.args[1]
+    given = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | node.kwargs
+    if given.get("dim") is None:
+        x = c.emit(node, aten.reshape.default, x, [math.prod(shape_of(x))])
+    shape = list(shape_of(x))
+    dim = int(given.get("dim") or 0) % len(shape)  # type: ignore[arg-type]
+    apart = c.emit(node, aten.unsqueeze.default, x, dim + 1)
+    apart = c.emit(node, aten.expand.default, apart, [*shape[: dim + 1], times, *shape[dim + 1 :]])
+    c.replace(node, c.emit(node, aten.reshape.default, apart, list(shape_of(node))))
+
+
+DECOMPOSITIONS: Mapping[Any, Rewrite] = {
+    aten.repeat_interleave.self_int: _interleaved,
+    aten.einsum.default: _einsum,
+    aten.matmul.default: _matmul,
+    aten.mean.dim: _mean,
+    aten.mean.default: _mean,
+    aten.rms_norm.default: _rms_norm,
+    aten.embedding.default: _embedding,
+    aten.broadcast_tensors.default: _broadcast_tensors,
+    aten.copy.default: _written,
+    aten.fill.Tensor: _written,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm,
+    **dict.fromkeys(
+        (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+         aten.soft_margin_loss.default, aten.kl_div.default),
+        _averaged_loss(2),
+    ),
+    aten.binary_cross_entropy.default: _averaged_loss(3),
+    aten.binary_cross_entropy_with_logits.default: _averaged_loss(4),
+}  # fmt: skip
+"""Operator → rewrite."""

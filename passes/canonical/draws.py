@@ -1,0 +1,106 @@
+"""Random operators as counter-based streams: dropout, and every other draw whose law is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ...compiler.initial.counter import dropped
+from ...compiler.ops.torch_ops import OPS
+
+if TYPE_CHECKING:
+    from .canonicalize import Canonicalizer
+
+aten = torch.ops.aten
+
+Rewrite = Callable[["Canonicalizer", Any], None]
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Remove random operators that no stream counts and that nobody reads: no other number follows them."""
+    for node in reversed(list(graph.nodes)):
+        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if draws and not node.users and node.target not in DRAWS:
+            graph.erase_node(node)
+
+
+def uncounted(graph: fx.Graph) -> fx.Node | None:
+    """The first random operator that canonical form does not count; attention counts its own dropout."""
+    for node in graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        known = node.target in DRAWS or node.target is aten.scaled_dot_product_attention.default
+        if torch.Tag.nondeterministic_seeded in tags and not known:
+            return node  # type: ignore[no-any-return]
+    return None
+
+
+def _dropout(c: Canonicalizer, node: Any) -> None:
+    x, p, *train = node.args
+    for user in [user for user in node.users if not user.users]:
+        c.graph.erase_node(user)
+    if any(user.args[1] != 0 for user in node.users):  # the mask itself is read
+        return
+    if p == 0 or (train and train[0] is False):
+        made = x
+    elif p == 1:  # nothing is drawn, as torch draws nothing
+        made = c.emit(node, aten.mul.Tensor, x, 0.0)
+    else:
+        value = x.meta["val"]
+        mask = c.emit(node, OPS.dropout_mask.default, c.stream(node, c.rng), list(value.shape), float(p), value.dtype)
+        made = c.emit(node, aten.mul.Tensor, x, mask)
+    for user in list(node.users):
+        c.replace(user, made)
+    c.graph.erase_node(node)  # torch's removal of dead nodes keeps what draws
+
+
+def _random(law: str) -> Rewrite:
+    """Numbers of a law, whatever of its arguments but the shape; drawn in place of a tensor they may have a range."""
+
+    def rewrite(c: Canonicalizer, node: Any) -> None:
+        value = node.meta["val"]
+        made = c.emit(node, OPS.random.default, c.stream(node, c.rng), list(value.shape), law, value.dtype)
+        names = [argument.name for argument in node.target._schema.arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        shift, scale = given.get("from", given.get("mean", 0.0)), given.get("to", given.get("std", 1.0))
+        if "from" in names:
+            scale -= shift
+        if scale != 1:
+            made = c.emit(node, aten.mul.Tensor, made, scale)
+        if shift != 0:
+            made = c.emit(node, aten.add.Tensor, made, shift)
+        c.replace(node, made)
+
+    return rewrite
+
+
+def _bernoulli(c: Canonicalizer, node: Any) -> None:
+    """Ones with a probability for all elements, or with each element's own: what dropout in place draws."""
+    value, p = node.meta["val"], node.args[1] if len(node.args) > 1 else None
+    if p in (0, 1):
+        c.replace(node, c.emit(node, aten.full.default, list(value.shape), p, dtype=value.dtype))
+        return
+    key = c.stream(node, c.rng)
+    if p is None:
+        drawn = c.emit(node, OPS.random.default, key, list(value.shape), "uniform", value.dtype)
+        kept = c.emit(node, aten.lt.Tensor, drawn, node.args[0])
+    else:
+        p = dropped(p)
+        kept = c.emit(
+            node, aten.ne.Scalar, c.emit(node, OPS.dropout_mask.default, key, list(value.shape), p, value.dtype), 0
+        )
+    c.replace(node, c.emit(node, aten._to_copy.default, kept, dtype=value.dtype))
+
+
+DRAWS: Mapping[Any, Rewrite] = {
+    aten.native_dropout.default: _dropout,
+    **dict.fromkeys((aten.rand.default, aten.rand_like.default, aten.uniform.default), _random("uniform")),
+    **dict.fromkeys(
+        (aten.randn.default, aten.randn_like.default, aten.normal_functional.default, aten.normal.float_float),
+        _random("normal"),
+    ),
+    **dict.fromkeys((aten.bernoulli.p, aten.bernoulli.default), _bernoulli),
+}
+"""Operator → rewrite."""

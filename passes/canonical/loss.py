@@ -1,0 +1,115 @@
+"""The loss as a numerator and a count: what is summed over a step's whole batch, and what it is divided by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..calls import ancestors, computes, outputs
+from .decompose import is_floating
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLoss:
+    """``graph`` has the numerator as its first output. ``count`` is a graph of the inputs alone, or None."""
+
+    graph: fx.Graph
+    count: fx.Graph | None
+
+
+def split_loss(graph: fx.Graph) -> SplitLoss:
+    """Take the division by the count of targets out of a mean cross entropy, or a multiple of one, so that it is made
+    once a step, by the count over all data ranks and microbatches; a mean of means would weigh targets unequally."""
+    output = graph.output_node()
+    loss, *updates = outputs(graph)
+    mean = _unscaled(loss)
+    denominator = _denominator(mean)
+    if denominator is None:
+        return SplitLoss(graph, None)
+    count = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    made_of = ancestors([denominator])
+    for node in (node for node in graph.nodes if node in made_of):
+        made = mapping[node] = count.node_copy(node, mapping.__getitem__)
+        made.meta = dict(node.meta)
+    count.output((mapping[denominator],))
+    numerator: Any = mean.args[0]
+    if mean is loss:
+        output.args = ((numerator, *updates),)
+    else:  # what scales the mean scales its numerator
+        mean.replace_all_uses_with(numerator)
+    graph.eliminate_dead_code()
+    return SplitLoss(graph, count)
+
+
+def stop_gradients(graph: fx.Graph) -> None:
+    """Detach, in place, what is read for other ends than the loss, such as the update of a buffer: no gradient comes
+    back from there, of which every block before it would else compute zeros."""
+    pending, reached = outputs(graph)[:1], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in reached and node.target is not aten.detach.default and is_floating(node):
+            reached.add(node)
+            pending += node.all_input_nodes
+    flows = set[fx.Node]()
+    for node in [node for node in graph.nodes if node.op != "output"]:
+        from_parameters = [operand for operand in node.all_input_nodes if operand in flows]
+        if node.op == "placeholder":
+            if node.meta["role"].startswith("parameter") and is_floating(node):
+                flows.add(node)
+        elif not computes(node) or node in reached:
+            if from_parameters and is_floating(node):
+                flows.add(node)
+        elif node.target is not aten.detach.default:
+            for operand in from_parameters:
+                with graph.inserting_before(node):
+                    stopped = graph.call_function(aten.detach.default, (operand,))
+                stopped.meta = {"val": operand.meta["val"], "origin": node.meta["origin"]}
+                node.replace_input_with(operand, stopped)
+
+
+def _unscaled(loss: fx.Node) -> fx.Node:
+    """What the loss is a constant multiple of, where nothing else reads what lies between."""
+    while True:
+        inner: Any = _scaled(loss)
+        if inner is None or len(inner.users) > 1:
+            return loss
+        loss = inner
+
+
+def _scaled(node: fx.Node) -> fx.Node | None:
+    """The operand of a node that is a constant multiple of it, or it in a dtype that is no narrower."""
+    inner: Any = node.args[0] if node.args else None
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        by = node.args[1]
+        if isinstance(by, fx.Node) and not isinstance(inner, fx.Node):
+            inner, by = by, inner
+        return inner if isinstance(inner, fx.Node) and isinstance(by, (int, float)) else None
+    if node.target is aten.neg.default:
+        return inner  # type: ignore[no-any-return]
+    if node.target is aten._to_copy.default and _width(inner) <= _width(node):
+        return inner  # type: ignore[no-any-return]
+    return None
+
+
+def _width(node: fx.Node) -> int:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype.itemsize
+
+
+def _denominator(loss: fx.Node) -> fx.Node | None:
+    """The count that a mean cross entropy is divided by, where the loss is just that."""
+    if loss.target is not aten.div.Tensor:
+        return None
+    total, count = loss.args
+    if not isinstance(total, fx.Node) or not isinstance(count, fx.Node) or total.target is not aten.sum.default:
+        return None
+    read = (node.meta["role"] for node in ancestors([count]) if node.op == "placeholder")
+    inputs_only = all(role.startswith("input") for role in read)
+    losses: Any = total.args[0]
+    return count if losses.meta.get("token_losses") and inputs_only else None

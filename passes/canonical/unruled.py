@@ -1,0 +1,162 @@
+"""Parts: operators that have no rule, as the operators with rules that torch itself makes them of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._decomp import decomposition_table
+
+from ...compiler.capture.composites import inline, parts_of
+from ...compiler.ops.rules import TABLE as RULES
+from ...compiler.program.program import Origin
+from ..programs.backward_forms import write_functional
+from .canonicalize import TABLE as REWRITES
+
+aten = torch.ops.aten
+_DEPTH = 4
+"""How often a part may have to be taken apart itself: decompositions of torch end after two or three."""
+
+
+def expand_unruled(graph: fx.Graph) -> None:
+    """Write every operator that has no rule, and that canonical form does not rewrite, as its parts, in place.
+
+    One that torch does not decompose, or not into operators that are known, stays: it is computed whole.
+    """
+    for node in list(graph.nodes):
+        if node.op == "call_function" and not _is_known(node.target):
+            made = _parts(node, _DEPTH)
+            if made is not None:
+                _put(graph, node, made)
+    graph.eliminate_dead_code()
+
+
+def _is_known(target: Any) -> bool:
+    return target is operator.getitem or target in REWRITES or str(target) in RULES
+
+
+def _parts(node: fx.Node, depth: int) -> fx.Graph | None:
+    """The graph of one operator's parts, all of them known; None where there is none."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or depth == 0:
+        return None
+    composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    function = _OWN[target](node) if target in _OWN else target
+    own = {target: decomposition_table[target]} if target in decomposition_table and not composite else {}
+    if function is None or (function is target and not composite and not own):
+        return None
+    made = parts_of(node, function, own)
+    if any(_writes_view(part) for part in made.nodes):
+        return None
+    write_functional(made)
+    for part in list(made.nodes):
+        if part.op == "get_attr":
+            return None
+        if part.op == "call_function" and not _is_known(part.target):
+            inner = None if part.target is target else _parts(part, depth - 1)
+            if inner is None:
+                return None
+            _put(made, part, inner)
+    return made
+
+
+def _writes_view(node: fx.Node) -> bool:
+    """Whether an operator writes a part of another tensor, which readers of that one would have to see."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return False
+    written: Any = node.args[0]
+    made = getattr(written.target, "_schema", None)
+    return made is not None and not made.is_mutable and any(value.alias_info for value in made.returns)
+
+
+def _bilinear(node: fx.Node) -> Any:
+    def bilinear(x: Any, y: Any, weight: Any, bias: Any = None) -> Any:
+        out, left, right = weight.shape
+        rows = weight.transpose(1, 2).reshape(out * right, left)
+        product = F.linear(x, rows).unflatten(-1, (out, right)) * y.unsqueeze(-2)
+        return product.sum(-1) if bias is None else product.sum(-1) + bias
+
+    return bilinear
+
+
+def _pad(node: fx.Node) -> Any:
+    """Torch's own circular pad writes into views of what it returns."""
+    if list(node.args[2:3]) != ["circular"]:
+        return node.target
+
+    def pad(x: Any, pads: Any, _: str, value: Any = None) -> Any:
+        for place in range(len(pads) // 2):
+            dim, (before, after) = -1 - place, pads[2 * place : 2 * place + 2]
+            size = x.shape[dim]
+            x = torch.cat([x.narrow(dim, size - before, before), x, x.narrow(dim, 0, after)], dim)
+        return x
+
+    return pad
+
+
+def _average_pool(node: fx.Node) -> Any:
+    """To one element: a mean, without torch's care for how it lies in memory."""
+    sizes: Any = node.args[1]
+    dims = list(range(-len(sizes), 0))
+    return (lambda x, _: x.mean(dims, keepdim=True)) if set(sizes) == {1} else node.target
+
+
+def _instance_norm(node: fx.Node) -> Any:
+    """Each sample's own statistics; one that keeps a running mean writes what no sample's parts know."""
+    if node.args[3] is not None or node.args[4] is not None:
+        return None
+
+    def instance_norm(
+        x: Any, weight: Any, bias: Any, mean: Any, var: Any, own: bool, momentum: float, eps: float, _: Any
+    ) -> Any:
+        dims = list(range(2, x.dim()))
+        center = x - x.mean(dims, keepdim=True)
+        made = center * torch.rsqrt((center * center).mean(dims, keepdim=True) + eps)
+        made = made if weight is None else made * weight.view(-1, *[1] * len(dims))
+        return made if bias is None else made + bias.view(-1, *[1] * len(dims))
+
+    return instance_norm
+
+
+def _embedding_bag(node: fx.Node) -> Any:
+    """Bags of equal sizes, which is what a table of indices is: rows looked up and added."""
+    offsets: Any = node.args[2]
+    step = next((n.args[2] for n in (offsets,) if n.target is aten.arange.start_step and n.args[0] == 0), None)
+    if not step or node.args[1].meta["val"].numel() % step:  # type: ignore[union-attr]
+        return None
+
+    def embedding_bag(table: Any, index: Any, offsets: Any, freq: Any = False, mode: int = 0, sparse: Any = False,
+                      weights: Any = None, last: Any = False, padding: int | None = None) -> Any:  # fmt: skip
+        index = index.reshape(-1, step)
+        rows = F.embedding(index, table, -1 if padding is None else padding)
+        rows = rows if weights is None else rows * weights.reshape(index.shape).unsqueeze(-1)
+        kept = None if padding is None else (index != padding).unsqueeze(-1)
+        if mode == 2:
+            rows = rows if kept is None else rows.masked_fill(~kept, -torch.inf)
+            return (torch.amax(rows, 1),)
+        rows = rows if kept is None else rows * kept
+        count = step if kept is None else kept.sum(1).clamp_min(1)
+        return (rows.sum(1) / count if mode == 1 else rows.sum(1),)
+
+    return embedding_bag
+
+
+_OWN: Mapping[Any, Callable[[fx.Node], Any]] = {
+    aten.bilinear.default: _bilinear,
+    aten.instance_norm.default: _instance_norm,
+    **{getattr(aten, f"adaptive_avg_pool{dims}d").default: _average_pool for dims in (1, 2, 3)},
+    aten.pad.default: _pad,
+    aten.embedding_bag.padding_idx: _embedding_bag,
+    aten.embedding_bag.default: _embedding_bag,
+}
+"""Operator → what makes its function in plain torch of one call, or None where that call stays."""
+
+
+def _put(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
+    """Put the parts where the operator stands, with its provenance."""
+    inline(graph, node, parts, node.all_input_nodes, {"origin": node.meta.get("origin", Origin())})

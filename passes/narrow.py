@@ -1,0 +1,224 @@
+"""Precision: casts for the modules that a plan computes in a narrow type, and for nothing else.
+
+It runs on the canonical graph, before placements, so that conversions between ranks see the narrow values."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..compiler.ops.precision import LOSSES, PRODUCTS, SENSITIVE, PrecisionLine, Regions, base_name, is_narrow, line_at
+from ..compiler.program.program import Origin
+from .calls import computes, operands_of, outputs, substitute, tensors_of
+
+aten = torch.ops.aten
+
+
+class _Flow(IntEnum):
+    """What a float32 value of the captured graph asks of its readers; of several the largest counts."""
+
+    MADE = 0
+    """Made of constants alone (masks): stays as it is, and asks for nothing."""
+    TABLE = 1
+    """Made of buffers too (angles, rotary tables): adapts to the activations that it meets, and to nothing before."""
+    STORED = 2
+    """Made of weights too: adapts to the activations that it meets, and is rounded where it leaves its module."""
+    NARROW = 3
+    WIDE = 4
+    """Made by a sensitive operator, or by a module that is not narrow."""
+    KEPT = 5
+    """Made float32 by the model itself, a loss, or a single number: nothing narrows it."""
+
+
+_GIVEN = {
+    **dict.fromkeys(("buffer", "constant"), _Flow.TABLE), **dict.fromkeys(("parameter", "frozen"), _Flow.STORED),
+    "input": _Flow.WIDE,
+}  # fmt: skip
+"""What a value of the captured graph's placeholders is, by the kind of its role."""
+
+
+def narrow(graph: fx.Graph, lines: Regions) -> None:
+    """Insert the casts that the plan's lines ask for. The values of outputs keep their types.
+
+    A trained weight that is narrow in the model itself is stored in float32 from here on, and read rounded.
+    """
+    if any(line.dtype != torch.float32 for line in lines):
+        _keep_masters(graph, lines)
+        _Narrowing(graph, lines).run()
+
+
+def _keep_masters(graph: fx.Graph, lines: Regions) -> None:
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.users]:
+        kind, _, name = node.meta["role"].partition(" ")
+        value, line = node.meta["val"], line_at(lines, name)
+        if kind != "parameter" or line is None or not is_narrow(value.dtype):
+            continue
+        with graph.inserting_before(next(n for n in graph.nodes if n in node.users)):
+            read = graph.call_function(aten._to_copy.default, (node,), {"dtype": value.dtype})
+        node.replace_all_uses_with(read, lambda user, read=read: user is not read)
+        read.meta = {"val": value, "origin": Origin(name.rpartition(".")[0], "", line.line)}
+        with value.fake_mode:
+            node.meta["val"] = value.to(torch.float32)
+
+
+class _Parts(TorchDispatchMode):
+    """The names of the operators that others are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(base_name(str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+class _Narrowing:
+    def __init__(self, graph: fx.Graph, lines: Regions) -> None:
+        self.graph, self.lines = graph, lines
+        self.captured = {node: tensors_of(node) for node in graph.nodes if node.op != "output"}
+        self.flow: dict[fx.Node, _Flow] = {}
+        self.cast: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self.parts: dict[Any, set[str]] = {}
+        self.mode = next(n.meta["val"].fake_mode for n in graph.nodes if n.op == "placeholder")
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder":
+                kind = node.meta["role"].split(" ")[0]
+                self.flow[node] = _GIVEN.get(kind, _Flow.MADE)
+            elif computes(node):
+                self.operator(node)
+            elif node.target is operator.getitem:
+                source, index = node.args
+                self.flow[node] = self.flow[source]
+                node.meta["val"] = source.meta["val"][index]
+        results = outputs(self.graph)
+        end = self.graph.output_node()
+        types = [self.captured[n][0].dtype for n in results]
+        types[0] = torch.promote_types(types[0], torch.float32)  # the loss, whatever the model's own type is
+        end.args = (tuple(self.form(n, t, end, self.origin(n, n)) for n, t in zip(results, types, strict=True)),)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+
+    def line_of(self, node: fx.Node) -> PrecisionLine | None:
+        """The line by which a node computes in a narrow type; the loss never does."""
+        return None if node.meta.get("loss") else line_at(self.lines, node.meta["origin"].module)
+
+    def seen(self, value: fx.Node, reader: fx.Node) -> fx.Node:
+        """A value as a reader has it: outside the narrow module that made it, its rounding."""
+        maker = _maker(value)
+        if maker.op == "placeholder" or self.flow[value] in (_Flow.MADE, _Flow.TABLE, _Flow.KEPT):
+            return value
+        line, origin = self.line_of(maker), maker.meta["origin"]
+        if line is None or (_inside(reader.meta["origin"].module, origin.module) and not reader.meta.get("loss")):
+            return value
+        return self.form(value, line.dtype, value.next, replace(origin, plan=line.line))  # in the module, not after it
+
+    def is_float(self, value: fx.Node, narrow: bool) -> bool:
+        """Whether a value is float32 in the captured graph, or narrower."""
+        dtype = self.captured[value][0].dtype
+        return dtype == torch.float32 or (narrow and is_narrow(dtype))
+
+    def operator(self, node: fx.Node) -> None:
+        """Give an operator its operands in the types that it computes in, and say what its results are."""
+        reads = list(dict.fromkeys(operands_of(node)))
+        loss = bool(node.meta.get("loss"))
+        seen = {n: self.seen(n, node) for n in reads if self.is_float(n, narrow=loss)}
+        node.args, node.kwargs = substitute((node.args, node.kwargs), lambda n: seen.get(n, n))
+        floats = list(dict.fromkeys(seen.values()))
+        line = self.line_of(node)
+        asked = loss or (not floats and any(self.captured[n][0].is_floating_point() for n in reads))
+        tensors = [n for n in floats if n.meta["val"].dim()] or floats  # beside one, a single number decides nothing
+        flow = _Flow.KEPT if asked else max((self.flow[n] for n in tensors), default=_Flow.MADE)
+        name = base_name(str(node.target))
+        if line is None:
+            flow = max(flow, _Flow.WIDE) if flow >= _Flow.NARROW else flow
+            self.set(node, dict.fromkeys(floats, torch.float32))
+        elif flow in (_Flow.MADE, _Flow.TABLE, _Flow.STORED, _Flow.KEPT):
+            self.set(node, dict.fromkeys(floats, torch.float32))
+        elif name in PRODUCTS:
+            flow = _Flow.NARROW
+            rounded = node.args[:3] if name == "attention" else floats  # a mask is added to scores, which are float32
+            self.set(node, {n: line.dtype for n in floats if n in rounded})
+        elif self.sensitive(node):
+            flow = _Flow.KEPT if name in LOSSES else _Flow.WIDE
+            self.set(node, dict.fromkeys(floats, torch.float32))
+        elif flow is _Flow.WIDE or self.beyond(node, floats, line.dtype):
+            self.set(node, dict.fromkeys(floats, torch.float32))
+        else:
+            self.set(node, {n: line.dtype for n in tensors if self.flow[n] != _Flow.MADE})
+        single = flow in (_Flow.NARROW, _Flow.WIDE) and all(v is None or v.dim() == 0 for v in tensors_of(node))
+        self.flow[node] = _Flow.KEPT if single else flow
+
+    def sensitive(self, node: fx.Node) -> bool:
+        """Whether an operator, or one that it is made of (``square``: ``pow``), never takes a narrow type."""
+        target: Any = node.target
+        if target not in self.parts:
+            with self.mode:  # of one type: some operators take no other
+                args, kwargs = substitute((node.args, node.kwargs), lambda n: _widened(n.meta["val"]))
+                with _Parts() as parts:
+                    target(*args, **kwargs)
+            self.parts[target] = {base_name(str(target)), *parts.names}
+        return not self.parts[target].isdisjoint(SENSITIVE | LOSSES)
+
+    def beyond(self, node: fx.Node, floats: list[fx.Node], dtype: torch.dtype) -> bool:
+        """Whether an operator of narrow operands must compute wide: a number beyond the narrow type's range, which
+        masks are made of, or a constant's tensor in an operator that does not promote types."""
+        made = [n for n in floats if self.flow[n] is _Flow.MADE or not n.meta["val"].dim()]
+        numbers = [n.args[1] for n in made if n.target is aten.full.default] + [*node.args, *node.kwargs.values()]
+        most = torch.finfo(dtype).max
+        if any(isinstance(n, float) and math.isfinite(n) and abs(n) > most for n in numbers):
+            return True
+        target: Any = node.target
+        return bool(made) and (torch.Tag.pointwise not in target.tags or "lerp" in str(target))
+
+    def set(self, node: fx.Node, types: dict[fx.Node, torch.dtype]) -> None:
+        """Read operands in these types; the node's results follow."""
+        forms = {n: self.form(n, dtype, node, self.origin(node, n)) for n, dtype in types.items()}
+        node.args, node.kwargs = substitute((node.args, node.kwargs), lambda n: forms.get(n, n))
+        if all(n in self.captured and n.meta["val"].dtype == self.captured[n][0].dtype for n in operands_of(node)):
+            return
+        args, kwargs = substitute((node.args, node.kwargs), lambda n: n.meta["val"])
+        target: Any = node.target
+        with self.mode:
+            node.meta["val"] = target(*args, **kwargs)
+
+    def form(self, value: fx.Node, dtype: torch.dtype, near: fx.Node, origin: Origin) -> fx.Node:
+        """A value in a type, cast once for all readers; ``near`` is where."""
+        if value.meta["val"].dtype == dtype:
+            return value
+        if (value, dtype) not in self.cast:
+            with self.graph.inserting_before(near), self.mode:
+                made = self.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
+                made.meta["val"] = aten._to_copy.default(value.meta["val"], dtype=dtype)
+            made.meta |= {"origin": origin, "kept": near.op == "output"}
+            self.flow[made] = _Flow.NARROW
+            self.cast[value, dtype] = made
+        return self.cast[value, dtype]
+
+    def origin(self, reader: fx.Node, value: fx.Node) -> Origin:
+        """A cast stands at its reader, for the line by which that or the value's maker computes in a narrow type."""
+        nodes = [node for node in (reader, _maker(value)) if node.op == "call_function"]
+        origin: Origin = nodes[0].meta["origin"]
+        return replace(origin, plan=next((line.line for node in nodes if (line := self.line_of(node))), 0))
+
+
+def _widened(value: Any) -> Any:
+    return value.to(torch.float32) if isinstance(value, torch.Tensor) and is_narrow(value.dtype) else value
+
+
+def _maker(value: fx.Node) -> fx.Node:
+    maker: Any = value.args[0] if value.target is operator.getitem else value
+    return maker  # type: ignore[no-any-return]
+
+
+def _inside(module: str, outer: str) -> bool:
+    return not outer or module == outer or module.startswith(f"{outer}.")

@@ -1,0 +1,1 @@
+"""Placing: a type for every value, and collectives where two types meet."""

@@ -1,0 +1,324 @@
+"""Heads: what split weights become where attention reads them, and what is kept on several ranks if heads are few."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import fx
+
+from ...compiler.capture.capture import Captured
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import Split, along
+from ...compiler.layout.stretches import Outer
+from ...compiler.ops.factors import OpRule
+from ...compiler.ops.splits import from_factor, to_factor
+from ...compiler.padding.pads import Pads
+from ...compiler.plan.plan import Plan
+from ...compiler.resolve.seeds import Seed
+from ...grammar.codes_build import KEPT_TWICE
+from ...grammar.codes_placement import UNEVEN_HEADS
+from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
+from ...grammar.nearest import listed
+from ...grammar.source import Span
+from ..calls import Key, computes, key_of, operands_of, rule_of
+from ..canonical.canonicalize import canonicalize
+
+_VIEWS = {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.unflatten.int"}
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What is kept by several ranks of an axis: ``sizes`` of the sub-axes that an axis is factored into, and by value
+    and axis how many of these, major first, split the value; on the others it is whole, or, where heads are ``fused``
+    with more in one value, they are gathered."""
+
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    kept: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    fused: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    notes: tuple[Diagnostic, ...] = ()
+
+    def parts(self, mesh: Mesh) -> dict[tuple[str, str], int]:
+        """By value and axis, into how many parts it is split."""
+        axes = {key: mesh.parts(key[1])[:number] for key, number in self.kept.items()}
+        return {key: math.prod(map(mesh.size, found)) for key, found in axes.items()}
+
+    def splits(self, seed: Seed, mesh: Mesh) -> dict[str, Split | None]:
+        """What a seed says of each sub-axis of its axis: split, or whole."""
+        parts = mesh.parts(seed.axis)
+        found: dict[str, Split | None] = dict.fromkeys(parts)
+        if seed.dim is not None:
+            kept = parts[: self.kept.get((seed.value, seed.axis), len(parts))]
+            found |= along(kept, Split(seed.dim, seed.outer), mesh)
+        return found
+
+    def gathers(self, seeds: Iterable[Seed], mesh: Mesh) -> list[tuple[Seed, tuple[str, ...]]]:
+        """Of seeds of what is fused the sub-axes over which its few heads are gathered."""
+        found = [(seed, self.fused.get((seed.value, seed.axis))) for seed in seeds]
+        return [(seed, mesh.parts(seed.axis)[number:]) for seed, number in found if number is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """A split parameter that attention reads as ``count`` heads since ``source``; ``meets`` are its attentions.
+
+    One head is a dim that is never taken apart: attention contracts it. Where it is ``fused`` with queries, ``most``
+    are these, and ``few`` the values in which fewer heads are taken out of the whole. Where the model itself sees them
+    in groups, ``count`` is that of the groups, each of so many: ``grouped``.
+    """
+
+    seed: Seed
+    count: int
+    most: int
+    source: str
+    meets: frozenset[fx.Node]
+    grouped: int = 1
+    few: frozenset[Key] = frozenset()
+
+    @property
+    def fused(self) -> bool:
+        """Whether more heads lie in the same weight."""
+        return self.count < self.most
+
+
+def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed], pads: Pads) -> Copies:
+    """Heads of keys and values that are fewer than the ranks over which a plan splits them are kept by several ranks.
+
+    The weights of one attention are those whose dims, followed through the graph, meet in an operator that contracts
+    two computed values. The most heads among them are the queries'; ranks must divide those. Fewer heads either
+    divide by the ranks too, or divide them: then the axis is factored, and the heads are split over its major part.
+    Where queries are fused with them in one weight, whose parts are split alike, the minor part splits each head, which
+    is gathered where it is taken out of the whole. Padded heads divide.
+
+    Raises:
+        PlanError: heads do not fit the ranks.
+    """
+    padded = {(name, pad.dim) for name, found in pads.items() for pad in found}
+    seeds = [seed for seed in seeds if seed.dim is not None and (seed.value, seed.dim) not in padded]
+    if not seeds:
+        return Copies()
+    follower = Follower(canonicalize(captured.graph))
+    errors: list[Diagnostic] = []
+    sizes: dict[str, tuple[int, ...]] = {}
+    kept: dict[tuple[str, str], int] = {}
+    fused: dict[tuple[str, str], int] = {}
+    notes: list[Diagnostic] = []
+    for axis in plan.mesh.names:
+        own = [s for s in seeds if s.axis == axis and s.value in follower.parameters]
+        found = [heads for s in own if (heads := follower.heads(s)) is not None]
+        groups = [group for group in _attentions(found) if max(heads.most for heads in group) > 1]
+        ranks = plan.mesh.size(axis)
+        wrong = [group for group in groups if not _legal(group, ranks)]
+        few = [heads for group in groups for heads in group if heads.count % ranks]
+        chain = [*sorted({heads.count for heads in few} - {1}), ranks]
+        if not wrong and any(more % less for less, more in pairwise(chain)):
+            wrong = groups  # of several kinds of attention, which do not factor the axis alike
+        if wrong:
+            errors += _errors(wrong, plan, axis)
+        elif few:
+            if len(chain) > 1:
+                sizes[axis] = tuple(more // less for less, more in pairwise([1, *chain]))
+            for heads in few:
+                number = chain.index(heads.count) + 1 if heads.count > 1 else 0
+                (fused if heads.fused else kept)[heads.seed.value, axis] = number
+            notes += _notes(few, axis, ranks, sizes.get(axis, ()))
+    if errors:
+        raise PlanError(errors)
+    return Copies(sizes, kept, fused, tuple(notes))
+
+
+def few_heads(graph: fx.Graph, fused: Sequence[tuple[Seed, Sequence[str]]]) -> frozenset[tuple[Key, str]]:
+    """The values in which heads that are fused with more are taken out of the whole, and axes to gather them over."""
+    if not fused:
+        return frozenset()
+    follower = Follower(graph)
+    found = [(follower.heads(seed), axes) for seed, axes in fused if seed.value in follower.parameters]
+    return frozenset((key, axis) for heads, axes in found if heads for key in heads.few for axis in axes)
+
+
+class Follower:
+    """Follows a dim of a parameter forward through a canonical graph, by the rules of its operators."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        roles = [(*node.meta["role"].split(" ", 1), node) for node in graph.nodes if node.op == "placeholder"]
+        self.parameters = {name: node for kind, name, node in roles if kind in ("parameter", "frozen")}
+        self.rules: dict[fx.Node, OpRule] = {}
+        self.readers: dict[Key, list[fx.Node]] = {}
+        self.computed: set[fx.Node] = {
+            node for node in graph.nodes if node.op == "placeholder" and node.meta["role"].startswith("input ")
+        }
+        for node in graph.nodes:
+            if any(operand in self.computed for operand in node.all_input_nodes):
+                self.computed.add(node)
+            if computes(node):
+                for key in dict.fromkeys(map(key_of, operands_of(node))):
+                    self.readers.setdefault(key, []).append(node)
+
+    def rule(self, node: fx.Node) -> OpRule:
+        """The rule of a node, looked up once."""
+        if node not in self.rules:
+            self.rules[node] = rule_of(node)[0]
+        return self.rules[node]
+
+    def pieces(self, name: str, dim: int) -> tuple[int, ...]:
+        """The sizes of the first pieces into which operators take apart what a dim of a parameter becomes."""
+        pending: list[tuple[Key, int]] = [((self.parameters[name], 0), dim)] if name in self.parameters else []
+        seen = set(pending)
+        for key, at in pending:
+            for reader in self.readers.get(key, ()):
+                rule = self.rule(reader)
+                for operand, dims in zip(operands_of(reader), rule.operands, strict=True):
+                    if key_of(operand) != key or not 1 <= len(dims[at]) <= 2:
+                        continue
+                    *outer, factor = dims[at]
+                    if outer and outer[0] in rule.whole and len(rule.results) == rule.sizes[outer[0]]:  # equal pieces
+                        return (int(rule.sizes[factor]),) * len(rule.results)
+                    if outer:
+                        continue
+                    if factor in rule.sums:
+                        return tuple(int(rule.sizes[member]) for member in rule.sums[factor])
+                    places = [from_factor(rule, result, factor, 1) for result in rule.results]
+                    found = [((reader, index), place[0]) for index, place in enumerate(places) if place is not None]
+                    pending += [entry for entry in found if entry not in seen]
+                    seen.update(found)
+        return ()
+
+    def heads(self, seed: Seed) -> _Heads | None:
+        """The heads that a split parameter becomes, if attention reads it."""
+        assert seed.dim is not None
+        counts: dict[int, str] = {}
+        taken: set[tuple[Key, int]] = set()
+        meets: set[fx.Node] = set()
+        grouped = 1
+        parameter = self.parameters[seed.value], 0
+        # last, until heads are counted: what was taken out of a value of several parts, if only by passing it on
+        pending: list[tuple[Key, int, Outer, Key | None]] = [(parameter, seed.dim, seed.outer, parameter)]
+        seen = set(pending)
+        while pending:
+            key, dim, outer, last = pending.pop()
+            for reader in self.readers.get(key, ()):
+                rule = self.rule(reader)
+                for operand, dims in zip(operands_of(reader), rule.operands, strict=True):
+                    part = to_factor(rule, dims, dim, outer, 1) if key_of(operand) == key else None
+                    if part is None:
+                        continue
+                    contracted = self.contracted(reader)
+                    one = part[0] in contracted or part[0] in rule.whole
+                    if contracted:
+                        meets.add(reader)
+                        if last and one:
+                            counts.setdefault(1, reader.meta["origin"].source)
+                    alone = sum(any(part[0] in names for names in dims) for dims in rule.operands) == 1
+                    # needed whole, or of values of one head
+                    if last and outer == 1 and (one or (contracted and alone)):
+                        taken.add((last, 1))
+                    if part[0] in rule.whole:
+                        continue
+                    count = _each(part[1], rule.sizes[part[0]])
+                    size = _each(outer, math.prod(rule.sizes[name] for name in dims[dim]))
+                    apart = count != size and str(reader.target) in _VIEWS
+                    if last and apart:
+                        counts.setdefault(count, reader.meta["origin"].source)
+                        taken.add((last, count))
+                        inner = dims[dim][dims[dim].index(part[0]) + 1 : -1]
+                        grouped = max(grouped, math.prod(int(rule.sizes[name]) for name in inner))
+                    places = [(i, from_factor(rule, result, *part)) for i, result in enumerate(rule.results)]
+                    for index, place in places:
+                        made = reader, index
+                        onward = made if last and outer != 1 else last
+                        entry = (made, *place, None if apart else onward) if place else None
+                        if entry is not None and entry not in seen:
+                            seen.add(entry)
+                            pending.append(entry)
+        if not meets:
+            return None
+        most = max(counts, default=1)
+        few = frozenset(key for key, count in taken if count < most)
+        source = next(iter(counts.values()), "")
+        return _Heads(seed, math.gcd(*counts) or 1, most, source, frozenset(meets), grouped, few)
+
+    def contracted(self, node: fx.Node) -> set[str]:
+        """Factors over which the operator multiplies two computed values and adds up, as attention does."""
+        rule = self.rule(node)
+        kept = {name for dims in rule.results for names in dims for name in names}
+        pairs = zip(operands_of(node), rule.operands, strict=True)
+        found = [{name for names in dims for name in names} - kept for n, dims in pairs if n in self.computed]
+        return {name for at, first in enumerate(found) for second in found[:at] for name in first & second}
+
+
+def _each(outer: Outer, size: int) -> int:
+    """What every part's size is a multiple of."""
+    return size // outer if isinstance(outer, int) else size // sum(outer)
+
+
+def _attentions(found: Iterable[_Heads]) -> Iterator[list[_Heads]]:
+    """The parameters that meet in the same operators."""
+    groups: list[tuple[list[_Heads], set[fx.Node]]] = []
+    for heads in found:
+        joined = [group for group in groups if not group[1].isdisjoint(heads.meets)]
+        groups = [group for group in groups if group not in joined]
+        members = [member for group in joined for member in group[0]]
+        groups.append(([*members, heads], set(heads.meets).union(*(group[1] for group in joined))))
+    return (members for members, _ in groups)
+
+
+def _legal(group: Sequence[_Heads], ranks: int) -> bool:
+    most = max(heads.most for heads in group)
+    return most % ranks == 0 and all(h.count % ranks == 0 or (ranks % h.count == 0 and h.grouped == 1) for h in group)
+
+
+def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterator[Diagnostic]:
+    """One error for each line and kind of attention."""
+    ranks = plan.mesh.size(axis)
+    alike: dict[tuple[Span, tuple[int, ...], bool], list[_Heads]] = {}
+    for group in groups:
+        kinds = tuple(sorted({n for heads in group for n in (heads.count, heads.most)}, reverse=True))
+        wrong = [n for n in kinds if n % ranks and (n == kinds[0] or ranks % n)]
+        seen = (heads for heads in group if (wrong or kinds)[0] in (heads.count, heads.most))
+        first = max(seen, key=lambda heads: heads.grouped)
+        apart = any(heads.grouped == 1 for heads in group)  # keys are not in the weight of the queries' groups
+        alike.setdefault((first.seed.span, kinds, apart), []).append(first)
+    every = [group for group in groups if _legal(group, 1)]
+    legal = [n for n in range(1, max(max(kinds) for _, kinds, _ in alike) + 1) if all(_legal(g, n) for g in every)]
+    for (_, (most, *fewer), apart), (first, *others) in alike.items():
+        few = f"{_heads(first.count)} of keys and values"
+        all_heads = f"{most} groups of {first.grouped} heads" if first.grouped > 1 else f"{most} heads"
+        message = f"{axis}={ranks} does not divide {all_heads}"
+        if not most % ranks:
+            message = f"{axis}={ranks} neither divides {few} nor is a multiple of them"
+        every_kind = " and ".join([all_heads, *(f"{_heads(count)} of keys and values" for count in fewer)])
+        seen_as = "groups of heads" if first.grouped > 1 else "heads"
+        notes = [f"the model sees it as {seen_as} at {first.source}"] if first.source else []
+        split = ", or write the queries' heads as one dim, and repeat keys" if first.grouped > 1 and apart else ""
+        notes += [f"the same holds for {len(others)} more that the pattern matches"] if others else []
+        declared = plan.mesh_spans.get(axis)
+        yield Diagnostic(
+            UNEVEN_HEADS, message, Label(first.seed.span, f"`{first.seed.value}`"),
+            (Label(declared, "declared here"),) if declared is not None else (), notes=tuple(notes),
+            help=f"sizes of `{axis}` for {every_kind}: {', '.join(map(str, legal))}{split}",
+        )  # fmt: skip
+
+
+def _heads(count: int) -> str:
+    return f"{count} head{'s' * (count > 1)}"
+
+
+def _notes(few: Sequence[_Heads], axis: str, ranks: int, sizes: Sequence[int]) -> Iterator[Diagnostic]:
+    """One note for each number of heads that is kept more than once, or by parts."""
+    for count, fused in sorted({(heads.count, heads.fused) for heads in few}):
+        first, *others = [heads for heads in few if (heads.count, heads.fused) == (count, fused)]
+        shared = f"each is kept by {ranks // count} ranks" if count > 1 else "every rank keeps it"
+        then = "gradients of the copies are summed once a step"
+        if fused:
+            shared = f"{ranks // count} ranks keep a part of {'each' if count > 1 else 'it'}"
+            then = "fused with queries, it is split as they are, and its results are gathered where they are taken out"
+        message = f"{_heads(count)} of keys and values for {ranks} ranks of `{axis}`: {shared}"
+        parts = listed(f"{axis}_{i}={size}" for i, size in enumerate(sizes))
+        notes = [f"`{axis}` is seen as {parts}" if sizes else "", then]
+        notes += [f"the same holds for {len(others)} more parameter{'s' * (len(others) > 1)}"] if others else []
+        yield Diagnostic(
+            KEPT_TWICE, message, Label(first.seed.span, f"`{first.seed.value}`"), notes=tuple(filter(None, notes)),
+            severity=Severity.NOTE,
+        )  # fmt: skip

@@ -1,0 +1,31 @@
+"""Lift: conversions of parameters leave the microbatch, so that their gradients are summed once a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from ...compiler.ops.torch_ops import OPS
+
+
+def lift_parameters(graph: fx.Graph) -> None:
+    """A parameter that every reader marks ``I→R`` enters the graph as ``R``: its gradient stays partial over the
+    microbatches and is summed once a step, by REDUCE."""
+    for node in graph.nodes:
+        if node.op != "placeholder" or not node.meta["role"].startswith("parameter") or not node.users:
+            continue
+        marks = [user for user in node.users if user.target is OPS.convert.default and user.args[2:4] == ("I", "R")]
+        if len(marks) != len(node.users):
+            continue
+        common = set.intersection(*(set(mark.args[1].split(",")) for mark in marks))
+        type_ = node.meta["types"][0]
+        lifted = replace(type_, placement=type_.placement.replace(dict.fromkeys(common, "R")))
+        node.meta["types"] = [lifted]
+        for mark in marks:
+            rest = [axis for axis in mark.args[1].split(",") if axis not in common]
+            if rest:
+                mark.args = (node, ",".join(rest), *mark.args[2:])
+            else:
+                mark.replace_all_uses_with(node)
+                graph.erase_node(mark)

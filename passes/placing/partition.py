@@ -1,0 +1,330 @@
+"""Partition: every value gets its type on every axis, with typed conversions where a reader needs another.
+
+Shapes stay global here; ``emit.py`` makes them local at the very end, operator by operator, by the same rules."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...compiler.layout.collectives import TypeFault
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
+from ...compiler.ops.splits import from_factor, to_factor
+from ...compiler.ops.torch_ops import OPS
+from ...compiler.program.program import Origin
+from ..calls import Key, computes, fake, key_of, operands_of, outputs, substitute, tensors_of
+from ..choices import Choices
+from .hoist import plan_hoist
+from .paths import Changes, cheapest_path
+from .propagate import Part, Placed
+from .vocab_loss import EXPANSIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """A conversion that no line asked for in so many words: what it moves, and whose need caused it; ``reader`` is the
+    operator that wanted it. ``heads``: it puts few heads together, which a note of its own tells."""
+
+    value: str
+    source: AxisType
+    result: AxisType
+    axis: str
+    cause: Origin
+    bytes: int
+    reader: str
+    heads: bool
+
+
+class Partition:
+    """Builds the typed graph. Each value is converted at most once to each placement, and shared by all readers."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, placed: Placed, choices: Choices | None = None) -> None:
+        self.source, self.mesh, self.placed, self.choices = graph, mesh, placed, choices
+        self.graph = fx.Graph()
+        self.forms: dict[Key, dict[Placement, fx.Node]] = {}
+        self.state: dict[Key, Placement] = {}
+        self.grad: dict[Key, bool] = {}
+        self.pure: dict[Key, bool] = {}
+        self.reshards: list[Reshard] = []
+        self.origin = Origin()
+        self.reader = "output"
+        self.kept = False
+        self.block: str | None = None
+        self.last_block: str | None = None
+        self.hoisted = plan_hoist(graph, mesh, placed, self._find_gradients())
+
+    # ---- what is known before anything is emitted
+
+    def _find_gradients(self) -> Mapping[Key, bool]:
+        for node in self.source.nodes:
+            if node.op == "placeholder":
+                self.grad[node, 0] = node.meta["role"].startswith("parameter") and fake((node, 0)).is_floating_point()
+                self.pure[node, 0] = node.meta["role"].split(" ")[0] in ("buffer", "constant", "key")
+            elif computes(node):
+                keys = [key_of(n) for n in operands_of(node)]
+                detached = node.target is torch.ops.aten.detach.default
+                for index, value in enumerate(tensors_of(node)):
+                    flows = any(self.grad[key] for key in keys) and not detached
+                    self.grad[node, index] = flows and isinstance(value, torch.Tensor) and value.is_floating_point()
+                    self.pure[node, index] = all(self.pure[key] and not self.grad[key] for key in keys)
+        return self.grad
+
+    def type_of(self, key: Key, placement: Placement) -> TensorType:
+        """The typed shape of a value in a placement."""
+        value = fake(key)
+        return TensorType(value.dtype, tuple(value.shape), placement)
+
+    # ---- conversions
+
+    def convert(self, key: Key, want: Placement) -> fx.Node:
+        """The value in another placement: from a form that exists, by the cheapest order of steps."""
+        if not self.grad[key]:
+            want = want.data()
+            if self.pure[key]:
+                rebuilt = self.rebuild(key, want)
+                if rebuilt is not None:
+                    return rebuilt
+        if want not in self.forms[key]:
+            have = self.state[key]
+            shape = tuple(fake(key).shape)
+            lifts = key[0].op == "placeholder"
+            path = cheapest_path(have, want, shape, self.mesh, self.grad[key], lifts)
+            for step in self._imposed(key, path, have, want):
+                have = self._step(key, have, dict(step))
+        return self.forms[key][want]
+
+    def _imposed(self, key: Key, path: tuple[Changes, ...], have: Placement, want: Placement) -> Sequence[Changes]:
+        """The path that was cheapest at the largest sizes: which axes go to what they are wanted as, which over whole;
+        the value's own where that does not divide here."""
+        if self.choices is None:
+            return path
+        own = [[(axis, None if kind == want[axis] else kind) for axis, kind in step] for step in path]
+        what = (key[0].name, key[1], _sizeless(have), _sizeless(want))
+        chosen = self.choices.make(what, own)
+        steps = [tuple((axis, want[axis] if kind is None else kind) for axis, kind in step) for step in chosen]
+        for step in steps:
+            have = have.replace(dict(step))
+            if not have.nests(tuple(fake(key).shape), self.mesh):
+                return path
+        return steps
+
+    def _step(self, key: Key, have: Placement, changes: Mapping[str, AxisType]) -> Placement:
+        """One conversion of one or several axes alike; its result is kept for later readers."""
+        first = have[next(iter(changes))]
+        target = have.replace(changes)
+        if target not in self.forms[key]:
+            self.forms[key][target] = self._emit_conversion(key, have, target, tuple(changes))
+            if first == "P" and have == self.state[key]:
+                # the reduced form stands for the value from now on, or a sum with it would keep two copies alive
+                self.state[key] = target
+        return target
+
+    def _emit_conversion(self, key: Key, have: Placement, want: Placement, axes: tuple[str, ...]) -> fx.Node:
+        source, result = have[axes[0]], want[axes[0]]
+        form = self.forms[key][have]
+        if source == "I" and result == "R" and not self.grad[key]:
+            return form
+        if source == "R" and result == "I":
+            raise TypeFault(f"`{key[0].name}` is R over {axes[0]} and cannot be I again")
+        block, origin = self.block, self.origin
+        if source == "P":
+            # a sum belongs to what it sums, so that the first of equal blocks is equal to the others
+            made = form.meta["origin"]
+            self.origin = replace(made, plan=self.placed.lines.get(key[0], made.plan))
+            if self.last_block == form.meta["block"]:
+                self.block = form.meta["block"]
+        node = self.call(OPS.convert.default, (form, ",".join(axes), str(source), str(result)), {}, [(key, want)])
+        self.block, self.origin = block, origin
+        cause = replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
+        if (source, result) != ("I", "R"):
+            local = self.type_of(key, have).local(self.mesh)
+            size = math.prod(local) * fake(key).dtype.itemsize
+            for name in self.mesh.joined(axes):
+                axis = self.mesh.parts(name)[0]
+                heads = (key, axis) in self.placed.gathered
+                self.reshards.append(
+                    Reshard(key[0].name, have[axis], want[axis], name, cause, size, self.reader, heads)
+                )
+        return node
+
+    def rebuild(self, key: Key, want: Placement) -> fx.Node | None:
+        """A value made only from creation operators and buffers is made again where it is wanted, never sent."""
+        node, index = key
+        if want in self.forms.get(key, {}):
+            return self.forms[key][want]
+        if node.op == "placeholder":
+            return None
+        rule = self.placed.rules[node]
+        parts: dict[str, Part] = {}
+        for axis, kind in want.items():
+            if isinstance(kind, Split):
+                part = to_factor(rule, rule.results[index], kind.dim, kind.outer, self.mesh.size(axis))
+                if part is None or part[0] in rule.whole:
+                    return None
+                parts[axis] = part
+        operands = []
+        for operand, dims in zip(operands_of(node), rule.operands, strict=True):
+            places = {axis: from_factor(rule, dims, *part) for axis, part in parts.items()}
+            inner = Placement.of(self.mesh, {axis: Split(*at) for axis, at in places.items() if at})
+            made = self.rebuild(key_of(operand), inner)
+            if made is None:
+                return None
+            operands.append(made)
+        results = [(key_, want if key_ == key else self._placement(rule.results[i], rule, parts, "I"))
+                   for i, key_ in enumerate((node, i) for i in range(len(rule.results)))]  # fmt: skip
+        self.emit(node, parts, results, operands)
+        return self.forms[key][want]
+
+    # ---- operators
+
+    def _placement(self, dims: Any, rule: Any, parts: Mapping[str, Part], absent: AxisType) -> Placement:
+        types: dict[str, AxisType] = {}
+        for axis, part in parts.items():
+            at = from_factor(rule, dims, *part)
+            types[axis] = Split(*at) if at else absent
+        return Placement.of(self.mesh, types)
+
+    def operator(self, node: fx.Node) -> None:
+        """Emit one operator: convert its operands to the types it needs, and say what its results are."""
+        rule, parts = self.placed.rules[node], self.placed.parts[node]
+        keys = [key_of(n) for n in operands_of(node)]
+        wants: list[dict[str, AxisType]] = [{} for _ in keys]
+        states: list[dict[str, AxisType]] = [{} for _ in rule.results]
+        for axis in self.mesh.names:
+            if axis in parts:
+                for key, dims, want in zip(keys, rule.operands, wants, strict=True):
+                    at = from_factor(rule, dims, *parts[axis])
+                    want[axis] = Split(*at) if at else ("R" if self.grad[key] else "I")
+                for dims, state in zip(rule.results, states, strict=True):
+                    at = from_factor(rule, dims, *parts[axis])
+                    state[axis] = Split(*at) if at else "P"
+            else:
+                result = self._unsplit(node, axis, keys, wants)
+                for state in states:
+                    state[axis] = result
+        if node.target in EXPANSIONS:
+            EXPANSIONS[node.target](self, node, keys, wants)
+            return
+        operands = [self.convert(key, Placement.of(self.mesh, want)) for key, want in zip(keys, wants, strict=True)]
+        results = []
+        for index, state in enumerate(states):
+            key = (node, index)
+            placement = Placement.of(self.mesh, state)
+            results.append((key, placement if self.grad.get(key) else placement.data()))
+        self.emit(node, parts, results, operands)
+        for key, placement in results:
+            self.state[key] = placement
+            # a sum whose own placement is a split goes there at once, unless the operator splits the same entries
+            reduced = placement
+            for axis, split in self.placed.splits[key].items():
+                after = reduced.replace({axis: split})
+                if placement[axis] == "P" and after.nests(tuple(fake(key).shape), self.mesh):
+                    reduced = after
+            if reduced != placement:
+                self.convert(key, reduced)
+                self.state[key] = reduced
+
+    def _unsplit(self, node: fx.Node, axis: str, keys: Sequence[Key], wants: Sequence[dict[str, AxisType]]) -> AxisType:
+        """Types on an axis that splits no factor of the operator: partial sums pass what is linear in them; one ``R``
+        operand makes all ``R``; else all are ``I``."""
+        have = [self.state[key][axis] if key in self.state else "I" for key in keys]
+        partial = frozenset(index for index, kind in enumerate(have) if kind == "P")
+        rest_whole = all(not isinstance(kind, Split) for kind in have)
+        if (
+            partial
+            and rest_whole
+            and partial in self.placed.rules[node].linear
+            and self._no_larger(node, keys, partial)
+        ):
+            for index, (key, want) in enumerate(zip(keys, wants, strict=True)):
+                want[axis] = "P" if index in partial else ("R" if self.grad[key] else "I")
+            return "P"
+        reads = any(kind == "R" and self.grad[key] for kind, key in zip(have, keys, strict=True))
+        target: AxisType = "R" if reads or axis in self.hoisted.get(node, ()) else "I"
+        for key, want in zip(keys, wants, strict=True):
+            want[axis] = target if self.grad[key] else "I"
+        return target
+
+    def _no_larger(self, node: fx.Node, keys: Sequence[Key], partial: frozenset[int]) -> bool:
+        """Whether a sum put off moves no more bytes than one made now."""
+        made: int = sum(value.nbytes for value in tensors_of(node) if isinstance(value, torch.Tensor))
+        given: int = sum(fake(keys[index]).nbytes for index in partial)
+        return made <= given if self.choices is None else self.choices.make(("sum", node.name), made <= given)
+
+    def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[Key, Placement]],
+             operands: Sequence[fx.Node]) -> fx.Node:  # fmt: skip
+        """The operator as a node whose results have the given placements."""
+        given = iter(operands)
+        args, kwargs = substitute((node.args, node.kwargs), lambda _: next(given))
+        target: Any = node.target
+        if node.target is torch.ops.aten.embedding.default and any(name == "v" for name, _ in parts.values()):
+            padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
+            target, args, kwargs = OPS.lookup.default, (*args[:2], padding), {}
+        return self.call(target, args, kwargs, results)
+
+    def call(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Sequence[tuple[Key, Placement]]
+    ) -> fx.Node:
+        """A node of the typed graph; several results become ``getitem`` nodes."""
+        self.last_block = self.block
+        made = self.graph.call_function(target, args, dict(kwargs))
+        made.meta = {"types": [self.type_of(key, p) for key, p in results], "origin": self.origin, "block": self.block,
+                     "kept": self.kept}  # fmt: skip
+        if len(results) == 1 and not isinstance(results[0][0][0].meta.get("val"), (tuple, list)):
+            self.forms.setdefault(results[0][0], {})[results[0][1]] = made
+            return made
+        for index, (key, placement) in enumerate(results):
+            part = self.graph.call_function(operator.getitem, (made, index))
+            part.meta = {"types": [self.type_of(key, placement)], "origin": self.origin, "block": self.block}
+            self.forms.setdefault(key, {})[placement] = part
+        return made
+
+    # ---- the whole graph
+
+    def placeholder(self, node: fx.Node) -> None:
+        """A parameter, buffer, key or input as it is stored: split as placed, whole elsewhere."""
+        key = (node, 0)
+        placement = Placement.of(self.mesh, dict(self.placed.splits[key]))
+        made = self.graph.placeholder(node.name)
+        made.meta = {"types": [self.type_of(key, placement)], "role": node.meta["role"], "origin": Origin(),
+                     "block": None, "stored": placement, "line": self.placed.lines.get(node, 0)}  # fmt: skip
+        self.state[key] = placement
+        self.forms[key] = {placement: made}
+
+    def run(self) -> fx.Graph:
+        """The typed graph. Its first output is the loss's numerator, summed over nothing or still partial."""
+        for node in self.source.nodes:
+            if node.op == "placeholder":
+                self.placeholder(node)
+            elif computes(node):
+                origin = node.meta["origin"]  # a cast names the line that asked for it
+                self.origin = replace(origin, plan=origin.plan or self.placed.lines.get(node, 0))
+                self.block = node.meta.get("block")
+                self.reader, self.kept = str(node.target), node.meta.get("kept", False)
+                self.operator(node)
+        loss, *updates = outputs(self.source)
+        self.block, self.reader, self.kept = None, "output", True
+        state = self.state[key_of(loss)]
+        target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
+        results = [self.convert(key_of(loss), target)]
+        buffers = {n.meta["role"]: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
+        names = self.source.output_node().meta.get("updates", ())
+        for name, update in zip(names, updates, strict=True):
+            # placed as the buffer, so that the next microbatch reads what this one wrote
+            stored = Placement.of(self.mesh, dict(self.placed.splits[buffers[f"buffer {name}"]]))
+            results.append(self.convert(key_of(update), stored))
+        self.graph.output(tuple(results))
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+
+def _sizeless(placement: Placement) -> tuple[object, ...]:
+    return tuple(getattr(kind, "dim", kind) for _, kind in placement.items())

@@ -1,0 +1,113 @@
+"""Paths: the cheapest order of typed conversions from one placement of a value to another."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from ...compiler.layout.collectives import TypeFault
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import AxisType, Placement, Split, along, dual, local_shape
+from ...compiler.layout.stretches import count
+
+Changes = tuple[tuple[str, AxisType], ...]
+"""What one step changes: axes with their new types, all from one type to one type."""
+
+_MESSAGE = 1
+"""What a message costs beside its bytes, in bytes: of two paths that move as much, the one of fewer messages."""
+
+
+@lru_cache(maxsize=65536)
+def cheapest_path(
+    have: Placement, want: Placement, shape: tuple[int, ...], mesh: Mesh, flows: bool, lifts: bool = False
+) -> tuple[Changes, ...]:
+    """Steps from ``have`` to ``want``. Each axis goes straight to its type, or over whole where two axes would be in
+    each other's way. The cost is what all ranks send, the gradient's way back included if it ``flows``. A parameter
+    ``lifts`` its ``I → R``: its gradient is then summed once a step, so that this comes first and costs nothing here.
+
+    Raises:
+        TypeFault: there is no path.
+    """
+    # the order of equal costs: what shrinks the value first, then exchanges, then sums, then gathers
+    pending: list[tuple[float, int, int, Placement, tuple[Changes, ...]]] = [(0.0, 0, 0, have, ())]
+    done: set[Placement] = set()
+    counter = 0
+    while pending:
+        cost, rank, _, at, path = heapq.heappop(pending)
+        if at == want:
+            return path
+        if at in done:
+            continue
+        done.add(at)
+        for order, step in enumerate(_steps(at, want, mesh, lifts)):
+            after = at.replace(dict(step))
+            if after in done or not after.nests(shape, mesh):
+                continue
+            counter += 1
+            marked = lifts and (at[step[0][0]], step[0][1]) == ("I", "R")
+            price = cost + (0 if marked else _price(at, after, step, shape, mesh, flows))
+            heapq.heappush(pending, (price, rank + order, counter, after, (*path, step)))
+    raise TypeFault(f"there is no conversion from {have} to {want}")
+
+
+def _steps(at: Placement, want: Placement, mesh: Mesh, lifts: bool) -> Iterator[Changes]:
+    """The next steps, in the order in which they are tried."""
+    open_ = [(axis, old, want[axis]) for axis, old in at.items() if old != want[axis]]
+    marks = tuple((axis, new) for axis, old, new in open_ if (old, new) == ("I", "R"))
+    if marks and lifts:
+        yield marks
+
+    def moved(axes: Sequence[str], new: AxisType) -> Changes:
+        return tuple(along(axes, new, mesh).items())
+
+    units = [*_as_one(at, want, mesh), *(((axis,), old, new) for axis, old, new in open_)]
+    inner_first = sorted(units, key=lambda entry: -count(entry[1].outer) if isinstance(entry[1], Split) else 0)
+    outer_first = sorted(units, key=lambda entry: count(entry[2].outer) if isinstance(entry[2], Split) else 0)
+    yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and old == "P")
+    yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and old in ("I", "R"))
+    yield from (moved(axes, new) for axes, old, new in outer_first if isinstance(new, Split) and isinstance(old, Split))
+    sums = [axis for axis, old, new in open_ if old == "P"]
+    whole = [axis for axis in sums if not isinstance(want[axis], Split)]
+    for axes in dict.fromkeys((tuple(whole), tuple(sums))):
+        if axes:  # a sum to R is a sum to I, then the mark that its gradient will be summed
+            yield tuple((axis, "I") for axis in axes)
+    for group, old, new in inner_first:
+        if isinstance(old, Split):
+            yield moved(group, "I" if isinstance(new, Split) or new == "P" else new)
+    if marks and not lifts:
+        yield marks
+
+
+def _as_one(at: Placement, want: Placement, mesh: Mesh) -> Iterator[tuple[tuple[str, ...], AxisType, AxisType]]:
+    """Factored axes whose sub-axes are together as one axis, before and after: they move in one message."""
+    before, after = at.joined(mesh), want.joined(mesh)
+    for axis, _ in mesh.factored:
+        if axis in before and axis in after and before[axis] != after[axis]:
+            yield mesh.parts(axis), before[axis], after[axis]
+
+
+def _price(
+    before: Placement, after: Placement, step: Changes, shape: tuple[int, ...], mesh: Mesh, flows: bool
+) -> float:
+    axes = tuple(axis for axis, _ in step)
+    ranks = math.prod(mesh.size(axis) for axis in axes)
+    small, large = sorted(math.prod(local_shape(shape, p, mesh)) for p in (before, after))
+    source, result = before[axes[0]], after[axes[0]]
+    price = _sent(source, result, ranks, small, large)
+    if flows:
+        price += _sent(dual(result), dual(source), ranks, small, large)
+    return price
+
+
+def _sent(source: AxisType, result: AxisType, ranks: int, small: int, large: int) -> float:
+    """Elements that a rank sends, by the ring algorithms, for values of which a rank holds ``small`` or ``large``."""
+    share = (ranks - 1) / ranks
+    if source == "P":
+        return _MESSAGE + share * large * (1 if isinstance(result, Split) else 2)
+    if isinstance(source, Split):
+        if isinstance(result, Split):
+            return _MESSAGE + share * small
+        return 0 if result == "P" else _MESSAGE + share * large
+    return 0

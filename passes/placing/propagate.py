@@ -1,0 +1,187 @@
+"""Propagation: from what the plan says of some values to a placement of every value, on every mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import Split
+from ...compiler.layout.stretches import Outer, nest
+from ...compiler.ops.factors import Dims, OpRule
+from ...compiler.ops.splits import from_factor, to_factors
+from ..calls import Key, computes, key_of, operands_of, rule_of, tensors_of
+
+Part = tuple[str, Outer]
+"""A factor of one operator and the outer part within it: what an axis splits there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One line's word on one value and axis; ``split`` None says that the value is whole there."""
+
+    value: Key
+    axis: str
+    split: Split | None
+    line: int
+
+
+@dataclass(slots=True)
+class Placed:
+    """Which dim of each value, and which factor of each operator, every axis splits; absent means whole."""
+
+    splits: dict[Key, dict[str, Split]] = field(default_factory=dict)
+    parts: dict[fx.Node, dict[str, Part]] = field(default_factory=dict)
+    rules: dict[fx.Node, OpRule] = field(default_factory=dict)
+    lines: dict[fx.Node, int] = field(default_factory=dict)
+    gathered: frozenset[tuple[Key, str]] = frozenset()
+    """Values that are put together over an axis before anyone reads them."""
+    without_rule: list[fx.Node] = field(default_factory=list)
+
+
+class _Propagation:
+    def __init__(self, graph: fx.Graph, mesh: Mesh, gathered: frozenset[tuple[Key, str]]) -> None:
+        self.mesh = mesh
+        self.placed = Placed(gathered=gathered)
+        self.whole: set[tuple[Key, str]] = set()
+        self.claimed: dict[tuple[Key, str], Split] = {}
+        self.order = [node for node in graph.nodes if computes(node)]
+        self.terms: dict[fx.Node, list[tuple[Key, Dims, bool]]] = {}
+        self.readers: dict[Key, list[fx.Node]] = {}
+        for node in graph.nodes:
+            for index in range(len(tensors_of(node))):
+                self.placed.splits[node, index] = {}
+        for node in self.order:
+            rule, known = rule_of(node)
+            self.placed.rules[node] = rule
+            self.placed.parts[node] = {}
+            if not known and operands_of(node):  # what reads nothing has nothing to gather
+                self.placed.without_rule.append(node)
+            operands = [(key_of(n), dims, True) for n, dims in zip(operands_of(node), rule.operands, strict=True)]
+            results = [((node, index), dims, False) for index, dims in enumerate(rule.results)]
+            self.terms[node] = operands + results
+            for key, _, _ in self.terms[node]:
+                self.readers.setdefault(key, []).append(node)
+
+    def place(self, key: Key, axis: str, split: Split, line: int) -> list[fx.Node]:
+        """Split a value, where that is open and nests with what is there; the operators to look at again."""
+        splits = self.placed.splits[key]
+        if axis in splits or (key, axis) in self.whole or not self.nests(key, axis, split):
+            return []
+        if self.claimed.get((key, axis), split) != split:  # a later line has its own word on this value
+            return []
+        splits[axis] = split
+        self.placed.lines[key[0]] = line
+        return self.readers.get(key, [])
+
+    def confirm(self, claim: Claim, line: int) -> None:
+        """A line that claims what propagation has found already is still the line to name for it."""
+        if self.placed.splits[claim.value].get(claim.axis) == claim.split:
+            self.placed.lines[claim.value[0]] = line
+            for reader in self.readers.get(claim.value, []):
+                if claim.axis in self.placed.parts[reader]:
+                    self.placed.lines[reader] = line
+
+    def nests(self, key: Key, axis: str, split: Split) -> bool:
+        """Whether the split divides its dim together with the other axes there."""
+        size = tensors_of(key[0])[key[1]].shape[split.dim]
+        others = [(s.outer, a) for a, s in self.placed.splits[key].items() if s.dim == split.dim]
+        return self.disjoint([*others, (split.outer, axis)], size)
+
+    def disjoint(self, parts: Sequence[tuple[Outer, str]], size: int) -> bool:
+        return nest(size, [(outer, self.mesh.size(axis)) for outer, axis in parts])
+
+    def choose(self, node: fx.Node, axis: str) -> Part | None:
+        """The factor that an operand or result already splits over the axis; parameters first, then in order."""
+        rule = self.placed.rules[node]
+        ranks = self.mesh.size(axis)
+        best: tuple[int, Part] | None = None
+        found = [
+            (key, dims, split)
+            for key, dims, is_operand in self.terms[node]
+            if (split := self.placed.splits[key].get(axis)) and not (is_operand and (key, axis) in self.placed.gathered)
+        ]
+        parts = to_factors(rule, [(dims, split.dim, split.outer) for _, dims, split in found], ranks, guess=False)
+        for (key, _, _), part in zip(found, parts, strict=True):
+            if part is None or part[0] in rule.whole or not self.fits(node, axis, part):
+                continue
+            rank = 0 if key[0].op == "placeholder" else 1
+            if best is None or rank < best[0]:
+                best = rank, part
+        return best[1] if best else None
+
+    def fits(self, node: fx.Node, axis: str, part: Part) -> bool:
+        """Whether the factor nests with the other axes on it, and the result may be split so."""
+        rule = self.placed.rules[node]
+        others = [(outer, a) for a, (name, outer) in self.placed.parts[node].items() if name == part[0]]
+        if not self.disjoint([*others, (part[1], axis)], rule.sizes[part[0]]):
+            return False
+        for key, dims, is_operand in self.terms[node]:
+            if is_operand:
+                continue
+            at = from_factor(rule, dims, *part)
+            have = self.placed.splits[key].get(axis)
+            if at is not None and (key, axis) in self.whole:
+                return False
+            if have is not None and at is not None and have != Split(*at):
+                return False
+        return True
+
+    def visit(self, node: fx.Node, line: int) -> list[fx.Node]:
+        """Settle the node's factors, and split what they imply; the operators to look at again."""
+        rule, parts = self.placed.rules[node], self.placed.parts[node]
+        again: list[fx.Node] = []
+        for axis in self.mesh.names:
+            if axis not in parts:
+                part = self.choose(node, axis)
+                if part is None:
+                    continue
+                parts[axis] = part
+                self.placed.lines[node] = line
+            for key, dims, _ in self.terms[node]:
+                at = from_factor(rule, dims, *parts[axis])
+                if at is not None:
+                    again += self.place(key, axis, Split(*at), line)
+        return again
+
+    def settle(self, start: Iterable[fx.Node], line: int) -> None:
+        """Sweep forward and backward over what changed until nothing does."""
+        dirty = set(start)
+        position = {node: index for index, node in enumerate(self.order)}
+        forward = True
+        while dirty:
+            for node in sorted(dirty, key=position.__getitem__, reverse=not forward):
+                dirty.discard(node)
+                dirty.update(self.visit(node, line))
+            forward = not forward
+
+
+def propagate(
+    graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim], gathered: frozenset[tuple[Key, str]] = frozenset()
+) -> Placed:
+    """Placements of all values, from the plan's claims.
+
+    Both directions to a fixed point, one claim's line after the other: an earlier line has its way where two would
+    split one value or operator differently. Claims over axes of size 1 hold trivially. What is ``gathered`` over an
+    axis splits none of its readers there.
+    """
+    state = _Propagation(graph, mesh, gathered)
+    real = [claim for claim in claims if mesh.size(claim.axis) > 1]
+    for claim in real:
+        if claim.split is None:
+            state.whole.add((claim.value, claim.axis))
+        else:
+            state.claimed[claim.value, claim.axis] = claim.split
+    by_line: dict[int, list[Claim]] = {}
+    for claim in real:
+        by_line.setdefault(claim.line, []).append(claim)
+    for line, group in by_line.items():
+        start: list[fx.Node] = []
+        for claim in group:
+            if claim.split is not None:
+                start += state.place(claim.value, claim.axis, claim.split, line)
+                state.confirm(claim, line)
+        state.settle(start, line)
+    return state.placed

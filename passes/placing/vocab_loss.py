@@ -1,0 +1,64 @@
+"""Operators that become several when an axis splits them: the loss over a split vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
+from ...compiler.ops.torch_ops import OPS
+from ..calls import Key
+from ..programs.segments import node_type
+
+if TYPE_CHECKING:
+    from .partition import Partition
+
+aten = torch.ops.aten
+
+
+def _token_loss(p: Partition, node: fx.Node, keys: Sequence[Key], wants: Sequence[dict[str, AxisType]]) -> None:
+    """``log(sum(exp(x - peak))) - (x[target] - peak)``: each rank's part of the vocabulary gives a part of both sums,
+    which are summed in one message, so no rank holds whole logits."""
+    parts = p.placed.parts[node]
+    logits, targets = (p.convert(key, Placement.of(p.mesh, want)) for key, want in zip(keys, wants, strict=True))
+    vocab = tuple(axis for axis in p.mesh.names if axis in parts and parts[axis][0] == "v")
+    type_ = node_type(logits)
+    rows = type_.shape[0]
+    lead = node_type(targets).placement
+
+    def emit(target: Any, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype, at: Placement) -> fx.Node:
+        made = p.graph.call_function(target, args)
+        made.meta = {"types": [TensorType(dtype, shape, at)], "origin": p.origin, "block": p.block}
+        return made
+
+    # the loss's own placement: rows as the logits', whole (or R, as the logits) elsewhere, the vocabulary summed
+    types: dict[str, AxisType] = {axis: "I" if axis in vocab else type_.placement[axis] for axis in p.mesh.names}
+    result = Placement.of(p.mesh, types)
+    peak = emit(OPS.row_max.default, (logits, ",".join(vocab)), (rows, 1), type_.dtype, result.data())
+    shifted = {
+        axis: replace(kind, dim=kind.dim + 1) if isinstance(kind, Split) else kind for axis, kind in types.items()
+    }
+    stacked = Placement.of(p.mesh, shifted)
+    partial = stacked.replace(dict.fromkeys(vocab, "P"))
+    sums = emit(OPS.loss_parts.default, (logits, peak, targets), (2, rows), type_.dtype, partial)
+    if vocab:
+        args = (sums, ",".join(vocab), "P", "I")
+        sums = emit(OPS.convert.default, args, (2, rows), type_.dtype, stacked)
+    total = emit(aten.select.int, (sums, 0, 0), (rows,), type_.dtype, result)
+    picked = emit(aten.select.int, (sums, 0, 1), (rows,), type_.dtype, result)
+    loss = emit(aten.sub.Tensor, (emit(aten.log.default, (total,), (rows,), type_.dtype, result), picked),
+                (rows,), type_.dtype, result)  # fmt: skip
+    counted = emit(aten.ne.Scalar, (targets, node.args[2]), (rows,), torch.bool, lead.data())
+    loss = emit(aten.mul.Tensor, (loss, counted), (rows,), type_.dtype, result)
+    p.forms[node, 0] = {result: loss}
+    p.state[node, 0] = result
+
+
+Expansion = Callable[["Partition", fx.Node, Sequence[Key], Sequence[dict[str, AxisType]]], None]
+
+EXPANSIONS: Mapping[Any, Expansion] = {OPS.token_loss.default: _token_loss}
+"""Operator → what is emitted in its place."""

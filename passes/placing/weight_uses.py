@@ -1,0 +1,83 @@
+"""Names: what a captured model calls its weights, and which dim of each is its outputs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import fx
+
+from ...compiler.capture.capture import Captured
+from ...compiler.resolve.names import Names, WeightUse
+from ..calls import computes, operands_of, rule_of
+from ..canonical.canonicalize import canonicalize
+from .heads import Follower
+
+_CUTS = {"aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.slice.Tensor"}
+_PRODUCTS = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default"})
+_LOOKUPS = {"aten.embedding.default"}
+_THROUGH = {"aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.alias.default", "aten.detach.default",
+            "aten._to_copy.default", "aten.clone.default"}  # fmt: skip
+
+
+def names_of(captured: Captured) -> Names:
+    """The names that a plan's lines can speak of, with how the graph uses each weight."""
+    parameters = captured.placeholders("parameter")
+    follower = cache(lambda: Follower(canonicalize(captured.graph)))
+    uses: dict[str, WeightUse] = {}
+    for name, node in parameters.items():
+        others = [alias for alias, canonical in captured.aliases.items() if canonical == name]
+        for reader, use in _uses(node):
+            module = reader.meta["origin"].module
+            for candidate in (name, *others):
+                if candidate.rpartition(".")[0] == module:
+                    uses.setdefault(candidate, use)
+            uses.setdefault(name, use)
+    return Names(
+        {name: tuple(node.meta["val"].shape) for name, node in parameters.items()},
+        {name: tuple(node.meta["val"].shape) for name, node in captured.placeholders("input").items()},
+        captured.modules,
+        uses,
+        dict(captured.aliases),
+        lambda name, dim: follower().pieces(name, dim),
+    )
+
+
+def _uses(weight: fx.Node) -> list[tuple[fx.Node, WeightUse]]:
+    """Each reader of a matrix or of its parts, through transposes, with the dims it puts out and contracts."""
+    found: list[tuple[fx.Node, WeightUse]] = []
+    pending: list[tuple[fx.Node, tuple[int, ...]]] = [(weight, tuple(range(weight.meta["val"].dim())))]
+    while pending:
+        node, dims = pending.pop(0)
+        for reader in node.users:
+            if not computes(reader):
+                continue
+            if str(reader.target) in _CUTS:
+                several = [user for user in reader.users if not computes(user) and user.op == "call_function"]
+                pending += [(part, dims) for part in several or [reader]]
+                continue
+            rule, known = rule_of(reader)
+            if not known:
+                continue
+            index = operands_of(reader).index(node)
+            terms = rule.operands[index]
+            if str(reader.target) in _THROUGH:
+                order = [next((i for i, t in enumerate(terms) if t == r), -1) for r in rule.results[0]]
+                if all(i >= 0 for i in order):
+                    pending.append((reader, tuple(dims[i] for i in order)))
+                continue
+            lookup = str(reader.target) in _LOOKUPS
+            beside = {name for i, dims_ in enumerate(rule.operands) if i != index for names in dims_ for name in names}
+            results = {name for names in rule.results[0] for name in names}
+            kept = [dims[i] for i, term in enumerate(terms) if term and term[0] in results]
+            lost = [dims[i] for i, term in enumerate(terms) if term and term[0] not in results]
+            if not lookup:  # a kernel's extent is neither put out nor contracted
+                lost = [dim for dim in lost if terms[dims.index(dim)][0] in beside]
+            single = [dim for dim, term in zip(dims, terms, strict=True) if not term]  # no factor is of one entry
+            if len(dims) == 2 and str(reader.target) in _PRODUCTS:
+                kept, lost = kept or single, lost or single
+            if len(kept) == len(lost) == 1:
+                out, into = (lost[0], kept[0]) if lookup else (kept[0], lost[0])
+                found.append((reader, WeightUse("lookup" if lookup else "linear", out, into)))
+            elif len(kept) == 1 and len(terms) > 2:  # a convolution of each channel by itself
+                found.append((reader, WeightUse("linear", kept[0], kept[0])))
+    return found

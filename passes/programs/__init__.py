@@ -1,0 +1,1 @@
+"""Programs from typed graphs: blocks, forwards, backwards, sums of gradients, stages."""

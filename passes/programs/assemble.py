@@ -1,0 +1,263 @@
+"""Assembly: the functions of all segments become the step's programs, COUNT, SCALE, F, B and REDUCE of one role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import TensorType
+from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
+from ..calls import outputs
+from .cut import Piece, Pipeline, split_lines
+from .emit import BlockPair, Names, emit_pair, identifier, size_argument
+from .joint import trace_joint
+from .reduce import Writer, reductions, whole_type
+from .segments import Segment, cut, node_type
+
+
+@dataclass(slots=True)
+class _Lines:
+    """A main function's lines in order, each in the stage that is current when it is added."""
+
+    stage: int = 0
+    lines: list[Line] = field(default_factory=list)
+    stages: list[int] = field(default_factory=list)
+
+    def append(self, line: Line) -> None:
+        """Add a line to the current stage."""
+        self.lines.append(line)
+        self.stages.append(self.stage)
+
+
+@dataclass(slots=True)
+class _Main:
+    """The main functions of F and B while they grow."""
+
+    mesh: Mesh
+    seed: int
+    names: Names = field(default_factory=Names)
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    parameters: dict[str, Value] = field(default_factory=dict)
+    forward: _Lines = field(default_factory=_Lines)
+    keys: set[tuple[str, int]] = field(default_factory=set)
+    """Keys of random streams, and the stages in which they are made."""
+    calls: list[tuple[Segment, BlockPair, dict[str, Value]]] = field(default_factory=list)
+
+    def emit(
+        self, lines: _Lines, name: str, type_: TensorType, op: str, args: tuple[Any, ...], **options: Any
+    ) -> Value:
+        """The result of one more line."""
+        value = Value(self.names.fresh(name), type_)
+        lines.append(Line((value,), op, args, tuple(options.items())))
+        return value
+
+    def bind(self, node: fx.Node) -> Value:
+        """The value of a placeholder or of an earlier call's result. A key is made in every stage that reads it: it
+        lies on the CPU, where no message comes from."""
+        kind, _, name = node.meta.get("role", "").partition(" ")
+        if node not in self.values:
+            type_ = replace(node_type(node), placement=node_type(node).placement.data())
+            if kind == "key":
+                self.values[node] = Value(self.names.fresh(f"key_{identifier(name)}"), type_)
+            else:
+                role = node.meta["role"]
+                self.values[node] = self.parameters[role] = Value(self.names.fresh(identifier(name)), type_, role)
+        value = self.values[node]
+        if kind == "key" and (value.name, self.forward.stage) not in self.keys:
+            self.keys.add((value.name, self.forward.stage))
+            if "rng" not in self.parameters:
+                type_ = whole_type(self.mesh, torch.int64, (2,))
+                self.parameters["rng"] = Value(self.names.fresh("rng"), type_, "rng")
+            args = (Ref(self.parameters["rng"].name), name, self.seed)
+            self.forward.append(Line((value,), "parc.stream_key.default", args, (), Origin(name.rsplit(".", 1)[0])))
+        return value
+
+
+def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[str, BlockPair]]:
+    """F's main function as calls of segments; equal segments are traced and emitted once."""
+    segments = cut(graph, mesh)
+    main = _Main(mesh, seed)
+    pairs: dict[str, BlockPair] = {}
+    counts: dict[str, int] = {}
+    for segment in segments:
+        counts[segment.signature] = counts.get(segment.signature, 0) + 1
+    functions = Names()
+    prefixes = Names()
+    for segment in segments:
+        main.forward.stage = segment.stage
+        if segment.signature not in pairs:
+            stem = identifier(segment.block.rsplit(".", 1)[0]) if segment.block else "part"
+            shared = segment.block if counts[segment.signature] > 1 else None
+            pairs[segment.signature] = emit_pair(trace_joint(segment, mesh), functions.fresh(stem), mesh, shared)
+        pair = pairs[segment.signature]
+        arguments = tuple(Ref(main.bind(node).name) for node in segment.inputs)
+        prefix = prefixes.fresh(identifier(segment.block) if segment.block else "part")
+        table = {name: main.bind(node) for name, node in zip(pair.inputs, segment.inputs, strict=True)}
+        inner = pair.forward.values()
+        results = []
+        for label, _ in pair.forward.returns:
+            value = Value(main.names.fresh(f"{prefix}_{label}"), inner[label].type)
+            table[label] = value
+            results.append(value)
+        origin = Origin(segment.block or "")
+        main.forward.append(Line(tuple(results), pair.forward.name, arguments, (), origin))
+        for node, label in zip(segment.outputs, pair.outputs, strict=True):
+            main.values[node] = table[label]
+        main.calls.append((segment, pair, table))
+    return main, pairs
+
+
+def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], list[tuple[int, str, Value]]]:
+    """B's lines, what it reads, and each parameter's gradient in every stage that has one, segments in reverse."""
+    scale = Value(main.names.fresh("scale"), whole_type(main.mesh, node_type(loss).dtype), "scale")
+    lines = _Lines()
+    reads: dict[str, Value] = {scale.name: scale}
+    gradients: dict[tuple[fx.Node, int], Value] = {(loss, 0): scale}
+    for segment, pair, table in reversed(main.calls):
+        if pair.backward is None:
+            continue
+        lines.stage = segment.stage
+        arguments = []
+        for label in pair.saved:
+            reads.setdefault(table[label].name, table[label])
+            arguments.append(Ref(table[label].name))
+        for index in pair.tangents:
+            arguments.append(Ref(_tangent(main, segment.outputs[index], gradients, lines).name))
+        inner = pair.backward.values()
+        made = {
+            label: Value(main.names.fresh(f"grad_{index}_{label}"), inner[label].type)
+            for index, (label, _) in enumerate(pair.backward.returns)
+        }
+        lines.append(Line(tuple(made.values()), pair.backward.name, tuple(arguments), (), Origin(segment.block or "")))
+        for index, label in pair.gradients:
+            node = segment.inputs[index]
+            key = node, segment.stage if node.op == "placeholder" else 0
+            total = made[label]
+            if key in gradients:
+                args = Ref(gradients[key].name), Ref(total.name)
+                total = main.emit(lines, "sum", gradients[key].type, "aten.add.Tensor", args)
+            gradients[key] = total
+    found = [
+        (stage, node.meta["role"].removeprefix("parameter "), value)
+        for (node, stage), value in gradients.items()
+        if node.op == "placeholder"
+    ]
+    if not lines.lines:  # a model without parameters
+        del reads[scale.name]
+    return lines, reads, found
+
+
+def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int], Value], lines: _Lines) -> Value:
+    """The gradient that arrived at a value; zeros where none did."""
+    if (node, 0) in gradients:
+        return gradients[node, 0]
+    type_ = replace(node_type(node), placement=node_type(node).placement.dual().data())
+    shape = [size_argument(type_, dim) for dim in range(len(type_.shape))]
+    return main.emit(lines, "zeros", type_, "aten.full.default", (shape, 0.0), dtype=type_.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The programs of a step: F and B of every stage, and REDUCE of every role."""
+
+    work: tuple[tuple[Program, Program], ...]
+    reduce: tuple[Program, ...]
+
+
+def assemble(
+    graph: fx.Graph, mesh: Mesh, seed: int, sums: torch.dtype | None = None, pipeline: Pipeline | None = None
+) -> Steps:
+    """F, B and REDUCE of a typed graph whose first output is the loss's numerator.
+
+    B's gradients have the types of the parameters as F reads them, dual, in the dtype ``sums`` in which microbatches
+    are added up; REDUCE sums what is partial, back to the parameters as they are stored.
+    """
+    main, pairs = call_segments(graph, mesh, seed)
+    loss, *updates = outputs(graph)
+    lines, reads, found = _backward(main, loss)
+    gradients = []
+    for stage, name, value in found:
+        lines.stage = stage
+        gradients.append((stage, name, _narrowed(main, value, sums, lines)))
+    buffers = graph.output_node().meta.get("updates", ())
+    results = [("loss", main.bind(loss).name)]
+    results += [(f"buffer {name}", main.bind(node).name) for name, node in zip(buffers, updates, strict=True)]
+    for node in graph.find_nodes(op="placeholder"):
+        if node.meta["role"] in dict(results):  # it has a type and a first value, also if nobody reads it
+            main.bind(node)
+    count = pipeline.stages if pipeline is not None else 1
+    made_in = {v.name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True)
+               for v in line.results if v is not None}  # fmt: skip
+    read_in = {name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True) for name in line.uses()}
+    # a buffer that becomes what the program is given does so where its old value is read
+    lying = [made_in.get(name, read_in.get(main.parameters[key].name, 0) if key in main.parameters else 0)
+             for key, name in results]  # fmt: skip
+    kept = {f"buffer {name}" for name in buffers}  # B has them as F read them, not as it left them
+    backward_parameters = [
+        replace(v, role=f"saved {v.name}") if not v.role or v.role in kept else v for v in reads.values()
+    ]
+    backwards = split_lines(
+        backward_parameters, lines.lines, [count - 1 - stage for stage in lines.stages],
+        [[(name, value.name) for at, name, value in gradients if at == stage] for stage in reversed(range(count))],
+    )[::-1]  # fmt: skip
+    saved = [[(value.role, value.name) for value in piece.parameters if value.role.startswith("saved ")]
+             for piece in backwards]  # fmt: skip
+    forwards = split_lines(
+        list(main.parameters.values()), main.forward.lines, main.forward.stages,
+        [[*(pair for pair, at in zip(results, lying, strict=True) if at == stage), *saved[stage]]
+         for stage in range(count)],
+    )  # fmt: skip
+    unique = list({pair.forward.name: pair for pair in pairs.values()}.values())
+    work = []
+    for stage, (forward, backward) in enumerate(zip(forwards, backwards, strict=True)):
+        role = f"stage{stage}"
+        shared = [[pair.forward for pair in unique], [pair.backward for pair in unique if pair.backward]]
+        programs = [
+            Program(role, action, mesh, (*_called(functions, piece), piece.function(name)))
+            for action, name, functions, piece in (
+                ("F", "forward", shared[0], forward), ("B", "backward", shared[1], backward)
+            )
+        ]  # fmt: skip
+        work.append((programs[0], programs[1]))
+    reads_of = [{value.role for value in piece.parameters} for piece in forwards]
+    reduce = reductions(graph, mesh, gradients, main.bind(loss), reads_of, lying[0], pipeline)
+    return Steps(tuple(work), tuple(reduce))
+
+
+def _called(functions: Sequence[Function], piece: Piece) -> list[Function]:
+    used = {line.op for line in piece.lines}
+    return [function for function in functions if function.name in used]
+
+
+def _narrowed(main: _Main, value: Value, sums: torch.dtype | None, lines: _Lines) -> Value:
+    """A gradient in a smaller dtype in which it is added up, if there is one."""
+    if sums is None or sums.itemsize >= value.type.dtype.itemsize:
+        return value
+    narrow = replace(value.type, dtype=sums)
+    return main.emit(lines, "narrow", narrow, "aten._to_copy.default", (Ref(value.name),), dtype=sums)
+
+
+def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
+    """COUNT: what one microbatch adds to the loss's denominator, on one rank still partial."""
+    main, pairs = call_segments(graph, mesh, 0)
+    (count,) = outputs(graph)
+    returns = (("count", main.bind(count).name),)
+    function = Function("count", tuple(main.parameters.values()), tuple(main.forward.lines), returns)
+    return Program(role, "COUNT", mesh, (*(pair.forward for pair in pairs.values()), function))
+
+
+def assemble_scale(count: TensorType | None, dtype: torch.dtype, parts: int, mesh: Mesh, role: str) -> Program:
+    """SCALE: one over the step's whole denominator; without a count, one over the number of ``parts`` averaged."""
+    write, whole = Writer(mesh), whole_type(mesh, dtype)
+    if count is None:
+        made = write.emit("aten.full.default", ([], 1.0 / parts), whole, name="scale", dtype=dtype)
+    else:
+        total = write.total(write.take("count", count, "count"))
+        real = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
+        made = write.emit("aten.reciprocal.default", (Ref(real.name),), whole)
+    return write.program(role, "SCALE", [("scale", made.name)])

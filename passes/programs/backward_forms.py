@@ -1,0 +1,90 @@
+"""Forms that autograd gives a backward, in the operators that types and programs know: nothing in place, and creation
+operators that read no tensor, each placed as its one reader needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...compiler.layout.collectives import TypeFault
+
+aten = torch.ops.aten
+
+_VALUES: Mapping[Any, Callable[[fx.Node], Any]] = {
+    aten.full.default: lambda node: node.args[1],
+    aten.full_like.default: lambda node: node.args[1],
+    aten.new_full.default: lambda node: node.args[2],
+    aten.scalar_tensor.default: lambda node: node.args[0],
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda node: 1),
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), lambda node: 0),
+}
+"""Creation operator → the value it fills with."""
+
+
+def write_functional(graph: fx.Graph) -> None:
+    """Operators that write a temporary of autograd's own become those that return it; tracing already lets later
+    readers read the result."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable and schema.name.endswith("_"):
+            node.target = _returning(schema)
+        if node.target is aten.convolution_backward.default and not node.args[10][2]:
+            node.update_arg(3, None)  # the bias's sizes, which another dim's may equal by chance
+
+
+def _returning(schema: Any) -> Any:
+    """The overload that takes the same arguments as one in place; its name may be another (`transpose_.default`,
+    `transpose.int`)."""
+    packet = getattr(torch.ops.aten, schema.name.partition("::")[2].rstrip("_"))
+    wanted = [str(argument.type) for argument in schema.arguments]
+    for name in sorted(packet.overloads(), key=lambda name: name != (schema.overload_name or "default")):
+        found = getattr(packet, name)
+        if [str(argument.type) for argument in found._schema.arguments] == wanted:
+            return found
+    raise TypeFault(f"{schema.name}.{schema.overload_name} has no form that returns its result")
+
+
+def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx.Node, Any]) -> set[fx.Node]:
+    """Creation nodes whose placement nobody said, as ``full``, one for each reader."""
+    free: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        value = _VALUES.get(node.target)
+        if value is None or node in known:
+            continue
+        made = node.meta["val"]
+        fill = value(node)
+        node.target, node.args, node.kwargs = aten.full.default, (list(made.shape), fill), {"dtype": made.dtype}
+        free.add(node)
+        for reader in list(node.users)[1:]:
+            with graph.inserting_before(node):
+                copy = graph.node_copy(node)
+            copy.meta = dict(node.meta)
+            if node in owner:
+                owner[copy] = owner[node]
+            reader.replace_input_with(node, copy)
+            free.add(copy)
+    return free
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Leave out what autograd writes though it changes nothing; once types are known, and only where they agree."""
+    for node in list(graph.nodes):
+        same = _UNCHANGED.get(node.target, lambda _: None)(node)
+        if same is not None and same.meta["types"] == node.meta["types"]:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+_UNCHANGED: Mapping[Any, Callable[[Any], Any]] = {
+    aten.t.default: lambda node: node.args[0].args[0] if node.args[0].target is aten.t.default else None,
+    aten.pow.Tensor_Scalar: lambda node: node.args[0] if node.args[1] == 1 else None,
+}
+"""Operator → the operand that it leaves as it is."""
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether a creation node makes zeros, which are a part of any sum."""
+    return bool(node.args[1] == 0)

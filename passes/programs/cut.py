@@ -1,0 +1,169 @@
+"""Stages: every operator of a typed graph in one stage of the pipeline, and its programs cut into those of stages."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from ...compiler.program.program import Function, Line, Value
+from ..calls import computes, outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How a step is cut: the mesh axis over which stages lie, stages on each of its ranks, and where the graph is cut:
+    before the first or after the last operator of a module, in the graph's order."""
+
+    axis: str
+    chunks: int
+    cuts: tuple[tuple[str, bool], ...]
+    """``(module, after)``."""
+    modules: tuple[str, ...] = ()
+    """In the order in which the model first comes to each."""
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.cuts) + 1
+
+
+def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
+    """The graph with ``meta["stage"]`` on every operator, stage by stage.
+
+    A stage is what lies between two cuts. An operator that reads a later stage's value moves there, and what gives a
+    buffer's new value the form in which it is kept (a sum over ranks, without padding) to the stage that makes it. What
+    no parameter reaches (positions, rotary tables, masks) is computed in every stage that reads it, never sent.
+    """
+    free = _free(graph)
+    stages = _stages(graph, pipeline, free)
+    wanted: dict[fx.Node, set[int]] = {node: {stage} for node, stage in stages.items()}
+    homes = _homes(graph, stages)
+    for node in reversed(list(graph.nodes)):
+        if node in free:
+            wanted[node] = {stage for user in node.users for stage in wanted.get(user, ())}
+            wanted[node] |= {stage for value, stage in homes if value is node}
+    made = fx.Graph()
+    copies: dict[tuple[fx.Node, int], fx.Node] = {}
+    order = {node: index for index, node in enumerate(graph.nodes)}
+
+    def copy(node: fx.Node, stage: int) -> None:
+        copies[node, stage] = made.node_copy(node, lambda operand: _seen_from(copies, operand, stage, wanted))
+        copies[node, stage].meta = {**node.meta, "stage": stage}
+
+    for node in graph.find_nodes(op="placeholder"):
+        copy(node, 0)
+    rows = [(stage, order[node], node) for node in graph.nodes if node.op == "call_function" for stage in wanted[node]]
+    for stage, _, node in sorted(rows, key=lambda row: row[:2]):
+        copy(node, stage)
+    copy(graph.output_node(), len(pipeline.cuts))
+    loss, *_ = outputs(made)
+    kept = [copies[value, stage] if value in free else _seen_from(copies, value, stage, wanted)
+            for value, stage in homes]  # fmt: skip
+    made.output_node().args = ((loss, *kept),)
+    return made
+
+
+def _homes(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> list[tuple[fx.Node, int]]:
+    """Each buffer's new value, which may be another's too, and the stage that reads the old one."""
+    _, *values = outputs(graph)
+    buffers = {node.meta["role"]: node for node in graph.find_nodes(op="placeholder")}
+    readers = (buffers[f"buffer {name}"].users for name in graph.output_node().meta.get("updates", ()))
+    return [(value, max((stages.get(user, 0) for user in users), default=0))
+            for value, users in zip(values, readers, strict=True)]  # fmt: skip
+
+
+def _seen_from(copies: Mapping[tuple[fx.Node, int], fx.Node], operand: fx.Node, stage: int,
+               wanted: Mapping[fx.Node, set[int]]) -> fx.Node:  # fmt: skip
+    """What a stage reads of an operand: its own copy where there is one."""
+    if (operand, stage) in copies:
+        return copies[operand, stage]
+    return copies[operand, 0 if operand.op == "placeholder" else min(wanted[operand])]
+
+
+def _free(graph: fx.Graph) -> set[fx.Node]:
+    """Operators that no parameter, no random stream and no buffer that the step updates reaches."""
+    updated = {f"buffer {name}" for name in graph.output_node().meta.get("updates", ())}
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            role = node.meta["role"]
+            known = role.split(" ")[0] in ("input", "buffer", "constant") and role not in updated
+        else:
+            known = node.op == "call_function" and free.issuperset(node.all_input_nodes)
+        if known:
+            free.add(node)
+    return {node for node in free if node.op == "call_function"}
+
+
+def _stages(graph: fx.Graph, pipeline: Pipeline, free: set[fx.Node]) -> dict[fx.Node, int]:
+    """Stages of all operators but free ones. What a pass put at the graph's end, to give an output the form in which it
+    is kept (``meta["kept"]``), goes with what it reads."""
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    places = [_place(nodes, module, after, pipeline.modules) for module, after in pipeline.cuts]
+    found: dict[fx.Node, int] = {}
+    for index, node in enumerate(nodes):
+        if node in free:
+            continue
+        operands = [found[operand] for operand in node.all_input_nodes if operand in found]
+        follows = operands and (node.target is operator.getitem or node.meta.get("kept"))
+        found[node] = max(operands) if follows else max([sum(place <= index for place in places), *operands])
+    return found
+
+
+def _place(nodes: Sequence[fx.Node], module: str, after: bool, modules: Sequence[str]) -> int:
+    """The index of the first operator behind a cut. Where passes left nothing of the module, that of the first in a
+    module to which the model comes after it."""
+    own = {name for name in modules if f"{name}.".startswith(f"{module}.")}
+    origins = [node.meta["origin"].module if computes(node) else None for node in nodes]
+    inside = [index for index, origin in enumerate(origins) if origin in own]
+    if inside:
+        return inside[-1] + 1 if after else inside[0]
+    later = modules[max(index for index, name in enumerate(modules) if name in own) + 1 :]
+    return next((index for index, origin in enumerate(origins) if origin in later), len(nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One stage's part of a main function."""
+
+    parameters: tuple[Value, ...]
+    lines: tuple[Line, ...]
+    returns: tuple[tuple[str, str], ...]
+
+    def function(self, name: str) -> Function:
+        """The piece as a function."""
+        return Function(name, self.parameters, self.lines, self.returns)
+
+
+def split_lines(
+    parameters: Sequence[Value], lines: Sequence[Line], at: Sequence[int], returns: Sequence[Sequence[tuple[str, str]]]
+) -> list[Piece]:
+    """A main function's lines as one piece for every place in order; ``at`` has each line's place, ``returns`` what
+    each piece returns.
+
+    Parameters are there at every place that reads them or returns what they become. Any other value is handed from
+    place to place until nobody further reads it: ``sent NAME`` of one piece is ``received NAME`` of the next, in the
+    order in which values were made. What several places make alike is made wherever it is read.
+    """
+    places = range(len(returns))
+    home, values = {}, {}
+    for line, place in zip(lines, at, strict=True):
+        for value in line.results:
+            if value is not None:
+                home[value.name], values[value.name] = place, value
+    own = [[line for line, place in zip(lines, at, strict=True) if place == here] for here in places]
+    reads = [
+        {name for line in own[here] for name in line.uses()} | {name for _, name in returns[here]} for here in places
+    ]
+    last = {name: max((here for here in places if name in reads[here]), default=0) for name in home}
+    pieces = []
+    for here in places:
+        received = [replace(value, role=f"received {n}") for n, value in values.items() if home[n] < here <= last[n]]
+        sent = [(f"sent {name}", name) for name in values if home[name] <= here < last[name]]
+        updated = {key for key, _ in returns[here] if key.startswith("buffer ")}
+        given = [v for v in parameters if v.name in reads[here] or v.role in updated or len(places) == 1]
+        pieces.append(Piece((*given, *received), tuple(own[here]), (*returns[here], *sent)))
+    return pieces

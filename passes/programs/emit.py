@@ -1,0 +1,245 @@
+"""Emission: traced segments become the functions of programs, each operator localized by its rule."""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...compiler.layout.collectives import lower
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import TensorType
+from ...compiler.ops.factors import OpCall, fill_operands
+from ...compiler.ops.rules import localize
+from ...compiler.ops.torch_ops import OPS
+from ...compiler.program.program import Cut, Function, Line, Origin, Ref, Value
+from ...compiler.program.program import operator as torch_operator
+from ..calls import call_of, operands_of
+from .joint import Joint
+from .segments import node_type
+
+aten = torch.ops.aten
+_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_SAME = {aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+_DEVICE_WORDS = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
+
+
+def identifier(text: str) -> str:
+    """A Python name for a path."""
+    name = re.sub(r"\W", "_", text)
+    return name if name and not name[0].isdigit() else f"x{name}"
+
+
+@dataclass(slots=True)
+class Names:
+    """Names of one function's values: an operator's own name, numbered from its second use on."""
+
+    taken: dict[str, int] = field(default_factory=dict)
+
+    def fresh(self, base: str) -> str:
+        """A name nobody has yet."""
+        base = f"{base}_" if keyword.iskeyword(base) or base in ("inf", "nan") else base
+        while True:
+            count = self.taken.get(base, 0)
+            self.taken[base] = count + 1
+            name = base if count == 0 else f"{base}_{count}"
+            if count == 0 or name not in self.taken:
+                self.taken.setdefault(name, 1)
+                return name
+
+
+def cut_argument(whole: Any, local: Any, axes: Mapping[tuple[int, int], tuple[str, ...]]) -> Any:
+    """A call's global argument with each size that differs on a rank as a ``Cut``."""
+    if isinstance(whole, bool) or not isinstance(whole, (int, list, tuple)):
+        return whole
+    if isinstance(whole, int):
+        if whole == local:
+            return whole
+        return Cut(whole, axes[whole, local] if (whole, local) in axes else _by_ratio(whole, local, axes))
+    return type(whole)(cut_argument(w, x, axes) for w, x in zip(whole, local, strict=True))
+
+
+def _by_ratio(whole: int, local: int, axes: Mapping[tuple[int, int], tuple[str, ...]]) -> tuple[str, ...]:
+    """Axes of a tensor's dim that is cut into as many pieces."""
+    for (size, piece), names in axes.items():
+        if size * local == whole * piece:
+            return names
+    raise ValueError(f"no dim is cut as {whole} is to {local}")
+
+
+def dim_axes(types: Iterable[TensorType], mesh: Mesh, own: int = 0) -> dict[tuple[int, int], tuple[str, ...]]:
+    """``(global, local)`` size of every split dim with its axes, major first. Of equal sizes the one of dim ``own``
+    counts, of which the operator speaks: at other sizes the others are not equal to it."""
+    found: dict[tuple[int, int], tuple[str, ...]] = {}
+    every = [(dim != own % len(t.shape), index, dim, t) for index, t in enumerate(types) for dim in range(len(t.shape))]
+    for _, _, dim, type_ in sorted(every, key=lambda entry: entry[:3]):
+        whole, local = type_.shape[dim], type_.local(mesh)[dim]
+        if whole != local:
+            found.setdefault((whole, local), tuple(axis for _, axis in type_.placement.splits(dim)))
+    return found
+
+
+@dataclass(slots=True)
+class Emitter:
+    """Turns typed nodes on global shapes into lines on local ones, sharing one set of names."""
+
+    mesh: Mesh
+    names: Names = field(default_factory=Names)
+    value_of: dict[fx.Node, Value] = field(default_factory=dict)
+    differentiated: bool = False
+    """Whether autograd will run over the lines, so that ``detach`` means something."""
+
+    def define(self, node: fx.Node, base: str, role: str = "") -> Value:
+        """The value of a node with one tensor."""
+        value = self.value_of[node] = Value(self.names.fresh(base), node_type(node), role)
+        return value
+
+    def lines(self, nodes: Sequence[fx.Node]) -> list[Line]:
+        """The lines of nodes in order."""
+        return [line for node in nodes for line in self._line(node)]
+
+    def _line(self, node: fx.Node) -> list[Line]:
+        if node.target is operator.getitem:
+            return []
+        if node.target in _SAME and not (self.differentiated and node.target is aten.detach.default):
+            self.value_of[node] = self.value_of[node.args[0]]  # type: ignore[index]
+            return []
+        origin = node.meta["origin"]
+        if node.target is OPS.convert.default:
+            before, after = node_type(node.args[0]).placement, node_type(node).placement  # type: ignore[arg-type]
+            lowered = lower(str(node.args[1]), before, after, self.mesh)
+            if lowered is None:
+                self.value_of[node] = self.value_of[node.args[0]]  # type: ignore[index]
+                return []
+            op, options = lowered
+            source = Ref(self.value_of[node.args[0]].name)  # type: ignore[index]
+            return [Line((self.define(node, op.removeprefix("parc.")),), op, (source, *options), (), origin)]
+        if node.target is OPS.row_max.default:
+            source = Ref(self.value_of[node.args[0]].name)  # type: ignore[index]
+            return [Line((self.define(node, "row_max"),), "parc.row_max", (source, node.args[1]), (), origin)]
+        op, args, kwargs = self._localized(node)
+        return [Line(self._results(node), op, args, kwargs, origin)]
+
+    def _results(self, node: fx.Node) -> tuple[Value | None, ...]:
+        base = str(node.target).split(".")[1].strip("_") or "value"
+        types = node.meta["types"]
+        if not isinstance(node.meta["val"], (tuple, list)):
+            return (self.define(node, base),)
+        parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        results: list[Value | None] = []
+        for index, type_ in enumerate(types):
+            if type_ is None:
+                results.append(None)
+            elif index in parts:
+                results.append(self.define(parts[index], base))
+            else:
+                results.append(Value(self.names.fresh(base), type_))
+        duplicates = [user for user in node.users if user.target is operator.getitem and user not in parts.values()]
+        for user in duplicates:
+            self.value_of[user] = self.value_of[parts[user.args[1]]]
+        return tuple(results)
+
+    def _localized(self, node: fx.Node) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+        call = call_of(node)
+        operands = operands_of(node)
+        types = [node_type(operand) for operand in operands]
+        results = [type_ for type_ in node.meta["types"] if type_ is not None]
+        if node.target in _RESHAPES:
+            call = OpCall(
+                "aten.reshape.default", (call.args[0], list(results[0].shape)), {}, call.operands, call.results
+            )
+        kwargs = {key: item for key, item in call.kwargs.items() if key not in _DEVICE_WORDS}
+        call = replace(call, kwargs=kwargs)
+        shapes = tuple(type_.local(self.mesh) for type_ in types), tuple(type_.local(self.mesh) for type_ in results)
+        # read by the same rule on both sides, so that dims and ends counted from the back are no differences
+        whole_args, whole_kwargs = localize(call, call.operands, call.results)
+        local_args, local_kwargs = localize(call, *shapes)
+        named_dim = whole_kwargs.get("dim", _dim_argument(call))
+        axes = dim_axes([*results, *types], self.mesh, named_dim if isinstance(named_dim, int) else 0)
+        args = tuple(self._argument(w, x, axes, results) for w, x in zip(whole_args, local_args, strict=True))
+        named = tuple((key, cut_argument(item, local_kwargs[key], axes)) for key, item in whole_kwargs.items())
+        refs = [Ref(self.value_of[operand].name) for operand in operands]
+        return call.op, fill_operands(args, refs), fill_operands(named, refs)
+
+    def _argument(self, whole: Any, local: Any, axes: Any, results: Sequence[TensorType]) -> Any:
+        """One argument; a list that spells the result's shape is cut as the result is."""
+        shapes = [(r.shape, r.local(self.mesh)) for r in results[:1]]
+        if isinstance(whole, list) and (tuple(whole), tuple(local)) in shapes:
+            return [size_argument(results[0], dim) for dim in range(len(whole))]
+        return cut_argument(whole, local, axes)
+
+
+def _dim_argument(call: OpCall) -> Any:
+    """The dim that a call's arguments speak of, if it is given in its place."""
+    pairs = zip(torch_operator(call.op)._schema.arguments, call.args, strict=False)
+    return next((given for argument, given in pairs if argument.name == "dim"), 0)
+
+
+def size_argument(type_: TensorType, dim: int) -> int | Cut:
+    """The size of a dim as an argument."""
+    axes = tuple(axis for _, axis in type_.placement.splits(dim))
+    return Cut(type_.shape[dim], axes) if axes else type_.shape[dim]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPair:
+    """A segment's two functions. ``saved`` are names of forward values (inputs included) that backward reads;
+    ``gradients`` pairs an input's index with the name of its gradient in backward."""
+
+    forward: Function
+    backward: Function | None
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    saved: tuple[str, ...]
+    tangents: tuple[int, ...]
+    gradients: tuple[tuple[int, str], ...]
+
+
+def emit_pair(joint: Joint, name: str, mesh: Mesh, shared: str | None) -> BlockPair:
+    """The functions ``name`` and ``name_backward``; ``shared`` is the block's path where several blocks use them."""
+    emitter = Emitter(mesh)
+    inputs = [emitter.define(node, "x" if index == 0 else f"x_{index}") for index, node in enumerate(joint.inputs)]
+    forward_lines = emitter.lines(joint.forward)
+    outputs = tuple(emitter.value_of[node].name for node in joint.outputs)
+    kept: dict[str, Value] = {}
+    for node in joint.saved:
+        value = emitter.value_of[node]
+        kept[value.name] = value
+    known = tuple(value.name for value in inputs)
+    returns = dict.fromkeys([*outputs, *(label for label in kept if label not in known)])
+    forward = Function(
+        name, tuple(inputs), tuple(_shared(forward_lines, shared)), tuple((label, label) for label in returns)
+    )
+    if not joint.gradients:
+        return BlockPair(forward, None, known, outputs, (), (), ())
+    tangents = [emitter.define(node, "grad") for node in joint.tangents.values()]
+    backward_lines = emitter.lines(joint.backward)
+    gradients = tuple((index, emitter.value_of[node].name) for index, node in joint.gradients.items())
+    labels = dict.fromkeys(label for _, label in gradients)
+    backward = Function(
+        f"{name}_backward",
+        (*kept.values(), *tangents),
+        tuple(_shared(backward_lines, shared)),
+        tuple((label, label) for label in labels),
+    )
+    return BlockPair(forward, backward, known, outputs, tuple(kept), tuple(joint.tangents), gradients)
+
+
+def _shared(lines: Sequence[Line], block: str | None) -> list[Line]:
+    """Lines of a function that several blocks use name their module as ``layers.*.mlp``."""
+    if block is None:
+        return list(lines)
+    stem = block.rsplit(".", 1)[0]
+
+    def general(origin: Origin) -> Origin:
+        if origin.module == block or origin.module.startswith(f"{block}."):
+            return replace(origin, module=f"{stem}.*{origin.module[len(block) :]}")
+        return origin
+
+    return [replace(line, origin=general(line.origin)) for line in lines]

@@ -1,0 +1,259 @@
+"""Joint trace: a segment's forward and backward on global shapes, every node typed and with its provenance."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import Placement, TensorType, along, parse_kind
+from ...compiler.ops.infer import infer, place_created
+from ...compiler.ops.precision import is_narrow
+from ...compiler.ops.recorder import GraphRecorder, RecordedTensor
+from ...compiler.ops.torch_ops import OPS
+from ...compiler.program.program import Origin
+from ...compiler.torch_private import quiet
+from ..calls import ancestors, call_of, operands_of, substitute, tensors_of
+from .backward_forms import free_creations, is_zero, simplify, write_functional
+from .segments import Segment, gradient_flows, node_type
+
+aten = torch.ops.aten
+_FREE_VIEWS = {
+    aten.t.default, aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default, aten.slice.Tensor,
+    aten.select.int, aten.detach.default, aten.alias.default, aten.split.Tensor, aten.split_with_sizes.default,
+    operator.getitem,
+}  # fmt: skip
+
+
+class InternalTypeFault(AssertionError):
+    """The compiler's own types contradict each other: parc's fault, never the user's."""
+
+
+@dataclass(slots=True)
+class Joint:
+    """A traced segment. ``forward`` and ``backward`` are node lists in order; ``saved`` is what backward reads of
+    forward; ``gradients`` pairs an input's index with its gradient's node."""
+
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    tangents: dict[int, fx.Node]
+    gradients: dict[int, fx.Node]
+    forward: list[fx.Node] = field(default_factory=list)
+    backward: list[fx.Node] = field(default_factory=list)
+    saved: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is noted while a segment is traced."""
+
+    owner: dict[fx.Node, Origin] = field(default_factory=dict)
+    known: dict[fx.Node, Placement] = field(default_factory=dict)
+    last: fx.Node | None = None
+
+    def claim(self, graph: fx.Graph, origin: Origin) -> None:
+        """The nodes that appeared since the last claim come from ``origin``."""
+        made = list(takewhile(lambda node: node is not self.last, reversed(graph.nodes)))
+        self.owner.update(dict.fromkeys(made, origin))
+        self.last = made[0] if made else self.last
+
+
+def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
+    """Trace ``outputs, gradients = segment(inputs, tangents)``; equal segments need one trace."""
+    record = _Record()
+    flows = [gradient_flows(node) for node in segment.inputs]
+    flowing = [index for index, node in enumerate(segment.outputs) if gradient_flows(node)]
+    with quiet(), torch.backends.mkldnn.flags(enabled=False), GraphRecorder() as recorder:
+        types = map(node_type, [*segment.inputs, *(segment.outputs[index] for index in flowing)])
+        values = [recorder.placeholder(type_.dtype, type_.shape) for type_ in types]
+        given, tangents = values[: len(flows)], values[len(flows) :]
+        leaves = [x.detach().requires_grad_() if flow else x for x, flow in zip(given, flows, strict=True)]
+        record.last = next(iter(reversed(recorder.graph.nodes)), None)
+        env: dict[fx.Node, Any] = dict(zip(segment.inputs, leaves, strict=True))
+        _execute(segment, env, record, recorder.graph)
+        outputs = [env[node] for node in segment.outputs]
+        wanted = [leaf for leaf, flow in zip(leaves, flows, strict=True) if flow]
+        gradients: Sequence[Any] = [None] * len(wanted)
+        if wanted and flowing:
+            gradients = torch.autograd.grad([outputs[i] for i in flowing], wanted, tangents, allow_unused=True)
+        record.claim(recorder.graph, segment.nodes[0].meta["origin"])
+    graph = recorder.finish((tuple(outputs), tuple(gradients)))
+    return _read(graph, segment, record, flows, flowing, mesh)
+
+
+def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: fx.Graph) -> None:
+    """Run the segment's nodes; note which traced nodes each made, and the type of its gradient when it arrives."""
+    for node in segment.nodes:
+        uses = {operand: _use(env[operand], operand, node, record, graph) for operand in node.all_input_nodes}
+        args, kwargs = substitute((node.args, dict(node.kwargs)), uses.__getitem__)
+        target: Any = _FORMS.get(node.target, node.target)
+        value = env[node] = target(*args, **kwargs)
+        record.claim(graph, node.meta["origin"])
+        if not isinstance(value, RecordedTensor):
+            continue
+        record.known[value.node] = node_type(node).placement.data()
+        if value.requires_grad:
+            value.register_hook(_arrival(node, node, record, graph))
+
+
+def _folding(product: Any) -> Callable[..., Any]:
+    """A product as torch folds it into one of matrices. Where nothing asks for the gradient of the smaller operand, it
+    would else repeat it for entries that do not lie in order, as a tensor that no type says how to split."""
+
+    def folded(x: torch.Tensor, other: torch.Tensor, *bias: torch.Tensor) -> Any:
+        return product(x if x.dim() < 3 or other.dim() > 2 or other.requires_grad else x.contiguous(), other, *bias)
+
+    return folded
+
+
+def _rms_norm(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """torch's own composition; torch writes ``eps`` rounded to the dtype, which a run in another would show."""
+    wide = x.to(torch.float32) if is_narrow(x.dtype) else x
+    mean = wide.pow(2).mean([*range(-len(shape), 0)], keepdim=True)
+    normed: torch.Tensor = wide * aten.add.Scalar(mean, eps).rsqrt()
+    return (normed if weight is None else normed * weight).to(x.dtype)
+
+
+_FORMS: Mapping[Any, Callable[..., Any]] = {
+    **{product: _folding(product) for product in (aten.linear.default, aten.matmul.default)},
+    aten.rms_norm.default: _rms_norm,
+}
+"""Operator → how it is traced, where torch's own trace would not do."""
+
+
+def _use(value: Any, operand: fx.Node, reader: fx.Node, record: _Record, graph: fx.Graph) -> Any:
+    """One reader's own alias of a value, so that the gradient it sends back can be told from other readers'."""
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    alias = aten.alias.default(value)
+    alias.register_hook(_arrival(operand, reader, record, graph))
+    return alias
+
+
+def _arrival(node: fx.Node, owner: fx.Node, record: _Record, graph: fx.Graph) -> Callable[[Any], None]:
+    """A hook that types the gradient of a node's value, and says that ``owner``'s gradient made what came before."""
+
+    def hook(gradient: RecordedTensor | None) -> None:
+        if owner is not node:
+            record.claim(graph, owner.meta["origin"])
+        if gradient is not None:
+            record.known.setdefault(gradient.node, node_type(node).placement.dual().data())
+
+    return hook
+
+
+def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bool], flowing: Sequence[int],
+          mesh: Mesh) -> Joint:  # fmt: skip
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs, tangents = placeholders[: len(flows)], placeholders[len(flows) :]
+    types: dict[fx.Node, Placement] = {}
+    for node, source in zip(inputs, segment.inputs, strict=True):
+        types[node] = node_type(source).placement.data()
+    for node, index in zip(tangents, flowing, strict=True):
+        types[node] = node_type(segment.outputs[index]).placement.dual().data()
+    write_functional(graph)
+    free = free_creations(graph, record.known, record.owner)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["types"] = [_typed(node.meta["val"], types[node])]
+        elif node.op == "call_function":
+            node.meta["origin"] = record.owner.get(node, Origin())
+            if node not in free:
+                _place_free(node, free, mesh)
+                _type_node(node, record.known, mesh)
+    simplify(graph)
+    traced: Any = graph.output_node().args[0]
+    outputs_, gradients = traced
+    flow_index = [index for index, flow in enumerate(flows) if flow]
+    for index, gradient in zip(flow_index, gradients, strict=True):
+        expected = node_type(segment.inputs[index]).placement.dual().data()
+        if gradient in free:
+            gradient.meta["types"] = [_typed(gradient.meta["val"], expected)]
+        if gradient is not None and node_type(gradient).placement != expected:
+            raise InternalTypeFault(
+                f"the gradient of input {index} of {segment.block} is {node_type(gradient).text(mesh)}, not {expected}"
+            )
+    joint = Joint(
+        inputs,
+        list(outputs_),
+        dict(zip(flowing, tangents, strict=True)),
+        {index: node for index, node in zip(flow_index, gradients, strict=True) if node is not None},
+    )
+    _split(joint, graph)
+    return joint
+
+
+def _place_free(node: fx.Node, free: set[fx.Node], mesh: Mesh) -> None:
+    """Give the created operands of a node the types it needs them in."""
+    operands = operands_of(node)
+    if free.isdisjoint(operands):
+        return
+    placements = [None if operand in free else node_type(operand).placement for operand in operands]
+    zeros = frozenset(index for index, operand in enumerate(operands) if operand in free and is_zero(operand))
+    for operand, placement in zip(operands, place_created(call_of(node), placements, zeros, mesh), strict=True):
+        if operand in free:
+            operand.meta["types"] = [_typed(operand.meta["val"], placement)]
+
+
+def _typed(value: torch.Tensor, placement: Placement) -> TensorType:
+    return TensorType(value.dtype, tuple(value.shape), placement)
+
+
+def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> None:
+    """Types of a traced node's results: inferred from its operands, and equal to what partition said."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        node.meta["types"] = [source.meta["types"][index]]
+        return
+    values = [value for value in tensors_of(node) if isinstance(value, torch.Tensor)]
+    operands = [node_type(operand).placement for operand in operands_of(node)]
+    if node.target is OPS.convert.default:
+        axes, _, result = (str(text) for text in node.args[1:])
+        placements = [operands[0].replace(along(axes.split(","), parse_kind(result), mesh)).data()]
+    elif node.target is OPS.row_max.default:
+        over = [axis for axis in str(node.args[1]).split(",") if axis]
+        placements = [operands[0].replace(dict.fromkeys(over, "I"))]
+    else:
+        expected = [known[node]] if node in known else None
+        try:
+            placements = infer(call_of(node), operands, mesh, expected)
+        except ValueError as fault:
+            texts = ", ".join(node_type(operand).text(mesh) for operand in operands_of(node))
+            raise InternalTypeFault(f"{node.format_node()} of ({texts}): {fault}") from fault
+    if node in known and placements[0] != known[node]:
+        raise InternalTypeFault(f"{node.format_node()} is {placements[0]}, but partition said {known[node]}")
+    all_types = iter(_typed(value, placement) for value, placement in zip(values, placements, strict=True))
+    node.meta["types"] = [next(all_types) if isinstance(v, torch.Tensor) else None for v in tensors_of(node)]
+
+
+def _split(joint: Joint, graph: fx.Graph) -> None:
+    """Forward is what outputs need; backward the rest of what gradients need. Views and wider types are made again in
+    backward, so that what is saved is storage, not forms of it."""
+    inputs = set(joint.inputs)
+    forward = ancestors(joint.outputs, inputs)
+    forward |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in forward}
+    kept = inputs | {node for node in forward if node.op != "placeholder" and not _free(node)}
+    needed = ancestors(joint.gradients.values(), kept)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    joint.forward = sorted(forward - inputs, key=order.__getitem__)
+    joint.backward = sorted((n for n in needed - kept if n.op != "placeholder"), key=order.__getitem__)
+    joint.saved = sorted(needed & kept, key=order.__getitem__)
+
+
+def _free(node: Any) -> bool:
+    """Whether the node only looks at its operand's storage in another shape, or is its operand in a wider type."""
+    if node.target is aten._to_copy.default:
+        before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+        return bool(before.is_floating_point and before.itemsize < after.itemsize)
+    if node.target is operator.getitem:
+        return node.args[0].target in (aten.split.Tensor, aten.split_with_sizes.default)
+    if node.target in (aten.view.default, aten._unsafe_view.default):
+        return node.args[0].target is not aten.clone.default
+    return node.target in _FREE_VIEWS

@@ -1,0 +1,50 @@
+"""The reference: the canonical captured graph as a program of one rank, which all checks compare with."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import Placement, TensorType
+from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
+from ..calls import outputs, tensors_of
+from .emit import Emitter, identifier
+
+
+def reference_program(graph: fx.Graph, count: fx.Graph | None, updates: tuple[str, ...], seed: int) -> Program:
+    """``model.py``: functions ``count`` (where the loss has one) and ``forward``, on global shapes."""
+    functions = [_function("count", count, ("count",), seed)] if count is not None else []
+    keys = ("loss", *(f"buffer {name}" for name in updates))
+    return Program("model", "reference", Mesh(), (*functions, _function("forward", graph, keys, seed)))
+
+
+def _function(name: str, graph: fx.Graph, keys: tuple[str, ...], seed: int) -> Function:
+    emitter = Emitter(Mesh(), differentiated=True)
+    parameters: list[Value] = []
+    streams: list[Line] = []
+    rng: Value | None = None
+    nodes = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "call_function"):
+            node.meta["types"] = [
+                None if value is None else TensorType(value.dtype, tuple(value.shape), Placement(()))
+                for value in tensors_of(node)
+            ]
+        if node.op == "call_function":
+            nodes.append(node)
+        elif node.op == "placeholder" and (node.users or node.meta["role"] in keys):
+            role = node.meta["role"]
+            kind, path = role.split(" ", 1)
+            if kind != "key":
+                parameters.append(emitter.define(node, identifier(path), role))
+                continue
+            if rng is None:
+                value = TensorType(node.meta["val"].dtype, (2,), Placement(()))
+                rng = Value(emitter.names.fresh("rng"), value, "rng")
+                parameters.append(rng)
+            key = emitter.define(node, f"key_{identifier(path)}")
+            args = (Ref(rng.name), path, seed)
+            streams.append(Line((key,), "parc.stream_key.default", args, (), Origin(path.rsplit(".", 1)[0])))
+    lines = emitter.lines(nodes)
+    returns = tuple((key, emitter.value_of[node].name) for key, node in zip(keys, outputs(graph), strict=True))
+    return Function(name, tuple(parameters), (*streams, *lines), returns)

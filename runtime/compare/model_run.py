@@ -1,0 +1,127 @@
+"""The captured graph trained on one device: what all ranks of a build are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.padding.pads import Pads
+from ...compiler.program.actions import Action
+from ...compiler.program.program import Line, Program
+from ...compiler.program.roles import Role
+from ..backends.in_process import InProcess
+from ..machine.execute import Machine
+from ..machine.kernels import REFERENCE_KERNELS
+from ..state.optimizer import make_optimizer, rate, update
+
+CPU = torch.device("cpu")
+Batches = Sequence[Mapping[str, torch.Tensor]]
+"""The inputs of each microbatch of a step, whole."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is simulated: the programs of a build, its reference, and the whole initial values by name."""
+
+    programs: Mapping[str, Program]
+    reference: Program
+    actions: Sequence[Action]
+    mesh: Mesh
+    microbatches: int
+    optimizer: Mapping[str, Any]
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    stored: Mapping[str, str]
+    pads: Pads = field(default_factory=dict)
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """Of a pipeline; without them all ranks run ``programs``."""
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in float64; integers as they are."""
+    return tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest magnitude of what is finite."""
+    finite = tensor.detach().double().abs()
+    finite = finite[finite.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The largest difference of two entries; equal infinities are not apart."""
+    first, second = first.detach().double(), second.detach().double()
+    apart = torch.where(first == second, 0.0, (first - second).abs())
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+class ReferenceRun:
+    """The captured graph trained on one device, microbatch by microbatch, one denominator for the whole step; in the
+    model's own types where not in ``float64``."""
+
+    def __init__(
+        self, case: Case, float64: bool = True, watch: Callable[[Line, Sequence[dict[str, Any]]], None] | None = None
+    ) -> None:
+        self.case = case
+        self.machine = Machine(
+            case.reference, InProcess(Mesh()), CPU, wide=float64, kernels=REFERENCE_KERNELS, watch=watch
+        )
+        self.counts = any(function.name == "count" for function in case.reference.functions)
+        frozen = {value.role for value in case.reference.main.parameters}
+        self._copied = wide if float64 else lambda value: value.detach().clone()
+        self.parameters = {
+            name: self._copied(value).requires_grad_(f"frozen {name}" not in frozen)
+            for name, value in case.parameters.items()
+        }
+        self.buffers = {name: self._copied(value) for name, value in case.buffers.items()}
+        self.optimizer = make_optimizer(self.parameters, case.optimizer)
+
+    def _environment(
+        self, function: str, batch: Mapping[str, torch.Tensor], step: int, microbatch: int
+    ) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        for value in self.case.reference.function(function).parameters:
+            kind, _, name = value.role.partition(" ")
+            if kind == "rng":
+                given[value.name] = torch.tensor([step, microbatch])
+            else:
+                bound = {"input": batch, "parameter": self.parameters, "frozen": self.parameters}
+                given[value.name] = bound.get(kind, self.buffers)[name]
+        return given
+
+    def gradients(
+        self, batches: Batches, step: int, uncounted: float = 1.0
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss and whole gradients of one step; ``uncounted`` scales a loss that is not divided by a count."""
+        scale = torch.tensor(uncounted, dtype=torch.float64)
+        if self.counts:
+            made = [
+                self.machine.run([self._environment("count", b, step, i)], "count")[0] for i, b in enumerate(batches)
+            ]
+            scale = 1.0 / sum(m["count"].double() for m in made)
+        total = torch.zeros((), dtype=torch.float64)
+        for index, batch in enumerate(batches):
+            (made_,) = self.machine.run([self._environment("forward", batch, step, index)])
+            (made_["loss"] * scale).backward()
+            total += made_["loss"].detach() * scale
+            self.buffers.update(
+                {k.removeprefix("buffer "): self._copied(v) for k, v in made_.items() if k.startswith("buffer ")}
+            )
+        return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
+
+    def step(self, batches: Batches, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss and whole gradients of one step; then the update."""
+        (scaling, *_) = self.case.programs["SCALE"].main.lines
+        total, gradients = self.gradients(batches, step, 1.0 if self.counts else float(scaling.args[1]))
+        norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros((), dtype=torch.float64)))
+        with torch.no_grad():
+            # clipping scales in place, and what is returned is compared before clipping
+            given = {name: gradient.clone() for name, gradient in gradients.items()}
+            line = self.case.optimizer
+            update(self.optimizer, self.parameters, given, norm, line["clip"], rate(line, step + 1))
+        return total, gradients

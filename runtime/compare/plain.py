@@ -1,0 +1,232 @@
+"""The plain module as the reference: the user's own code in eager torch, with parc's initial weights and dropout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...compiler.build.directory import Build
+from ...compiler.capture.complex_numbers import own_form, real_form
+from ...compiler.capture.model_calls import caller, loss_function, model_builder
+from ...compiler.initial.counter import dropped, keep_mask, random, stream
+from ...compiler.initial.recipes import initialize
+from ...compiler.layout.mesh import Mesh
+from ..backends.in_process import InProcess
+from ..data.feed import Feed
+from ..data.sizes import BySizes
+from ..machine.execute import Machine
+from ..machine.kernels import REFERENCE_KERNELS
+from ..opening import check_source_of, open_build, task_of
+from ..processes import check_device
+from ..state.initial import expected_of, weights_of
+from ..state.optimizer import make_optimizer, rate, update
+from ..step import StepReport
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+@final
+class _CountedDropout(TorchDispatchMode):
+    """Draws every dropout mask, and all other random numbers, from the stream that its module path and its place there
+    name.
+
+    Below autograd, where torch's dropout and its attention with dropout fill their masks.
+    """
+
+    def __init__(self, seed: int, step: int, microbatch: int) -> None:
+        super().__init__()
+        self._seed, self._step, self._microbatch = seed, step, microbatch
+        self.paths = [""]
+        self._drawn: Counter[str] = Counter()
+
+    def _next(self, like: Tensor) -> tuple[int, Tensor]:
+        """The key of the next stream, and the index of every element."""
+        module = self.paths[-1] or "model"
+        name = f"{module}.{self._drawn[module]}"
+        self._drawn[module] += 1
+        index = torch.arange(like.numel(), device=like.device).reshape(like.shape)
+        return stream(self._seed, name, self._step, self._microbatch), index
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keeps = (args[1] if len(args) > 1 else 0.5) if func is aten.bernoulli_.float else 1.0  # dispatch drops defaults
+        if keeps not in (0.0, 1.0):
+            return args[0].copy_(keep_mask(*self._next(args[0]), dropped(keeps)))
+        if func is aten.native_dropout.default and args[2] is not False and 0 < args[1] < 1:
+            keep = keep_mask(*self._next(args[0]), args[1])
+            return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
+        made = func(*args, **(kwargs or {}))
+        if func is aten.bernoulli.default:
+            return made.copy_(random(*self._next(made), "uniform", made.dtype) < args[0])
+        if func in _LAWS:
+            law, place = _LAWS[func]
+            given = list(args[place])
+            low, high = given + [0.0, 1.0][len(given) :]  # dispatch drops defaults
+            drawn = random(*self._next(made), law, made.dtype)
+            made.copy_(drawn * (high - low if law == "uniform" else high) + low)
+        return made
+
+
+_LAWS: dict[Any, tuple[str, slice]] = {
+    **dict.fromkeys((aten.rand.default, aten.rand_like.default), ("uniform", slice(0))),
+    **dict.fromkeys((aten.randn.default, aten.randn_like.default), ("normal", slice(0))),
+    aten.uniform_.default: ("uniform", slice(1, 3)),
+    aten.normal_.default: ("normal", slice(1, 3)),
+    aten.normal.float_float: ("normal", slice(2)),
+}
+"""Operator → its law, and where among its arguments the law's two numbers are."""
+
+
+@contextmanager
+def counted_dropout(module: nn.Module, seed: int, step: int, microbatch: int = 0) -> Iterator[None]:
+    """Within it, one forward of ``module`` in training draws the dropout masks that every build of it draws.
+
+    ``step`` and ``microbatch`` count from 0. Attention with dropout takes torch's kernel that writes its weights.
+    """
+    mode = _CountedDropout(seed, step, microbatch)
+
+    def enter(path: str) -> Any:
+        return lambda *_: mode.paths.append(path)
+
+    def leave(*_: Any) -> None:
+        mode.paths.pop()
+
+    hooks = []
+    for path, child in module.named_modules():
+        hooks.append(child.register_forward_pre_hook(enter(path)))
+        hooks.append(child.register_forward_hook(leave, always_call=True))
+    try:
+        # Kernels of attention that keep no weights draw their masks where nobody sees it.
+        with mode, sdpa_kernel(SDPBackend.MATH) if _drops_in_attention(module) else nullcontext():
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _drops_in_attention(module: nn.Module) -> bool:
+    """Whether some module has a dropout of its own that may be attention's; on a CPU torch chooses by itself."""
+    return any(parameter.device.type != "cpu" for parameter in module.parameters())
+
+
+@final
+class Plain:
+    """The plain module of a build trained on one device as the build trains it: the same microbatches, one denominator.
+
+    ``module`` is the user's own, in its own words; nothing of it is captured or compiled.
+    """
+
+    def __init__(self, build: Build, device: torch.device = CPU) -> None:
+        check_device(device)
+        check_source_of(build)
+        manifest = build.manifest
+        lines = task_of(manifest)
+        self.build, self.device = build, device
+        self.module: nn.Module = initialize(model_builder(lines, build.folder), int(manifest["seed"])).to(device)
+        self._read_weights()
+        self.step_number = 0
+        self._call, self._loss = caller(self.module, lines), loss_function(lines, build.folder)
+        self._parameters = dict(self.module.named_parameters())
+        for name in manifest["frozen"]:
+            self._parameters[name].requires_grad_(False)
+        self._optimizer = make_optimizer(self._parameters, manifest["optimizer"])
+        whole = Mesh(tuple((axis, 1) for axis in build.programs["F"].mesh.names))
+        self._by_sizes = BySizes(build, lambda at: (at, Feed(at, whole, whole.coordinates(0), CPU)))
+
+    def _read_weights(self) -> None:
+        """The weights of the `init` line, whole, into the module."""
+        weights = weights_of(self.build)
+        if weights is None:
+            return
+        state = self.module.state_dict()
+        with torch.no_grad():
+            for tensor in expected_of(self.build.manifest["init"]):
+                real_form(state[tensor.names[0]]).copy_(weights.whole(tensor.names, tensor.dtype))
+        weights.close()
+
+    def step(self, batch: Mapping[str, Tensor] | None = None, lr: float | None = None) -> StepReport:
+        """One step on a whole batch, or on the next of the plan's data.
+
+        Raises:
+            RunError: the batch is not one of the plan's, or the data cannot be read.
+        """
+        at, feed = self._by_sizes(batch)
+        parts = feed.next(self.step_number, self.build.manifest["steps"]) if batch is None else feed.cut(batch)
+        line = self.build.manifest["optimizer"]
+        lr = rate(line, self.step_number + 1) if lr is None else lr
+        total, gradients = self._gradients(at, parts)
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
+        with torch.no_grad():
+            update(self._optimizer, self._parameters, gradients, norm, line["clip"], lr)
+        self.step_number += 1
+        return StepReport(self.step_number, total, float(norm), lr)
+
+    def _gradients(self, at: Build, parts: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+        """The loss, and gradients added up in the plan's type over microbatches."""
+        sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
+        total, found = 0.0, dict[str, Tensor]()
+        for index, (part, weight) in enumerate(zip(parts, self._weights(at, parts), strict=True)):
+            if not weight:  # without a target its mean is none
+                continue
+            inputs = {name: value.to(self.device) for name, value in {**self._unread(at, part), **part}.items()}
+            with counted_dropout(self.module, int(self.build.manifest["seed"]), self.step_number, index):
+                loss = self._loss(self._call(self.module, inputs), inputs)
+            (loss * weight).backward()
+            total += float(loss.detach()) * weight
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None:
+                    made = real_form(parameter.grad)
+                    made = made.to(sums) if sums is not None and sums.itemsize < made.dtype.itemsize else made
+                    found[name] = found[name] + made if name in found else made
+                    parameter.grad = None
+        trained = self._parameters
+        return total, {
+            n: own_form(v.to(real_form(trained[n]).dtype), trained[n].is_complex()) for n, v in found.items()
+        }
+
+    def _unread(self, at: Build, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Zeros for the inputs that the model takes but nothing reads, which a build does not feed."""
+        sizes = dict(at.manifest["sizes"])
+        sizes["B"] = int(sizes.get("B", 1)) // int(at.manifest["microbatches"])
+        return {
+            entry["name"]: torch.zeros(
+                [sizes.get(dim, dim) for dim in entry["dims"]], dtype=getattr(torch, entry["dtype"])
+            )
+            for entry in at.manifest["inputs"]
+            if entry["name"] not in part
+        }
+
+    def _weights(self, at: Build, parts: list[dict[str, Tensor]]) -> list[float]:
+        """What each microbatch's loss counts for: its share of the targets, where the loss is a mean over those."""
+        if "COUNT" not in at.programs:
+            (scale,) = at.programs["SCALE"].main.lines
+            return [float(scale.args[1])] * len(parts)
+        machine = Machine(at.reference, InProcess(Mesh()), CPU, kernels=REFERENCE_KERNELS)
+        needed = at.reference.function("count").parameters
+        counts = []
+        for part in parts:
+            given = {value.name: part[value.role.removeprefix("input ")] for value in needed}
+            (made,) = machine.run([given], "count")
+            counts.append(float(made["count"]))
+        return [count / sum(counts) for count in counts]
+
+    def close(self) -> None:
+        """Stop reading data."""
+        self._by_sizes()[1].close()
+
+
+def reference(path: Path | str, device: torch.device = CPU) -> Plain:
+    """The plain module of a build, to hold a run's losses and weights against.
+
+    Raises:
+        RunError: there is no build, or it was altered; the weights of its `init` line are not the model's.
+    """
+    return Plain(open_build(path), device)

@@ -1,0 +1,89 @@
+"""Roundings: how far one rounding of its weights and inputs moves a step of the captured graph, in float64.
+
+It is the measure of a step's errors (as in TTrace, arXiv 2506.09280): what ranks add up in another order is rounded
+otherwise, and a deep model amplifies that as much as it does a rounding of what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .model_run import Batches, Case, ReferenceRun, largest_difference
+
+_TIMES = 16
+"""The factor on it: sums in another order round more often than each weight and each input once."""
+_MOST = 1e-6
+"""The most that is forgiven, relative to a tensor's largest entry: a model that one rounding moves further cannot be
+tested."""
+
+
+@dataclass(slots=True)
+class _Begin:
+    """The state and the batches with which a step begins."""
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    batches: Batches
+    step: int
+
+
+class Roundings:
+    """The measure of what one rounding moves in each step of a reference run.
+
+    It is taken once it is asked for: all steps are then taken again beside the run, each from the same state but for
+    one rounding, with an optimizer of their own.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self._case, self._steps = case, list[_Begin]()
+        self._run: ReferenceRun | None = None
+        self._taken = 0
+        self._found: dict[str, torch.Tensor] = {}
+        self.amplified = ""
+        """The first of what one rounding moves further than can be tested."""
+
+    def begin(self, reference: ReferenceRun, batches: Batches, step: int) -> None:
+        """Keep what the next step of the reference begins with."""
+        parameters = {name: value.detach().clone() for name, value in reference.parameters.items()}
+        self._steps.append(_Begin(parameters, dict(reference.buffers), batches, step))
+
+    def beyond(self, what: str, expected: torch.Tensor, apart: float, least: float, top: float) -> float:
+        """How much of an error is more than rounding explains; all of one of at most ``least``, which is small enough.
+        ``expected`` is what the reference's last step made of ``what``; errors are relative to ``top``."""
+        if not least < apart < float("inf"):
+            return apart
+        moved = _TIMES * largest_difference(self._made()[what], expected)
+        if moved > _MOST * top and not self.amplified:
+            self.amplified = f"one rounding of weights and inputs moves the {what} by more than a test can allow"
+        return max(0.0, apart - min(moved, _MOST * top))
+
+    def _made(self) -> Mapping[str, torch.Tensor]:
+        """The last step's results from a state that is moved by one rounding."""
+        run = self._run = self._run or ReferenceRun(self._case)
+        while self._taken < len(self._steps):
+            begin = self._steps[self._taken]
+            generator = torch.Generator().manual_seed(self._taken)
+            with torch.no_grad():
+                for name, value in begin.parameters.items():
+                    run.parameters[name].copy_(_moved(value, generator))
+            run.buffers = dict(begin.buffers)
+            batches = [{name: _moved(value, generator) for name, value in batch.items()} for batch in begin.batches]
+            loss, gradients = run.step(batches, begin.step)
+            self._found = {
+                "loss": loss,
+                **{f"gradient of {name}": value for name, value in gradients.items()},
+                **{f"parameter {name}": value.detach().clone() for name, value in run.parameters.items()},
+                **{f"buffer {name}": value for name, value in run.buffers.items()},
+            }
+            self._taken += 1
+        return self._found
+
+
+def _moved(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Each number moved by one rounding, up, down or not at all."""
+    if value.dtype != torch.float64:
+        return value
+    return value * (1 + 2.0**-52 * torch.randint(-1, 2, value.shape, generator=generator).double())

@@ -1,0 +1,286 @@
+"""The simulator: all ranks of a build in one process in float64, compared with the captured graph step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import TensorType, parse_type, take
+from ...compiler.padding.pads import Pad
+from ...compiler.padding.tensors import grow, shrink
+from ...compiler.program.program import Line
+from ...compiler.program.roles import SINGLE, Role
+from ..backends.in_process import InProcess, Meeting
+from ..data.random_batch import random_batch
+from ..owners import BUFFERS, held, owners_of, parameters_of, place, together
+from ..state.optimizer import make_optimizer, rate, update
+from ..step import Stepper, StepResult
+from ..work import RankState
+from .model_run import CPU, Batches, Case, ReferenceRun, largest, largest_difference, wide
+from .roundings import Roundings
+
+TOLERANCE = 1e-10
+_LATE = (1 << 53) + 1
+"""A step that no type but int64 holds, and that no small modulus leaves as it is."""
+
+
+@dataclass(slots=True)
+class Agreement:
+    """Largest relative errors over all steps, and the tensor each belongs to."""
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    norm: float = 0.0
+    parameter: float = 0.0
+    updated: float = 0.0
+    """The error of updated parameters as it is; ``parameter`` is what rounding does not explain."""
+    worst: dict[str, str] = field(default_factory=dict)
+    steps: int = 0
+    not_finite: str = ""
+    """What of the captured graph itself is not a finite number, and when; nothing is compared with that."""
+    amplified: str = ""
+    """Where errors are too large: what one rounding moves further than can be tested."""
+
+    @property
+    def largest(self) -> float:
+        """The largest of them."""
+        return max(self.loss, self.gradient, self.norm, self.parameter)
+
+    def note(self, kind: str, error: float, where: str) -> None:
+        """Keep the error if it is the largest of its kind; a number that is not finite is the largest of all."""
+        error = error if error == error else float("inf")
+        if error > getattr(self, kind):
+            setattr(self, kind, error)
+            self.worst[kind] = where
+
+
+class Simulation:
+    """All ranks of a build, each with its own pieces and optimizer, in lock step; in the programs' own types where not
+    in ``float64``."""
+
+    def __init__(
+        self, case: Case, watch: Callable[[Line, Sequence[dict[str, Any]]], None] | None = None,
+        float64: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
+        self.case, self.float64 = case, float64
+        self.types = {name: parse_type(text, case.mesh) for name, text in case.stored.items()}
+        self.meeting = Meeting()
+        self.roles = tuple(case.roles.values()) or (Role(SINGLE, case.programs, tuple(case.actions)),)
+        self.backends = [
+            InProcess(case.mesh, role.stages[0], role.axis, self.meeting) if role.axis else InProcess(case.mesh)
+            for role in self.roles
+        ]
+        self.steppers = [
+            Stepper(role.programs, role.actions, backend, CPU, axis=role.axis, wide=float64, watch=watch, **options)
+            for role, backend in zip(self.roles, self.backends, strict=True)
+        ]
+        owners = owners_of(self.roles, self.types)
+        states = {rank: self._state(rank, role, owners) for role, backend in zip(self.roles, self.backends, strict=True)
+                  for rank in backend.ranks}  # fmt: skip
+        self.states = [states[rank] for rank in range(case.mesh.world)]
+        self.optimizers = [make_optimizer(state.parameters, case.optimizer) for state in self.states]
+
+    def _state(self, rank: int, role: Role, owners: Mapping[str, Sequence[Role]]) -> RankState:
+        def piece(whole: torch.Tensor, type_: TensorType, pads: Sequence[Pad] = ()) -> torch.Tensor:
+            own = wide(whole) if self.float64 else whole.to(type_.dtype, copy=True)
+            return self.part(grow(own, pads), type_, rank)
+
+        parameters = {name: type_ for name, type_ in self.types.items() if role in owners[name]}
+        buffered = held(role, BUFFERS)
+        buffers = {name: type_ for name, type_ in self._buffer_types().items() if name in buffered}
+        return RankState(
+            {n: piece(self.case.parameters[n], t, self.case.pads.get(n, ())) for n, t in parameters.items()},
+            {n: piece(self.case.buffers[n], t) for n, t in buffers.items()},
+        )
+
+    def part(self, whole: torch.Tensor, type_: TensorType, rank: int) -> torch.Tensor:
+        """What a rank has of a whole tensor."""
+        return take(whole, type_.placement, self.case.mesh, self.case.mesh.coordinates(rank))
+
+    def _buffer_types(self, kinds: Sequence[str] = BUFFERS) -> dict[str, TensorType]:
+        forwards = (program for role in self.roles for program in role.programs.values() if program.action == "F")
+        return {name: value.type for program in forwards for name, value in parameters_of(program.main, *kinds).items()}
+
+    def local_batches(self, batches: Batches) -> list[list[dict[str, torch.Tensor]]]:
+        """Each rank's part of each microbatch."""
+        programs = [self.case.programs[action] for action in ("F", "COUNT") if action in self.case.programs]
+        types = {
+            name: value.type for program in programs for name, value in parameters_of(program.main, "input").items()
+        }
+        given = [[(name, whole, types[name]) for name, whole in batch.items() if name in types] for batch in batches]
+        return [[{name: self.part(whole, type_, rank) for name, whole, type_ in batch} for batch in given]
+                for rank in range(self.case.mesh.world)]  # fmt: skip
+
+    def step(self, batches: Batches, step: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Every rank's loss, and the gradients put together; then the update on every rank."""
+        results = self.run(Stepper.gradients, batches, step)
+        gradients = [result.gradients for result in results]
+        whole = {name: self._whole(gradients, name) for name in dict.fromkeys(n for found in gradients for n in found)}
+        self.spread = _spread(gradients, self.types, self.case.mesh)
+        self.norms = [result.grad_norm for result in results]
+        for state, optimizer, result in zip(self.states, self.optimizers, results, strict=True):
+            # ranks of one process share what a collective made, and clipping scales in place
+            given = {name: gradient.clone() for name, gradient in result.gradients.items()}
+            line = self.case.optimizer
+            update(optimizer, state.parameters, given, result.grad_norm, line["clip"], rate(line, step + 1))
+        return [result.loss for result in results], whole
+
+    def run(self, do: Callable[..., list[StepResult]], batches: Batches, step: int) -> list[StepResult]:
+        """``Stepper.gradients`` or ``Stepper.loss`` on every rank; roles run side by side."""
+        local = self.local_batches(batches)
+
+        def of(stepper: Stepper, ranks: Sequence[int]) -> list[StepResult]:
+            return do(stepper, [self.states[rank] for rank in ranks], [local[rank] for rank in ranks], step)
+
+        jobs = [
+            partial(of, stepper, backend.ranks) for stepper, backend in zip(self.steppers, self.backends, strict=True)
+        ]
+        made = self.meeting.run(jobs) if len(jobs) > 1 else [jobs[0]()]
+        by_rank = {rank: result for backend, results in zip(self.backends, made, strict=True)
+                   for rank, result in zip(backend.ranks, results, strict=True)}  # fmt: skip
+        return [by_rank[rank] for rank in range(self.case.mesh.world)]
+
+    def _whole(self, ranks: Sequence[Mapping[str, torch.Tensor]], name: str) -> torch.Tensor:
+        pieces = {rank: have[name] for rank, have in enumerate(ranks) if name in have}
+        return together(pieces, self.types[name].placement, self.case.mesh)
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter put together."""
+        for name in self.types:
+            yield name, self._whole([state.parameters for state in self.states], name)
+
+    def buffers(self) -> Iterator[tuple[str, dict[int, torch.Tensor], TensorType]]:
+        """Every buffer that the model keeps: the pieces of the ranks that have it, and its type."""
+        for name, type_ in self._buffer_types(("buffer",)).items():
+            have = enumerate(state.buffers for state in self.states)
+            yield name, {rank: buffers[name] for rank, buffers in have if name in buffers}, type_
+
+    def take_state(self, reference: ReferenceRun) -> None:
+        """Go on from the reference's weights and buffers: what a step rounds is not carried into the next, where batch
+        statistics of few elements may amplify it without bound."""
+        with torch.no_grad():
+            for rank, state in enumerate(self.states):
+                for name, parameter in state.parameters.items():
+                    whole = grow(reference.parameters[name], self.case.pads.get(name, ()))
+                    parameter.copy_(self.part(whole, self.types[name], rank))
+                for name, pieces, type_ in self.buffers():
+                    if rank in pieces:
+                        state.buffers[name] = self.part(reference.buffers[name], type_, rank).clone()
+
+    def parameter_spread(self) -> dict[str, float]:
+        """How far replicas of a parameter are from each other."""
+        return _spread([state.parameters for state in self.states], self.types, self.case.mesh)
+
+
+def _spread(
+    ranks: Sequence[Mapping[str, torch.Tensor]], types: Mapping[str, TensorType], mesh: Mesh
+) -> dict[str, float]:
+    """How far replicas of a tensor are from each other: they must be one value."""
+    found: dict[str, float] = {}
+    for name, type_ in types.items():
+        first: dict[tuple[int, ...], torch.Tensor] = {}
+        for rank, pieces in enumerate(ranks):
+            if name in pieces:
+                kept = first.setdefault(place(rank, type_.placement, mesh), pieces[name])
+                found[name] = max(found.get(name, 0.0), _largest(pieces[name] - kept))
+    return found
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+
+
+def compare(case: Case, steps: int = 3) -> Agreement:
+    """Train both for some steps and measure how far apart loss, gradients, their norm, updated parameters and buffers
+    are; where random numbers are drawn, the last of several steps has a late step's.
+
+    Errors are relative to a tensor's own largest entry, or to a thousandth of the largest of all gradients, of all
+    buffers that steps write (to the largest of all parameters) where that is more, since an entry that is nothing but
+    rounding has no error of its own. Of an error above ``TOLERANCE`` what rounding explains is not counted: several
+    times what moves where each weight and input of the captured graph is moved by its own rounding.
+    """
+    agreement = Agreement()
+    reference, simulation, roundings = ReferenceRun(case), Simulation(case), Roundings(case)
+    generator = torch.Generator().manual_seed(0)
+    draws = any(value.role == "rng" for value in case.reference.main.parameters)
+    for index in range(steps):
+        step = _LATE if draws and 0 < index == steps - 1 else index
+        batches = random_batch(case.reference, case.microbatches, generator)
+        roundings.begin(reference, batches, step)
+        loss, gradients = reference.step(batches, step)
+        wrong = [
+            f"the gradient of `{name}` is not finite" for name, value in gradients.items() if not value.isfinite().all()
+        ]
+        wrong = [f"the loss is {float(loss)}"] if not loss.isfinite() else wrong
+        if wrong:
+            agreement.not_finite = f"{wrong[0]} in step {step + 1} on random data"
+            return agreement
+        losses, found = simulation.step(batches, step)
+        top = float(loss.abs().clamp_min(1e-30))
+        for rank, value in enumerate(losses):
+            apart = roundings.beyond("loss", loss, float((value - loss).abs()), TOLERANCE * top, top)
+            agreement.note("loss", apart / top, f"step {step}, rank {rank}")
+        norm = _norm(found.values())  # of gradients that are compared themselves, so cancelling changes nothing here
+        for rank, returned in enumerate(simulation.norms if found else ()):
+            error = float("inf") if returned is None else abs(float(returned) - norm) / max(norm, 1e-30)
+            agreement.note("norm", error, f"step {step}, rank {rank}")
+        for name, gradient in gradients.items():
+            if name not in found and _largest(gradient) > 0:
+                agreement.note("gradient", float("inf"), f"step {step}, {name} (missing)")
+        floor = 1e-3 * max((_largest(g) for g in gradients.values()), default=0.0)
+        for name, value in found.items():
+            value, kept = _unpadded(value, case.pads.get(name, ()))
+            expected = gradients.get(name, torch.zeros_like(value))
+            top, apart = max(_largest(expected), floor, 1e-30), _largest(value - expected)
+            if name in gradients:
+                apart = roundings.beyond(f"gradient of {name}", expected, apart, TOLERANCE * top, top)
+            apart = max(apart, simulation.spread.get(name, 0.0), 0.0 if kept else float("inf"))
+            agreement.note("gradient", apart / top, f"step {step}, {name}")
+        _compare_state(agreement, reference, simulation, roundings, step)
+        if agreement.largest > TOLERANCE and roundings.amplified:
+            agreement.amplified = f"{roundings.amplified} in step {step + 1}"
+        simulation.take_state(reference)
+        agreement.steps += 1
+    return agreement
+
+
+def _norm(gradients: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+
+
+def _unpadded(value: torch.Tensor, pads: tuple[Pad, ...]) -> tuple[torch.Tensor, bool]:
+    """A whole value as the model has it, and whether its padding holds zeros to the bit."""
+    real = shrink(value, pads)
+    return real, not pads or torch.equal(grow(real, pads), value)
+
+
+def _compare_state(
+    agreement: Agreement, reference: ReferenceRun, simulation: Simulation, roundings: Roundings, step: int
+) -> None:
+    """Parameters, and buffers that the model keeps, after an update; replicas must be equal to the bit."""
+    case = simulation.case
+    top = max(1e-30, max((_largest(p.detach()) for p in reference.parameters.values()), default=1.0))
+    spread = simulation.parameter_spread()
+    for name, value in simulation.parameters():
+        value, kept = _unpadded(value, case.pads.get(name, ()))
+        expected = reference.parameters[name].detach()
+        raw = _largest(value - expected) if kept else float("inf")
+        agreement.updated = max(agreement.updated, raw / top)
+        apart = roundings.beyond(f"parameter {name}", expected, raw, TOLERANCE * top, top)
+        agreement.note("parameter", max(apart, spread[name]) / top, f"step {step}, {name}")
+    moved = [name.removeprefix("buffer ") for name, _ in case.reference.function("forward").returns[1:]]
+    floor = 1e-3 * max((largest(reference.buffers[name]) for name in moved), default=0.0)
+    floor = max(floor, 1e-3 * top)  # of a mean that is 0 rounding is all there is
+    for name, pieces, type_ in simulation.buffers():
+        expected = reference.buffers[name]
+        size = max(largest(expected), floor, 1e-30)
+        for rank, piece in pieces.items():
+            raw = largest_difference(piece, simulation.part(expected, type_, rank))
+            apart = roundings.beyond(f"buffer {name}", expected, raw, TOLERANCE * size, size) / size
+            agreement.note("parameter", apart, f"step {step}, buffer {name}, rank {rank}")

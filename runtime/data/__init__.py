@@ -1,0 +1,1 @@
+"""Data: samples, batches, and each rank's part of them."""

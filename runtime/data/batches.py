@@ -1,0 +1,139 @@
+"""What the ranks of a run give to a step, compared before any of it is used: a whole batch that all have alike, samples
+of each rank's own, or the plan's data. One exchange brings hashes of it and the counts of its targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from ...compiler.initial.counter import stream
+from ...compiler.layout.mesh import Mesh
+from ...compiler.sizes.template import sizes_text
+from ...grammar.codes_run import BATCHES_DIFFER
+from ..faults import RunError
+from ..lockstep import Together
+from ..state.gather import everywhere
+from ..work import RankState, Work
+from .feed import Parts
+from .sizes import AtSizes, BySizes
+
+Batch = Mapping[str, torch.Tensor]
+KINDS = ("nothing, so it reads the plan's data", "a whole batch", "samples of its own")
+"""What a rank may give to a step."""
+_DATA, _WHOLE, _LOCAL = range(3)
+_SIZES, _FIRST = 1, 2
+"""Places in a rank's row: the kind, a hash of the sizes, a hash of each input from the third on, the count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step that all ranks may go on with: its programs, this rank's part of each microbatch, the work so far."""
+
+    at: AtSizes
+    parts: Parts
+    work: Sequence[Work]
+
+
+@final
+class Batches:
+    """Begins the steps of one rank; every rank calls alike."""
+
+    def __init__(self, by_sizes: BySizes[AtSizes], mesh: Mesh, together: Together) -> None:
+        self._by_sizes, self._mesh, self._together = by_sizes, mesh, together
+        self._feed = by_sizes().feed
+
+    def begin(
+        self, batch: Batch | None, local: Batch | None, state: RankState, step: int, last: int | None, keep: bool = True
+    ) -> Begun:
+        """The step ``step`` (from 0) on a whole batch, or on the samples of this rank, or on the plan's data, of which
+        nothing is read beyond step ``last``. Without ``keep`` there is no backward.
+
+        Raises:
+            RunError: on every rank: what one of them gave is not the plan's, or the ranks gave what is no one batch.
+        """
+        if batch is not None and local is not None:
+            raise RunError(BATCHES_DIFFER, "both a whole batch and `local` samples were given", "give one of them")
+        kind = _WHOLE if batch is not None else _DATA if local is None else _LOCAL
+        given = local if batch is None else batch
+        alone = self._together.world == 1
+
+        def make() -> tuple[Begun, list[int | torch.Tensor]]:
+            at = self._by_sizes(given, self._feed.shares if kind == _LOCAL else {})
+            found = at.feed.read(step, last) if given is None else at.feed.given(given, kind == _LOCAL, not alone)
+            begun = Begun(at, found.parts, at.stepper.begin([state], [found.parts], step, keep))
+            sizes = stream(0, str(sorted(at.build.manifest["sizes"].items())))
+            return begun, [kind, sizes, *found.prints, _as_integer(begun.work[0].totals.get("count"))]
+
+        if alone:
+            return make()[0]
+        begun, rows = self._together.exchanged(make, _FIRST + len(self._feed.types) + 1)
+        self._hold(rows, begun.at)
+        if (own := begun.work[0].totals.get("count")) is not None:
+            counts = torch.tensor([row[-1] for row in rows], device=own.device)
+            counts = counts.view(torch.float64).to(own.dtype) if own.is_floating_point() else counts.to(own.dtype)
+            begun.at.stepper.share_counts(begun.work[0], self._together.rank, counts.unbind())
+        return begun
+
+    def _hold(self, rows: Sequence[Sequence[int]], at: AtSizes) -> None:
+        """See that what the ranks gave belongs together; they have the same rows, and so the same error."""
+        if other := _odd_one([row[0] for row in rows]):
+            first, second = (f"rank {rank} gave {KINDS[rows[rank][0]]}" for rank in other)
+            raise RunError(BATCHES_DIFFER, f"{first}, and {second}", _every_rank(rows[other[0]][0], self._samples(at)))
+        if other := _odd_one([row[_SIZES] for row in rows]):
+            sizes = everywhere(sizes_text(at.build.manifest["sizes"]), len(rows))
+            message = " and ".join(f"the batch of rank {rank} has {sizes[rank]}" for rank in other)
+            raise RunError(BATCHES_DIFFER, message, "all ranks of a step have one choice of the plan's sizes")
+        kind = rows[0][0]
+        for place, name in enumerate(self._feed.types, _FIRST):
+            axes = () if kind == _WHOLE else self._feed.batch_axes(name)
+            if other := _odd_one([row[place] for row in rows], self._at(axes)):
+                where = self._mesh.coordinates(other[0])
+                alike = ", ".join(f"{axis}={where[axis]}" for axis in axes)
+                both = f", and both are at {alike}" if alike else ""
+                message = f"`{name}` of rank {other[1]} is not that of rank {other[0]}{both}"
+                raise RunError(BATCHES_DIFFER, message, _every_rank(kind, self._samples(at), axes))
+
+    def _at(self, axes: Sequence[str]) -> Callable[[int], Hashable]:
+        def place(rank: int) -> Hashable:
+            coordinates = self._mesh.coordinates(rank)
+            return tuple(coordinates[axis] for axis in axes)
+
+        return place
+
+    def _samples(self, at: AtSizes) -> int:
+        """How many of a step's samples a rank has of its own."""
+        return int(at.build.manifest["sizes"].get("B", 1)) // max(self._feed.shares.values(), default=1)
+
+
+def _odd_one(numbers: Sequence[int], place: Callable[[int], Hashable] = lambda _: 0) -> tuple[int, int] | None:
+    """The first rank whose number is another than that of an earlier rank at the same place, after that rank."""
+    first: dict[Hashable, int] = {}
+    for rank, number in enumerate(numbers):
+        if numbers[known := first.setdefault(place(rank), rank)] != number:
+            return known, rank
+    return None
+
+
+def _every_rank(kind: int, samples: int, axes: Sequence[str] = ()) -> str:
+    """What ranks should have given."""
+    own = f"a rank's own {samples} sample{'s' * (samples != 1)} of it are `local=batch`"
+    if kind == _WHOLE:
+        return f"`batch` is a whole step's, the same on every rank; {own}"
+    if kind == _LOCAL and axes:
+        by = " and ".join(f'`session.coordinates["{axis}"]`' for axis in axes)
+        return f"choose a rank's samples by {by} alone: other ranks at that place compute with the same samples"
+    if kind == _LOCAL:
+        return "no axis of the mesh splits it: give every rank the same"
+    return (
+        "samples are functions of their number alone, the same on every rank: draw nothing at random but by the number"
+    )
+
+
+def _as_integer(count: torch.Tensor | None) -> int | torch.Tensor:
+    """The bits of a count, which may be a real number."""
+    if count is None:
+        return 0
+    return count.double().view(torch.int64) if count.is_floating_point() else count.long()

@@ -1,0 +1,263 @@
+"""A rank's part of each step's microbatches, cut from whole batches or read from the plan's data, its rows alone."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from ...compiler.build.directory import Build
+from ...compiler.initial.counter import digest
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import TensorType, dim_index, take
+from ...compiler.program.program import Program
+from ...compiler.sizes.size_range import SizeRange
+from ...compiler.sizes.template import sizes_text
+from ...grammar.codes_build import BAD_DATA
+from ..faults import RunError
+from ..owners import parameters_of
+from .random_batch import class_bounds
+from .samples import DataError, Source, misfit, read_batch
+from .sources import line_of, make_data, raised_at
+from .tails import Tails
+
+Parts = list[dict[str, torch.Tensor]]
+"""One rank's part of each microbatch of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one rank has of a step: its parts, and a hash of each input's samples before they were cut, by which ranks
+    that should have the same find out whether they do. Hashes are 0 where nothing else can be."""
+
+    parts: Parts
+    prints: Sequence[int | torch.Tensor]
+
+
+MISFIT_HELP = "change what the data gives, or the plan's `input` and `sizes` lines"
+
+
+@final
+class Feed:
+    """Cuts or reads batches for the rank at ``coordinates``; the next step's rows are read while one is computed."""
+
+    def __init__(self, build: Build, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device) -> None:
+        self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
+        self.types = input_types(build.programs)
+        self._count = int(build.manifest["microbatches"])
+        self._batched = {line["name"]: line["dims"][:1] == ["B"] for line in build.manifest["inputs"]}
+        self._bounds = class_bounds(build.reference)
+        self.shares = {name: math.prod(mesh.size(axis) for axis in self.batch_axes(name)) for name in self.types}
+        """Among how many ranks the samples of an input are divided."""
+        self._tails = Tails(build, self._batched)
+        self._source: Source | None = None
+        self._reading = threading.Lock()  # a person's callable is asked by one thread at a time
+        self._closed = threading.Event()
+        self._ahead: tuple[int, Future[Given]] | None = None
+        self._line = line_of(build)
+
+    def batch_axes(self, name: str) -> tuple[str, ...]:
+        """The mesh axes that divide the samples of an input."""
+        return tuple(axis for _, axis in self.types[name].placement.splits(0)) if self._batched[name] else ()
+
+    def cut(self, batch: Mapping[str, torch.Tensor]) -> Parts:
+        """This rank's part of each microbatch of a step's *whole* batch; of fewer samples where that is proved right.
+
+        Raises:
+            RunError: an input is missing, or has another shape, dtype or range than the plan's.
+        """
+        return self.given(batch).parts
+
+    def given(self, batch: Mapping[str, torch.Tensor], local: bool = False, hashed: bool = False) -> Given:
+        """This rank's part of a step's whole batch; or, if ``local``, the part whose samples, whole in their other
+        dims, are in the order of the microbatches. Hashes are made if ``hashed``.
+
+        Raises:
+            RunError: an input is missing, or has another shape, dtype or range than the plan's.
+        """
+        needs = f"give a dict with {', '.join(f'`{name}`' for name in self._batched)}"
+        if not isinstance(batch, Mapping):
+            raise RunError(BAD_DATA, f"a batch is a dict of tensors by name, not {type(batch).__name__}", needs)
+        unknown = [name for name in batch if name not in self._batched]
+        if unknown:
+            raise RunError(BAD_DATA, f"the batch has `{unknown[0]}`, which is no input of the plan", needs)
+        shares = self.shares if local else {}
+        batch = self._tails.completed(batch, shares)
+        parts: Parts = [{} for _ in range(self._count)]
+        for name, type_ in self.types.items():
+            if name not in batch:
+                raise RunError(BAD_DATA, f"the batch has no `{name}`", needs)
+            value, rows = batch[name], type_.shape[0] // shares.get(name, 1) if self._batched[name] else 0
+            shape = (rows * self._count, *type_.shape[1:]) if rows else type_.shape
+            self._check(name, value, shape, "this rank's samples" if local else "a whole step's batch")
+            for index, part in enumerate(parts):
+                piece = value[index * rows : (index + 1) * rows] if rows else value
+                if local and rows:
+                    part[name] = self._cut_rest(piece, type_, 1).to(self._device)
+                else:
+                    part[name] = take(piece, type_.placement, self._mesh, self._coordinates).to(self._device)
+        return Given(parts, [digest(batch[name]) if hashed else 0 for name in self.types])
+
+    def next(self, step: int, steps: int | None = None) -> Parts:
+        """This rank's part of what ``read`` gives."""
+        return self.read(step, steps).parts
+
+    def read(self, step: int, steps: int | None = None) -> Given:
+        """This rank's part of the microbatches of step ``step`` (from 0), from the plan's ``data`` line.
+
+        With ``steps`` nothing is read ahead beyond the last of so many: there may be no more.
+
+        Raises:
+            RunError: the plan has no data, or it cannot be read.
+        """
+        if self._source is None:
+            self._source, self._closed = make_data(self._build), threading.Event()
+        ahead, self._ahead = self._ahead, None
+        found = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step, self._source)
+        if steps is None or step + 1 < steps:
+            self._ahead = step + 1, self._read_ahead(step + 1, self._source, self._closed)
+        parts = [{name: value.to(self._device) for name, value in part.items()} for part in found.parts]
+        return Given(parts, found.prints)
+
+    def close(self) -> None:
+        """Stop reading ahead, without waiting for a sample that is being made."""
+        self._closed.set()
+        self._source = self._ahead = None
+
+    def _read_ahead(self, step: int, source: Source, closed: threading.Event) -> Future[Given]:
+        """A read in a thread that a process which ends does not wait for: a person's callable may block for ever."""
+        future: Future[Given] = Future()
+
+        def sample(number: int) -> Mapping[str, torch.Tensor]:
+            if closed.is_set():
+                raise CancelledError
+            return source(number)
+
+        def read() -> None:
+            try:
+                future.set_result(self._read(step, sample))
+            except BaseException as error:  # whoever asks for this step is told
+                future.set_exception(error)
+
+        thread = threading.Thread(target=read, name="parc-data", daemon=True)
+        _READERS[thread] = closed
+        thread.start()
+        for other in [other for other in _READERS if not other.is_alive()]:
+            del _READERS[other]
+        return future
+
+    def _read(self, step: int, source: Source) -> Given:
+        """Every sample that this rank needs, read once, on the CPU."""
+        wanted = {
+            (name, index): index * type_.shape[0] + self._index(type_, 0)
+            if self._batched[name]
+            else torch.zeros(1).long()
+            for name, type_ in self.types.items()
+            for index in range(self._count)
+        }
+        rows = sorted({int(row) for numbers in wanted.values() for row in numbers})
+        size = int(self._build.manifest["sizes"].get("B", 1))
+        try:
+            with self._reading:
+                samples = read_batch(source, step, size, rows)
+        except DataError as error:
+            notes = [note for note in (self._line, raised_at(error.__cause__)) if note]
+            raise RunError(BAD_DATA, f"step {step + 1}: {error}", error.help, notes) from error
+        missing = [name for name in self.types if name not in samples]
+        if missing:
+            held = f"samples hold {', '.join(f'`{name}`' for name in samples)}"
+            help_ = f"name inputs as the data does: {held}"
+            raise RunError(BAD_DATA, f"samples have no `{missing[0]}`", help_, [self._line] if self._line else [])
+        first = {name: value[0] for name, value in samples.items()}
+        lines = [line for line in self._build.manifest["inputs"] if line["name"] in self.types]
+        sizes = {name: SizeRange(value, value) for name, value in self._build.manifest["sizes"].items()}
+        if wrong := misfit(first, step * size + rows[0], lines, sizes):
+            notes = [self._line] if self._line else []
+            raise RunError(BAD_DATA, wrong[1], self._sizes_of(wrong[0], first[wrong[0]].shape) or MISFIT_HELP, notes)
+        parts: Parts = [{} for _ in range(self._count)]
+        read: dict[str, list[torch.Tensor]] = {name: [] for name in self.types}
+        for (name, index), numbers in wanted.items():
+            type_ = self.types[name]
+            at = torch.searchsorted(torch.tensor(rows), numbers)
+            value = samples[name].index_select(0, at)
+            value = value if self._batched[name] else value[0]
+            self._check_numbers(name, value)
+            read[name].append(value)
+            parts[index][name] = self._cut_rest(value, type_, 1 if self._batched[name] else 0)
+        hashed = self._build.manifest["data"]["callable"] is not None  # anybody's code
+        return Given(parts, [int(digest(torch.cat(read[name]))) if hashed else 0 for name in self.types])
+
+    def _index(self, type_: TensorType, dim: int) -> torch.Tensor:
+        return dim_index(type_.shape[dim], dim, type_.placement, self._mesh, self._coordinates, None)
+
+    def _cut_rest(self, value: torch.Tensor, type_: TensorType, first: int) -> torch.Tensor:
+        """A rank's rows cut along the other dims too."""
+        for dim in range(first, value.dim()):
+            if type_.placement.splits(dim):
+                value = value.index_select(dim, self._index(type_, dim))
+        return value.contiguous()
+
+    def _sizes_of(self, name: str, shape: Sequence[int]) -> str:
+        """How to run the build at a sample's sizes, where it was made for those too."""
+        ranges = self._build.template.ranges if self._build.template is not None else {}
+        dims = next(line["dims"] for line in self._build.manifest["inputs"] if line["name"] == name)
+        dims = dims[self._batched[name] :]
+        pairs = zip(dims, shape, strict=True) if len(dims) == len(shape) else ()
+        found = {dim: size for dim, size in pairs if dim in ranges}
+        if all(self._build.manifest["sizes"][dim] == size for dim, size in found.items()):
+            return ""
+        if not all(size in ranges[dim].values for dim, size in found.items()):
+            return f"the build was made for {sizes_text({dim: ranges[dim] for dim in found})}"
+        words = ",".join(f"{dim}={size}" for dim, size in found.items())
+        return f"`parc run --sizes {words}` runs the build at the samples' sizes"
+
+    def _check(self, name: str, value: Any, shape: tuple[int, ...], what: str) -> None:
+        """Shape and dtype of ``what`` was given, and its numbers."""
+        type_ = self.types[name]
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != type_.dtype:
+            have = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            wanted = f"{type_.dtype} {list(shape)}".replace("torch.", "")
+            raise RunError(
+                BAD_DATA, f"`{name}` is {have.replace('torch.', '')}, not {wanted}",
+                f"the shape of {what} follows from the plan's `input` and `sizes` lines",
+            )  # fmt: skip
+        self._check_numbers(name, value)
+
+    def _check_numbers(self, name: str, value: torch.Tensor) -> None:
+        """That class numbers are below what they index: a split table would not notice."""
+        if name in self._bounds:
+            bound, ignore = self._bounds[name]
+            wrong = (value < 0) | (value >= bound)
+            if ignore is not None:
+                wrong &= value != ignore
+            if bool(wrong.any()):
+                message = f"`{name}` holds {int(value[wrong][0])}, but the model knows 0 to {bound - 1}"
+                ignored = f", or {ignore} where the loss is to ignore it" if ignore is not None else ""
+                raise RunError(BAD_DATA, message, f"give numbers below {bound}{ignored}")
+
+
+_READERS: dict[threading.Thread, threading.Event] = {}
+_END_S = 1.0
+
+
+@atexit.register
+def _end_reading() -> None:
+    """Give readers a moment to end: a thread that is in torch when the interpreter goes away takes it down."""
+    for closed in _READERS.values():
+        closed.set()
+    until = time.monotonic() + _END_S
+    for thread in list(_READERS):
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def input_types(programs: Mapping[str, Program]) -> dict[str, TensorType]:
+    """The type of each input that the programs read, in one microbatch."""
+    found = [programs[action] for action in ("F", "COUNT") if action in programs]
+    return {name: value.type for program in found for name, value in parameters_of(program.main, "input").items()}

@@ -1,0 +1,61 @@
+"""Random whole batches for a program: floats, and numbers below how many rows or classes their tables have."""
+
+from __future__ import annotations
+
+import torch
+
+from ...compiler.layout.placement import TensorType
+from ...compiler.program.program import Program, Ref
+from ..owners import parameters_of
+
+
+def random_batch(reference: Program, microbatches: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
+    """Whole inputs of each microbatch: class numbers below what they index, some targets ignored, unevenly."""
+    bounds = class_bounds(reference)
+    batches = []
+    for index in range(microbatches):
+        batch = {}
+        for name, value in parameters_of(reference.main, "input").items():
+            bound, ignore = bounds.get(name, (2, None))
+            batch[name] = _random(value.type, bound, generator)
+            if ignore is not None:
+                share = 0.1 + 0.5 * index / microbatches
+                drop = torch.rand(value.type.shape, generator=generator) < share
+                drop.view(-1)[[0, -1]] = False  # a loss may leave the first position of each sample out, or the last
+                batch[name] = torch.where(drop, ignore, batch[name])
+        batches.append(batch)
+    return batches
+
+
+def _random(type_: TensorType, bound: int, generator: torch.Generator) -> torch.Tensor:
+    if type_.dtype.is_floating_point:
+        return torch.randn(type_.shape, generator=generator, dtype=torch.float64)
+    if type_.dtype is torch.bool:
+        return torch.rand(type_.shape, generator=generator) < 0.5
+    return torch.randint(0, bound, type_.shape, generator=generator, dtype=type_.dtype)
+
+
+_SHAPES_ONLY = {"aten.reshape.default", "aten.unsqueeze.default", "aten.slice.Tensor", "aten.squeeze.dim",
+                "aten.transpose.int", "aten.permute.default", "aten.expand.default", "aten._to_copy.default",
+                "aten.constant_pad_nd.default"}  # fmt: skip
+
+
+def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
+    """For each input that holds numbers of rows or classes: how many there are, and the number that is ignored."""
+    main = program.main
+    values = main.values()
+    origin = {value.name: name for name, value in parameters_of(main, "input").items()}
+    found: dict[str, tuple[int, int | None]] = {}
+    for line in main.lines:
+        names = [item.name if isinstance(item, Ref) else "" for item in line.args]
+        if line.op in _SHAPES_ONLY and names[0] in origin and line.results[0] is not None:
+            origin[line.results[0].name] = origin[names[0]]
+        at, table, dim = {"aten.embedding.default": (1, 0, 0), "parc.token_loss.default": (1, 0, 1)}.get(
+            line.op, (0, 0, -1)
+        )
+        if dim >= 0 and names[at] in origin:
+            name, size = origin[names[at]], values[names[table]].type.shape[dim]
+            bound, ignore = found.get(name, (size, None))
+            ignore = line.args[2] if line.op.startswith("parc.token_loss") else ignore
+            found[name] = (min(bound, size), ignore)
+    return found

@@ -1,0 +1,94 @@
+"""The sizes of a run: a build bound to those of each batch, where its plan declares ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, TypeVar, final
+
+import torch
+
+from ...compiler.build.directory import Build
+from ...compiler.sizes.size_range import SizeRange
+from ...compiler.sizes.template import sizes_text
+from ...grammar.codes_build import BAD_DATA, OUT_OF_RANGE
+from ..faults import RunError
+from ..step import Stepper
+from .feed import Feed
+from .sources import line_of
+
+Made = TypeVar("Made")
+NO_SHARES: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class AtSizes:
+    """The programs of a build bound to one choice of its sizes, and what cuts batches of them."""
+
+    build: Build
+    stepper: Stepper
+    feed: Feed
+
+
+@final
+class BySizes(Generic[Made]):
+    """What is made of a build for each choice of its sizes, when the first batch of them comes."""
+
+    def __init__(self, build: Build, make: Callable[[Build], Made]) -> None:
+        self._build, self._make = build, make
+        self._made: dict[tuple[tuple[str, int], ...], Made] = {}
+
+    def __call__(self, batch: Mapping[str, torch.Tensor] | None = None, shares: Mapping[str, int] = NO_SHARES) -> Made:
+        """What was made for a batch's sizes; without one for the build's own. ``shares``: among how many ranks the
+        samples of an input are divided, where the batch is one rank's.
+
+        Raises:
+            RunError: the build was not made for these sizes.
+        """
+        sizes = {} if batch is None or self._build.template is None else _sizes_of(self._build, batch, shares)
+        key = tuple(sorted({**self._build.manifest["sizes"], **sizes}.items()))
+        if key not in self._made:
+            self._made[key] = self._make(bound(self._build, sizes))
+        return self._made[key]
+
+
+def bound(build: Build, sizes: Mapping[str, int]) -> Build:
+    """The build for some of its sizes, the others as they are.
+
+    Raises:
+        RunError: its plan declares no such sizes.
+    """
+    ranges = build.template.ranges if build.template is not None else {}
+    known = {name: ranges.get(name, SizeRange(size, size)) for name, size in build.manifest["sizes"].items()}
+    for name, size in sizes.items():
+        if name not in known:
+            raise RunError(OUT_OF_RANGE, f"the plan has no size `{name}`", f"its sizes are {sizes_text(known)}")
+        if size not in known[name].values:
+            near = " or ".join(f"{name}={other}" for other in known[name].nearest(size))
+            message = f"{name}={size} is none of the sizes that the build was made for: {name}={known[name]}"
+            notes = [line for line in [line_of(build, "sizes")] if line]
+            raise RunError(OUT_OF_RANGE, message, f"the nearest is {near}", notes)
+    return build.at(sizes) if ranges and sizes else build
+
+
+def _sizes_of(build: Build, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> dict[str, int]:
+    """The sizes with ranges that a batch has. What is no batch of the plan's has none: cutting it says why.
+
+    Raises:
+        RunError: two inputs have different ones.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    assert build.template is not None
+    for line in build.manifest["inputs"]:
+        value = batch.get(line["name"]) if isinstance(batch, Mapping) else None
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        for dim, size in zip(line["dims"], shape, strict=False):
+            if len(shape) != len(line["dims"]) or dim not in build.template.ranges:
+                continue
+            size = size * shares.get(line["name"], 1) if dim == "B" else size
+            first, known = found.setdefault(dim, (line["name"], size))
+            if known != size:
+                message = f"`{first}` has {dim}={known}, but `{line['name']}` has {dim}={size}"
+                raise RunError(BAD_DATA, message, "one batch has one choice of the plan's sizes")
+    return {name: size for name, (_, size) in found.items()}

@@ -1,0 +1,71 @@
+"""Batches of fewer samples than a step takes: completed by samples that nothing sees, where that is proved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import final
+
+import torch
+
+from ...compiler.build.directory import Build
+from ...grammar.codes_build import BAD_DATA
+from ..faults import RunError
+from .random_batch import class_bounds
+
+
+@final
+class Tails:
+    """Completes the batches of one build; its inputs with a batch dim are ``batched``."""
+
+    def __init__(self, build: Build, batched: Mapping[str, bool]) -> None:
+        self._reference = build.reference
+        self._names = [name for name, has in batched.items() if has]
+        self._size = int(build.manifest["sizes"].get("B", 1))
+
+    @cached_property
+    def _ignored(self) -> dict[str, int]:
+        """Inputs that are targets of the loss, with the number that says to ignore one."""
+        bounds = class_bounds(self._reference)
+        return {name: bounds[name][1] or 0 for name in self._names if name in bounds and bounds[name][1] is not None}
+
+    @cached_property
+    def _fault(self) -> str:
+        from ...compiler.verify.padding import tail_fault  # proves in sympy, which most runs need not import
+
+        return tail_fault(self._reference, self._ignored)
+
+    def completed(self, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> Mapping[str, torch.Tensor]:
+        """A whole step's batch, or one share of so many: after the given samples come copies of the first, all of whose
+        targets are ignored.
+
+        Batches that are no tensors of a common number of samples are given back as they are.
+
+        Raises:
+            RunError: there are too many samples, or none, or too few for a loss that sees how many there are.
+        """
+        given = {name: value for name, value in batch.items() if name in self._names}
+        if not given or any(not isinstance(value, torch.Tensor) or not value.dim() for value in given.values()):
+            return batch
+        size, *others = {self._size // shares.get(name, 1) for name in given}
+        if others:  # what is divided differently has no common number of samples
+            return batch
+        counts = {value.shape[0] for value in given.values()}
+        count = counts.pop()
+        if counts or count == size:
+            return batch
+        if not 0 < count < size or self._fault:
+            legal = f"{size}" if self._fault else f"1 to {size}"
+            why = f"fewer would change its numbers: {self._fault}" if self._fault else "B of the plan's `sizes` line"
+            samples = f"{count} sample{'s' * (count != 1)}"
+            help_ = f"give {legal} samples, or build the plan for another B"
+            if self._fault:
+                help_ += f"; a line `sizes B=LOW..{self._size} by STEP` is for several"
+            what, takes = ("this rank's part", "of a step it takes") if shares else ("the batch", "a step takes")
+            raise RunError(BAD_DATA, f"{what} has {samples}; {takes} {legal}", help_, [why])
+        missing = size - count
+        return {**batch, **{name: self._longer(name, value, missing) for name, value in given.items()}}
+
+    def _longer(self, name: str, value: torch.Tensor, missing: int) -> torch.Tensor:
+        more = value[:1].expand(missing, *value.shape[1:])
+        return torch.cat([value, torch.full_like(more, self._ignored[name]) if name in self._ignored else more])

@@ -1,0 +1,196 @@
+"""Starting the processes of a run: a thin layer over torch's elastic agent, on one host without opening a port."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ..processes import DEVICE, STORE
+from .failures import Failure, began, read_failure, unbegun
+from .hanging import Hanging
+
+_ONE_HOST = "parc-one-host"
+_STOP_S = 300  # how long ranks may take to save after SIGTERM, before they are killed
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """How many processes run where: ``nproc`` on this host, which is one of ``nnodes``."""
+
+    nproc: int
+    nnodes: int = 1
+    node_rank: int | None = None
+    endpoint: str = ""
+    device: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: the exit code of the command, and the failure that explains it."""
+
+    exit_code: int
+    failure: Failure | None = None
+
+
+def launch(command: Sequence[str], processes: Processes) -> Outcome:
+    """Run ``command`` (arguments of this Python) in every process until all end, or one fails and the rest are stopped.
+
+    SIGTERM and SIGINT are passed on, and the processes are waited for.
+    """
+    for name in logging.root.manager.loggerDict:  # torch gives each of them a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="parc-run-") as folder:
+        config = LaunchConfig(
+            min_nodes=processes.nnodes, max_nodes=processes.nnodes, nproc_per_node=processes.nproc,
+            run_id=_run_id(processes), role="parc", max_restarts=0, monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder), **_rendezvous(processes),
+        )  # fmt: skip
+        with _environment(_variables(processes, Path(folder))), Hanging(Path(folder)) as hanging:
+            try:
+                elastic_launch(config, sys.executable)(*command)
+            except ChildFailedError as error:
+                return _outcome(error.failures, Path(folder), hanging.found)
+            except SignalException as stopped:
+                number = int(stopped.sigval)
+                unsaid = None if began(Path(folder)) else Failure(None, time.time(), 128 + number, unbegun(number))
+                return Outcome(128 + number, unsaid)
+            except KeyboardInterrupt:
+                return Outcome(128 + signal.SIGINT)
+            except (RendezvousError, dist.DistError) as error:
+                message = f"the hosts of the run did not meet at `{processes.endpoint}`: {error}"
+                message += "\nhelp: `--rdzv-endpoint` is where the first host is, at a port that the others reach"
+                return Outcome(4, Failure(None, time.time(), 4, message))
+    return Outcome(0)
+
+
+def _rendezvous(processes: Processes) -> dict[str, Any]:
+    if processes.nnodes == 1:
+        rendezvous_handler_registry.register(_ONE_HOST, _OneHost)
+        return {"rdzv_backend": _ONE_HOST}
+    if processes.node_rank is None:
+        return {"rdzv_backend": "c10d", "rdzv_endpoint": processes.endpoint}
+    configs = {"rank": processes.node_rank, "timeout": 900}
+    return {"rdzv_backend": "static", "rdzv_endpoint": processes.endpoint, "rdzv_configs": configs}
+
+
+def _run_id(processes: Processes) -> str:
+    """One name on all hosts: the place where they meet."""
+    return uuid.uuid4().hex if processes.nnodes == 1 else f"parc-{processes.endpoint}"
+
+
+@final
+class _OneHost(RendezvousHandler):
+    """The meeting of one agent with itself: torch's own would start a TCPStore, which listens on all interfaces."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+        stores: Any = dist  # torch does not declare what it exports there
+        self._store = stores.HashStore()
+
+    def get_backend(self) -> str:
+        """The name under which it is registered."""
+        return _ONE_HOST
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """One node, which is the first; the processes meet through a file, so address and port stand for nothing."""
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        """Never: it ends with its process."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing is open."""
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody else can come."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The run's name."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Nothing is open."""
+        return True
+
+
+KEEP_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}  # fmt: skip
+"""For glibc: a step frees what the next one allocates again, so freed memory stays with the process, as on a GPU; and
+it asks for large pages, of which the operands of a product take few."""
+
+
+def _variables(processes: Processes, folder: Path) -> dict[str, str]:
+    """What the processes find in their environment, beside what the agent says; the person's own settings stay."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    variables = {
+        "OMP_NUM_THREADS": str(max(1, cores // processes.nproc)),
+        # Shared with the agent, the store of a group that failed is met again by the group started in its place.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_STOP_S),
+        **KEEP_MEMORY,
+    }
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if processes.nnodes == 1 and loopback is not None:
+        variables.update(dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback))
+    kept = {name: value for name, value in variables.items() if name not in os.environ}
+    if processes.nnodes == 1:
+        kept[STORE] = str(folder / "store")
+    if processes.device is not None:
+        kept[DEVICE] = processes.device
+    return kept
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """The environment that child processes inherit, changed for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _outcome(failures: Mapping[int, ProcessFailure], folder: Path, hanging: Sequence[str] = ()) -> Outcome:
+    """The failure that explains the others: not one that only lost its peers, then the earliest. A rank that others
+    waited for too long does not end when it is told to, and is killed."""
+    found = {rank: read_failure(rank, failure.exitcode, Path(failure.error_file)) for rank, failure in failures.items()}
+    late = any(failure.late for failure in found.values())
+    hung = {rank for rank, failure in failures.items() if late and failure.exitcode == -signal.SIGKILL}
+    first = min(found.items(), key=lambda item: (item[1].follows or item[0] in hung, item[1].time_s))[1]
+    # Others, which may have ended after the launcher had looked, say what they waited for.
+    waited = sorted({read_failure(0, 1, place).waited for place in folder.rglob("error.json")} - {"", first.waited})
+    first = replace(first, message="\n".join([first.message, *waited, *hanging]))
+    return Outcome(first.exit_code, None if first.exit_code > 128 else first)

@@ -1,0 +1,192 @@
+"""The loop of ``parc run`` on one rank: steps until the last, metrics, checkpoints, and a clean stop by a signal."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self, final
+
+import torch
+
+from ...compiler.build.directory import Build
+from ..faults import RunError
+from ..processes import launched
+from ..session import Session
+from ..state.optimizer import rate
+from ..trace import write_trace
+from .failures import begin
+from .metrics import MetricsFile, ProgressDisplay
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a person asks of a run; ``steps`` counts from the first step of training, also after ``resume``."""
+
+    steps: int
+    metrics: Path | None = None
+    save: Path | None = None
+    save_every: int | None = None
+    resume: Path | None = None
+    trace: Path | None = None
+
+
+@final
+class Stop:
+    """Notes SIGTERM and SIGINT, so that a run ends between two steps; also when the launcher is gone."""
+
+    def __init__(self) -> None:
+        self._signal = 0
+        self._parent = os.getppid() if launched() else None
+        self._before: dict[int, Any] = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = self._signal or number
+
+    @property
+    def signal(self) -> int:
+        """The signal that asks for a stop, 0 for none."""
+        orphan = self._parent is not None and os.getppid() != self._parent
+        return self._signal or (int(signal.SIGHUP) if orphan else 0)
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def train(session: Session, options: Options) -> int:
+    """Train until step ``options.steps``; 0, or 128 + the number of the signal that stopped every rank alike.
+
+    Raises:
+        RunError: data, checkpoints or numbers are at fault.
+    """
+    first = session.rank == 0
+    what, count = work_per_step(session.build)
+    session.last_step = options.steps
+    if options.resume is not None:
+        session.restore(options.resume)
+    with ExitStack() as stack:
+        stack.enter_context(session)
+        stop = stack.enter_context(Stop())
+        begin()
+        metrics = display = None
+        if first and options.trace is not None:
+            write_trace(options.trace, [])  # a place that cannot be written is known before training
+        if first and options.metrics is not None:
+            append = options.resume is not None
+            metrics = stack.enter_context(MetricsFile(options.metrics, run_facts(session), append))
+        if first:
+            display = stack.enter_context(ProgressDisplay(options.steps, what))
+            for text in _at_the_start(session, options):
+                display.say(text)
+        started = session.step_number
+        saved = session.step_number if options.resume == options.save else -1
+        asked = max(row[0] for row in session.exchange([stop.signal]))
+        while session.step_number < options.steps and not asked:
+            start = time.perf_counter()
+            try:
+                report = session.step()
+            except RunError as error:
+                raise _kept(session, options.save, error, max(saved, started)) from error
+            step_s = time.perf_counter() - start
+            rows = session.exchange([stop.signal, peak_bytes(session.device)])
+            asked = max(row[0] for row in rows)
+            if metrics is not None:
+                metrics.step(
+                    report.step, report.loss, grad_norm=report.grad_norm, lr=report.lr, step_s=step_s,
+                    **{what: count, f"{what}_per_s": count / step_s}, peak_bytes=[row[1] for row in rows],
+                )  # fmt: skip
+            if display is not None and session.regions is not None and report.step == started + 1:
+                display.say(f"compiled in {session.regions.seconds:.1f} s; the next run finds them in Inductor's cache")
+            if display is not None:
+                display.step(report.step, report.loss, count, step_s)
+            if options.save is not None and options.save_every and report.step % options.save_every == 0:
+                session.save(options.save)
+                saved = report.step
+        unbegun = asked and session.step_number == started
+        if options.save is not None and saved != session.step_number and not unbegun:
+            session.save(options.save)
+        if options.trace is not None:
+            session.write_trace(options.trace)
+    if asked and first:
+        where = "nothing was saved" if options.save is None or unbegun else f"saved to {options.save}"
+        when = f"before step {started + 1}" if unbegun else f"after step {session.step_number}"
+        print(f"stopped by {signal.Signals(asked).name} {when}; {where}", file=sys.stderr)
+    return 128 + asked if asked else 0
+
+
+def _at_the_start(session: Session, options: Options) -> Iterator[str]:
+    """What a person is told before the first step."""
+    if session.step_number >= options.steps:
+        done = f"`{options.resume}` is at step {session.step_number}, and the last is {options.steps}"
+        yield f"{done}: nothing is left to train; `--steps K` trains on until step K"
+        return
+    if said := rate_ends(session.build, options.steps):
+        yield said
+    if session.regions is not None:
+        yield f"compiling {session.regions.distinct} distinct regions in the first step…"
+
+
+def _kept(session: Session, folder: Path | None, error: RunError, saved: int) -> RunError:
+    """The error of a step, after which all ranks are as they were before it, and what was saved of that; ``saved`` is
+    the step of the last checkpoint, or that at which the run began."""
+    if session.step_number == saved:
+        return error
+    if folder is None:
+        note = f"the state after step {session.step_number} was not saved: there is no `--save`"
+    else:
+        note = f"the state after step {session.step_number} was saved to {folder}"
+        try:
+            session.save(folder)
+        except RunError as other:
+            note = f"the state after step {session.step_number} could not be saved: {other.message}"
+    return RunError(error.code, error.message, error.help, (*error.notes, note))
+
+
+def work_per_step(build: Build) -> tuple[str, int]:
+    """What a step's whole batch has, and how many: ``tokens``, where the plan's first input holds whole numbers in two
+    dims, else ``samples``."""
+    sizes, line = build.manifest["sizes"], build.manifest["inputs"][0]
+    if len(line["dims"]) == 2 and line["dtype"] in ("int32", "int64"):
+        return "tokens", math.prod(int(sizes.get(dim, dim)) for dim in line["dims"])
+    return "samples", int(sizes.get("B", 1))
+
+
+def rate_ends(build: Build, steps: int) -> str:
+    """What to say of a run of more steps than the plan's, after some of which the learning rate moves no more."""
+    line, planned = build.manifest["optimizer"], build.manifest["steps"] or 0
+    if line["over"] is None or steps <= max(line["over"], planned):
+        return ""
+    end = f"the learning rate falls to {rate(line, steps):g} at step {line['over']} and stays there"
+    return f"{end}; `over {steps}` in the plan's `optimizer` line ends its fall with this run"
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory this rank held: allocated on a GPU, resident of the whole process on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def run_facts(session: Session) -> dict[str, Any]:
+    """The first line of a metrics file: versions, mesh, the plan's hash, device, and where training starts."""
+    manifest = session.build.manifest
+    return {
+        "parc": manifest["parc"], "torch": torch.__version__, "python": sys.version.split()[0],
+        "mesh": dict(session.mesh.declared.axes), "plan": manifest["files"]["plan.parc"], "device": session.device.type,
+        "microbatches": manifest["microbatches"], "start": session.step_number,
+    }  # fmt: skip

@@ -1,0 +1,86 @@
+"""Whether a rank is where the others are: what all do in step, and what an error in the middle of it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar, cast, final
+
+import torch
+
+from ..grammar.codes_build import LEFT_STEP
+from .faults import RunError
+from .state.gather import everywhere, exchange
+from .work import RankState
+
+Made = TypeVar("Made")
+
+
+@final
+class Together:
+    """What one of ``world`` ranks does with the others."""
+
+    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+        self.rank, self.world, self.device = rank, world, device
+        self._left = ""
+        """What an error ended before it was done, where other ranks took part in it."""
+
+    def check(self) -> None:
+        """See that no error has left the others alone.
+
+        Raises:
+            RunError: one has; they may stand anywhere, and would take what comes now for something else.
+        """
+        if self._left:
+            message = f"{self._left} ended with an error on rank {self.rank}, and other ranks may still be in it"
+            help_ = "end all processes; start again from the last checkpoint, by `session.restore` or `--resume`"
+            raise RunError(LEFT_STEP, message, help_)
+
+    def agreed(self, make: Callable[[], Made]) -> Made:
+        """What every rank makes by itself; where one fails, none goes on.
+
+        Raises:
+            RunError: the first rank's that failed, on all of them.
+        """
+        return self.exchanged(lambda: (make(), ()), 0)[0]
+
+    def exchanged(
+        self, make: Callable[[], tuple[Made, Sequence[int | torch.Tensor]]], width: int
+    ) -> tuple[Made, list[list[int]]]:
+        """What every rank makes by itself, with a row of ``width`` numbers; and the rows of all ranks.
+
+        Raises:
+            RunError: the first rank's that failed, on all of them.
+        """
+        self.check()
+        fault: RunError | None = None
+        made: Made | None = None
+        row: Sequence[int | torch.Tensor] = [0] * width
+        try:
+            made, row = make()
+        except RunError as error:
+            fault = error
+        except BaseException:
+            self._left = "what ranks make by themselves" if self.world > 1 else ""
+            raise
+        rows = exchange([int(fault is not None), *row], self.world, self.device)
+        if any(row[0] for row in rows):
+            faults = everywhere(fault, self.world)
+            raise fault or next(filter(None, faults))
+        return cast(Made, made), [row[1:] for row in rows]
+
+    @contextmanager
+    def doing(self, what: str, state: RankState) -> Iterator[None]:
+        """Around what all ranks do: after an error buffers are as they were, and there is nothing more with others.
+
+        Raises:
+            RunError: as ``check`` does.
+        """
+        self.check()
+        buffers = dict(state.buffers)
+        try:
+            yield
+        except BaseException:
+            state.buffers = buffers
+            self._left = what if self.world > 1 else ""
+            raise

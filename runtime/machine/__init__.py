@@ -1,0 +1,1 @@
+"""The machine that runs one program: operators, kernels, reuse of memory, torch.compile."""

@@ -1,0 +1,310 @@
+"""Programs compiled by Inductor: the lines between two collectives are a region, and equal regions are compiled once.
+
+What differs between ranks and between equal blocks enters a region as an input: where the rank stands, as the global
+coordinates of its entries, and the keys of random streams, as the numbers they stand for. So all ranks have the same
+regions, and processes of one machine find in Inductor's cache what another of them compiled.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ...compiler.initial.counter import words
+from ...compiler.layout.collectives import COLLECTIVES
+from ...compiler.layout.placement import TensorType
+from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references
+from ...compiler.torch_private import Compiled, compile_graph, compiler_cache, fake_mode, missing_compiler
+from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
+from ..communication import Backend, Environment
+from ..faults import RunError
+from .execute import Machine, _Step
+from .fusion import ADDING
+from .kernels import Site
+from .reuse import last_uses, made_by, summed
+
+_OUTSIDE = frozenset({
+    "aten.embedding_dense_backward.default", "parc.lookup_backward.default", "parc.stream_key.default",
+    "parc.random.default", "parc.cut_pad.default", "parc.grow_pad.default",
+})  # fmt: skip
+"""Operators that Inductor is not shown: it would add rows up in the order in which threads arrive, where torch's own
+operator repeats its bits, and cannot trace what reads a tensor's numbers, or makes a shape of them."""
+_COMPILED_ACTIONS = frozenset({"F", "B"})
+"""The others do little, and REDUCE grows with the layers."""
+_NOTHING_SPARE = frozenset[str]()
+"""What is written over: Inductor does that within a region, and what leaves one may share storage with something."""
+
+Place = tuple[TensorType, int]
+"""A dim of a type, of which a rank has some entries."""
+
+
+@dataclass(slots=True)
+class _Lifted:
+    """While a region is traced: its inputs that stand for places, and the keys that it read."""
+
+    tracing: bool = False
+    places: dict[Place, torch.Tensor] = field(default_factory=dict)
+    keys: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RegionSite(Site):
+    """A site that, while a region is traced, has the region's inputs for what only this rank or this step knows."""
+
+    lifted: _Lifted
+
+    @property
+    def traced(self) -> bool:
+        return self.lifted.tracing
+
+    def index(self, type_: TensorType, dim: int) -> torch.Tensor:
+        if not self.lifted.tracing:
+            return Site.index(self, type_, dim)
+        if (type_, dim) not in self.lifted.places:
+            self.lifted.places[type_, dim] = Site.index(self, type_, dim)
+        return self.lifted.places[type_, dim]
+
+    def key(self, key: torch.Tensor) -> Any:
+        if not self.lifted.tracing:
+            return Site.key(self, key)
+        self.lifted.keys.append(key)
+        return (key[0], key[1]) if key.dim() else (key, key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Lines without a collective, as one function of ``inputs`` to ``outputs``; ``text`` is the same for equal ones."""
+
+    lines: tuple[Line, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """A compiled region; ``call`` is None where there is nothing to gain. ``places`` are its inputs after the values,
+    of which those at ``keys`` are given by their words."""
+
+    call: Compiled | None
+    places: tuple[Place, ...]
+    keys: tuple[int, ...]
+
+
+class Regions:
+    """The regions of a step's programs and their compiled code, each once.
+
+    Raises:
+        RunError: the device's compiler is missing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        check_compiler(device)
+        self.device = device
+        self.seconds = 0.0
+        self.texts: set[str] = set()
+        self._codes: dict[tuple[Any, ...], _Code] = {}
+
+    @property
+    def distinct(self) -> int:
+        """How many regions differ."""
+        return len(self.texts)
+
+    def machine(self, program: Program, backend: Backend, device: torch.device, **options: Any) -> Machine:
+        """The machine of a program: compiled where there is much to do and nobody watches the lines."""
+        if program.action not in _COMPILED_ACTIONS or options.get("watch") is not None:
+            return Machine(program, backend, device, **options)
+        return CompiledMachine(program, backend, device, regions=self, **options)
+
+    def code(self, region: _Region, values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted) -> _Code:
+        """The code of a region for values of these strides; compiled the first time.
+
+        Raises:
+            RunError: it cannot be compiled.
+        """
+        key = (region.text, *(value.stride() for value in values))
+        if key not in self._codes:
+            start = time.perf_counter()
+            try:
+                with _one_at_a_time(repr((key, self.device))):
+                    self._codes[key] = _compile(values, body, lifted, self.device)
+            except Exception as error:
+                raise _refused(region, error) from error
+            self.seconds += time.perf_counter() - start
+        return self._codes[key]
+
+
+class CompiledMachine(Machine):
+    """Runs one program, the lines between collectives as compiled regions. Its lines cannot be watched."""
+
+    adding = MappingProxyType({op: add for op, add in ADDING.items() if op in _OUTSIDE})
+    """What leaves a region may share storage with something else."""
+
+    def __init__(self, program: Program, backend: Backend, device: torch.device, *, regions: Regions, **options: Any):
+        self._regions, self._lifted = regions, _Lifted()
+        self._places: dict[tuple[int, Place], torch.Tensor] = {}
+        self.site = partial(_RegionSite, lifted=self._lifted)
+        super().__init__(program, backend, device, **options)
+
+    def _prepare(self, function: Function) -> list[_Step]:
+        groups, sums = _cut(function), summed(function.lines)
+        steps = []
+        for group, dead in zip(groups, last_uses(function, groups), strict=True):
+            awaited = tuple(sums.intersection(_read(group)))
+            if len(group) == 1 and not _is_local(group[0]):
+                steps.append(self._step(group[0], function, _NOTHING_SPARE, awaited, dead))
+                continue
+            outputs = tuple(name for name in made_by(group) if name not in dead)
+            steps.append(_Step(group[-1], self._region(function, group, outputs, frozenset(dead)), awaited, ()))
+        return steps
+
+    def _region(
+        self, function: Function, lines: tuple[Line, ...], outputs: tuple[str, ...], dead: frozenset[str]
+    ) -> Callable[[Sequence[Environment]], None]:
+        inputs = tuple(dict.fromkeys(_read(lines)))
+        region = _Region(lines, inputs, outputs, f"wide={self.wide}\n{self._text(function, lines, inputs, outputs)}")
+        self._regions.texts.add(region.text)
+        runs = [self._compile(line, function, _NOTHING_SPARE) for line in lines]
+
+        def body(*values: torch.Tensor) -> list[torch.Tensor]:
+            environment: Environment = dict(zip(inputs, values, strict=True))
+            for run in runs:
+                run([environment])
+            return [environment[name] for name in outputs]
+
+        def run(environments: Sequence[Environment]) -> None:
+            for lane, environment in enumerate(environments):
+                values = [environment.pop(name) if name in dead else environment[name] for name in inputs]
+                made = self._run(region, lane, values, body)
+                environment.update(zip(outputs, made, strict=True))
+
+        return run
+
+    def _run(self, region: _Region, lane: int, values: list[Any], body: Callable[..., Any]) -> Sequence[torch.Tensor]:
+        code = self._regions.code(region, values, body, self._lifted)
+        if code.call is None:
+            return body(*values)  # type: ignore[no-any-return]
+        for at in code.keys:
+            values[at] = torch.tensor(words(int(values[at])), device=self.device)
+        values += [self._place(lane, place) for place in code.places]
+        return code.call(values)
+
+    def _place(self, lane: int, place: Place) -> torch.Tensor:
+        if (lane, place) not in self._places:
+            type_, dim = place
+            site = Site(self.mesh, self.coordinates[lane], [], [], self.device)
+            self._places[lane, place] = site.index(type_, dim)
+        return self._places[lane, place]
+
+    def _text(self, function: Function, lines: Sequence[Line], inputs: Sequence[str], outputs: Sequence[str]) -> str:
+        """Operators, types and how values flow; names and where lines come from are left out."""
+        types = {name: value.type.text(self.mesh) for name, value in function.values().items()}
+        number = {name: f"v{at}" for at, name in enumerate((*inputs, *made_by(lines)))}
+        rows = [f"{number[name]}: {types[name]}" for name in inputs]
+        for line in lines:
+            items = [(None, item) for item in line.args] + list(line.kwargs)
+            given = [
+                f"{key}={argument_text(map_references(i, lambda name: Ref(number[name])), self.mesh)}"
+                for key, i in items
+            ]
+            made = ["_" if value is None else f"{number[value.name]}: {types[value.name]}" for value in line.results]
+            rows.append(f"{'; '.join(made)} = {line.op}({', '.join(given)})")
+        return "\n".join([*rows, *(number[name] for name in outputs)])
+
+
+def check_compiler(device: torch.device) -> None:
+    """See that Inductor has what it needs for a device.
+
+    Raises:
+        RunError: it has not; says what is missing.
+    """
+    missing = missing_compiler(device)
+    if missing:
+        help_ = "install g++, or set CXX to a C++ compiler" if device.type == "cpu" else "install triton"
+        raise RunError(NO_COMPILER, f"--compile needs {missing}, which is not here", f"{help_}; or run without it")
+
+
+def _is_local(line: Line) -> bool:
+    return not line.calls_function and line.op not in COLLECTIVES and line.op not in _OUTSIDE
+
+
+def _cut(function: Function) -> list[tuple[Line, ...]]:
+    """Lines in groups: a region, or one line that is no part of any. An operator outside goes before a region that
+    does not make its operands, so that it does not end it; what does not wait for a sum runs while that is made."""
+    groups: list[tuple[Line, ...]] = []
+    region: list[Line] = []
+    under_way = set[str]()
+    for line in function.lines:
+        if region and not under_way.isdisjoint(line.uses()):
+            groups.append(tuple(region))
+            region = []
+        under_way.difference_update(line.uses())
+        under_way.update(summed([line]))
+        if _is_local(line):
+            region.append(line)
+            continue
+        if region and (line.op not in _OUTSIDE or not set(made_by(region)).isdisjoint(line.uses())):
+            groups.append(tuple(region))
+            region = []
+        groups.append((line,))
+    return [*groups, tuple(region)] if region else groups
+
+
+def _read(lines: Sequence[Line]) -> list[str]:
+    """Names of what lines read and do not make."""
+    made = set(made_by(lines))
+    return [name for line in lines for name in line.uses() if name not in made]
+
+
+def _compile(values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted, device: torch.device) -> _Code:
+    """Trace a region twice on fake tensors: once to see what it asks of its site, then with that as inputs."""
+    mode = fake_mode()
+    fakes: list[torch.Tensor] = [mode.from_tensor(value) for value in values]
+    lifted.tracing = True
+    try:
+        with mode:
+            body(*fakes)
+        places, keys = lifted.places, [at for at, fake in enumerate(fakes) if any(fake is key for key in lifted.keys)]
+        with mode:
+            for at in keys:
+                fakes[at] = torch.empty(2, dtype=torch.int64, device=device)
+
+        def function(*given: torch.Tensor) -> Any:
+            lifted.places = dict(zip(places, given[len(values) :], strict=True))
+            return body(*given[: len(values)])
+
+        call = compile_graph(function, [*fakes, *places.values()])
+    finally:
+        lifted.tracing, lifted.places, lifted.keys = False, {}, []
+    return _Code(call, tuple(places), tuple(keys))
+
+
+@contextmanager
+def _one_at_a_time(name: str) -> Iterator[None]:
+    """Hold a lock of this machine, so that processes with the same region do not compile it at the same time: those
+    that waited find it in the cache."""
+    folder = Path(compiler_cache()) / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"parc-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _refused(region: _Region, error: Exception) -> RunError:
+    origin = next((line.origin for line in region.lines if line.origin.source), region.lines[0].origin)
+    where = f"from {origin.source or region.lines[0].op} on" + (f" (`{origin.module}`)" if origin.module else "")
+    said = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    faults = [line for line in said if "error:" in line]
+    return RunError(
+        NOT_COMPILED, f"the lines {where} cannot be compiled", "run without --compile", (faults or said)[:4]
+    )

@@ -1,0 +1,339 @@
+"""Execution: a program's lines as calls, for one rank or for several in lock step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...compiler.layout.collectives import COLLECTIVES
+from ...compiler.layout.mesh import Mesh
+from ...compiler.program.program import Cut, Function, Line, Program, Ref, map_references, operator
+from ...compiler.program.totals import addable, lasting, uses_of
+from ..communication import Backend, Environment
+from .fusion import ADDING, fused
+from .kernels import KERNELS, Kernel, Site, binding
+from .packs import BY_WEIGHT, Packs, packable, turned_weights
+from .reuse import in_place, last_uses, spare_operands, summed
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A line made ready: ``run(environments)``, what must have arrived before it, and the names nobody reads after."""
+
+    line: Line
+    run: Callable[[Sequence[Environment]], None]
+    awaited: tuple[str, ...]
+    dead: tuple[str, ...]
+
+
+Ready = Callable[[str, list[torch.Tensor]], None]
+"""Takes the key of a result that is made, and its pieces on the ranks of this process."""
+
+
+_WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
+
+
+class Machine:
+    """Runs one program. ``wide`` reads every floating dtype as float64; ``kernels`` are those of parc's operators;
+    with ``reuse`` lines write over what nobody reads again, gradients that are handed in among it, and are fused.
+    ``packs`` has packed weights."""
+
+    site: Callable[..., Site] = Site
+    adding: Mapping[str, Callable[..., torch.Tensor]] = ADDING
+
+    def __init__(
+        self,
+        program: Program,
+        backend: Backend,
+        device: torch.device,
+        *,
+        wide: bool = False,
+        kernels: Mapping[str, Kernel] = KERNELS,
+        watch: Callable[[Line, Sequence[Environment]], None] | None = None,
+        reuse: bool = False,
+        packs: Packs | None = None,
+    ) -> None:
+        self.program = program
+        self.mesh: Mesh = program.mesh
+        self.backend, self.device, self.wide, self.kernels, self.watch = backend, device, wide, kernels, watch
+        self.reuse, self.packs = reuse, packs
+        self._turned = turned_weights(program) if packs is not None else {}
+        self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
+        self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
+        self._addable = addable(program, self._adding)
+        self._later: list[Callable[[], torch.Tensor]] | None = None
+        self._ready: Ready | None = None
+        self._steps = {function.name: self._prepare(function) for function in program.functions}
+        self._ahead = self._sums_ahead(program.main)
+
+    @property
+    def ahead(self) -> Collection[str]:
+        """Roles of parameters that ``begin`` takes."""
+        return self._ahead.keys()
+
+    def begin(self, role: str, pieces: Sequence[torch.Tensor], begun: Sequence[Environment]) -> None:
+        """Start the sum that alone reads a parameter, ahead of ``run``, which is given what is ``begun`` beside its
+        inputs."""
+        name, step = self._ahead[role]
+        for environment, piece in zip(begun, pieces, strict=True):
+            environment[name] = piece
+        step.run(begun)
+
+    def summed(self, role: str, pieces: Sequence[torch.Tensor], rank: int) -> Environment:
+        """The sum that ``begin`` would start, for one rank, of the pieces that all ranks of the mesh have."""
+        line = self._ahead[role][1].line
+        row, args = COLLECTIVES[line.op], line.args[1:]
+        group = next(group for group in row.groups(self.mesh, args) if rank in group)
+        return {line.made[0].name: row.group([pieces[other] for other in group], args)[group.index(rank)]}
+
+    def _sums_ahead(self, main: Function) -> dict[str, tuple[str, _Step]]:
+        roles, uses = {value.name: value.role for value in main.parameters}, uses_of(main)
+        found = {}
+        for step in self._steps[main.name]:
+            if step.line.op == "parc.all_reduce":
+                (name,) = step.line.uses()
+                if name in roles and uses[name] == 1:
+                    found[roles[name]] = name, step
+        return found
+
+    @property
+    def addable(self) -> frozenset[str]:
+        """Keys of results that ``run`` can add to a total; without one they have storage of their own."""
+        main = self.program.main
+        return frozenset(key for key, name in main.returns if name in self._addable[main.name])
+
+    def run(
+        self,
+        inputs: Sequence[Environment],
+        function: str | None = None,
+        totals: Sequence[Mapping[str, torch.Tensor]] = (),
+        later: list[Callable[[], torch.Tensor]] | None = None,
+        ready: Ready | None = None,
+    ) -> list[Environment]:
+        """The results by key of the main function, or of another; one a rank of this process. A result of a key that
+        ``totals`` has, one of ``addable``, is that total with what was made added to it, now or by calls in ``later``,
+        which return it. ``ready`` is told of each result of ``addable`` when nothing here reads or writes it any more,
+        but for those calls.
+
+        ``inputs`` are taken apart while the program runs, so that values die after their last use.
+        """
+        main = self.program.main if function is None else self.program.function(function)
+        environments = [dict(given) for given in inputs]
+        names, self._later = dict(main.returns), later
+        for environment, table in zip(environments, totals, strict=bool(totals)):
+            environment.update((f"total of {names[key]}", total) for key, total in table.items())
+        for given in inputs:
+            given.clear()
+        keys = {name: key for key, name in main.returns}
+        self._ready = None if ready is None else lambda name, pieces: ready(keys[name], pieces)
+        return self._call(main, environments)
+
+    def _call(self, function: Function, environments: list[Environment]) -> list[Environment]:
+        for step in self._steps[function.name]:
+            for name in step.awaited:
+                environments[0].pop(f"arrival of {name}", _here)()
+            step.run(environments)
+            if self.watch is not None:
+                self.watch(step.line, environments)
+            if self._ready is not None and not step.line.calls_function:
+                for value in step.line.made:
+                    if value.name in self._addable[function.name]:
+                        self._ready(value.name, [environment[value.name] for environment in environments])
+            for name in step.dead:
+                for environment in environments:
+                    del environment[name]
+        for _, name in function.returns:
+            environments[0].pop(f"arrival of {name}", _here)()
+        return [{key: environment[name] for key, name in function.returns} for environment in environments]
+
+    def _prepare(self, function: Function) -> list[_Step]:
+        if self.reuse:
+            function = fused(function, self.mesh, products="aten.mm.default" not in self.kernels)
+        owned = [value.name for value in function.parameters if value.role.startswith("gradient ")]
+        late = lasting(function, self._addable[function.name])
+        spares = spare_operands(function, owned, late) if self.reuse else [frozenset[str]()] * len(function.lines)
+        sums, dying = summed(function.lines), last_uses(function, [(line,) for line in function.lines])
+        return [
+            self._step(line, function, spare, tuple(sums.intersection(line.uses())), dead)
+            for line, spare, dead in zip(function.lines, spares, dying, strict=True)
+        ]
+
+    def _step(
+        self, line: Line, function: Function, spare: frozenset[str], awaited: tuple[str, ...], dead: tuple[str, ...]
+    ) -> _Step:
+        if not line.calls_function:
+            return _Step(line, self._compile(line, function, spare), awaited, dead)
+        given = frozenset(dead).intersection(line.uses())  # they die within the call, after their last use there
+        return _Step(line, self._function_call(line, given), awaited, tuple(name for name in dead if name not in given))
+
+    def _compile(
+        self, line: Line, function: Function, spare: frozenset[str]
+    ) -> Callable[[Sequence[Environment]], None]:
+        if line.op in COLLECTIVES:
+            return self._collective(line, bool(spare))
+        call = self._kernel(line, function) if line.op in self.kernels else self._aten(line)
+        if packed := self._packed(line, function):
+            call = packed
+        elif over := in_place(line, function, spare, self.mesh):
+            call = self._over(line, call, *over)
+        names = tuple(None if value is None else value.name for value in line.results)
+        single = names[0] if len(names) == 1 else None
+        if single in self._addable[function.name]:
+            call = self._added(line, call)
+
+        def run(environments: Sequence[Environment]) -> None:
+            for lane, environment in enumerate(environments):
+                result = call(lane, environment)
+                if single is not None and not isinstance(result, (list, tuple)):
+                    environment[single] = result
+                    continue
+                for name, item in zip(names, result, strict=True):
+                    if name is not None:
+                        environment[name] = item
+
+        return run
+
+    def _function_call(self, line: Line, given: frozenset[str]) -> Callable[[Sequence[Environment]], None]:
+        function = self.program.function(line.op)
+        pairs = [(value.name, item.name) for value, item in zip(function.parameters, line.args, strict=True)]
+        names = [value.name for value in line.results if value is not None]
+        keys = [key for key, _ in function.returns]
+        outer = {
+            inner: name
+            for name, (_, inner) in zip(names, function.returns, strict=True)
+            if inner in self._addable[function.name]
+        }
+        added = [(f"total of {inner}", f"total of {name}") for inner, name in outer.items()]
+
+        def run(environments: Sequence[Environment]) -> None:
+            inner = [{to: environment[name] for to, name in pairs} for environment in environments]
+            for environment, into in zip(environments, inner, strict=True):
+                for name in given:
+                    del environment[name]
+                into.update((to, environment.pop(name)) for to, name in added if name in environment)
+            if (ready := self._ready) is not None:
+                self._ready = lambda name, pieces: ready(outer[name], pieces)
+            for environment, results in zip(environments, self._call(function, inner), strict=True):
+                environment.update(zip(names, (results[key] for key in keys), strict=True))
+            self._ready = ready
+
+        return run
+
+    def _collective(self, line: Line, spare: bool) -> Callable[[Sequence[Environment]], None]:
+        source, *options = line.args
+        (result,) = line.results
+        assert result is not None and isinstance(source, Ref)
+
+        def run(environments: Sequence[Environment]) -> None:
+            if result.name in environments[0]:
+                return  # it was begun
+            pieces = [environment[source.name] for environment in environments]
+            results, arrival = self.backend.collective(line.op, options, pieces, spare)
+            for environment, piece in zip(environments, results, strict=True):
+                environment[result.name] = piece
+            if arrival is not None:
+                environments[0][f"arrival of {result.name}"] = arrival
+
+        return run
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """A dtype as this machine reads it."""
+        return _WIDER.get(dtype, dtype) if self.wide else dtype
+
+    def _literal(self, item: Any) -> Any:
+        """Sizes as this rank sees them, dtypes as this machine reads them."""
+        if isinstance(item, Cut):
+            return item.local(self.mesh)
+        if isinstance(item, torch.dtype):
+            return self.dtype(item)
+        if isinstance(item, (list, tuple)):
+            return type(item)(self._literal(inner) for inner in item)
+        return item
+
+    def _arguments(self, line: Line) -> Callable[[Environment], list[Any]]:
+        args = [self._literal(item) for item in line.args]
+        if all(not isinstance(item, (list, tuple)) or not any(True for _ in _refs(item)) for item in args):
+            plan = [(item.name, True) if isinstance(item, Ref) else (item, False) for item in args]
+            return lambda environment: [environment[item] if named else item for item, named in plan]
+        return lambda environment: [map_references(item, environment.__getitem__) for item in args]
+
+    def _aten(self, line: Line) -> Callable[[int, Environment], Any]:
+        arguments = self._arguments(line)
+        kwargs = {key: self._literal(item) for key, item in line.kwargs}
+        if any(argument.name == "device" for argument in operator(line.op)._schema.arguments):
+            kwargs["device"] = self.device
+        call = binding(line.op)
+        return lambda _, environment: call(*arguments(environment), **kwargs)
+
+    def _over(
+        self, line: Line, otherwise: Callable[[int, Environment], Any], function: Any, args: list[Any]
+    ) -> Callable[[int, Environment], Any]:
+        """Write over the first operand, unless its entries share storage, as those of an expanded one do."""
+        first = args[0].name
+        arguments = self._arguments(replace(line, args=tuple(args)))
+        kwargs = {key: self._literal(item) for key, item in line.kwargs}
+
+        def call(lane: int, environment: Environment) -> Any:
+            if environment[first].is_contiguous():
+                return function(*arguments(environment), **kwargs)
+            return otherwise(lane, environment)
+
+        return call
+
+    def _packed(self, line: Line, function: Function) -> Callable[[int, Environment], Any] | None:
+        """A product by a weight, where that is packed."""
+        packs, product = self.packs, BY_WEIGHT.get(line.op)
+        if packs is None or product is None or self.wide or line.kwargs:
+            return None
+        if not packable(line, function, self._turned[function.name], self.mesh):
+            return None
+        arguments = self._arguments(line)
+        return lambda _, environment: product(packs, *arguments(environment))
+
+    def _adder(self, op: str, add: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """What adds an operator's result to a total; a kernel of its own has no such call."""
+        kernel = self.kernels.get(op)
+        if kernel is None or kernel is KERNELS.get(op):
+            return add
+        site = Site(self.mesh, self.coordinates[0], (), (), self.device)
+        return lambda total, *args: total.add_(kernel(site, *args))
+
+    def _added(self, line: Line, otherwise: Callable[[int, Environment], Any]) -> Callable[[int, Environment], Any]:
+        """Add to the total of the line's result, where there is one."""
+        arguments, add = self._arguments(line), self._adding[line.op]
+
+        def call(lane: int, environment: Environment) -> Any:
+            total = environment.pop(f"total of {line.made[0].name}", None)
+            if total is None:
+                return otherwise(lane, environment)
+            if self._later is None:
+                return add(total, *arguments(environment))
+            self._later.append(partial(add, total, *arguments(environment)))
+            return total
+
+        return call
+
+    def _kernel(self, line: Line, function: Function) -> Callable[[int, Environment], Any]:
+        kernel = self.kernels[line.op]
+        arguments = self._arguments(line)
+        values = function.values()
+        operands = [values[name].type for name in line.uses()]
+        results = [value.type for value in line.results if value is not None]
+        sites = [self.site(self.mesh, at, operands, results, self.device) for at in self.coordinates]
+        return lambda lane, environment: kernel(sites[lane], *arguments(environment))
+
+
+def _here() -> None:
+    """What is awaited is there."""
+
+
+def _refs(item: Any) -> Any:
+    if isinstance(item, Ref):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for inner in item:
+            yield from _refs(inner)

@@ -1,0 +1,344 @@
+"""Kernels of parc's own operators, which may ask where the rank that computes stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...compiler.initial.counter import keep_mask, random, stream
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import TensorType, dim_index, row_major
+from ...compiler.layout.stretches import atoms, terms
+from ...compiler.program.program import operator
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One line on one rank: the mesh, the rank's coordinates, types of tensor operands and results, the device."""
+
+    mesh: Mesh
+    coordinates: Mapping[str, int]
+    operands: Sequence[TensorType]
+    results: Sequence[TensorType]
+    device: torch.device
+
+    @property
+    def traced(self) -> bool:
+        """Whether a compiler is shown the kernel, which makes one pass of several by itself."""
+        return False
+
+    def index(self, type_: TensorType, dim: int) -> torch.Tensor:
+        """Global coordinates of the rank's entries along a dim."""
+        return dim_index(type_.shape[dim], dim, type_.placement, self.mesh, self.coordinates, self.device)
+
+    def numbers(self, type_: TensorType) -> torch.Tensor:
+        """Row-major global element numbers of the rank's piece."""
+        return row_major(type_.shape, (self.index(type_, dim) for dim in range(len(type_.shape))), self.device)
+
+    def consecutive(self, type_: TensorType, dim: int) -> bool:
+        """Whether the rank's entries along a dim are a run: no part of the dim above one that is split is whole."""
+        (size, splits), *more = terms(type_.shape[dim], type_.placement.splits(dim))
+        whole = [atom.axis is None for atom in atoms(size, splits, self.mesh.size) if atom.size > 1]
+        return not more and whole == sorted(whole)
+
+    def key(self, key: torch.Tensor) -> Any:
+        """A stream's key, for ``keep_mask``."""
+        return int(key)
+
+
+def _scores_keep(site: Site, q: torch.Tensor, k: torch.Tensor, key: torch.Tensor, p: float, at: int) -> torch.Tensor:
+    """Which attention weights stay, [b, h, s, t], by their global position."""
+    type_, keys = site.operands[at], site.operands[at + 1]
+    scores = TensorType(type_.dtype, (*type_.shape[:3], keys.shape[2]), type_.placement)
+    return keep_mask(site.key(key), site.numbers(scores), p)
+
+
+def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _fold_heads(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    """The gradient of heads that were repeated."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
+    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
+    if causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(above, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores
+
+
+def _scale(q: torch.Tensor, scale: float | None) -> float:
+    return float(q.shape[-1]) ** -0.5 if scale is None else scale
+
+
+def _flash(q: torch.Tensor, v: torch.Tensor, p: float) -> bool:
+    """Whether torch's own CPU kernel, which keeps no scores, can do the work."""
+    return q.device.type == "cpu" and p == 0 and q.shape[-1] == v.shape[-1] > 0
+
+
+def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Heads as that kernel reads them without looking: each entry beside the last."""
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def _attention(site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: Any, p: float) -> Any:
+    heads = q.shape[1]
+    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    if _flash(q, v, p):
+        bias = _additive(mask, q.dtype)
+        q, k, v = _rows(q, k, v)
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    scores = _scores(q.to(_wide(q)), k.to(_wide(q)), mask, causal, _scale(q, scale))
+    lse = torch.logsumexp(scores, -1)
+    weights = _weights(scores, lse)
+    if p:
+        weights = weights * _scores_keep(site, q, k, key, p, 0) / (1 - p)
+    return torch.matmul(weights, v.to(weights.dtype)).to(q.dtype), lse
+
+
+def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Softmax of scores; a query that may see no key sees nothing, as torch has it."""
+    return torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
+
+
+def _wide(q: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _attention_backward(
+    site: Site,
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    key: Any,
+    out: Any,
+    lse: Any,
+    causal: bool,
+    scale: Any,
+    p: float,
+) -> Any:
+    heads, groups = q.shape[1], k.shape[1]
+    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    if _flash(q, v, p):
+        bias = _additive(mask, q.dtype)
+        grad, q, k, v, out = _rows(grad, q, k, v, out)
+        gq, gk, gv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
+        return gq, _fold_heads(gk, groups), _fold_heads(gv, groups)
+    wide = _wide(q)
+    factor = _scale(q, scale)
+    weights = _weights(_scores(q.to(wide), k.to(wide), mask, causal, factor), lse)
+    grad, q_, k_, v_ = (x.to(wide) for x in (grad, q, k, v))
+    kept = _scores_keep(site, q, k, key, p, 1).to(wide) / (1 - p) if p else None
+    dropped = weights if kept is None else weights * kept
+    grad_weights = torch.matmul(grad, v_.transpose(-2, -1))
+    if kept is not None:
+        grad_weights = grad_weights * kept
+    delta = (grad * out.to(wide)).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_weights - delta) * factor
+    gk = _fold_heads(torch.matmul(grad_scores.transpose(-2, -1), q_), groups)
+    gv = _fold_heads(torch.matmul(dropped.transpose(-2, -1), grad), groups)
+    return torch.matmul(grad_scores, k_).to(q.dtype), gk.to(k.dtype), gv.to(v.dtype)
+
+
+def _stream_key(site: Site, rng: torch.Tensor, name: str, seed: int) -> torch.Tensor:
+    step, microbatch = rng.tolist()
+    return torch.tensor(stream(seed, name, step, microbatch), dtype=torch.int64)
+
+
+def _dropout_mask(site: Site, key: torch.Tensor, size: Any, p: float, dtype: torch.dtype) -> torch.Tensor:
+    (result,) = site.results
+    return keep_mask(site.key(key), site.numbers(result), p).to(dtype).mul_(1 / (1 - p))
+
+
+def _random(site: Site, key: torch.Tensor, size: Any, law: str, dtype: torch.dtype) -> torch.Tensor:
+    (result,) = site.results
+    return random(site.key(key), site.numbers(result), law, dtype)
+
+
+def _iota(site: Site, size: int, start: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    return (site.index(site.results[0], 0) * step + start).to(dtype)
+
+
+def _owned(site: Site, table: TensorType, dim: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Local positions of global indices along a dim, 0 for those of other ranks, and which are this rank's."""
+    entries = site.index(table, dim)
+    count = entries.shape[0]
+    if site.consecutive(table, dim):
+        local = index - entries[0]
+        mine = (local >= 0) & (local < count)
+    else:  # parts of sub-dims, in increasing order
+        local = torch.searchsorted(entries, index.contiguous()).clamp_(max=count - 1)
+        mine = entries[local] == index
+    return torch.where(mine, local, 0), mine
+
+
+def _lookup(site: Site, table: torch.Tensor, index: torch.Tensor, padding: int) -> torch.Tensor:
+    local, mine = _owned(site, site.operands[0], 0, index)
+    return torch.nn.functional.embedding(local, table) * mine[..., None]
+
+
+def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int) -> torch.Tensor:
+    local, mine = _owned(site, site.results[0], 0, index)
+    if padding >= 0:
+        mine = mine & (index != padding)
+    made: torch.Tensor = aten.embedding_dense_backward(grad * mine[..., None], local, rows, -1, False)
+    return made
+
+
+def _in_cache(site: Site, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Rows of all tensors together, on a CPU so few at a time that several passes over them stay in its cache."""
+    first = tensors[0]
+    few = first.device.type == "cpu" and not site.traced
+    rows = max(1, (1 << 18) // max(1, first.shape[-1])) if few else max(1, first.shape[0])
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def _loss_parts(site: Site, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    local, mine = _owned(site, site.operands[0], 1, targets)
+    total = torch.cat([(rows - top).exp_().sum(-1) for rows, top in _in_cache(site, logits, peak)])
+    picked = torch.where(mine, (logits.gather(-1, local[:, None]) - peak).squeeze(-1), 0.0)  # padding is infinite
+    return torch.stack([total, picked])
+
+
+def _loss_parts_backward(
+    site: Site, grad: torch.Tensor, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    local, mine = _owned(site, site.operands[1], 1, targets)
+    result = torch.empty_like(logits)
+    for made, rows, top, factor in _in_cache(site, result, logits, peak, grad[0][:, None]):
+        torch.sub(rows, top, out=made).exp_().mul_(factor)
+    return result.scatter_add_(-1, local[:, None], (grad[1] * mine)[:, None])
+
+
+def _within(site: Site, type_: TensorType, dim: int, padded: int) -> torch.Tensor:
+    """Where in their part of ``padded`` entries a rank's entries of a padded dim are."""
+    return site.index(type_, dim) % padded
+
+
+def _fill_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int, value: float) -> torch.Tensor:
+    filled = _within(site, site.operands[0], dim, padded) >= real
+    if not site.traced and not bool(filled.any()):  # equal regions of all ranks are one when compiled
+        return x
+    return x.masked_fill(filled.reshape(-1, *[1] * (x.dim() - dim - 1)), value)
+
+
+def _cut_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:
+    kept = _within(site, site.operands[0], dim, padded) < real
+    return x.index_select(dim, kept.nonzero()[:, 0])
+
+
+def _grow_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:
+    kept = _within(site, site.results[0], dim, padded) < real
+    made = x.new_zeros(*x.shape[:dim], kept.shape[0], *x.shape[dim + 1 :])
+    return made.index_copy_(dim, kept.nonzero()[:, 0], x)
+
+
+def _square_sum(site: Site, x: torch.Tensor) -> torch.Tensor:
+    flat = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+    return torch.dot(flat, flat)
+
+
+def _add_product(site: Site, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(x.reshape(a.shape[0], b.shape[1]), a, b).view(x.shape)
+
+
+def _add_product_over(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    x.view(a.shape[0], b.shape[1]).addmm_(a, b)
+    return x
+
+
+Kernel = Callable[..., Any]
+
+
+def _dense(function: Any) -> Kernel:
+    """An operator that reads its tensors' storage in order: the module made them contiguous, which tracing sees as
+    nothing where the traced tensors were."""
+
+    def kernel(site: Site, *args: Any) -> Any:
+        return function(*(item.contiguous() if isinstance(item, torch.Tensor) else item for item in args))
+
+    return kernel
+
+
+KERNELS: Mapping[str, Kernel] = {
+    "parc.attention.default": _attention,
+    "parc.attention_backward.default": _attention_backward,
+    "parc.stream_key.default": _stream_key,
+    "parc.dropout_mask.default": _dropout_mask,
+    "parc.random.default": _random,
+    "parc.iota.default": _iota,
+    "parc.lookup.default": _lookup,
+    "parc.lookup_backward.default": _lookup_backward,
+    "parc.loss_parts.default": _loss_parts,
+    "parc.loss_parts_backward.default": _loss_parts_backward,
+    "parc.fill_pad.default": _fill_pad,
+    "parc.cut_pad.default": _cut_pad,
+    "parc.grow_pad.default": _grow_pad,
+    "parc.square_sum.default": _square_sum,
+    "parc.add_product.default": _add_product,
+    "aten.native_group_norm.default": _dense(aten.native_group_norm.default),
+    "aten.native_group_norm_backward.default": _dense(aten.native_group_norm_backward.default),
+}
+
+OVER: Mapping[str, Kernel] = {"parc.add_product.default": _add_product_over}
+"""The same of some, written over the first operand, which is contiguous."""
+
+
+def _plain_attention(
+    site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: Any, p: float
+) -> Any:
+    """Attention as the textbook has it, which autograd can follow: what the other kernel is checked against."""
+    heads = q.shape[1]
+    k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
+    scores = _scores(q, k, mask, causal, _scale(q, scale))
+    hidden = scores.isneginf().all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(hidden, 0.0), -1).masked_fill(hidden, 0.0)
+    if p:
+        weights = weights * _scores_keep(site, q, k, key, p, 0) / (1 - p)
+    return torch.matmul(weights, v), q.new_zeros(q.shape[:-1])
+
+
+def _plain_token_loss(site: Site, logits: torch.Tensor, targets: torch.Tensor, ignore: int) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=ignore, reduction="none")
+
+
+REFERENCE_KERNELS: Mapping[str, Kernel] = {
+    **KERNELS,
+    "parc.attention.default": _plain_attention,
+    "parc.token_loss.default": _plain_token_loss,
+}
+"""Kernels for the captured graph, which autograd differentiates: written apart from those they check."""
+
+_BOUND = frozenset({
+    "add", "addcmul", "addmm", "cat", "div", "expand", "mm", "mul", "neg", "pow", "reshape", "rsqrt", "squeeze", "sub",
+    "sum", "t", "transpose", "unsqueeze",
+})  # fmt: skip
+
+
+def binding(op: str) -> Callable[..., Any]:
+    """An operator as Python calls it with the least ado: torch's own function, which takes the same arguments, in half
+    the time, for those that programs are full of."""
+    space, name, _ = op.split(".")
+    if space != "aten" or name not in _BOUND:
+        return operator(op)  # type: ignore[no-any-return]
+    return getattr(torch, name, None) or getattr(torch.Tensor, name)  # type: ignore[no-any-return]

@@ -1,0 +1,85 @@
+"""Products of float32 matrices on a CPU, by oneDNN where it is the faster of the two libraries that torch has.
+
+torch multiplies such matrices with its BLAS. Intel's, which its packages have, uses half of what a processor of another
+maker with AVX-512 can do; oneDNN, which torch has beside it for narrow types, uses all. Both round once an addition.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...compiler.torch_private import onednn_linear
+from ..processes import check_device
+from .kernels import KERNELS, Kernel, Site
+
+_LEAST = 1 << 21
+"""Multiplications from which on oneDNN's longer way in does not matter."""
+_PROBE = 256
+"""Rows and columns of what is measured: a fraction of a millisecond."""
+_CLEARLY = 1.5
+"""How much faster it must be, so that noise never decides."""
+
+
+def kernels_for(device: torch.device) -> Mapping[str, Kernel]:
+    """The kernels of a device as it is measured now; ``KERNELS`` is in them.
+
+    Raises:
+        RunError: there is no such device here.
+    """
+    check_device(device)
+    linear = onednn_linear() if device.type == "cpu" else None
+    return KERNELS if linear is None or not _is_faster(linear) else {**KERNELS, **_KERNELS}
+
+
+def _is_faster(linear: Callable[..., torch.Tensor]) -> bool:
+    a, b = torch.ones(_PROBE, _PROBE), torch.ones(_PROBE, _PROBE)
+    return _seconds(lambda: torch.mm(a, b)) > _CLEARLY * _seconds(lambda: linear(a, b))
+
+
+def _seconds(function: Callable[[], object], times: int = 8) -> float:
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def _large(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= _LEAST
+
+
+def _mm(site: Site, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _product(site, a, b, None) if _large(a, b) else torch.mm(a, b)
+
+
+def _addmm(site: Site, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if bias.dim() != 1 or bias.shape[0] != b.shape[1] or not _large(a, b):
+        return torch.addmm(bias, a, b)
+    return _product(site, a, b, bias)
+
+
+def _product(site: Site, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    # A compiler is shown one operator that it leaves as it is.
+    made: torch.Tensor = (_opaque if site.traced else _direct)(a, b.t(), bias)
+    return made
+
+
+def _direct(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    linear: Any = onednn_linear()
+    return linear(a, weight, bias)  # type: ignore[no-any-return]
+
+
+_opaque = torch.library.custom_op("parc_runtime::linear", _direct, mutates_args=())
+
+
+@_opaque.register_fake
+def _fake(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return a.new_empty(a.shape[0], weight.shape[0])
+
+
+_KERNELS: Mapping[str, Kernel] = {"aten.mm.default": _mm, "aten.addmm.default": _addmm}

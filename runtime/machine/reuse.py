@@ -1,0 +1,126 @@
+"""Which values nobody reads again, and which storage a line may so write its result over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...compiler.layout.collectives import COLLECTIVES
+from ...compiler.layout.mesh import Mesh
+from ...compiler.program.program import Function, Line, Ref, operator
+from .kernels import KERNELS, OVER
+
+
+def made_by(lines: Iterable[Line]) -> list[str]:
+    """Names of what lines make."""
+    return [value.name for line in lines for value in line.results if value is not None]
+
+
+def summed(lines: Iterable[Line]) -> set[str]:
+    """What collectives make, which may arrive later."""
+    return set(made_by(line for line in lines if line.op in COLLECTIVES))
+
+
+def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tuple[str, ...]]:
+    """For each group of a function's lines the names that nobody reads after it."""
+    last = {name: at for at, lines in enumerate(groups) for line in lines for name in (*line.uses(), *made_by([line]))}
+    returned = {name for _, name in function.returns}
+    found: list[list[str]] = [[] for _ in groups]
+    for name, at in last.items():
+        if name not in returned:
+            found[at].append(name)
+    return list(map(tuple, found))
+
+
+def spare_operands(function: Function, owned: Collection[str], late: Collection[str] = ()) -> list[frozenset[str]]:
+    """For each line the operands whose storage nothing but its results needs after it; parameters are the caller's, but
+    for those ``owned``. What is ``late`` may be read after the last line."""
+    last: dict[str, float] = {}
+    for index, line in enumerate(function.lines):
+        last.update(dict.fromkeys((*made_by([line]), *line.uses()), index))
+    kept = {value.name for value in function.parameters} - set(owned) | set(late)
+    last.update(dict.fromkeys(kept | {name for _, name in function.returns}, float("inf")))
+    group, found = _Groups(last), []
+    for index, line in enumerate(function.lines):
+        roots = [group.root(name) for name in line.uses()]
+        found.append(frozenset(
+            name for name, root in zip(line.uses(), roots, strict=True)
+            if group.last[root] == index and roots.count(root) == 1
+        ))  # fmt: skip
+        if _may_alias(line):
+            group.join([*made_by([line]), *line.uses()])
+    return found
+
+
+def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh) -> tuple[Any, list[Any]] | None:
+    """The operator that writes a line's result over an operand that is spare, and its arguments with that operand
+    first; None where there is none."""
+    (result, *more) = line.results
+    if not spare or more or result is None or (overload := _writing_over(line.op)) is None:
+        return None
+    values = function.values()
+    args = list(line.args)
+    for index in range(2 if line.op in _COMMUTE and not line.kwargs else 1):
+        operand = args[index]
+        if isinstance(operand, Ref) and operand.name in spare:
+            given = values[operand.name].type
+            if (given.dtype, given.local(mesh)) == (result.type.dtype, result.type.local(mesh)):
+                return overload, [operand, *(arg for at, arg in enumerate(args) if at != index)]
+    return None
+
+
+def _writing_over(op: str) -> Any:
+    """The operator that writes an operator's result over its first operand, or None."""
+    if op in OVER:
+        return OVER[op]
+    if op in KERNELS or not op.startswith("aten."):
+        return None
+    target = operator(op)
+    if torch.Tag.pointwise not in target.tags:
+        return None
+    packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
+    overload = getattr(packet, target._overloadname, None)
+    return overload if overload is not None and _takes_the_same(overload, target) else None
+
+
+_FRESH = frozenset(f"aten.{name}" for name in (
+    "mm.default", "bmm.default", "addmm.default", "sum.dim_IntList", "cat.default", "embedding.default",
+    "embedding_dense_backward.default", "slice_backward.default", "select_backward.default", "clone.default",
+))  # fmt: skip
+_PASSES_ON = ("parc.fill_pad.default",)  # what holds no padding
+_COMMUTE = ("aten.add.Tensor", "aten.mul.Tensor")
+
+
+def _takes_the_same(overload: Any, target: Any) -> bool:
+    first, second = ([(a.name, str(a.type)) for a in op._schema.arguments] for op in (overload, target))
+    return bool(first == second)
+
+
+def _may_alias(line: Line) -> bool:
+    """Whether a result may look at an operand's storage."""
+    if line.calls_function or line.op in COLLECTIVES:
+        return True
+    if (line.op in KERNELS and line.op not in _PASSES_ON) or line.op in _FRESH:
+        return False
+    target = operator(line.op)  # not every operator that passes an operand on says so in its schema
+    return torch.Tag.pointwise not in target.tags or any(v.alias_info is not None for v in target._schema.returns)
+
+
+class _Groups:
+    """Names that may share storage, and where a group's is read last."""
+
+    def __init__(self, last: Mapping[str, float]) -> None:
+        self.parent: dict[str, str] = {}
+        self.last = dict(last)
+
+    def root(self, name: str) -> str:
+        while (parent := self.parent.get(name, name)) != name:
+            name = parent
+        return name
+
+    def join(self, names: Iterable[str]) -> None:
+        roots = [self.root(name) for name in names]
+        self.last[roots[0]] = max(self.last[root] for root in roots)
+        self.parent.update((root, roots[0]) for root in roots)

@@ -1,0 +1,50 @@
+"""Who holds what: which ranks of a pipeline have which tensors of the model, and which piece."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from ..compiler.layout.mesh import Mesh
+from ..compiler.layout.placement import Placement, assemble
+from ..compiler.program.program import Function, Value
+from ..compiler.program.roles import Role
+
+PARAMETERS, BUFFERS = ("parameter", "frozen"), ("buffer", "constant")
+"""What roles of values that are bound to a model's tensors begin with."""
+
+
+def parameters_of(function: Function, *kinds: str) -> dict[str, Value]:
+    """What a function takes of values of some kinds (``input``, ``parameter``), by the values' own names."""
+    roles = ((value.role.partition(" "), value) for value in function.parameters)
+    return {name: value for (kind, _, name), value in roles if kind in kinds}
+
+
+def held(role: Role, kinds: Collection[str]) -> set[str]:
+    """Names of the tensors of some kinds that a role's programs read."""
+    return {name for program in role.programs.values() for name in parameters_of(program.main, *kinds)}
+
+
+def owners_of(roles: Sequence[Role], parameters: Iterable[str]) -> dict[str, tuple[Role, ...]]:
+    """The roles that hold each parameter: those that read it, or the first where none does."""
+    reads = [(role, held(role, PARAMETERS)) for role in roles]
+    return {name: tuple(role for role, found in reads if name in found) or (roles[0],) for name in parameters}
+
+
+def keepers_of(roles: Sequence[Role], buffers: Iterable[str]) -> dict[str, tuple[Role, ...]]:
+    """The role that changes each buffer, which no other reads."""
+    writes = [(role, {key for program in role.programs.values() for key, _ in program.main.returns}) for role in roles]
+    return {name: tuple(role for role, keys in writes if f"buffer {name}" in keys) for name in buffers}
+
+
+def place(rank: int, placement: Placement, mesh: Mesh) -> tuple[int, ...]:
+    """Which piece of a tensor, or which part of a sum, a rank has: ranks of one place hold the same."""
+    at = mesh.coordinates(rank)
+    return tuple(at[axis] for axis in (*placement.split_axes(), *placement.partial))
+
+
+def together(pieces: Mapping[int, torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
+    """A whole tensor of the pieces of the ranks that have one; any rank of a place will do."""
+    found = {place(rank, placement, mesh): piece for rank, piece in pieces.items()}
+    return assemble([found[place(rank, placement, mesh)] for rank in range(mesh.world)], placement, mesh)

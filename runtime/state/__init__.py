@@ -1,0 +1,1 @@
+"""The state of a run: parameters, optimizer, checkpoints."""

@@ -1,0 +1,82 @@
+"""Whole tensors out of the pieces that ranks hold, on every rank: for checkpoints and what a person asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar, cast, final
+
+import torch
+import torch.distributed as dist
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import TensorType
+from ...compiler.padding.pads import Pad
+from ...compiler.padding.tensors import shrink
+from ...compiler.program.roles import Role
+from ..owners import place, together
+
+Made = TypeVar("Made")
+
+
+def everywhere(value: Made, world: int) -> list[Made]:
+    """Every rank's value, in rank order, on every rank."""
+    found = [value] * world
+    if world > 1:
+        dist.all_gather_object(found, value)
+    return found
+
+
+def exchange(row: Sequence[int | torch.Tensor], world: int, device: torch.device) -> list[list[int]]:
+    """Every rank's row of numbers, some of which may be int64 tensors without dims, in rank order, on every rank."""
+    if world == 1:
+        return [[int(number) for number in row]]
+    mine = torch.stack([torch.as_tensor(number, dtype=torch.int64, device=device) for number in row])
+    rows = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(rows, mine)
+    return cast(list[list[int]], torch.stack(rows).tolist())
+
+
+@final
+class Gatherer:
+    """Gathers on the rank ``rank``, of whose peers ``roles`` says what each runs. All ranks call alike."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, roles: Sequence[Role]) -> None:
+        self._mesh, self._rank, self._device, self._roles = mesh, rank, device, roles
+
+    def whole(
+        self, piece: torch.Tensor | None, type_: TensorType, owners: Collection[Role], pads: Sequence[Pad] = ()
+    ) -> torch.Tensor:
+        """A tensor that some roles own, on the CPU, as the model has it; ``piece`` is this rank's, if it has one. Each
+        piece comes from the first rank that has it."""
+        sources: dict[tuple[int, ...], int] = {}
+        for rank, role in enumerate(self._roles):
+            if role in owners:
+                sources.setdefault(place(rank, type_.placement, self._mesh), rank)
+        sent = len(sources) > 1 or any(role not in owners for role in self._roles)
+        pieces = {}
+        for at, source in sources.items():
+            own = piece is not None and at == place(self._rank, type_.placement, self._mesh)
+            if piece is not None and own and (self._rank == source or not sent):
+                given = piece.detach().contiguous()
+            else:  # what is received is never written over what is trained
+                given = torch.empty(type_.local(self._mesh), dtype=type_.dtype, device=self._device)
+            if sent:
+                dist.broadcast(given, source)
+            pieces[source] = given.cpu()
+        if not type_.placement.split_axes():
+            (only,) = pieces.values()
+            return only.clone()
+        return shrink(together(pieces, type_.placement, self._mesh), pads)
+
+    def slots(
+        self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+    ) -> dict[str, dict[str, torch.Tensor | None]]:
+        """The optimizer's state of every parameter, of whatever role: a number, or None for a tensor like it."""
+        found: dict[str, dict[str, torch.Tensor | None]] = {}
+        for name, parameter in parameters.items():
+            found[name] = {
+                key: None if value.dim() > 0 and value.shape == parameter.shape else value.cpu().clone()
+                for key, value in optimizer.state.get(parameter, {}).items()
+                if isinstance(value, torch.Tensor)
+            }
+        return {name: slots for other in everywhere(found, len(self._roles)) for name, slots in other.items()}

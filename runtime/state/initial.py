@@ -1,0 +1,140 @@
+"""What a rank begins with: its pieces of parameters and buffers, from recipes or from the files of ``init``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...compiler.build.directory import Build
+from ...compiler.capture.complex_numbers import own_form
+from ...compiler.capture.model_calls import TaskLines, model_builder
+from ...compiler.initial.files import Expected, Weights, WeightsError, open_weights, shown_faults
+from ...compiler.initial.recipes import Recipe, record
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import TensorType, take
+from ...compiler.padding.pads import Pad, pads_from
+from ...compiler.padding.tensors import grow, real_entries, spread
+from ...grammar.codes_build import BAD_WEIGHTS
+from ..faults import RunError
+from ..work import RankState
+
+_PUT_BACK = "put the files of `init from` back as they were built with, or build the plan again"
+
+
+def weights_of(build: Build) -> Weights | None:
+    """The weights of a build's ``init`` line, which fit its model; None without such a line.
+
+    Raises:
+        RunError: they cannot be read, or do not fit; tensors that do not are named.
+    """
+    line = build.manifest["init"]
+    if line is None:
+        return None
+    try:
+        weights = open_weights(build.folder / line["folder"], line["rounded"])
+    except WeightsError as error:
+        raise RunError(BAD_WEIGHTS, str(error), "`init from` names a folder relative to the plan's") from None
+    faults = weights.faults(expected_of(line))
+    if faults:
+        message = f"the weights in `{line['folder']}` are not the model's"
+        raise RunError(BAD_WEIGHTS, message, "write files with the model's own names", shown_faults(faults))
+    return weights
+
+
+def expected_of(line: Mapping[str, Any]) -> list[Expected]:
+    """The tensors that a manifest's ``init`` says the model has."""
+    return [
+        Expected(tuple(tensor["names"]), tuple(tensor["shape"]), getattr(torch, tensor["dtype"]))
+        for tensor in line["tensors"]
+    ]
+
+
+class Initial:
+    """Initial values of one build for the rank at ``coordinates``."""
+
+    def __init__(
+        self, build: Build, lines: TaskLines, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device
+    ) -> None:
+        self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
+        recorded = record(model_builder(lines, build.folder), int(build.manifest["seed"]))
+        self._recipes = recorded.recipes
+        self.kept = [name for name in recorded.module.state_dict() if name in recorded.recipes]
+        made = (recorded.module.named_parameters, recorded.module.named_buffers)
+        self._complex = {name for of in made for name, value in of(remove_duplicate=False) if value.is_complex()}
+        self._weights = weights_of(build)
+        self._pads = pads_from(build.manifest["padding"])
+        line = build.manifest["init"]
+        tensors = expected_of(line) if line is not None else []
+        self._names = {name: tensor.names for tensor in tensors for name in tensor.names}
+
+    def state(self, parameters: Mapping[str, TensorType], buffers: Mapping[str, TensorType]) -> RankState:
+        """The rank's pieces; files are closed then.
+
+        Raises:
+            RunError: a file can no longer be read.
+        """
+        try:
+            return RankState(
+                {name: self._piece(name, type_) for name, type_ in parameters.items()},
+                {name: self._piece(name, type_) for name, type_ in buffers.items()},
+            )
+        except WeightsError as error:
+            raise RunError(BAD_WEIGHTS, str(error), _PUT_BACK) from None
+        finally:
+            if self._weights is not None:
+                self._weights.close()
+
+    def own(self, name: str, value: torch.Tensor | None) -> torch.Tensor:
+        """A tensor of the model's state as the model has it, complex numbers out of their parts; without a value its
+        initial one.
+
+        Raises:
+            RunError: a file can no longer be read.
+        """
+        return own_form(self.whole(name) if value is None else value, name in self._complex)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole initial value of a tensor of the model's state, complex numbers as their parts.
+
+        Raises:
+            RunError: a file can no longer be read.
+        """
+        recipe = self._recipes[name]
+        if self._weights is None or name not in self._names:
+            return recipe.whole()
+        try:
+            return self._weights.whole(self._names[name], recipe.dtype)
+        except WeightsError as error:
+            raise RunError(BAD_WEIGHTS, str(error), _PUT_BACK) from None
+        finally:
+            self._weights.close()
+
+    def _piece(self, name: str, type_: TensorType) -> torch.Tensor:
+        """This rank's piece, without making or reading the whole where that can be."""
+        pads = self._pads.get(name, ())
+        if self._weights is not None and name in self._names:
+            return self._weights.piece(self._names[name], type_, self._mesh, self._coordinates, pads).to(self._device)
+        recipe = self._recipes.get(name)
+        if recipe is None:
+            return self._take(self._constant(name), type_)
+        return self._made(recipe, type_, pads)
+
+    def _made(self, recipe: Recipe, type_: TensorType, pads: Sequence[Pad]) -> torch.Tensor:
+        if not type_.placement.split_axes() or not recipe.elementwise:
+            return self._take(grow(recipe.whole(), pads), type_)
+        places = [real_entries(type_, dim, pads, self._mesh, self._coordinates) for dim in range(len(type_.shape))]
+        index = torch.zeros((), dtype=torch.int64)
+        for (_, entries), size in zip(places, recipe.shape, strict=True):
+            index = index[..., None] * size + entries
+        made = spread(recipe.elements(index), [kept for kept, _ in places])
+        return made.contiguous().to(self._device, type_.dtype)
+
+    def _constant(self, name: str) -> torch.Tensor:
+        """A tensor that stands in the model's code."""
+        facts = self._build.manifest["constants"][name]
+        return torch.tensor(facts["values"], dtype=getattr(torch, facts["dtype"]))
+
+    def _take(self, whole: torch.Tensor, type_: TensorType) -> torch.Tensor:
+        return take(whole, type_.placement, self._mesh, self._coordinates).to(self._device, type_.dtype)

@@ -1,0 +1,125 @@
+"""The update: torch's own optimizers on a rank's pieces, after clipping by the global norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...compiler.layout.placement import TensorType
+from ...grammar.codes_build import BAD_STATE
+from ..faults import RunError
+from .checkpoint import Checkpoint, refuse
+
+_SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """The plan's optimizer over tensors that require no autograd of their own."""
+    tensors = list(parameters.values())
+    kept = [value for name, value in parameters.items() if name not in line["no_decay"]]
+    free = [value for name, value in parameters.items() if name in line["no_decay"]]
+    groups: list[dict[str, Any]] = (
+        [{"params": kept}, {"params": free, "weight_decay": 0.0}] if free else [{"params": kept}]
+    )
+    if line["name"] == "sgd":
+        return torch.optim.SGD(
+            groups, lr=line["lr"], momentum=line["momentum"], weight_decay=line["weight_decay"],
+            nesterov=line["nesterov"], foreach=True,
+        )  # fmt: skip
+    return torch.optim.AdamW(
+        groups, lr=line["lr"], betas=tuple(line["betas"]), eps=line["eps"], weight_decay=line["weight_decay"],
+        fused=all(tensor.is_floating_point() for tensor in tensors) or None,
+    )  # fmt: skip
+
+
+def rate(line: Mapping[str, Any], step: int) -> float:
+    """The learning rate of a step, counted from 1: a rise in ``warmup`` steps, then constant, or a fall to ``to`` which
+    it reaches at step ``over``.
+
+    >>> line = {"shape": "linear", "lr": 1.0, "warmup": 2, "to": 0.5, "over": 6}
+    >>> [rate(line, step) for step in range(1, 8)]
+    [0.5, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+    """
+    peak = float(line["lr"])
+    if step <= line["warmup"]:
+        return peak * step / int(line["warmup"])
+    if line["shape"] == "constant":
+        return peak
+    done = min(1.0, (step - line["warmup"]) / (line["over"] - line["warmup"]))
+    left = 1 - done if line["shape"] == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return float(line["to"] + (peak - line["to"]) * left)
+
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    gradients: Mapping[str, torch.Tensor],
+    grad_norm: torch.Tensor | None,
+    clip: float | None,
+    lr: float | None = None,
+) -> None:
+    """One update; gradients are scaled so that their global norm is at most ``clip``."""
+    for group in optimizer.param_groups:
+        if lr is not None:
+            group["lr"] = lr
+    for name, parameter in parameters.items():
+        parameter.grad = _as_stored(gradients.get(name), parameter)
+    given = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    if clip is not None and grad_norm is not None and given:
+        torch._foreach_mul_(given, torch.clamp(clip / (grad_norm + 1e-6), max=1.0))
+    optimizer.step()
+    for parameter in parameters.values():
+        parameter.grad = None
+
+
+def _as_stored(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient laid out in memory as its parameter: the fused update walks both with one index."""
+    if gradient is None or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+
+
+def restore_optimizer(checkpoint: Checkpoint, name: str, types: Mapping[str, TensorType]) -> dict[str, list[str]]:
+    """Which slots of the optimizer's state a checkpoint holds for each parameter.
+
+    Raises:
+        RunError: they are another optimizer's, or not of the parameters' shapes and dtypes; these are named.
+    """
+    saved = checkpoint.facts.get("optimizer")
+    if saved != name:
+        raise RunError(
+            BAD_STATE, f"`{checkpoint.folder}` holds the state of `{saved}`, the plan's optimizer is `{name}`",
+            "name the optimizer that the checkpoint was made with",
+        )  # fmt: skip
+    slots: dict[str, list[str]] = {}
+    faults, steps = [], list[str]()
+    for key, shape in checkpoint.shapes.items():
+        kind, _, rest = key.partition(".")
+        slot, _, owner = rest.partition(".")
+        if kind != "optimizer":
+            continue
+        slots.setdefault(owner, []).append(slot)
+        if owner not in types or slot not in _SLOTS[name]:
+            faults.append(f"`{key}` is no state of `{name}`")
+        elif slot == "step":
+            faults += [] if shape == () else [f"`{key}` is {list(shape)} there, not a number"]
+            steps.append(key)
+        elif (shape, checkpoint.dtypes[key]) != (types[owner].shape, types[owner].dtype):
+            have, wanted = (f"{d} {list(s)}".removeprefix("torch.") for s, d in
+                            ((shape, checkpoint.dtypes[key]), (types[owner].shape, types[owner].dtype)))  # fmt: skip
+            faults.append(f"`{key}` is {have} there, its parameter {wanted}")
+    faults += [f"`{owner}` has {', '.join(f'`{slot}`' for slot in found)} alone, not all of {', '.join(_SLOTS[name])}"
+               for owner, found in slots.items() if len(found) < len(_SLOTS[name])]  # fmt: skip
+    if not faults:
+        with checkpoint.tensors() as file:
+            done = {key: file.get_tensor(key) for key in steps}
+        faults = [
+            f"`{key}` is {value.item()} ({str(value.dtype).removeprefix('torch.')}), which is no number of steps"
+            for key, value in done.items()
+            if value.dtype != torch.float32 or not 0 <= value < 2**53
+        ]
+    refuse(checkpoint.folder, "holds a state of the optimizer that does not fit the model", faults)
+    return slots
