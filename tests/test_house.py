@@ -15,7 +15,6 @@ LAYERS = ("grammar", "compiler", "passes", "runtime")
 CODE_FOLDERS = (*LAYERS, "parc", "tests", "examples", "benchmarks")
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
-NOT_PASSES = {"__init__", "pipeline", "base", "rewrite"}  # the machinery of the folder
 BANNED_NAMES = re.compile(r"(^|_)(utils?|helpers?|manager|misc|common)(_|$)")
 # The first alternative is written so that this file does not contain the words it looks for.
 LEFTOVER = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
@@ -74,21 +73,6 @@ def test_every_package_has_an_init(package: Path) -> None:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_parc_links_to_each_layer(layer: str) -> None:
     assert (ROOT / "parc" / layer / "__init__.py").samefile(ROOT / layer / "__init__.py")
-
-
-def test_every_pass_is_in_the_pipeline() -> None:
-    """A pass is named in pipeline.py, or a part of one that is: reached from there by imports inside the folder."""
-    folder = ROOT / "passes"
-    reached, todo = set(NOT_PASSES), ["pipeline"]
-    while todo:
-        file = folder / f"{todo.pop()}.py"
-        for node in ast.walk(ast.parse(file.read_text() if file.is_file() else "")):
-            if isinstance(node, ast.ImportFrom) and node.level == 1:
-                names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
-                todo.extend(name for name in names if name not in reached)
-                reached.update(names)
-    orphans = sorted(file.stem for file in folder.glob("*.py") if file.stem not in reached)
-    assert not orphans, f"passes that passes/pipeline.py does not reach: {orphans}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=shown)

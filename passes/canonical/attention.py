@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from ...compiler.ops.torch_ops import OPS
 from .decompose import depends_on_parameter, shape_of
-
-if TYPE_CHECKING:
-    from .canonicalize import Canonicalizer
+from .rewriter import Canonicalizer
 
 aten = torch.ops.aten
 

@@ -2,106 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
-from ...compiler.ops.results import example_of, results_of
 from ...compiler.ops.torch_ops import OPS
-from ...compiler.program.program import Origin
 from .attention import attention
 from .creation import CREATION
 from .decompose import DECOMPOSITIONS, looked_up, selected, shape_of
 from .draws import DRAWS
+from .rewriter import Canonicalizer, Rewrite
 from .slices import join_slices
 
 aten = torch.ops.aten
-
-Rewrite = Callable[["Canonicalizer", Any], None]
 
 _NO_MEANING = {aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.contiguous.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _CONVOLUTIONS = (aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
                  aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)  # fmt: skip
-
-
-class Canonicalizer:
-    """Rewrites one graph in place, node by node, through ``TABLE``."""
-
-    def __init__(self, graph: fx.Graph, ranged: bool = False) -> None:
-        self.graph, self.ranged = graph, ranged
-        self.keys: dict[str, int] = {}
-        self.iotas: dict[fx.Node, tuple[int, int]] = {}
-        """Nodes that count 0, 1, … along one dim: ``(dim, size)``."""
-        self._fakes: dict[int, torch.Tensor] = {}
-
-    def emit(self, near: fx.Node, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
-        """A new node before ``near`` with its provenance; ``val`` defaults to what the operator makes of fakes."""
-        with self.graph.inserting_before(near):
-            node = self.graph.call_function(target, args, kwargs)
-        node.meta.update(_place(near))
-        if val is None:
-            examples: Any = fx.node.map_arg(args, lambda n: example_of(n.meta["val"]))
-            val = tree_map_only(torch.Tensor, self._fake, results_of(target, examples, kwargs).values)
-        node.meta["val"] = val
-        return node
-
-    def _fake(self, example: torch.Tensor) -> torch.Tensor:
-        """The fake tensor of the graph that has an example's layout."""
-        if id(example) not in self._fakes:
-            mode = next(n.meta["val"].fake_mode for n in self.graph.nodes if n.op == "placeholder")
-            with mode:
-                made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
-            self._fakes[id(example)] = made
-        return self._fakes[id(example)]
-
-    def replace(self, node: fx.Node, by: fx.Node) -> None:
-        """Let ``by`` stand for ``node``."""
-        node.replace_all_uses_with(by)
-        self.graph.erase_node(node)
-        if node in self.iotas:
-            self.iotas[by] = self.iotas.pop(node)
-
-    def stream(self, node: fx.Node, rng: fx.Node) -> fx.Node:
-        """The key of a random operator: named by its module and its ordinal there, so no plan changes it."""
-        module = node.meta["origin"].module or "model"
-        ordinal = self.keys.get(module, 0)
-        self.keys[module] = ordinal + 1
-        with self.graph.inserting_after(rng):
-            key = self.graph.placeholder(f"key_{module.replace('.', '_')}_{ordinal}")
-        key.meta = {"role": f"key {module}.{ordinal}", "val": _fake_like(node, (), torch.int64)}
-        return key
-
-    def run(self) -> fx.Graph:
-        """Rewrite every node once, in order; drop what nobody reads."""
-        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
-        self.rng = last
-        for node in list(self.graph.nodes):
-            if node.op == "call_function":
-                rewrite = TABLE.get(node.target)
-                if rewrite is not None:
-                    rewrite(self, node)
-        order = {node: index for index, node in enumerate(self.graph.nodes)}
-        for node in order:
-            join_slices(self, node, order)
-        self.graph.eliminate_dead_code()
-        self.graph.lint()
-        return self.graph
-
-
-def _place(node: fx.Node) -> dict[str, Any]:
-    """Where in the model a node stands."""
-    return {"origin": node.meta.get("origin", Origin()), "loss": node.meta.get("loss", False)}
-
-
-def _fake_like(node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    value = node.meta["val"]
-    value = value[0] if isinstance(value, (tuple, list)) else value
-    with value.fake_mode:
-        return torch.empty(shape, dtype=dtype)
 
 
 def _drop(c: Canonicalizer, node: Any) -> None:
@@ -324,4 +244,11 @@ def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
     copy.output(copy.graph_copy(graph, mapping))
     for old, new in mapping.items():
         new.meta = dict(old.meta)
-    return Canonicalizer(copy, ranged).run()
+    rewriter = Canonicalizer(copy, ranged)
+    rewriter.rewrite(TABLE)
+    order = {node: index for index, node in enumerate(copy.nodes)}
+    for node in order:
+        join_slices(rewriter, node, order)
+    copy.eliminate_dead_code()
+    copy.lint()
+    return copy

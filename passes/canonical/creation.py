@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from ...compiler.ops.torch_ops import OPS
-
-if TYPE_CHECKING:
-    from .canonicalize import Canonicalizer
+from .rewriter import Canonicalizer, Rewrite
 
 aten = torch.ops.aten
-
-Rewrite = Callable[["Canonicalizer", Any], None]
 
 
 def _arange(c: Canonicalizer, node: Any) -> None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from ...compiler.ops.precision import is_narrow
-
-if TYPE_CHECKING:
-    from .canonicalize import Canonicalizer
+from .rewriter import Canonicalizer, Rewrite
 
 aten = torch.ops.aten
-
-Rewrite = Callable[["Canonicalizer", fx.Node], None]
 
 _NONE, _MEAN = 0, 1  # torch's reduction argument
 

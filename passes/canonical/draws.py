@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
 from ...compiler.initial.counter import dropped
 from ...compiler.ops.torch_ops import OPS
-
-if TYPE_CHECKING:
-    from .canonicalize import Canonicalizer
+from .rewriter import Canonicalizer, Rewrite
 
 aten = torch.ops.aten
-
-Rewrite = Callable[["Canonicalizer", Any], None]
 
 
 def drop_unread(graph: fx.Graph) -> None:

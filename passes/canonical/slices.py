@@ -5,15 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from .decompose import shape_of
-
-if TYPE_CHECKING:
-    from .canonicalize import Canonicalizer
+from .rewriter import Canonicalizer
 
 aten = torch.ops.aten
 

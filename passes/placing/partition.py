@@ -209,10 +209,13 @@ class Partition:
                 result = self._unsplit(node, axis, keys, wants)
                 for state in states:
                     state[axis] = result
-        if node.target in EXPANSIONS:
-            EXPANSIONS[node.target](self, node, keys, wants)
-            return
         operands = [self.convert(key, Placement.of(self.mesh, want)) for key, want in zip(keys, wants, strict=True)]
+        if expand := EXPANSIONS.get(node.target):
+            facts = {"origin": self.origin, "block": self.block}
+            made, placement = expand(self.graph, self.mesh, node, operands, self.placed.parts[node], facts)
+            self.forms[node, 0] = {placement: made}
+            self.state[node, 0] = placement
+            return
         results = []
         for index, state in enumerate(states):
             key = (node, index)

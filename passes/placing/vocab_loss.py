@@ -4,45 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
+from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
 from ...compiler.ops.torch_ops import OPS
-from ..calls import Key
 from ..programs.segments import node_type
-
-if TYPE_CHECKING:
-    from .partition import Partition
+from .propagate import Part
 
 aten = torch.ops.aten
 
+Parts = Mapping[str, Part]
 
-def _token_loss(p: Partition, node: fx.Node, keys: Sequence[Key], wants: Sequence[dict[str, AxisType]]) -> None:
+
+def _token_loss(
+    graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: Parts, facts: Mapping[str, Any]
+) -> tuple[fx.Node, Placement]:
     """``log(sum(exp(x - peak))) - (x[target] - peak)``: each rank's part of the vocabulary gives a part of both sums,
     which are summed in one message, so no rank holds whole logits."""
-    parts = p.placed.parts[node]
-    logits, targets = (p.convert(key, Placement.of(p.mesh, want)) for key, want in zip(keys, wants, strict=True))
-    vocab = tuple(axis for axis in p.mesh.names if axis in parts and parts[axis][0] == "v")
+    logits, targets = operands
+    vocab = tuple(axis for axis in mesh.names if axis in parts and parts[axis][0] == "v")
     type_ = node_type(logits)
     rows = type_.shape[0]
     lead = node_type(targets).placement
 
     def emit(target: Any, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype, at: Placement) -> fx.Node:
-        made = p.graph.call_function(target, args)
-        made.meta = {"types": [TensorType(dtype, shape, at)], "origin": p.origin, "block": p.block}
+        made = graph.call_function(target, args)
+        made.meta = {"types": [TensorType(dtype, shape, at)], **facts}
         return made
 
     # the loss's own placement: rows as the logits', whole (or R, as the logits) elsewhere, the vocabulary summed
-    types: dict[str, AxisType] = {axis: "I" if axis in vocab else type_.placement[axis] for axis in p.mesh.names}
-    result = Placement.of(p.mesh, types)
+    types: dict[str, AxisType] = {axis: "I" if axis in vocab else type_.placement[axis] for axis in mesh.names}
+    result = Placement.of(mesh, types)
     peak = emit(OPS.row_max.default, (logits, ",".join(vocab)), (rows, 1), type_.dtype, result.data())
     shifted = {
         axis: replace(kind, dim=kind.dim + 1) if isinstance(kind, Split) else kind for axis, kind in types.items()
     }
-    stacked = Placement.of(p.mesh, shifted)
+    stacked = Placement.of(mesh, shifted)
     partial = stacked.replace(dict.fromkeys(vocab, "P"))
     sums = emit(OPS.loss_parts.default, (logits, peak, targets), (2, rows), type_.dtype, partial)
     if vocab:
@@ -54,11 +55,11 @@ def _token_loss(p: Partition, node: fx.Node, keys: Sequence[Key], wants: Sequenc
                 (rows,), type_.dtype, result)  # fmt: skip
     counted = emit(aten.ne.Scalar, (targets, node.args[2]), (rows,), torch.bool, lead.data())
     loss = emit(aten.mul.Tensor, (loss, counted), (rows,), type_.dtype, result)
-    p.forms[node, 0] = {result: loss}
-    p.state[node, 0] = result
+    return loss, result
 
 
-Expansion = Callable[["Partition", fx.Node, Sequence[Key], Sequence[dict[str, AxisType]]], None]
+Expansion = Callable[[fx.Graph, Mesh, fx.Node, Sequence[fx.Node], Parts, Mapping[str, Any]], tuple[fx.Node, Placement]]
 
 EXPANSIONS: Mapping[Any, Expansion] = {OPS.token_loss.default: _token_loss}
-"""Operator → what is emitted in its place."""
+"""Operator → the function that emits several in its place, and gives the result and its placement. It is given a graph
+and mesh, the node with its operands as it wants them, the part it plays on each axis, and the facts of new nodes."""

@@ -1,0 +1,84 @@
+"""The rewriter of one graph: what rewrites of its operators are given, and emit new nodes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
+
+from ...compiler.ops.results import example_of, results_of
+from ...compiler.program.program import Origin
+
+
+class Canonicalizer:
+    """Rewrites one graph in place, node by node, through a table of rewrites."""
+
+    def __init__(self, graph: fx.Graph, ranged: bool = False) -> None:
+        self.graph, self.ranged = graph, ranged
+        self.keys: dict[str, int] = {}
+        self.iotas: dict[fx.Node, tuple[int, int]] = {}
+        """Nodes that count 0, 1, … along one dim: ``(dim, size)``."""
+        self._fakes: dict[int, torch.Tensor] = {}
+
+    def emit(self, near: fx.Node, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
+        """A new node before ``near`` with its provenance; ``val`` defaults to what the operator makes of fakes."""
+        with self.graph.inserting_before(near):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(_place(near))
+        if val is None:
+            examples: Any = fx.node.map_arg(args, lambda n: example_of(n.meta["val"]))
+            val = tree_map_only(torch.Tensor, self._fake, results_of(target, examples, kwargs).values)
+        node.meta["val"] = val
+        return node
+
+    def _fake(self, example: torch.Tensor) -> torch.Tensor:
+        """The fake tensor of the graph that has an example's layout."""
+        if id(example) not in self._fakes:
+            mode = next(n.meta["val"].fake_mode for n in self.graph.nodes if n.op == "placeholder")
+            with mode:
+                made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
+            self._fakes[id(example)] = made
+        return self._fakes[id(example)]
+
+    def replace(self, node: fx.Node, by: fx.Node) -> None:
+        """Let ``by`` stand for ``node``."""
+        node.replace_all_uses_with(by)
+        self.graph.erase_node(node)
+        if node in self.iotas:
+            self.iotas[by] = self.iotas.pop(node)
+
+    def stream(self, node: fx.Node, rng: fx.Node) -> fx.Node:
+        """The key of a random operator: named by its module and its ordinal there, so no plan changes it."""
+        module = node.meta["origin"].module or "model"
+        ordinal = self.keys.get(module, 0)
+        self.keys[module] = ordinal + 1
+        with self.graph.inserting_after(rng):
+            key = self.graph.placeholder(f"key_{module.replace('.', '_')}_{ordinal}")
+        key.meta = {"role": f"key {module}.{ordinal}", "val": _fake_like(node, (), torch.int64)}
+        return key
+
+    def rewrite(self, table: Mapping[Any, Rewrite]) -> None:
+        """Rewrite every node once, in order."""
+        self.rng = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        for node in list(self.graph.nodes):
+            if node.op == "call_function" and (rewrite := table.get(node.target)) is not None:
+                rewrite(self, node)
+
+
+Rewrite = Callable[[Canonicalizer, Any], None]
+"""The rewrite of one operator: it puts others in a node's place."""
+
+
+def _place(node: fx.Node) -> dict[str, Any]:
+    """Where in the model a node stands."""
+    return {"origin": node.meta.get("origin", Origin()), "loss": node.meta.get("loss", False)}
+
+
+def _fake_like(node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    value = node.meta["val"]
+    value = value[0] if isinstance(value, (tuple, list)) else value
+    with value.fake_mode:
+        return torch.empty(shape, dtype=dtype)
