@@ -7,7 +7,7 @@ from .code import MODEL, Code, shown
 MODEL_FAILED = shown(
     name="P0201",
     title="the model cannot be made",
-    why="the callable of the `model` line, or the module it stands in, failed; the model's own traceback follows.",
+    why="the callable of the `model` line, or the module it stands in, failed; the code's own traceback follows.",
     example='model "./model.py:Modle" (width=64)',
     instead='model "./model.py:Model" (width=64)',
 )

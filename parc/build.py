@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from parc.advice import warnings_of
 from parc.checking.checks import Checked, check_build
 from parc.checking.limits import hold_promises
 from parc.compiler.build.directory import check_out, json_text, write_build
@@ -12,7 +13,6 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import Compiled, Progress, compile_plan, files_of, manifest_of
 from parc.compiling.initial_weights import check_weights
 from parc.compiling.plan_data import check_data, check_sample, sample_said
-from parc.runtime.data.feed import input_types
 
 
 class Refused(Exception):
@@ -40,10 +40,11 @@ def build(
         compiled = compile_plan(plan, folder, progress=progress)
     check_weights(compiled.plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled)
-    check_sample(plan, folder, input_types(compiled.built.programs))
+    check_sample(plan, folder, compiled.built)
     checked = check_build(compiled, progress)
     if checked.faults:
         raise Refused(checked)
+    checked.warnings = warnings_of(compiled)  # what fails leaves no folder behind
     progress("emit")
     files = files_of(compiled)
     files["report.json"] = json_text(checked.report)

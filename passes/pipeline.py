@@ -108,6 +108,7 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
     loss = split_loss(graph)
+    loss.graph.output_node().meta["updates"] = captured.updates
     reference = reference_program(loss.graph, loss.count, captured.updates, request.seed)
     narrow(loss.graph, request.precision)
     pad(loss.graph, request.pads)
@@ -120,9 +121,7 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
 
 def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     loss, reference = _forward(captured, request)
-    loss.graph.output_node().meta["updates"] = captured.updates
     typed, placed, reshards = _place(loss.graph, mesh, request)
-    typed.output_node().meta["updates"] = captured.updates
     programs: dict[str, Program] = {}
     count_type = None
     if loss.count is not None:

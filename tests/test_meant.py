@@ -8,6 +8,7 @@ import pytest
 
 from parc.advice import warnings_of
 from parc.cli import main
+from parc.cli.show import pattern_of
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import compile_plan
 from parc.grammar.codes_model import MEANT_OTHERWISE
@@ -49,6 +50,47 @@ def test_what_no_other_line_would_save_is_said_as_it_is(tmp_path: Path) -> None:
     assert said(tmp_path, {}) == ()
     found = said(tmp_path, WRONG["rows of two"], "shard tokens [_, S/tp]\n")
     assert found and MEANT_OTHERWISE not in {warning.code for warning in found}
+
+
+_NUMBERED = """
+from torch import nn
+def net():
+    return nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+"""
+_NUMBERED_PLAN = """\
+model "./numbered.py:net"
+input input float32 [B, 16]
+input y int64 [B]
+sizes B=8
+loss cross_entropy(output, y)
+optimizer sgd lr 0.1
+mesh tp=2
+column 1 over tp
+column 3 over tp
+"""
+
+
+def test_layers_that_have_numbers_keep_them_in_advice_and_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model that updates buffers too, whose graph returns more than the loss."""
+    (tmp_path / "numbered.py").write_text(_NUMBERED)
+    plan = tmp_path / "numbered.parc"
+    plan.write_text(_NUMBERED_PLAN)
+    assert main(["build", str(plan), "-o", str(tmp_path / "build")]) == 0
+    said = capsys.readouterr().err
+    assert "probably meant: `row 3 over tp`" in said and "of `3.weight`" in said
+    assert main(["show", "--list", str(tmp_path / "build")]) == 0
+    modules = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert modules == ["0", "1", "2", "3"]
+
+
+def test_a_pattern_means_what_it_stands_for_and_nothing_else() -> None:
+    every = ["stem.0.bias", "stem.1.bias", "stem.2.bias", "stem.3.bias", "head.0.weight"]
+    assert pattern_of(every[:4], every) == "stem.*.bias"
+    assert pattern_of(every[1:4], every) == "stem.[1..3].bias"
+    assert pattern_of([every[0], every[3]], every) == "stem.{0,3}.bias"
+    assert pattern_of(every[4:], every) == "head.0.weight"
 
 
 def test_show_finds_programs_by_role_and_names_modules_lines_and_placements(

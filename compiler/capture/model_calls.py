@@ -120,7 +120,8 @@ def _filled(parameters: Mapping[str, inspect.Parameter], lines: TaskLines, forwa
             free = [other for other in parameters if other not in {*lines.inputs, *said.values()}]
             meant = (nearest(place, free) or free)[:1]
             help_ = "".join(f"call it `{other}`, or write `input {name} as {other} ...`; " for other in meant)
-            help_ += "what the loss names, the model need not take" if name not in said else f"write one of {forward}"
+            way = "leave the line out, or name it in the `loss` line if the loss alone reads it"
+            help_ += way if name not in said else f"write one of {forward}"
             raise InputsError(f"{forward} has no parameter `{place}`", help_, (name,))
         if place in filled and found.kind is not found.VAR_POSITIONAL:
             message = f"`{filled[place][0]}` and `{name}` both go to `{place}` of {forward}"

@@ -44,7 +44,7 @@ from parc.compiler.verify.stages import check_stages
 from parc.compiler.verify.step import check_bindings, check_reference, mesh_faults
 from parc.compiling.driver import Compiled, Progress, compile_plan, optimizer_facts, stored, stored_types
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
-from parc.grammar.diagnostics import PlanError
+from parc.grammar.diagnostics import Diagnostic, PlanError
 from parc.grammar.format import format_statements
 from parc.grammar.source import Span
 from parc.report import plan_of, program_rows, rank_memory, report_faults
@@ -60,6 +60,7 @@ class Checked:
     report: dict[str, Any]
     faults: list[Fault] = field(default_factory=list)
     agreement: Agreement | None = None
+    warnings: tuple[Diagnostic, ...] = ()
     seconds: float = 0.0
 
 

@@ -49,7 +49,6 @@ def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, An
     read(given, plan)
     with stages() as progress:
         progress("loading torch")
-        from parc.advice import warnings_of
         from parc.build import Refused, build
 
         imported = round(time.perf_counter() - start, 3)
@@ -57,7 +56,7 @@ def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, An
             compiled, checked = build(plan, out, dict(given.defines), progress)
         except Refused as refused:
             return show_refusal(refused.checked.faults)
-    show(warnings_of(compiled))
+    show(checked.warnings)
     seconds = {"import": imported, **compiled.seconds, "checks": checked.seconds}
     seconds["emit"] = round(time.perf_counter() - start - sum(seconds.values()), 3)
     return checked.report, seconds

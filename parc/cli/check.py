@@ -43,7 +43,6 @@ def run(given: argparse.Namespace) -> int:
         from parc.compiling.driver import compile_plan
         from parc.compiling.initial_weights import check_weights
         from parc.compiling.plan_data import check_data, check_sample, sample_said
-        from parc.runtime.data.feed import input_types
 
         check_data(plan, folder)
         with sample_said(plan, folder):
@@ -53,7 +52,7 @@ def run(given: argparse.Namespace) -> int:
     show(warnings_of(compiled))
     check_weights(plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled)
-    check_sample(plan, compiled.folder, input_types(compiled.built.programs))
+    check_sample(plan, compiled.folder, compiled.built)
     if faults:
         return show_refusal(faults)
     say(

@@ -19,6 +19,8 @@ def run(given: argparse.Namespace) -> int:
         print("\n".join(f"{name}  {CODES[name].title}" for name in sorted(CODES)))
         return 0
     name = given.code.strip("[]").upper()
+    if (number := name.removeprefix("P")).isdecimal():
+        name = f"P{int(number):04}"
     if name not in CODES:
         hint = did_you_mean(name, list(CODES), "`parc explain` lists all")
         say(f"there is no code `{given.code}`; {hint}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,26 +183,47 @@ def _modules(build: Build) -> list[tuple[object, ...]]:
         parts = module.split(".")
         for count in range(1, len(parts)):
             weights.setdefault(".".join(parts[:count]), [])
-    rows: dict[tuple[str, ...], int] = {}
-    for module in sorted(filter(None, weights), key=natural):
-        key = folded(module), ", ".join(weights[module])
-        rows[key] = rows.get(key, 0) + 1
-    return [(name, f"x{count}" if count > 1 else "", text) for (name, text), count in rows.items()]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    modules = sorted(filter(None, weights), key=natural)
+    for module in modules:
+        rows.setdefault((folded(module), ", ".join(weights[module])), []).append(module)
+    return [(pattern_of(names, modules), f"x{len(names)}" if len(names) > 1 else "", text)
+            for (_, text), names in rows.items()]  # fmt: skip
 
 
 def _folded(parameters: list[dict[str, Any]], lines: dict[str, str]) -> list[tuple[object, ...]]:
     """Rows of a table; parameters of numbered modules that are alike share one, with their number."""
-    groups: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in parameters:
         key = folded(row["name"]), row["type"], _placement(row["placement"]), lines.get(row["name"], "-")
-        groups.setdefault(key, []).append(row["local_bytes"])
-    return [(name, f"x{len(sizes)}" if len(sizes) > 1 else "", type_, placement, line, size_text(sum(sizes)))
-            for (name, type_, placement, line), sizes in groups.items()]  # fmt: skip
+        groups.setdefault(key, []).append(row)
+    every = [row["name"] for row in parameters]
+    return [(pattern_of([row["name"] for row in rows], every), f"x{len(rows)}" if len(rows) > 1 else "", type_,
+             placement, line, size_text(sum(row["local_bytes"] for row in rows)))
+            for (_, type_, placement, line), rows in groups.items()]  # fmt: skip
 
 
 def folded(name: str) -> str:
-    """A dotted name with `*` for its numbers, as patterns of plans have it."""
+    """A dotted name with `*` for its numbers."""
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
+
+
+def pattern_of(names: Sequence[str], every: Sequence[str]) -> str:
+    """The pattern of names that differ in numbers alone, as a line of a plan may have it: `blocks.*.up` where these are
+    all of ``every`` that it means, else `stem.{0,3}`."""
+    columns = [sorted(set(words), key=natural) for words in zip(*(name.split(".") for name in names), strict=True)]
+    starred = [words[0] if len(words) == 1 else "*" for words in columns]
+    means = re.compile(r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in starred))
+    if len(list(filter(means.fullmatch, every))) == len(names):
+        return ".".join(starred)
+    return ".".join(_any_of(words) for words in columns)
+
+
+def _any_of(words: Sequence[str]) -> str:
+    """The part of a pattern that means these words: `[0..3]`, `{0,2,5}`."""
+    if len(words) > 2 and [int(word) for word in words] == list(range(int(words[0]), int(words[-1]) + 1)):
+        return f"[{words[0]}..{words[-1]}]"
+    return words[0] if len(words) == 1 else "{" + ",".join(words) + "}"
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:

@@ -13,6 +13,8 @@ from parc.grammar.code import Code
 from parc.grammar.codes_build import BAD_DATA, MODEL_FAILED
 from parc.grammar.diagnostics import Diagnostic, Label
 
+_ROOT = Path(__file__).resolve().parents[2]
+
 
 def callable_faults(plan: Plan, folder: Path) -> Iterator[Diagnostic]:
     """An error for each callable whose file is not there, or has no such name, as far as the file's text tells."""
@@ -44,23 +46,17 @@ def callable_diagnostic(code: Code, error: CallableError, *lines: Directive | No
 
 
 def own_trace(error: BaseException | None) -> tuple[str, ...]:
-    """The model's own traceback, without parc's frames."""
+    """The traceback of what the plan names, its model, loss or data, without parc's frames."""
     if error is None:
         return ()
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
     text = traceback.format_list(frames[-6:]) + traceback.format_exception_only(error)
-    return ("".join(["the model's own traceback:\n", *text]).rstrip(),)
+    return ("".join(["the code's own traceback:\n", *text]).rstrip(),)
 
 
 def _ours(filename: str) -> bool:
-    parts = Path(filename).parts
-    return (
-        "/torch/" in filename
-        or filename.startswith("<")
-        or "importlib" in filename
-        or (
-            len(parts) > 1
-            and parts[-2] in ("compiler", "grammar", "passes", "runtime", "parc")
-            and Path(filename).is_relative_to(Path(__file__).resolve().parents[2])
-        )
-    )
+    if "/torch/" in filename or filename.startswith("<") or "importlib" in filename:
+        return True
+    path = Path(filename)
+    inside = path.relative_to(_ROOT).parts if path.is_relative_to(_ROOT) else ("",)
+    return inside[0] in ("compiler", "grammar", "passes", "runtime", "parc") and "examples" not in inside

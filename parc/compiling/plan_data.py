@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from parc.compiling.callable_faults import callable_diagnostic
 from parc.grammar.codes_build import BAD_DATA, CAPTURE_FAILED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import String
-from parc.runtime.data.feed import MISFIT_HELP
+from parc.passes.pipeline import Built
+from parc.runtime.data.feed import MISFIT_HELP, input_types
+from parc.runtime.data.random_batch import beyond, beyond_help, class_bounds
 from parc.runtime.data.samples import DataError, misfit
 from parc.runtime.data.sources import is_synthetic, open_data
 
@@ -56,12 +58,14 @@ def sample_said(plan: Plan, folder: Path) -> Iterator[None]:
         raise
 
 
-def check_sample(plan: Plan, folder: Path, read: Container[str]) -> None:
-    """Hold the first sample against the ``input`` lines of what the programs ``read``; any size of a range will do.
+def check_sample(plan: Plan, folder: Path, built: Built) -> None:
+    """Hold the first sample against the ``input`` lines of what programs read, where any size of a range will do; and
+    its whole numbers against the rows or classes that the model has.
 
     Raises:
-        PlanError: it is no dict of tensors, lacks an input, or one has another dtype or shape.
+        PlanError: it is no dict of tensors, lacks an input, or one has another dtype, shape or number.
     """
+    read = input_types(built.programs)
     sample = _first_sample(plan, folder)
     if sample is None:
         return
@@ -72,6 +76,9 @@ def check_sample(plan: Plan, folder: Path, read: Container[str]) -> None:
         raise PlanError([_fault(plan, f"{held}, and no `{missing[0]}`", "name inputs as the data does")])
     if wrong := _misfits(plan, sample, inputs):
         raise PlanError(wrong)
+    for name, (bound, ignore) in class_bounds(built.reference).items():
+        if message := beyond(name, sample[name], bound, ignore):
+            raise PlanError([_fault(plan, f"sample 0: {message}", beyond_help(bound, ignore), name)])
 
 
 def _first_sample(plan: Plan, folder: Path) -> Mapping[str, Tensor] | None:

@@ -149,8 +149,9 @@ class Partition:
             for name in self.mesh.joined(axes):
                 axis = self.mesh.parts(name)[0]
                 heads = (key, axis) in self.placed.gathered
+                named = key[0].meta["role"].partition(" ")[2] if key[0].op == "placeholder" else key[0].name
                 self.reshards.append(
-                    Reshard(key[0].name, have[axis], want[axis], name, cause, size, self.reader, heads)
+                    Reshard(named, have[axis], want[axis], name, cause, size, self.reader, heads)
                 )
         return node
 
@@ -323,7 +324,7 @@ class Partition:
             # placed as the buffer, so that the next microbatch reads what this one wrote
             stored = Placement.of(self.mesh, dict(self.placed.splits[buffers[f"buffer {name}"]]))
             results.append(self.convert(key_of(update), stored))
-        self.graph.output(tuple(results))
+        self.graph.output(tuple(results)).meta["updates"] = names
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph

@@ -23,7 +23,7 @@ from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
 from ..owners import parameters_of
-from .random_batch import class_bounds
+from .random_batch import beyond, beyond_help, class_bounds
 from .samples import DataError, Source, misfit, read_batch
 from .sources import line_of, make_data, raised_at
 from .tails import Tails
@@ -232,15 +232,9 @@ class Feed:
 
     def _check_numbers(self, name: str, value: torch.Tensor) -> None:
         """That class numbers are below what they index: a split table would not notice."""
-        if name in self._bounds:
-            bound, ignore = self._bounds[name]
-            wrong = (value < 0) | (value >= bound)
-            if ignore is not None:
-                wrong &= value != ignore
-            if bool(wrong.any()):
-                message = f"`{name}` holds {int(value[wrong][0])}, but the model knows 0 to {bound - 1}"
-                ignored = f", or {ignore} where the loss is to ignore it" if ignore is not None else ""
-                raise RunError(BAD_DATA, message, f"give numbers below {bound}{ignored}")
+        if name in self._bounds and (message := beyond(name, value, *self._bounds[name])):
+            notes = [self._line] if self._line else []
+            raise RunError(BAD_DATA, message, beyond_help(*self._bounds[name]), notes)
 
 
 _READERS: dict[threading.Thread, threading.Event] = {}

@@ -40,6 +40,20 @@ _SHAPES_ONLY = {"aten.reshape.default", "aten.unsqueeze.default", "aten.slice.Te
                 "aten.constant_pad_nd.default"}  # fmt: skip
 
 
+def beyond(name: str, value: torch.Tensor, bound: int, ignore: int | None) -> str:
+    """The first number of an input that is no row or class, of which the model has ``bound``; "" if there is none."""
+    wrong = (value < 0) | (value >= bound)
+    if ignore is not None:
+        wrong &= value != ignore
+    return f"`{name}` holds {int(value[wrong][0])}, but the model knows 0 to {bound - 1}" if bool(wrong.any()) else ""
+
+
+def beyond_help(bound: int, ignore: int | None) -> str:
+    """The way out of it."""
+    ignored = f", or {ignore} where the loss is to ignore it" if ignore is not None else ""
+    return f"give numbers below {bound}{ignored}, or the model more rows or classes: 256 for `data bytes`"
+
+
 def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
     """For each input that holds numbers of rows or classes: how many there are, and the number that is ignored."""
     main = program.main

@@ -223,14 +223,17 @@ def _matching(patterns: Sequence[str], root: Path) -> list[str]:
 
 
 def _meant(pattern: str, root: Path) -> str:
-    """The names near the first of a pattern that is not there."""
+    """The names near the first of a pattern that is not there, or where patterns are looked for."""
     for part in Path(pattern).parts:
         if glob.has_magic(part) or not root.is_dir():
             break
         if not (root / part).exists():
-            return did_you_mean(part, (entry.name for entry in root.iterdir()))
+            return did_you_mean(part, (entry.name for entry in root.iterdir()), _PATTERNS)
         root /= part
-    return ""
+    return _PATTERNS
+
+
+_PATTERNS = 'name files that are there, from the plan\'s folder: "texts/*.txt"; `**` goes into all folders below'
 
 
 def _shown(form: Mapping[str, tuple[torch.dtype, torch.Size]]) -> str:

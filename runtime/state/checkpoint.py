@@ -168,5 +168,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         help_ = path_meant(named, _is_checkpoint, "name a folder that `parc run --save` or `session.save` wrote")
         raise RunError(BAD_STATE, f"`{named}` {lacks}", help_) from None
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as broken:
-        raise RunError(BAD_STATE, f"`{named}` cannot be read: {broken}", "go on from another checkpoint") from None
+        file = f"{TENSORS} in " if isinstance(broken, SafetensorError) else ""
+        message = f"{file}`{named}` cannot be read: {broken}"
+        raise RunError(BAD_STATE, message, "go on from another checkpoint") from None
     return Checkpoint(folder, facts, shapes, dtypes)

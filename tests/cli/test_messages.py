@@ -162,7 +162,7 @@ def test_check(capsys: Captured, plan: Path) -> None:
         (("./gpt.py:GPT", "./gpt.py:GTP"), (), ["error[P0201]", "has no `GTP`", "did you mean `GPT`?"]),
         (("./gpt.py:GPT", "gtp:GPT"), (), ["error[P0201]", "there is no module `gtp`", "did you mean `gpt`?"]),
         (("./gpt.py:GPT", "torch.nnn:GPT"), (), ["error[P0201]", "there is no module `torch.nnn`", "`torch.nn`"]),
-        (("./gpt.py:GPT", "./broken.py:GPT"), (), ["error[P0201]", "model's own traceback", "nothing_of_this_name"]),
+        (("./gpt.py:GPT", "./broken.py:GPT"), (), ["error[P0201]", "code's own traceback", "nothing_of_this_name"]),
         (("layers=2, width=16", "layers=2, wdith=16"), (),
          ["error[P0201]: `./gpt.py:GPT` takes no `wdith`", "tiny.parc:3:37", "did you mean `width`?"]),
         (("cross_entropy(output, targets)", '"./models.py:mean"(output, targets)'), (),
@@ -199,7 +199,7 @@ def test_mistakes_in_plans(
         code, out, err = parc(capsys, command, plan, *words)
         assert (code, out) == (1, ""), err
         assert all(text in err for text in expected), err
-        assert "Traceback" not in err or "model's own traceback" in err
+        assert "Traceback" not in err or "code's own traceback" in err
         if command == "check" and "traceback" in err:
             break  # a module that failed is imported again by the next command: once is enough
 
