@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
+from math import lcm, prod
 from pathlib import Path
 
 from parc.compiler.program.program import REFERENCE_FILE
-from parc.compiler.sizes.polynomials import Monomial, Polynomial, check_points
+from parc.compiler.sizes.polynomials import Polynomial, check_points, moving
 from parc.compiler.sizes.template import Expression, Template
 from parc.compiler.verify.sizes import size_faults
 from tests.checked_plans import compiled
@@ -20,24 +21,20 @@ from tests.ranged_models import positions
 ROOT = Path(__file__).resolve().parent.parent
 
 _PLACE = re.compile(r"\{([^{}\s]+)\}")
+_MOVED = re.compile(r"aten\.(roll|replication_pad1d)\w*\.default\([^\[\n]*\[([-\d, ]+)\]")
+
+
+def vanishing(template: Template) -> Polynomial:
+    """A polynomial of one size that is 0 at the sizes at which a template is checked, and whole at all."""
+    name = min(moving(template.ranges))
+    seen = sorted({point[name] for point in check_points(template.ranges)})
+    size, one = Polynomial.of({((name, 1),): Fraction(1)}), Polynomial.of({(): Fraction(1)})
+    return prod((size - one.times(number) for number in seen), start=one)
 
 
 def hidden(expression: Expression, template: Template) -> Expression:
-    """The expression, and more, which is nothing at the sizes at which the template is checked: a product of the
-    differences to these."""
-    name = min(expression.size.names)
-    more: dict[Monomial, Fraction] = {(): Fraction(1)}
-    for seen in sorted({point[name] for point in check_points(template.ranges)}):
-        longer: dict[Monomial, Fraction] = {}
-        for monomial, factor in more.items():
-            power = monomial[0][1] if monomial else 0
-            for raised, part in ((power + 1, factor), (power, -seen * factor)):
-                key: Monomial = ((name, raised),) if raised else ()
-                longer[key] = longer.get(key, Fraction(0)) + part
-        more = longer
-    terms = dict(expression.size.terms)
-    every = {monomial: terms.get(monomial, 0) + more.get(monomial, Fraction(0)) for monomial in {**terms, **more}}
-    return replace(expression, size=Polynomial.of(every))
+    """The expression, and more, which is nothing at the sizes at which the template is checked."""
+    return replace(expression, size=expression.size - vanishing(template))
 
 
 def hidden_sizes(template: Template, numbers: bool) -> Iterator[tuple[str, Template]]:
@@ -54,18 +51,41 @@ def hidden_sizes(template: Template, numbers: bool) -> Iterator[tuple[str, Templ
                 yield what, replace(template, texts={**template.texts, file: changed})
 
 
+def hidden_shifts(template: Template) -> Iterator[tuple[str, Template]]:
+    """Whole numbers of operators that move values, written in no size: a shift further by all lengths that are looked
+    at, and two pads of which one is longer by what the other is shorter."""
+    lengths = {size for point in check_points(template.ranges) for size in point.values()}
+    around, more = lcm(*lengths), vanishing(template)
+    for file, text in template.texts.items():
+        for match in _MOVED.finditer(text) if file != REFERENCE_FILE else ():
+            op, numbers = match[1], [int(number) for number in match[2].split(", ")]
+            if op == "roll":
+                written = [str(number + around) for number in numbers]
+            else:
+                pads = zip(numbers, (1, -1), strict=True)
+                written = [f"{{{Polynomial.of({(): Fraction(pad)}) - more.times(sign)}}}" for pad, sign in pads]
+            changed = f"{text[: match.start(2)]}{', '.join(written)}{text[match.end(2) :]}"
+            yield f"{file}: {match[0]}", replace(template, texts={**template.texts, file: changed})
+
+
 def size_refusals(every: int) -> dict[str, Counter[str]]:
     """By class how many mutants of ranged builds are refused for all sizes: of numbers all, of shapes one of ``every``;
     the names of those that nothing refuses are counted as they are."""
     rows: dict[str, Counter[str]] = {
         "hide in a number of some sizes": Counter(),
         "hide in a shape of some sizes": Counter(),
+        "move values further at some sizes": Counter(),
     }
-    for how in ("", "rate", "prefix"):
+    for how in ("", "rate", "prefix", "moved"):
         made = compiled(positions(how), ROOT)
         assert made.template is not None
-        for kind, numbers in zip(rows, (True, False), strict=True):
-            for what, mutant in islice(hidden_sizes(made.template, numbers), 0, None, 1 if numbers else every):
+        ways = (
+            hidden_sizes(made.template, True),
+            islice(hidden_sizes(made.template, False), 0, None, every),
+            hidden_shifts(made.template),
+        )
+        for kind, mutants in zip(rows, ways, strict=True):
+            for what, mutant in mutants:
                 faults = mutant.faults(made.mesh) or size_faults(mutant, made.mesh)
                 rows[kind]["shapes" if faults else f"accepted: {how}: {what}"] += 1
     return rows

@@ -35,6 +35,14 @@ class Positions(nn.Module):
             x = torch.cat([self.positions[:, :4].expand(len(x), -1, -1), x], 1)[:, : length + 4]
         if self.how == "blocks":
             x = x + x[:, : length // 16 * 16].sum(1, keepdim=True)
+        if self.how == "moved":
+            padded = nn.functional.pad(x.transpose(1, 2), (2, 0), mode="replicate").transpose(1, 2)
+            x = x + x.roll(1, 1) + padded[:, :-2] + torch.cat(x.chunk(2, 1)[::-1], 1)
+        if self.how == "statistics":  # whose derivatives have numbers that no line of the model has
+            wide = nn.functional.pad(x.transpose(1, 2), (1, 0), mode="circular").transpose(1, 2)[:, :-1]
+            x = x + x.std(1, keepdim=True) + torch.var_mean(x, (0, 1), correction=0)[0] + wide
+            x = nn.functional.group_norm(x.transpose(1, 2), 4).transpose(1, 2) * x.sigmoid().prod(1, keepdim=True)
+            x = x + torch.diff(x, dim=1).sum(1, keepdim=True)
         if self.how == "lone":  # at one size in the middle of a long range
             x = x * (3.0 if length == 88 else 2.0)
         total = x.shape[1]

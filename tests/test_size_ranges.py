@@ -23,7 +23,8 @@ from parc.compiler.build.directory import Build, BuildError, read_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.program.text import parse_program
 from parc.compiler.sizes.polynomials import check_points, sample_points
-from parc.compiler.verify.numbers import number_faults
+from parc.compiler.verify.numbers import role_faults
+from parc.compiler.verify.sizes import size_faults
 from parc.compiling.driver import Compiled, compile_plan, manifest_of, programs_of
 from parc.compiling.size_ranges import fixed
 from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
@@ -33,7 +34,7 @@ from parc.runtime.data.sizes import bound
 from parc.runtime.faults import RunError
 from tests.checked_plans import compiled
 from tests.family_plans import plan_text
-from tests.planted_sizes import hidden_sizes
+from tests.planted_sizes import hidden_shifts, hidden_sizes
 from tests.ranged_models import TASK, positions
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import EXAMPLES, PLAN, TENSOR
@@ -86,21 +87,32 @@ def test_at_any_size_a_template_is_what_is_compiled_there() -> None:
     assert compiled.template.at(sizes) == programs_of(compile_plan(fixed(compiled.plan, sizes), ROOT))
 
 
-@pytest.mark.parametrize("how", ["rate", "prefix"])
+@pytest.mark.parametrize("how", ["rate", "prefix", "moved"])
 def test_a_number_that_is_right_wherever_it_is_looked_at_is_refused(how: str) -> None:
     compiled = compiled_of(positions(how, "B=4..16 by 4, S=4..28 by 4" if how == "rate" else "S=4..28 by 4, B=8"))
     template = compiled.template
     assert template is not None
     mutants = list(hidden_sizes(template, numbers=True))
     assert len(mutants) >= 8
-    for what, mutant in mutants:
-        assert all(mutant.at(point) == template.at(point) for point in check_points(template.ranges))
-        assert list(number_faults(mutant, {})), what
+    assert all(
+        mutant.at(point) == template.at(point) for _, mutant in mutants for point in check_points(template.ranges)
+    )
+    shifts = list(hidden_shifts(template))
+    assert len(shifts) >= 4 or how != "moved"
+    for what, mutant in (*mutants, *shifts):
+        assert size_faults(mutant, compiled.mesh), what
+    assert not size_faults(template, compiled.mesh)
     programs = {file: parse_program(text, file) for file, text in template.at({"B": 8, "S": 12}).items()}
-    assert not list(number_faults(template, programs))
+    assert not list(role_faults(programs))
     other = parse_program(template.at({"B": 8, "S": 16})["programs/stage0.COUNT.py"])
-    (fault,) = number_faults(template, {**programs, "programs/stage0.COUNT.py": other})
+    (fault,) = role_faults({**programs, "programs/stage0.COUNT.py": other})
     assert fault.message == "`input targets` has other sizes where it is made"
+
+
+def test_derivatives_may_have_numbers_that_no_line_of_the_model_has() -> None:
+    compiled = compiled_of(positions("statistics", "B=8..24 by 8, S=4..28 by 4"))
+    assert prove(compiled) == []
+    hold(compiled, {"B": 16, "S": 8})
 
 
 def test_a_llama_serves_ranges() -> None:
@@ -241,7 +253,7 @@ def planted(gpt: Path, old: str, new: str, file: str = "stage0.F.py") -> Build:
         ("reshape.default(native_layer_norm, [{B*S/2}", "reshape.default(native_layer_norm, [{8*S}"),  # right at B=16
         ("iota.default({S}", "iota.default({S+1}"),
         ("iota.default({S}", "iota.default({2*S-32}"),  # right at the largest
-        ("iota.default({S}, 0", "iota.default({S}, {S-32}"),  # counts from another number, of the same shape
+        ("iota.default({S}, 0", "iota.default({S}, {S**2-32*S}"),  # right at the largest, and of the same shape
         ("f32[{B/2}, {S}, 16]", "f32[{B/2}, {S+4}, 16]"),
         ("f32[{B/2}, {S}, 16]", "f32[{B/2-2}, {S}, 16]"),
     ],

@@ -42,6 +42,11 @@ class RecordedTensor(torch.Tensor):
         raise RuntimeError(f"{func} outside of the recorder that made its operands")
 
 
+def _writes(target: Any) -> bool:
+    """Whether an operator writes what it is given: what reads the storage by another view reads that."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
 class GraphRecorder(TorchDispatchMode):
     """The graph of all operators that are run within it."""
 
@@ -59,7 +64,7 @@ class GraphRecorder(TorchDispatchMode):
         """The graph, which returns ``results``, without operators that nobody reads."""
         self.graph.output(changed(results, lambda tensor: tensor.node))
         for node in reversed(self.graph.nodes):
-            if node.op == "call_function" and not node.users:
+            if node.op == "call_function" and not node.users and not _writes(node.target):
                 self.graph.erase_node(node)
         return self.graph
 

@@ -22,6 +22,7 @@ from .precision import is_narrow
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """A tensor's dtype, shape, strides and offset in its storage, in entries."""
 _MOST = 1 << 17
+"""The most results that are kept; then all are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ def results_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Result
     Raises:
         Exception: whatever torch raises for arguments that it does not take.
     """
-    key = func, _key(args), _key(kwargs)
+    # all that results depend on beside the arguments: a default that code may set, and strides that kernels choose
+    key = func, _key(args), _key(kwargs), torch.get_default_dtype(), torch.backends.mkldnn.enabled
     found = _RESULTS.get(key)
     if found is None:
         if len(_RESULTS) >= _MOST:
@@ -104,7 +106,7 @@ def _run_on(func: Any, args: Any, kwargs: Any, device: str, operand: Callable[[t
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 @cache

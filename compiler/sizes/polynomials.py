@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -78,6 +79,23 @@ class Polynomial:
     def times(self, number: int) -> Polynomial:
         return Polynomial(tuple((monomial, number * factor) for monomial, factor in self.terms))
 
+    def __mul__(self, other: Polynomial) -> Polynomial:
+        terms: dict[Monomial, Fraction] = {}
+        for (one, factor), (two, more) in itertools.product(self.terms, other.terms):
+            powers = Counter(dict(one)) + Counter(dict(two))
+            terms[tuple(sorted(powers.items()))] = terms.get(tuple(sorted(powers.items())), Fraction(0)) + factor * more
+        return Polynomial.of(terms)
+
+    def __sub__(self, other: Polynomial) -> Polynomial:
+        mine, theirs = dict(self.terms), dict(other.terms)
+        return Polynomial.of({m: mine.get(m, Fraction(0)) - theirs.get(m, Fraction(0)) for m in {**mine, **theirs}})
+
+    @property
+    def course(self) -> Polynomial:
+        """The polynomial but for a factor and a constant, the same for all ``a * p + c``: ``B*S`` of ``3*B*S/2-1``."""
+        moving = [(monomial, factor) for monomial, factor in self.terms if monomial]
+        return Polynomial(tuple((monomial, factor / moving[0][1]) for monomial, factor in moving))
+
     def at(self, sizes: Sizes) -> Fraction:
         return sum((factor * _value(monomial, sizes) for monomial, factor in self.terms), Fraction(0))
 
@@ -121,14 +139,24 @@ def choices_of(ranges: Ranges) -> int:
 
 def check_points(ranges: Ranges) -> list[dict[str, int]]:
     """Choices of sizes at which a template is checked: the largest, the smallest, and one in between: such at which it
-    was not compiled, where there is one."""
+    was not compiled, where there is one, and at which no size follows from another's as at the ends."""
     compiled = list(sample_points(ranges))
     ends = compiled[:2]
-    for tenth in (7, 4, 6, 3, 8, 2, 5):
-        between = _at(ranges, [(tenth + 2 * place) % 10 / 10 for place in range(len(ranges))])
-        if between not in compiled:
-            return [*ends, between]
-    return [*ends, *compiled[2:][-1:]]  # the last, for which few templates need to be compiled
+    tenths = (_at(ranges, [(tenth + 2 * place) % 10 / 10 for place in range(len(ranges))])
+              for tenth in (7, 4, 6, 3, 8, 2, 5))  # fmt: skip
+    # the last of those that are compiled, for which few templates need to be
+    choices = [*(choice for choice in tenths if choice not in compiled), *reversed(compiled[2:])]
+    apart = [choice for choice in choices if _apart(ranges, [*ends, choice])]
+    return [*ends, *(apart or choices)[:1]]
+
+
+def _apart(ranges: Ranges, points: Sequence[Sizes]) -> bool:
+    """Whether no size is ``a * x + c`` of another size x at these points."""
+    first, second, third = points
+    return all(
+        (second[x] - first[x]) * (third[y] - first[y]) != (third[x] - first[x]) * (second[y] - first[y])
+        for x, y in itertools.combinations(moving(ranges), 2)
+    )
 
 
 def _at(ranges: Ranges, parts: Sequence[float]) -> dict[str, int]:

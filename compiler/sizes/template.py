@@ -60,7 +60,7 @@ class Expression:
         return repr(float(1 / value if self.kind == "/" else value)) if self.kind else str(value)
 
 
-def expressions_of(text: str) -> set[Expression]:
+def _expressions(text: str) -> set[Expression]:
     """The expressions that stand in braces in a text."""
     return {Expression.parse(words) for words in _PLACE.findall(text)}
 
@@ -83,7 +83,7 @@ class Misfit(Exception):
 
     @property
     def origin(self) -> Origin:
-        found = [parted(row)[1] for row in self.rows]
+        found = [_parted(row)[1] for row in self.rows]
         return Origin.parse(next(filter(None, found))) if any(found) else Origin()
 
 
@@ -103,7 +103,7 @@ class Template:
         """
         for name, text in texts.items():
             try:
-                found = expressions_of(text)
+                found = _expressions(text)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             for words in found:
@@ -131,7 +131,7 @@ class Template:
 
     def expressions(self) -> set[Expression]:
         """All that stand in the texts."""
-        return set().union(*map(expressions_of, self.texts.values()))
+        return set().union(*map(_expressions, self.texts.values()))
 
     def at(self, sizes: Sizes) -> dict[str, str]:
         """The texts of ordinary programs, bound to sizes.
@@ -201,9 +201,9 @@ def _merged_row(
     other = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
     if other is not None:
         raise Misfit(file, (points[0], points[other]), (first, rows[other]))
-    between = _NUMBER.split(parted(first)[0])
+    between = _NUMBER.split(_parted(first)[0])
     merged = between[0]
-    for rest, *numbers in zip(between[1:], *(_NUMBER.findall(parted(row)[0]) for row in rows), strict=True):
+    for rest, *numbers in zip(between[1:], *(_NUMBER.findall(_parted(row)[0]) for row in rows), strict=True):
         key = tuple(numbers)
         if key not in fitted:
             fitted[key] = numbers[0] if len(set(numbers)) == 1 else _fitted(numbers, ranges, points)
@@ -212,17 +212,17 @@ def _merged_row(
             at = next(index for index, number in enumerate(numbers) if number != numbers[0])
             raise Misfit(file, (points[0], points[at]), (first, rows[at]), numbers=True)
         merged += text + rest
-    return merged + first[len(parted(first)[0]) :]
+    return merged + first[len(_parted(first)[0]) :]
 
 
-def parted(row: str) -> tuple[str, str]:
+def _parted(row: str) -> tuple[str, str]:
     """A line, and where it comes from, which no size changes."""
     head, bar, origin = row.rpartition(" | ")
     return (head, origin) if bar else (row, "")
 
 
 def _numberless(row: str) -> tuple[str, str]:
-    head, origin = parted(row)
+    head, origin = _parted(row)
     return _NUMBER.sub("#", head), origin
 
 
@@ -246,7 +246,7 @@ def _fitted(numbers: Sequence[str], ranges: Ranges, points: Sequence[Sizes]) -> 
 
 
 def _row_faults(file: str, row: str, ranges: Ranges, mesh: Mesh) -> Iterator[ShapeFault]:
-    head, origin = parted(row)
+    head, origin = _parted(row)
     at = Origin.parse(origin) if origin else Origin()
     value = re.split(r" = |: ", row.strip())[0]
     role = "" if origin else row.rpartition("  # ")[2]

@@ -1,47 +1,182 @@
 """Numbers at all sizes that a plan declares: what programs compute with is what the captured graph computes with.
 
 Shapes follow from one another, so each size in a type or an argument is proved by what it makes of the sizes before it
-(``verify_sizes``). A factor, a divisor, a bound or an offset makes no shape: one that is right at the sizes that are
-looked at may be anything between them. So it must be, as an expression, a number of the captured graph.
+(``verify.sizes``). A factor, a divisor, a bound or an offset makes no shape: one that is right at the sizes that are
+looked at may be anything between them. So it must be a number of the captured graph; or ``a * d + c``, where ``d`` is a
+dim of a tensor that its line reads or makes, or the captured graph in that place of the model's code, a product of one
+tensor's dims, or a difference of two dims: ``S/2-1`` in a variance's derivative, ``S-1`` where a slice ends. The right
+number is of that form too, and two of that form that agree at the sizes that are looked at are one, unless these lie on
+a line; then all but dims are refused.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from math import prod
+from typing import Any
 
 from ..layout.collectives import COLLECTIVES
-from ..program.program import REFERENCE_FILE, Origin, Program
-from ..sizes.template import ShapeFault, Template, expressions_of, parted
+from ..layout.placement import Shape
+from ..program.program import REFERENCE_FILE, Cut, Function, Line, Program, Ref
+from ..sizes.polynomials import Polynomial, Sizes, check_points, choices_of
+from ..sizes.template import ShapeFault, Template
 
-_CALL = re.compile(r"    (.+?) = ([\w.]+)\((.*)\)  # ")
 _MADE = ("saved ", "received ", "input ", "buffer ")
-_LIST = re.compile(r"\[[^\[\]]*\]")
-_MOVE_BY = {"aten.roll.default", "aten.constant_pad_nd.default"}
-"""Operators whose lists say where values go, which no shape shows."""
+_AROUND = "aten.roll.default"
+"""An operator that counts around: its numbers may be others at all sizes that are looked at, and do the same."""
+_ONE = Polynomial.of({(): Fraction(1)})
 
 
-def number_faults(template: Template, programs: Mapping[str, Program]) -> Iterator[ShapeFault]:
-    """Numbers of programs that are none of the captured graph's; and what is bound to a role with other sizes than it
-    has there, or where it is made, of ``programs`` at sizes at which no two expressions are equal."""
-    reference = template.texts.get(REFERENCE_FILE, "")
-    known = set().union(*(expressions_of(call[3]) for call in map(_CALL.match, reference.split("\n")) if call))
-    known |= {replace(number, size=number.size.times(-1)) for number in known if not number.kind}  # their backwards
-    for file, text in template.texts.items():
-        for row in text.split("\n") if file != REFERENCE_FILE and "{" in text else ():
-            call = _CALL.match(row)
-            if call is None or call[2] in COLLECTIVES:
-                continue
-            words = call[3] if call[2] in _MOVE_BY else _LIST.sub("", call[3])
-            for other in sorted(map(str, expressions_of(words) - known)):
-                origin = Origin.parse(parted(row)[1] or "- -")
-                message = f"{call[2]} computes with {other}, which is no number of the captured graph"
-                yield ShapeFault(file, call[1], origin.module, origin.plan, message, divides=False)
-    yield from _role_faults(programs)
+def number_faults(
+    template: Template, programs: Mapping[str, Program], sizes: Sizes, numbers: Mapping[int, Polynomial]
+) -> Iterator[ShapeFault]:
+    """Numbers of programs that are none of the captured graph's, nor made of sizes of their own line.
+
+    ``programs`` are the template's at ``sizes`` at which each number stands for one expression, as ``numbers`` says.
+    """
+    reference = programs.get(REFERENCE_FILE)
+    if reference is None:
+        return
+    held = _Held(template, reference, sizes, numbers)
+    for file, program in programs.items():
+        for function in program.functions if program is not reference else ():
+            for line in function.lines:
+                if line.op not in COLLECTIVES and not line.calls_function and (other := held.other(line, function)):
+                    names = ", ".join(value.name for value in line.made)
+                    message = f"{line.op} computes with {other}, which is no number of the captured graph"
+                    yield ShapeFault(file, names, line.origin.module, line.origin.plan, message, divides=False)
 
 
-def _role_faults(programs: Mapping[str, Program]) -> Iterator[ShapeFault]:
+@dataclass
+class _Held:
+    """The numbers that lines may have, by the captured graph and by their own sizes."""
+
+    template: Template
+    reference: Program
+    sizes: Sizes
+    numbers: Mapping[int, Polynomial]
+    courses: dict[frozenset[Shape], frozenset[Polynomial]] = field(default_factory=dict)
+
+    def other(self, line: Line, function: Function) -> str:
+        """The first number of a line that may not be, "" if there is none."""
+        for number in _numbers((line.args, dict(line.kwargs))):
+            size, text = self.expression(number)
+            if line.op == _AROUND:
+                if number not in self.shifts and -number not in self.shifts:
+                    return text or str(number)
+            elif size is not None and not (
+                {number, -number} & self.known or self.follows(number, size, line, function)
+            ):
+                return text
+        return ""
+
+    def expression(self, number: float) -> tuple[Polynomial | None, str]:
+        """The polynomial that a number stands for, or that it divides by, and its text; None for one of no size."""
+        if isinstance(number, int):
+            found = self.numbers.get(number)
+            return (found if found is not None and found.names else None), str(found)
+        return self.floats.get(number, (None, ""))
+
+    @cached_property
+    def floats(self) -> dict[float, tuple[Polynomial, str]]:
+        """Floating numbers of the template by what they are at the sizes."""
+        kinds = [expression for expression in self.template.expressions() if expression.kind]
+        return {float(expression.at(self.sizes)): (expression.size, str(expression)) for expression in kinds}
+
+    @cached_property
+    def known(self) -> set[float]:
+        """Numbers of the captured graph."""
+        lines = (line for function in self.reference.functions for line in function.lines)
+        return {number for line in lines for number in _numbers((line.args, dict(line.kwargs)))}
+
+    @cached_property
+    def shifts(self) -> set[float]:
+        """Numbers of the captured graph's operators that count around."""
+        lines = (line for function in self.reference.functions for line in function.lines if line.op == _AROUND)
+        return {number for line in lines for number in _numbers(line.args)}
+
+    def follows(self, number: float, size: Polynomial, line: Line, function: Function) -> bool:
+        """Whether a number is a size of a line, or is made of some, and no other such number is it where looked at."""
+        own = _shapes(line, function)
+        if any(number in shape for shape in own):
+            return True
+        return any(self.alone(size.course, shapes) for shapes in (own, own | self.shapes[_place(line)]))
+
+    def alone(self, course: Polynomial, shapes: frozenset[Shape]) -> bool:
+        """Whether a course is one of those of the shapes, and no other of them is it where looked at."""
+        if shapes not in self.courses:
+            self.courses[shapes] = frozenset(_courses([[*map(self.size, shape)] for shape in shapes]))
+        every = self.courses[shapes]
+        return course in every and (self.complete or all(self.apart(course, other) for other in every - {course}))
+
+    @cached_property
+    def shapes(self) -> Mapping[Any, frozenset[Shape]]:
+        """The shapes that the captured graph's operators read and make, by the place in the model's code."""
+        found: dict[Any, frozenset[Shape]] = defaultdict(frozenset)
+        for function in self.reference.functions:
+            for line in function.lines:
+                found[_place(line)] |= _shapes(line, function)
+        return found
+
+    def size(self, number: int) -> Polynomial:
+        return self.numbers.get(number) or Polynomial.of({(): Fraction(number)})
+
+    @cached_property
+    def points(self) -> list[dict[str, int]]:
+        """The sizes that are looked at."""
+        return check_points(self.template.ranges)
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether all sizes are looked at."""
+        return len(self.points) >= choices_of(self.template.ranges)
+
+    def apart(self, one: Polynomial, other: Polynomial) -> bool:
+        """Whether no ``a * one + c`` is some ``b * other + d`` at all sizes that are looked at, but for constants."""
+        (x, y), *rest = [(one.at(point), other.at(point)) for point in self.points]
+        return any((x1 - x) * (y2 - y) != (x2 - x) * (y1 - y) for (x1, y1), (x2, y2) in itertools.combinations(rest, 2))
+
+
+def _shapes(line: Line, function: Function) -> frozenset[Shape]:
+    """The shapes of what a line reads and makes."""
+    values = function.values()
+    return frozenset({values[name].type.shape for name in line.uses()} | {value.type.shape for value in line.made})
+
+
+def _place(line: Line) -> tuple[str, str]:
+    return line.origin.module, line.origin.source
+
+
+def _courses(shapes: Sequence[Sequence[Polynomial]]) -> Iterator[Polynomial]:
+    """The courses of dims, of products of one tensor's dims, and of differences of dims."""
+    moving = [[size for size in shape if size.names] for shape in shapes]
+    for shape in moving:
+        for count in range(1, len(shape) + 1):
+            for chosen in itertools.combinations(shape, count):
+                yield prod(chosen, start=_ONE).course
+    for one, other in itertools.permutations(dict.fromkeys(itertools.chain(*moving)), 2):
+        if (difference := one - other).names:
+            yield difference.course
+
+
+def _numbers(item: Any) -> Iterable[float]:
+    """The numbers in an argument."""
+    if isinstance(item, Cut):
+        yield item.size
+    elif isinstance(item, dict):
+        yield from itertools.chain.from_iterable(map(_numbers, item.values()))
+    elif isinstance(item, (tuple, list)):
+        yield from itertools.chain.from_iterable(map(_numbers, item))
+    elif isinstance(item, (int, float)) and not isinstance(item, (bool, Ref)):
+        yield item
+
+
+def role_faults(programs: Mapping[str, Program]) -> Iterator[ShapeFault]:
     """Parameters of programs that have other sizes than the captured graph's inputs, or the results of others, have."""
     reference = programs.get(REFERENCE_FILE)
     if reference is None:

@@ -26,7 +26,7 @@ from ..sizes.polynomials import Polynomial
 from ..sizes.template import ShapeFault, Template
 from ..torch_private import SymbolicSizes
 from .lines import Question, call_faults, call_of, collective_faults, forms_of, questions
-from .numbers import number_faults
+from .numbers import number_faults, role_faults
 
 _MOST_CHOICES = 1 << 20
 _MOST_WAYS = 16
@@ -45,7 +45,8 @@ def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
     sizes, numbers = _generic(template, mesh)
     proof = _Proof(template, numbers)
     programs = {file: parse_program(text, file) for file, text in template.at(sizes).items()}
-    faults = {fault.message: fault for fault in number_faults(template, programs)}
+    found = (*number_faults(template, programs, sizes, numbers), *role_faults(programs))
+    faults = {fault.message: fault for fault in found}
     for file, program in programs.items():
         for line, message in proof.faults(program):
             names = ", ".join(value.name for value in line.made)
@@ -70,8 +71,8 @@ def _generic(template: Template, mesh: Mesh) -> tuple[dict[str, int], dict[int, 
 
 
 _PROVED: dict[Any, str] = {}
-"""A line, the expressions that its numbers stand for, and the sizes' ranges → what is wrong with it: templates that are
-nearly the same, as a build's and its twin's, ask for the same proofs."""
+"""Faults of lines that were looked at before, "" for none, by the line, the expressions that its numbers stand for, and
+the sizes' ranges: templates that are nearly the same, as a build's and its twin's, ask for the same proofs."""
 _MOST_PROVED = 1 << 14
 
 
@@ -105,7 +106,8 @@ class _Proof:
 
     def key(self, q: Question) -> Any:
         """All that a proof depends on."""
-        read = {int(number) for number in _INTEGER.findall(q.text)}
+        types = (type_.text(q.mesh) for type_ in (*q.operands, *q.results))  # which name parts of dims too
+        read = {int(number) for text in (q.text, *types) for number in _INTEGER.findall(text)}
         read.update(size for type_ in (*q.operands, *q.results) for size in type_.shape)
         named = tuple((number, self.numbers[number]) for number in sorted(read) if number in self.numbers)
         return q, named, tuple(self.ranges.items())

@@ -150,9 +150,7 @@ class Partition:
                 axis = self.mesh.parts(name)[0]
                 heads = (key, axis) in self.placed.gathered
                 named = key[0].meta["role"].partition(" ")[2] if key[0].op == "placeholder" else key[0].name
-                self.reshards.append(
-                    Reshard(named, have[axis], want[axis], name, cause, size, self.reader, heads)
-                )
+                self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, heads))
         return node
 
     def rebuild(self, key: Key, want: Placement) -> fx.Node | None:
