@@ -13,7 +13,7 @@ from parc.checking.checks import rounding_of
 from parc.compiler.verify.precision import check_precision
 from tests.planted_builds import BUILDS, CHECKS, GoodBuild, Verdict, good_build, judge
 from tests.planted_conversions import CONVERSIONS
-from tests.planted_integers import shortened
+from tests.planted_integers import bounded, shortened
 from tests.planted_large import refusals, refusals_text
 from tests.planted_norms import wrong_norms
 from tests.planted_sites import Mutant
@@ -46,7 +46,7 @@ COLLECTIVE_CLASSES = (
 )  # fmt: skip
 
 
-_MANY = (wrong_norms, shortened)
+_MANY = (wrong_norms, shortened, bounded)
 
 
 def plant(build: GoodBuild, share: int = 1) -> Iterator[Mutant]:

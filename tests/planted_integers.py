@@ -1,4 +1,5 @@
-"""Planted bugs of whole numbers: they are cut off, wrapped around, or go through a type that is too short for them."""
+"""Planted bugs of numbers cut off beyond what data reaches: of whole numbers, which may also go through a type that is
+too short for them, and of activations."""
 
 from __future__ import annotations
 
@@ -60,3 +61,16 @@ def shortened(build: GoodBuild) -> Iterator[Mutant]:
             if value.role == "rng":
                 changed = _through(function, value.name, [("aten.flip.default", ([0],), (), torch.int64)])
                 yield Mutant(kind, f"F: {value.name} flipped", with_function(programs, "F", changed))
+
+
+def bounded(build: GoodBuild) -> Iterator[Mutant]:
+    """The first activations of each function of F are cut off where random data never comes to."""
+    programs = build.case.programs
+    for function in programs["F"].functions:
+        floats = [value.name for line in function.lines for value in line.made if value.type.dtype.is_floating_point]
+        for name in floats[:3]:
+            dtype = function.values()[name].type.dtype
+            for op, args in (("aten.clamp.default", (-5e4, 5e4)), ("aten.hardtanh.default", (-3e4, 3e4))):
+                changed = _through(function, name, [(op, args, (), dtype)])
+                what = f"F {function.name}: {name} by {op}{args}"
+                yield Mutant("bound an activation", what, with_function(programs, "F", changed))

@@ -132,6 +132,22 @@ class Amplified(Timed):
         return nn.functional.layer_norm(rows.float(), (32,), eps=1e-14)  # its squares do not depend on the rows
 
 
+class Tilted(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, grad):
+        return 1.03 * grad
+
+
+class Cancelled(Timed):
+    def forward(self, tokens):
+        small = 3e-6  # float32 loses what is beside 1, float64 does not
+        return ((1 + small * Tilted.apply(self.head(self.table(tokens)))) - 1) / small
+
+
 def mean(output):
     return output.square().mean()
 
@@ -183,6 +199,13 @@ def test_gradients_that_are_nothing_but_rounding_may_differ_as_far_as_that(tmp_p
     assert agreement.holds and agreement.gradient > 1e-3
     wrong = parse_program(text.replace("1e-14", "0.1"), "model")
     assert not compare_with_eager(made, replace(case, reference=wrong)).holds
+
+
+def test_what_rounds_in_float32_alone_is_compared_in_float64(tmp_path: Path) -> None:
+    made = compiled(tmp_path, ("Timed", "Cancelled"))
+    with pytest.raises(PlanError) as error:
+        compare_with_eager(made, case_of(made, made.built.programs))
+    assert "Tilted" in str(error.value)
 
 
 @pytest.mark.parametrize(

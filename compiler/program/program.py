@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, unquote
@@ -141,7 +141,7 @@ class Function:
     lines: tuple[Line, ...]
     returns: tuple[tuple[str, str], ...]
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """All that was once derived from the function, by what it is: it does not change, and many ask for the same."""
+    """Results computed from the function, by kind; they are kept, because a function never changes."""
 
     def values(self) -> Mapping[str, Value]:
         """Every value of the function by its name."""
@@ -241,6 +241,26 @@ def operator(op: str) -> Any:
     name, _, overload = rest.rpartition(".")
     operators = OPS if namespace == "parc" else getattr(torch.ops, namespace)
     return getattr(getattr(operators, name), overload)
+
+
+@lru_cache(maxsize=1024)
+def default_numbers(op: str) -> dict[str, float]:
+    """An operator's arguments that need not be given, with the numbers that they then are."""
+    if op in COLLECTIVES or "." not in op:
+        return {}
+    named = ((argument.name, argument.default_value) for argument in operator(op)._schema.arguments)
+    return {name: value for name, value in named if isinstance(value, (int, float)) and not isinstance(value, bool)}
+
+
+def numbers_in(item: Any) -> Iterator[float]:
+    """The numbers in an argument, sizes that are cut as they are of whole tensors."""
+    if isinstance(item, Cut):
+        yield item.size
+    elif isinstance(item, (dict, list, tuple)):
+        for inner in item.values() if isinstance(item, dict) else item:
+            yield from numbers_in(inner)
+    elif isinstance(item, (int, float)) and not isinstance(item, bool):
+        yield item
 
 
 # Operators that reach outside the tensors they are given; everything else that mutates nothing is allowed.

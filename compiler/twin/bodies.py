@@ -15,9 +15,9 @@ import torch
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..ops.precision import base_name
-from ..program.program import Cut, Function, Line, Ref, Value, operator
+from ..program.program import Cut, Function, Line, Ref, Value, default_numbers, operator
 
-Key = TypeVar("Key")
+_Key = TypeVar("_Key")
 Number = int | float
 Pair = tuple[Number, Number]
 """A number of the build, and the one in its place in the twin."""
@@ -102,15 +102,6 @@ def _arguments(op: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-@lru_cache(maxsize=1024)
-def _defaults(op: str) -> dict[str, Number]:
-    """Arguments that need not be given → the numbers that they then are."""
-    if op in COLLECTIVES or "." not in op:
-        return {}
-    named = ((argument.name, argument.default_value) for argument in operator(op)._schema.arguments)
-    return {name: value for name, value in named if isinstance(value, (int, float)) and not isinstance(value, bool)}
-
-
 def _word(item: Any, names: Mapping[str, str], given: list[tuple[str, Number, bool]], place: str, kind: str) -> str:
     """An argument without its numbers, which go to ``given``."""
     if isinstance(item, Ref):
@@ -147,7 +138,7 @@ class Pairs:
         for mine, other in zip(ours, theirs, strict=True):
             sizes |= (own := set(zip(mine.dims, other.dims, strict=True)))
             given = {place for place, _, _ in mine.given}
-            for place, default in _defaults(mine.op).items():
+            for place, default in default_numbers(mine.op).items():
                 if place not in given:
                     arguments[base_name(mine.op), mine.origin, place].add((default, default))
             for (place, here, size), (_, there, _) in zip(mine.given, other.given, strict=True):
@@ -164,19 +155,19 @@ class Pairs:
         return Pairs(self.written, at, self.every | other.every, arguments)
 
     def forward(self, numbers: Numbers, argument: str) -> frozenset[Pair]:
-        """The numbers that an operator has in its argument of this name, of which ``numbers`` are its backward's; empty
-        where they are no backward's. An attention's ``scale`` is so its derivative's too."""
+        """The pairs that the operator of a derivative's line has for this argument, such as an attention's ``scale``;
+        empty if the line is no derivative."""
         name = base_name(numbers.op)
         operator_name = name.removesuffix("_backward")
         key = (operator_name, numbers.origin, argument)
         return frozenset() if name == operator_name else self.arguments.get(key, frozenset())
 
 
-def _frozen(sets: Mapping[Key, set[Pair]]) -> dict[Key, frozenset[Pair]]:
+def _frozen(sets: Mapping[_Key, set[Pair]]) -> dict[_Key, frozenset[Pair]]:
     return {key: frozenset(pairs) for key, pairs in sets.items()}
 
 
-def _joined(one: Mapping[Key, frozenset[Pair]], other: Mapping[Key, frozenset[Pair]]) -> dict[Key, frozenset[Pair]]:
+def _joined(one: Mapping[_Key, frozenset[Pair]], other: Mapping[_Key, frozenset[Pair]]) -> dict[_Key, frozenset[Pair]]:
     return {key: one.get(key, frozenset()) | other.get(key, frozenset()) for key in {**one, **other}}
 
 

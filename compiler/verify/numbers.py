@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -22,7 +22,7 @@ from typing import Any
 
 from ..layout.collectives import COLLECTIVES
 from ..layout.placement import Shape
-from ..program.program import REFERENCE_FILE, Cut, Function, Line, Program, Ref
+from ..program.program import REFERENCE_FILE, Function, Line, Program, numbers_in
 from ..sizes.polynomials import Polynomial, Sizes, check_points, choices_of
 from ..sizes.template import ShapeFault, Template
 
@@ -64,7 +64,7 @@ class _Held:
 
     def other(self, line: Line, function: Function) -> str:
         """The first number of a line that may not be, "" if there is none."""
-        for number in _numbers((line.args, dict(line.kwargs))):
+        for number in numbers_in((line.args, dict(line.kwargs))):
             size, text = self.expression(number)
             if line.op == _AROUND:
                 if number not in self.shifts and -number not in self.shifts:
@@ -92,13 +92,13 @@ class _Held:
     def known(self) -> set[float]:
         """Numbers of the captured graph."""
         lines = (line for function in self.reference.functions for line in function.lines)
-        return {number for line in lines for number in _numbers((line.args, dict(line.kwargs)))}
+        return {number for line in lines for number in numbers_in((line.args, dict(line.kwargs)))}
 
     @cached_property
     def shifts(self) -> set[float]:
         """Numbers of the captured graph's operators that count around."""
         lines = (line for function in self.reference.functions for line in function.lines if line.op == _AROUND)
-        return {number for line in lines for number in _numbers(line.args)}
+        return {number for line in lines for number in numbers_in(line.args)}
 
     def follows(self, number: float, size: Polynomial, line: Line, function: Function) -> bool:
         """Whether a number is a size of a line, or is made of some, and no other such number is it where looked at."""
@@ -162,18 +162,6 @@ def _courses(shapes: Sequence[Sequence[Polynomial]]) -> Iterator[Polynomial]:
     for one, other in itertools.permutations(dict.fromkeys(itertools.chain(*moving)), 2):
         if (difference := one - other).names:
             yield difference.course
-
-
-def _numbers(item: Any) -> Iterable[float]:
-    """The numbers in an argument."""
-    if isinstance(item, Cut):
-        yield item.size
-    elif isinstance(item, dict):
-        yield from itertools.chain.from_iterable(map(_numbers, item.values()))
-    elif isinstance(item, (tuple, list)):
-        yield from itertools.chain.from_iterable(map(_numbers, item))
-    elif isinstance(item, (int, float)) and not isinstance(item, (bool, Ref)):
-        yield item
 
 
 def role_faults(programs: Mapping[str, Program]) -> Iterator[ShapeFault]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from parc.compiler.program.roles import SINGLE, Role, join
 from parc.compiler.program.text import parse_program
 from parc.compiler.schedules.timeline import simulate
 from parc.compiler.sizes.template import sizes_text
+from parc.compiler.verify.bounds import check_bounds
 from parc.compiler.verify.integers import check_integers
 from parc.compiler.verify.lines import check_lines, check_program
 from parc.compiler.verify.padding import check_padding
@@ -84,7 +84,7 @@ def static_faults(
         faults += check_bindings(programs, types)
         faults += check_reference(programs, reference, microbatches, pads, summed)
         faults += check_reduce(programs["SCALE"], programs["REDUCE"])
-        faults += check_integers(programs, reference)
+        faults += (*check_integers(programs, reference), *check_bounds(programs, reference))
         faults += check_precision(programs, reference, rounding or Rounding())
         faults += check_padding(programs, pads, types)
         faults += check_schedule(roles, microbatches, counts="COUNT" in programs)
@@ -98,17 +98,6 @@ def check_schedule(roles: Mapping[str, Role], microbatches: int, *, counts: bool
     return check_timelines(actions, stages, microbatches, counts=counts)
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Within it garbage is looked for only in what is made within it: a compiled plan is large, and stays."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@_uncollected()
 def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Checked:
     """Check a compiled plan through the texts of its programs, and make its report.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parc.compiler.capture.attributes import attribute_tensors
@@ -89,8 +91,8 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
 
 
 def _closest(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> EagerAgreement:
-    """The agreement in float32, or in float64 where that is closer; or in float32 as far as that rounds, where code
-    makes float32 tensors itself or rounding is amplified."""
+    """The agreement in float32; where that is too little, in float64; where the model does not run in float64, or has
+    float32 tensors of its own even then, in float32 as far as that rounds."""
     types = {value.type.dtype for function in case.reference.functions for value in function.values().values()}
     tolerance = max(_TOLERANCES.get(dtype, TOLERANCE) for dtype in types)
     allowed = tolerance, min(10 * tolerance, _MOST), min(10 * tolerance, _MOST)
@@ -103,15 +105,30 @@ def _closest(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor],
     wider = {name: as_wide(value) for name, value in inputs.items()}
     precise = _captured(case, wider, wide=True)
     try:
-        again = _agreement(precise, _eager(compiled, wider, wide=True), allowed, 1e-9 * top)
+        widest = _eager(compiled, wider, wide=True)
+        again, rounded = _agreement(precise, widest, allowed, 1e-9 * top), widest.narrow
     except Exception:  # the model's own code, which may refuse float64 in any way: its float32 run then stands alone
-        again = agreement
-    if again.holds:
+        again, rounded = agreement, True
+    if again.holds or not rounded:
         return again
     rounds = _agreement(captured, precise, allowed, 1e-3 * top).errors
     loss, gradient, buffer = (min(max(least, 4 * error), _MOST) for least, error in zip(allowed, rounds, strict=True))
-    rounded = _agreement(captured, eager, (loss, gradient, buffer), 1e-3 * top)
-    return rounded if rounded.holds else min(agreement, again, key=lambda a: sum(a.errors))
+    within = _agreement(captured, eager, (loss, gradient, buffer), 1e-3 * top)
+    return within if within.holds else min(agreement, again, key=lambda a: sum(a.errors))
+
+
+class _Narrow(TorchDispatchMode):
+    """Sees whether any floating numbers narrower than float64 are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        floats = (x for x in tree_leaves(made) if isinstance(x, torch.Tensor) and x.is_floating_point())
+        self.seen = self.seen or any(x.element_size() < 8 for x in floats)
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +142,8 @@ class _Result:
     output: tuple[torch.Tensor, ...] = ()
     again: tuple[tuple[torch.Tensor, ...], ...] = ()
     functions: tuple[str, ...] = ()
+    narrow: bool = False
+    """Whether it made floating numbers narrower than float64."""
 
 
 def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = False) -> _Result:
@@ -157,10 +176,12 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
         return forward()
 
     before = _python_draws()
-    *output, loss = forward()
-    others = _COINS if _python_draws() != before else 1
-    functions = _functions(loss)
-    loss.backward()
+    narrow = _Narrow()
+    with narrow if wide else nullcontext():
+        *output, loss = forward()
+        others = _COINS if _python_draws() != before else 1
+        functions = _functions(loss)
+        loss.backward()
     gradients = {name: real_form(p.grad) for name, p in module.named_parameters() if p.grad is not None}
     updated = {name: real_form(value.detach().clone()) for name, value in module.named_buffers(remove_duplicate=False)
                if name in buffers and buffers[name].numel() and not torch.equal(value, buffers[name])}  # fmt: skip
@@ -170,7 +191,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     finally:
         random.setstate(states[0])
         numpy.random.set_state(states[1])
-    return _Result(loss.detach(), gradients, updated, tuple(output), again, functions)
+    return _Result(loss.detach(), gradients, updated, tuple(output), again, functions, narrow.seen)
 
 
 def _functions(loss: torch.Tensor) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from .model_run import Batches, Case, ReferenceRun, largest_difference
 
 _TIMES = 16
-"""The factor on it: sums in another order round more often than each weight and each input once."""
+"""The factor on what one rounding moves: sums in another order round more often than weights and inputs do."""
 _MOST = 1e-6
 """The most that is forgiven, relative to a tensor's largest entry: a model that one rounding moves further cannot be
 tested."""

@@ -86,3 +86,25 @@ def test_results_of_the_same_layouts_are_remembered_and_others_are_not() -> None
     assert results_of(aten.mul_.Tensor, (x, 2), {}).in_place
     with pytest.raises(RuntimeError, match="broadcast"):
         results_of(aten.add.Tensor, (x, turned), {})
+
+
+def test_results_follow_the_default_dtype_that_a_models_code_may_set() -> None:
+    counts = example(torch.int64, (2, 3))
+    before = torch.get_default_dtype()
+    try:
+        found = []
+        for dtype in (torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            found.append(results_of(aten.div.Tensor, (counts, 3), {}).values.dtype)
+    finally:
+        torch.set_default_dtype(before)
+    assert found == [torch.float64, torch.float32]
+
+
+def test_what_writes_into_a_view_is_kept_though_nobody_reads_it_there() -> None:
+    with GraphRecorder() as recorder:
+        x = recorder.placeholder(torch.float32, (2, 3))
+        y = x.clone()
+        y[0].mul_(2)
+        graph = recorder.finish([y.sum()])
+    assert "aten.mul_.Tensor" in [str(node.target) for node in graph.nodes]

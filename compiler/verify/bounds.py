@@ -1,0 +1,40 @@
+"""Bounds: numbers that decide at which values of an activation an operator does something else.
+
+Data may never reach them: of `torch.where(y > 50, 0, y)` random numbers tell nothing. So what F and B compare
+activations with, cut them off at or put in their place is held to be in the captured graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ..ops.precision import base_name
+from ..program.faults import Fault
+from ..program.program import Line, Program, default_numbers, numbers_in
+
+_BOUNDED = frozenset({
+    "lt", "le", "gt", "ge", "eq", "ne", "clamp", "clamp_min", "clamp_max", "masked_fill", "hardtanh", "relu6",
+    "threshold", "softshrink", "hardshrink", "softplus", "hardtanh_backward", "threshold_backward",
+    "softshrink_backward", "hardshrink_backward", "softplus_backward",
+})  # fmt: skip
+_PLAIN = {-1.0, 0.0, 1.0}
+"""Numbers with which derivatives and masks compare where no line of a model has any."""
+
+
+def check_bounds(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
+    """Bounds of activations in F and B that the captured graph does not have."""
+    lines = [line for function in reference.functions for line in function.lines]
+    known = _PLAIN.union(*map(_numbers, lines), *(default_numbers(line.op).values() for line in lines))
+    for program in (programs[action] for action in ("F", "B") if action in programs):
+        for function in program.functions:
+            values = function.values()
+            for line in function.lines:
+                floats = any(values[name].type.dtype.is_floating_point for name in line.uses())
+                if base_name(line.op) in _BOUNDED and floats and (other := _numbers(line) - known):
+                    where = f"{program.action} {function.name}: {', '.join(value.name for value in line.made)}"
+                    message = f"{line.op} has {min(other)!r}, which is no number of the captured graph"
+                    yield Fault("types", where, message)
+
+
+def _numbers(line: Line) -> set[float]:
+    return {float(number) for number in numbers_in((line.args, dict(line.kwargs)))}
