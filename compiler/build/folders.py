@@ -100,18 +100,13 @@ def _locked(file: Path, who: str = "") -> Iterator[None]:
     while handle < 0:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if who else 0))
-        except BlockingIOError:
-            held = os.read(handle, 4096).decode("utf-8", "replace").strip()
-            os.close(handle)
-            raise FolderHeld(held or "another process") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            _lock(handle, wait=not who)
+            if not _is_at(file, handle):  # its holder has just removed it
                 os.close(handle)
-                raise
-        if not _is_at(file, handle):  # its holder has just removed it
+                handle = -1
+        except BaseException:  # of an interrupt too: a lock is held for as long as its file is open
             os.close(handle)
-            handle = -1
+            raise
     try:
         os.truncate(handle, 0)
         os.write(handle, who.encode())
@@ -119,6 +114,22 @@ def _locked(file: Path, who: str = "") -> Iterator[None]:
     finally:
         file.unlink(missing_ok=True)
         os.close(handle)
+
+
+def _lock(handle: int, wait: bool) -> None:
+    """Lock an open file, where the file system knows locks.
+
+    Raises:
+        FolderHeld: another process holds it, and this is not to wait.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        held = os.read(handle, 4096).decode("utf-8", "replace").strip()
+        raise FolderHeld(held or "another process") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
 
 
 def _is_at(file: Path, handle: int) -> bool:

@@ -66,7 +66,7 @@ def _rank(
     os.environ[STORE] = str(Path(folder) / "store")
     try:
         if world > 1:
-            join(timeout_s=60)
+            join(timeout_s=240)  # a rank may compile for long where others want the cores
         pipe.send_bytes(pickle.dumps((True, function(*arguments))))
         leave()
     except BaseException:

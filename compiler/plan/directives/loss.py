@@ -25,7 +25,8 @@ class Loss(Directive):
 
     `cross_entropy(output, targets, ignore=-100)`: cross entropy of the model's output (logits, classes last) with an
     input of class numbers; targets equal to `ignore` do not count. `output.loss`: an attribute or entry of what the
-    model returns. `"package.module:name"(output, targets)`: a callable of the output and of inputs, in its own order.
+    model returns. `"package.module:name" (output, targets)` or `"./file.py:name" (…)`: a callable of the output, as the
+    model returns it, and of inputs, in its own order.
     Everywhere `output.NAME` is an attribute or an entry of what the model returns, `output.1` its second entry, and
     `output.hidden.0` an entry of an entry.
     """
