@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 if TYPE_CHECKING:
     import sympy
 
-Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+CompiledGraph = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def trace(
@@ -147,7 +147,7 @@ def shape_environment() -> Any:
     return ShapeEnv()
 
 
-def compile_graph(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> Compiled | None:
+def compile_graph(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> CompiledGraph | None:
     """Inductor's code for a function of tensors of one ``fake_mode()``; None where it would have nothing to
     fuse, which is less than two operators that compute.
 

@@ -67,7 +67,7 @@ def format_item(item: Item | Dim) -> str:
             return "..."
         case syntax.Binding(name, value):
             return f"{name.text}={format_item(value)}"
-        case syntax.Split(name, axes, size):
+        case syntax.SplitItem(name, axes, size):
             after = "" if size is None else f"={format_item(size)}"
             return (name.text if name is not None else "") + "".join(f"/{format_item(axis)}" for axis in axes) + after
         case syntax.Range(low, high):

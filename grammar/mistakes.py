@@ -10,7 +10,7 @@ from lark import Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 Parse = Callable[[str], object]
-MOST_SHOWN = 80  # characters of a token in a message
+MOST_MISTAKES = 80  # characters of a token in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def diagnose(error: UnexpectedInput, parse: Parse) -> tuple[str, str]:
         return mistake.message, mistake.help
     if isinstance(error, UnexpectedToken) and isinstance(error.token, Token) and error.token.type != "$END":
         token = str(error.token)
-        shown = token if len(token) <= MOST_SHOWN else f"{token[:MOST_SHOWN]}…"
+        shown = token if len(token) <= MOST_MISTAKES else f"{token[:MOST_MISTAKES]}…"
         return f"unexpected `{shown}`", "a line is a verb and phrases; see docs/language.md"
     if isinstance(error, UnexpectedCharacters):
         return f"unexpected character `{error.char}`", "remove it"

@@ -29,7 +29,7 @@ from .syntax import (
     Number,
     Phrase,
     Range,
-    Split,
+    SplitItem,
     Statement,
     String,
     Var,
@@ -38,7 +38,7 @@ from .syntax import (
 
 MAX_NESTING = 16
 MAX_NUMBER = 40  # characters
-LARGEST = 2**63 - 1
+LARGEST_NUMBER = 2**63 - 1
 """Of whole numbers: what a tensor's sizes and the counters of programs hold."""
 LONGEST = 4096
 """Characters of a name or a string: what a path may have."""
@@ -47,7 +47,7 @@ CLOSES = {")": "(", "]": "[", "}": "{"}
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SourceLine:
     """One line of a plan: its statement if it has one and is well formed, and its comment without the ``#``."""
 
     statement: Statement | None
@@ -64,7 +64,7 @@ def parse(source: Source) -> tuple[tuple[Statement, ...], tuple[Diagnostic, ...]
     )
 
 
-def parse_lines(source: Source) -> Iterator[Line]:
+def parse_lines(source: Source) -> Iterator[SourceLine]:
     """Every line of the source, empty ones included."""
     start = 0
     for text in source.text.split("\n"):
@@ -74,7 +74,7 @@ def parse_lines(source: Source) -> Iterator[Line]:
         if not text.isprintable() and (hidden := _hidden(text)) is not None:
             yield _unseen(source, start + hidden, comment)
         elif not text[:end].strip(" \t\r") and (end == len(text) or comment is not None):
-            yield Line(None, comment)
+            yield SourceLine(None, comment)
         else:
             yield _parse_line(source, start, text, end, comment)
         start += len(text) + 1
@@ -86,11 +86,11 @@ def _hidden(text: str) -> int | None:
     return next((at for at, character in enumerate(ends) if not character.isprintable() and character != "\t"), None)
 
 
-def _unseen(source: Source, at: int, comment: str | None) -> Line:
+def _unseen(source: Source, at: int, comment: str | None) -> SourceLine:
     character = source.text[at]
     message = f"the line holds U+{ord(character):04X}, which shows nothing or turns the text after it"
     help_ = "remove it: a plan holds characters that can be seen, spaces and tabs"
-    return Line(None, comment, Diagnostic(INVISIBLE, message, Label(Span(source, at, at + 1)), help=help_))
+    return SourceLine(None, comment, Diagnostic(INVISIBLE, message, Label(Span(source, at, at + 1)), help=help_))
 
 
 def parse_value(source: Source) -> Item | None:
@@ -102,10 +102,10 @@ def parse_value(source: Source) -> Item | None:
     return items[0] if len(items) == 1 else None
 
 
-def _parse_line(source: Source, start: int, text: str, end: int, comment: str | None) -> Line:
-    def malformed(message: str, at: int, to: int, help_: str) -> Line:
+def _parse_line(source: Source, start: int, text: str, end: int, comment: str | None) -> SourceLine:
+    def malformed(message: str, at: int, to: int, help_: str) -> SourceLine:
         label = Label(Span(source, start + at, start + to))
-        return Line(None, comment, Diagnostic(MALFORMED, message, label, help=help_))
+        return SourceLine(None, comment, Diagnostic(MALFORMED, message, label, help=help_))
 
     unbalanced = _unbalanced(text)
     if unbalanced is not None:
@@ -125,16 +125,16 @@ def _parse_line(source: Source, start: int, text: str, end: int, comment: str | 
     for token in tree.scan_values(lambda value: isinstance(value, Token)):
         at = token.start_pos or 0
         if token.type == "NUMBER" and _too_large(str(token), source):
-            help_ = f"whole numbers go to {LARGEST:,}, others as far as a float"
+            help_ = f"whole numbers go to {LARGEST_NUMBER:,}, others as far as a float"
             return malformed("the number is too large", at, at + len(token), help_)
         if len(token) > LONGEST:
             return malformed(f"a word of {len(token):,} characters", at, at + len(token), f"write at most {LONGEST:,}")
-    return Line(_Builder(source, start).transform(tree), comment)
+    return SourceLine(_Builder(source, start).transform(tree), comment)
 
 
 def _too_large(text: str, source: Source) -> bool:
     number = Number(text, Span(source, 0, 0))
-    whole = number.is_integer and len(text) <= MAX_NUMBER and abs(number.value) > LARGEST
+    whole = number.is_integer and len(text) <= MAX_NUMBER and abs(number.value) > LARGEST_NUMBER
     return len(text) > MAX_NUMBER or whole or not math.isfinite(number.value)
 
 
@@ -219,9 +219,9 @@ class _Builder(Transformer[Token, Statement]):
         name, value = children
         return Binding(name, value, self._span(meta))
 
-    def split(self, meta: Meta, children: list[Any]) -> Split:
+    def split(self, meta: Meta, children: list[Any]) -> SplitItem:
         first, *axes, size = children
-        return Split(first if isinstance(first, Word) else None, tuple(axes), size, self._span(meta))
+        return SplitItem(first if isinstance(first, Word) else None, tuple(axes), size, self._span(meta))
 
     def range(self, meta: Meta, children: list[Any]) -> Range:
         low, high = children

@@ -22,7 +22,7 @@ from .syntax import (
     Number,
     Phrase,
     Range,
-    Split,
+    SplitItem,
     Statement,
     String,
     Var,
@@ -31,14 +31,14 @@ from .syntax import (
 
 LET = "let"
 IN_STRING = re.compile(r"\$([A-Za-z_]\w*)")
-Value = Number | Word | String | Range
+LetValue = Number | Word | String | Range
 
 
 @dataclass(frozen=True, slots=True)
 class _Override:
     """What replaces the value of a ``let``, or None if it is no value; ``said`` is how messages call it."""
 
-    value: Value | None
+    value: LetValue | None
     span: Span
     said: str
     help: str
@@ -81,7 +81,7 @@ def _define(name: str, text: str) -> _Override:
     span = Span(source, 0, len(text))
     said, help_ = f"`-D {name}`", f"write one value: `-D {name}=2`"
     item = parse_value(source)
-    if isinstance(item, Value):
+    if isinstance(item, LetValue):
         return _Override(item, span, said, help_)
     if any(character in text for character in '"$\r\n') or not text.isprintable():
         return _Override(None, span, said, help_)
@@ -91,7 +91,7 @@ def _define(name: str, text: str) -> _Override:
 def _argument(binding: Binding) -> _Override:
     """The value of one argument of an ``include``."""
     name, value = binding.name.text, binding.value
-    kept = value if isinstance(value, Value) else None
+    kept = value if isinstance(value, LetValue) else None
     return _Override(kept, binding.span, f"`{name}`", f"write one value: `{name}=2`")
 
 
@@ -99,7 +99,7 @@ class _Scope:
     """The names known so far, and the walk that replaces them."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Value] = {}
+        self.values: dict[str, LetValue] = {}
         self.spans: dict[str, Span] = {}
         self.lets: dict[int, Statement] = {}
         self.diagnostics: list[Diagnostic] = []
@@ -107,7 +107,7 @@ class _Scope:
         self._used: set[str] = set()
         self._complete = True  # whether every name of the statement at hand was replaced
 
-    def define_all(self, statement: Statement, overrides: Mapping[str, Value | None]) -> None:
+    def define_all(self, statement: Statement, overrides: Mapping[str, LetValue | None]) -> None:
         """Reads one ``let``; its values may use names of earlier ones."""
         phrases = []
         for phrase in statement.phrases:
@@ -115,7 +115,7 @@ class _Scope:
             phrases.append(replace(phrase, items=tuple(items)))
         self.lets[id(statement)] = replace(statement, phrases=tuple(phrases))
 
-    def _define(self, binding: Binding, overrides: Mapping[str, Value | None]) -> Binding:
+    def _define(self, binding: Binding, overrides: Mapping[str, LetValue | None]) -> Binding:
         name = binding.name.text
         if name in self.values or name in self._failed:
             message = f"`{name}` is defined twice"
@@ -127,7 +127,7 @@ class _Scope:
         self.spans[name] = binding.name.span
         before = len(self.diagnostics)
         value = self._item(binding.value)
-        if not isinstance(value, Value):
+        if not isinstance(value, LetValue):
             self._failed.add(name)
             if len(self.diagnostics) == before:
                 message = f"`{name}` is {KIND_NAMES[type(value)]}: a `let` holds a number, a word, a string or a range"
@@ -168,7 +168,7 @@ class _Scope:
             return self._string(item)
         if isinstance(item, Binding):
             return replace(item, value=self._item(item.value))
-        if isinstance(item, Split):
+        if isinstance(item, SplitItem):
             axes = tuple(self._needed(axis, (Word, Var), "an axis name") for axis in item.axes)
             size = None if item.size is None else self._needed(item.size, (Number, Var), "a number")
             return replace(item, axes=axes, size=size)
@@ -208,7 +208,7 @@ class _Scope:
             return string
         return replace(string, text=whole)
 
-    def _find(self, name: str, span: Span) -> Value | None:
+    def _find(self, name: str, span: Span) -> LetValue | None:
         self._used.add(name)
         if name in self.values:
             return self.values[name]
@@ -221,6 +221,6 @@ class _Scope:
         return None
 
 
-def _plain(value: Value) -> str:
+def _plain(value: LetValue) -> str:
     """The text that a value is inside a string."""
     return value.span.text if isinstance(value, Range) else value.text

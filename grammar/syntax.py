@@ -112,7 +112,7 @@ class Binding:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitItem:
     """``h/tp/cp=8``: a dim, or sub-dim, called h, of global size 8, split over tp and each part over cp."""
 
     name: Word | None
@@ -171,7 +171,7 @@ class Group:
     span: Span = field(compare=False, repr=False)
 
 
-Item: TypeAlias = Word | Number | String | Var | Ellipsis | Binding | Split | Range | Call | Layout | Group
+Item: TypeAlias = Word | Number | String | Var | Ellipsis | Binding | SplitItem | Range | Call | Layout | Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ KIND_NAMES: dict[type, str] = {
     Var: "a name after `$`",
     Ellipsis: "`...`",
     Binding: "`name=value`",
-    Split: "a split",
+    SplitItem: "a split",
     Range: "a range",
     Call: "a call",
     Layout: "a layout in `[]`",

@@ -3,7 +3,7 @@
 ``column WHERE over AXIS [rows DIMS]``: the verb, then the subject (words in capitals, one phrase each), and keyword
 clauses in any order, each once, after it or between its words. A keyword takes one phrase, or none: then it is a flag;
 it may be several words. What stands in ``[]`` may be left out; `` | `` separates whole alternatives. A word in capitals
-names its kind in ``KINDS``.
+names its kind in ``ARGUMENT_KINDS``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ArgumentKind:
     """What a placeholder stands for: ``count`` items (0: one or more) that ``accepts`` takes."""
 
     text: str
@@ -55,32 +55,36 @@ def _output(item: Item) -> bool:
     return isinstance(item, Call) and item.name == "out" and bool(item.arguments) and all(map(_where, item.arguments))
 
 
-KINDS: dict[str, Kind] = {
-    "NAME": Kind("a name", _name),
-    "AXIS": Kind("a mesh axis", _name),
-    "TYPE": Kind("a type", _name),
-    "PATH": Kind("a dotted name", lambda item: isinstance(item, Word)),
-    "WHERE": Kind("names or patterns of modules or parameters", _where, count=0),
-    "VALUES": Kind("names or patterns of parameters or inputs", _where, count=0),
-    "OUTPUTS": Kind("outputs of modules, such as `out(blocks.3)`", _output, count=0),
-    "SCHEDULE": Kind("a schedule", lambda item: isinstance(item, Word)),
-    "N": Kind("a whole number", lambda item: isinstance(item, Number) and item.is_integer),
-    "X": Kind("a number", _number),
-    "RATE": Kind("a number, or `cosine` or `linear` and a number", _number, leads=frozenset({"cosine", "linear"})),
-    "SIZE": Kind("a size such as `20GB`", _size),
-    "OP": Kind("a collective such as `all_gather`", _name),
-    "PAIR": Kind("two numbers", _number, count=2),
-    "LAYOUT": Kind("a layout such as `[B/dp, _]`", lambda item: isinstance(item, Layout)),
-    "DIMS": Kind("sub-dims such as `(3 h/tp d)`", lambda item: isinstance(item, Group)),
-    "CALL": Kind("a call such as `cross_entropy(output, targets)`", lambda item: isinstance(item, Call)),
-    "CALLABLE": Kind('a callable such as `"file.py:fn"`', lambda item: isinstance(item, String)),
-    "ARGS": Kind("arguments in parentheses", lambda item: isinstance(item, Group) and len(item.terms) <= 1),
-    "FILE": Kind("a name in double quotes", lambda item: isinstance(item, String)),
+ARGUMENT_KINDS: dict[str, ArgumentKind] = {
+    "NAME": ArgumentKind("a name", _name),
+    "AXIS": ArgumentKind("a mesh axis", _name),
+    "TYPE": ArgumentKind("a type", _name),
+    "PATH": ArgumentKind("a dotted name", lambda item: isinstance(item, Word)),
+    "WHERE": ArgumentKind("names or patterns of modules or parameters", _where, count=0),
+    "VALUES": ArgumentKind("names or patterns of parameters or inputs", _where, count=0),
+    "OUTPUTS": ArgumentKind("outputs of modules, such as `out(blocks.3)`", _output, count=0),
+    "SCHEDULE": ArgumentKind("a schedule", lambda item: isinstance(item, Word)),
+    "N": ArgumentKind("a whole number", lambda item: isinstance(item, Number) and item.is_integer),
+    "X": ArgumentKind("a number", _number),
+    "RATE": ArgumentKind(
+        "a number, or `cosine` or `linear` and a number", _number, leads=frozenset({"cosine", "linear"})
+    ),
+    "SIZE": ArgumentKind("a size such as `20GB`", _size),
+    "OP": ArgumentKind("a collective such as `all_gather`", _name),
+    "PAIR": ArgumentKind("two numbers", _number, count=2),
+    "LAYOUT": ArgumentKind("a layout such as `[B/dp, _]`", lambda item: isinstance(item, Layout)),
+    "DIMS": ArgumentKind("sub-dims such as `(3 h/tp d)`", lambda item: isinstance(item, Group)),
+    "CALL": ArgumentKind("a call such as `cross_entropy(output, targets)`", lambda item: isinstance(item, Call)),
+    "CALLABLE": ArgumentKind('a callable such as `"file.py:fn"`', lambda item: isinstance(item, String)),
+    "ARGS": ArgumentKind("arguments in parentheses", lambda item: isinstance(item, Group) and len(item.terms) <= 1),
+    "FILE": ArgumentKind("a name in double quotes", lambda item: isinstance(item, String)),
     # a word is a mistake that the directive explains
-    "TABLE": Kind("a file's name in double quotes", lambda item: isinstance(item, String | Word)),
-    "GLOBS": Kind("strings", lambda item: isinstance(item, String), count=0),
-    "NAME=VALUE,...": Kind("`name=value` pairs", lambda item: isinstance(item, Binding) and _name(item.name), count=0),
-    "NAME=SIZE,...": Kind("`NAME=SIZE` pairs", lambda item: True, count=0, rest=True),
+    "TABLE": ArgumentKind("a file's name in double quotes", lambda item: isinstance(item, String | Word)),
+    "GLOBS": ArgumentKind("strings", lambda item: isinstance(item, String), count=0),
+    "NAME=VALUE,...": ArgumentKind(
+        "`name=value` pairs", lambda item: isinstance(item, Binding) and _name(item.name), count=0
+    ),
+    "NAME=SIZE,...": ArgumentKind("`NAME=SIZE` pairs", lambda item: True, count=0, rest=True),
 }
 
 
@@ -168,7 +172,7 @@ def parse_usage(text: str) -> Usage:
     """Reads a USAGE line.
 
     Raises:
-        ValueError: a word in capitals is not in ``KINDS``.
+        ValueError: a word in capitals is not in ``ARGUMENT_KINDS``.
     """
     verb, _, rest = text.partition(" ")
     return Usage(text, verb, tuple(tuple(_slots(form)) for form in rest.split(" | ")))
@@ -180,7 +184,7 @@ def _slots(form: str) -> Iterator[Slot]:
         for token in (optional or needed).split():
             if token.upper() != token:
                 keyword.append(token)
-            elif token not in KINDS:
+            elif token not in ARGUMENT_KINDS:
                 raise ValueError(f"no kind is called {token!r}")
             else:
                 name = " ".join(keyword) or token.partition("=")[0].lower()
@@ -222,7 +226,7 @@ class _Match:
 
     def _take_subject(self, slot: Slot) -> None:
         assert slot.placeholder is not None
-        kind = KINDS[slot.placeholder]
+        kind = ARGUMENT_KINDS[slot.placeholder]
         if not self._rest or self._keyword(self._rest[0]) is not None:
             if slot.required:
                 message = f"`{self._usage.verb}` needs {slot.placeholder}: {kind.text}"
@@ -263,7 +267,7 @@ class _Match:
         if slot.placeholder is None:
             self._phrases[slot.name] = phrase
             return
-        kind = KINDS[slot.placeholder]
+        kind = ARGUMENT_KINDS[slot.placeholder]
         if not self._rest or self._keyword(self._rest[0]) is not None:
             self._phrases.setdefault(slot.name, phrase)  # the clause is there, though empty: it is not missing too
             self._error(MISSING_ARGUMENT, f"`{slot.name}` needs {slot.placeholder}: {kind.text}", phrase.span)
@@ -284,7 +288,7 @@ class _Match:
             return None
         return next((slot for name, slot in self._clauses.items() if name.split(" ")[0] == first.text), None)
 
-    def _check(self, kind: Kind, phrase: Phrase, taker: str) -> None:
+    def _check(self, kind: ArgumentKind, phrase: Phrase, taker: str) -> None:
         items = phrase.items
         if isinstance(items[0], Word) and items[0].text in kind.leads and len(items) > 1:
             items = items[1:]

@@ -12,11 +12,11 @@ from torch import fx
 from ..compiler.ops.factors import OpCall, Operand, OpRule, RuleError, opaque
 from ..compiler.ops.rules import rule_for
 
-Key = tuple[fx.Node, int]
+ValueKey = tuple[fx.Node, int]
 """One tensor: a node and which of its results."""
 
 
-def key_of(node: fx.Node) -> Key:
+def key_of(node: fx.Node) -> ValueKey:
     """The tensor a node stands for; ``getitem`` stands for a result of its operand."""
     if node.target is operator.getitem:
         return node.args[0], node.args[1]  # type: ignore[return-value]
@@ -29,7 +29,7 @@ def tensors_of(node: fx.Node) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def fake(key: Key) -> Any:
+def fake(key: ValueKey) -> Any:
     """The fake tensor of one result."""
     return tensors_of(key[0])[key[1]]
 
@@ -37,14 +37,14 @@ def fake(key: Key) -> Any:
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """The nodes that stand for tensor operands, in the order in which a call counts them."""
     found: list[fx.Node] = []
-    substitute((node.args, node.kwargs), found.append)
+    substitute_nodes((node.args, node.kwargs), found.append)
     return found
 
 
 def call_of(node: fx.Node) -> OpCall:
     """The node as a call on its global (or, in a local graph, local) shapes."""
     counter = iter(range(10**9))
-    args, kwargs = substitute((node.args, node.kwargs), lambda n: Operand(next(counter)))
+    args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: Operand(next(counter)))
     operands = tuple(tuple(fake(key_of(n)).shape) for n in operands_of(node))
     results = tuple(tuple(value.shape) for value in tensors_of(node) if isinstance(value, torch.Tensor))
     return OpCall(str(node.target), args, dict(kwargs), operands, results)
@@ -84,7 +84,7 @@ def outputs(graph: fx.Graph) -> list[fx.Node]:
     return list(found)
 
 
-def substitute(item: Any, change: Callable[[fx.Node], Any]) -> Any:
+def substitute_nodes(item: Any, change: Callable[[fx.Node], Any]) -> Any:
     """An argument with every node in it replaced."""
     rename: Any = change
     return fx.node.map_arg(item, rename)

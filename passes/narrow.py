@@ -14,11 +14,19 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..compiler.ops.precision import LOSSES, PRODUCTS, SENSITIVE, PrecisionLine, Regions, base_name, is_narrow, line_at
+from ..compiler.ops.precision import (
+    LOSSES,
+    PRODUCTS,
+    SENSITIVE,
+    PrecisionLine,
+    PrecisionRegions,
+    base_name,
+    is_narrow,
+    line_at,
+)
+from ..compiler.ops.torch_ops import aten
 from ..compiler.program.program import Origin
-from .calls import computes, operands_of, outputs, substitute, tensors_of
-
-aten = torch.ops.aten
+from .calls import computes, operands_of, outputs, substitute_nodes, tensors_of
 
 
 class _Flow(IntEnum):
@@ -44,7 +52,7 @@ _GIVEN = {
 """What a value of the captured graph's placeholders is, by the kind of its role."""
 
 
-def narrow(graph: fx.Graph, lines: Regions) -> None:
+def narrow(graph: fx.Graph, lines: PrecisionRegions) -> None:
     """Insert the casts that the plan's lines ask for. The values of outputs keep their types.
 
     A trained weight that is narrow in the model itself is stored in float32 from here on, and read rounded.
@@ -54,7 +62,7 @@ def narrow(graph: fx.Graph, lines: Regions) -> None:
         _Narrowing(graph, lines).run()
 
 
-def _keep_masters(graph: fx.Graph, lines: Regions) -> None:
+def _keep_masters(graph: fx.Graph, lines: PrecisionRegions) -> None:
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.users]:
         kind, _, name = node.meta["role"].partition(" ")
         value, line = node.meta["val"], line_at(lines, name)
@@ -81,7 +89,7 @@ class _Parts(TorchDispatchMode):
 
 
 class _Narrowing:
-    def __init__(self, graph: fx.Graph, lines: Regions) -> None:
+    def __init__(self, graph: fx.Graph, lines: PrecisionRegions) -> None:
         self.graph, self.lines = graph, lines
         self.captured = {node: tensors_of(node) for node in graph.nodes if node.op != "output"}
         self.flow: dict[fx.Node, _Flow] = {}
@@ -132,7 +140,7 @@ class _Narrowing:
         reads = list(dict.fromkeys(operands_of(node)))
         loss = bool(node.meta.get("loss"))
         seen = {n: self.seen(n, node) for n in reads if self.is_float(n, narrow=loss)}
-        node.args, node.kwargs = substitute((node.args, node.kwargs), lambda n: seen.get(n, n))
+        node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda n: seen.get(n, n))
         floats = list(dict.fromkeys(seen.values()))
         line = self.line_of(node)
         asked = loss or (not floats and any(self.captured[n][0].is_floating_point() for n in reads))
@@ -163,7 +171,7 @@ class _Narrowing:
         target: Any = node.target
         if target not in self.parts:
             with self.mode:  # of one type: some operators take no other
-                args, kwargs = substitute((node.args, node.kwargs), lambda n: _widened(n.meta["val"]))
+                args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: _widened(n.meta["val"]))
                 with _Parts() as parts:
                     target(*args, **kwargs)
             self.parts[target] = {base_name(str(target)), *parts.names}
@@ -183,10 +191,10 @@ class _Narrowing:
     def set(self, node: fx.Node, types: dict[fx.Node, torch.dtype]) -> None:
         """Read operands in these types; the node's results follow."""
         forms = {n: self.form(n, dtype, node, self.origin(node, n)) for n, dtype in types.items()}
-        node.args, node.kwargs = substitute((node.args, node.kwargs), lambda n: forms.get(n, n))
+        node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda n: forms.get(n, n))
         if all(n in self.captured and n.meta["val"].dtype == self.captured[n][0].dtype for n in operands_of(node)):
             return
-        args, kwargs = substitute((node.args, node.kwargs), lambda n: n.meta["val"])
+        args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
         target: Any = node.target
         with self.mode:
             node.meta["val"] = target(*args, **kwargs)

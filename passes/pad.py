@@ -18,10 +18,21 @@ from ..compiler.ops.factors import OpCall, OpRule, fill_operands
 from ..compiler.ops.neutral import COUNTED, LOOKUPS, REDUCTIONS
 from ..compiler.ops.rules import localize, pointwise
 from ..compiler.ops.torch_ops import OPS
-from ..compiler.padding.flow import Extra, Extras, PaddingFault, follow, locate, place
+from ..compiler.padding.flow import Extra, Extras, PaddingFault, follow_padding, locate, place_of_part
 from ..compiler.padding.pads import Pads, padded_shape
 from ..compiler.padding.point import point
-from .calls import Key, call_of, computes, fake, key_of, operands_of, outputs, rule_of, substitute, tensors_of
+from .calls import (
+    ValueKey,
+    call_of,
+    computes,
+    fake,
+    key_of,
+    operands_of,
+    outputs,
+    rule_of,
+    substitute_nodes,
+    tensors_of,
+)
 
 _PURE = ("buffer", "constant", "key")
 _SAFE = (1.0, 0.5)  # a point where an operator that is singular in its padding has a value and a slope
@@ -49,7 +60,7 @@ class _Padder:
         # as the model has them, before anything is longer
         self.calls: dict[fx.Node, OpCall] = {node: call_of(node) for node in nodes}
         self.rules: dict[fx.Node, OpRule] = {node: rule_of(node)[0] for node in nodes}
-        self.extras: dict[Key, Extras] = {}
+        self.extras: dict[ValueKey, Extras] = {}
         self.pure: set[fx.Node] = set()
         self.made: dict[tuple[Any, ...], fx.Node] = {}
 
@@ -86,7 +97,7 @@ class _Padder:
         except (PaddingFault, ValueError, RuntimeError, TypeError):  # a rule or operator does not do with longer dims
             node.args, node.kwargs, node.meta["val"] = before
             given = iter([self._without(n, self.extras.get(key_of(n), ()), node) for n in operands])
-            node.args, node.kwargs = substitute((node.args, node.kwargs), lambda _: next(given))
+            node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda _: next(given))
             for index in range(len(self.rules[node].results)):
                 self.extras[node, index] = ()
 
@@ -106,7 +117,7 @@ class _Padder:
                     parts.setdefault(found[0], {})[index] = found[1], extra
         for name, sides in parts.items():
             part = next(iter(sides.values()))[0]
-            at = {index: place(rule.sizes, dims, name, part) for index, dims in enumerate(rule.operands)}
+            at = {index: place_of_part(rule.sizes, dims, name, part) for index, dims in enumerate(rule.operands)}
             bare = {index: (part, Extra(*found)) for index, found in at.items() if found and index not in sides}
             alike = all(other == part for other, _ in sides.values())
             makes = all(key_of(operands[index])[0] in self.pure for index in bare)
@@ -140,7 +151,7 @@ class _Padder:
     def _safe(self, node: fx.Node, held: Mapping[int, float | None]) -> dict[int, float] | None:
         """Fills for an operator that has no value or no slope at what its padding holds, such as a logarithm of 0."""
         call = self.calls[node]
-        if call.op not in pointwise.TABLE:
+        if call.op not in pointwise.POINTWISE_RULES:
             return {}
         dtypes = [fake(key_of(n)).dtype for n in operands_of(node)]
         values = [held.get(index) for index in range(len(dtypes))]
@@ -166,7 +177,7 @@ class _Padder:
         shapes = [list(shape) for shape in call.results]
         for shape, dims in zip(shapes, rule.results, strict=True):
             for name, part in parts.items():
-                at = place(rule.sizes, dims, name, part)
+                at = place_of_part(rule.sizes, dims, name, part)
                 if at is not None:
                     if shape[at[0]] != at[1] * at[2]:
                         raise PaddingFault(f"dim {at[0]} of {node.name} would be padded twice")
@@ -174,7 +185,7 @@ class _Padder:
         args, kwargs = localize(call, tuple(tuple(fake(key_of(n)).shape) for n in operands), tuple(map(tuple, shapes)))
         node.args, node.kwargs = fill_operands(args, operands), fill_operands(kwargs, operands)
         mode = fake(key_of(operands[0])).fake_mode
-        fakes = substitute((node.args, node.kwargs), lambda n: fake(key_of(n)))
+        fakes = substitute_nodes((node.args, node.kwargs), lambda n: fake(key_of(n)))
         with mode:
             target: Any = node.target
             node.meta["val"] = target(*fakes[0], **fakes[1])
@@ -182,7 +193,7 @@ class _Padder:
         if made != shapes:
             raise PaddingFault(f"{node.name} makes {made}, not {shapes}")
         dtypes = [fake(key_of(n)).dtype for n in operands]
-        for index, extras in enumerate(follow(call_of(node), carried, dtypes)):
+        for index, extras in enumerate(follow_padding(call_of(node), carried, dtypes)):
             self.extras[node, index] = tuple(extra for extra in extras if extra.real is not None)
 
     def _prepared(self, operand: fx.Node, need: _Need, reader: fx.Node) -> fx.Node:
@@ -214,7 +225,7 @@ class _Padder:
             node.meta["val"] = target(value, *args[1:])
         node.meta["origin"] = reader.meta.get("origin", x.meta.get("origin"))
         node.meta["kept"] = reader.op == "output" or reader.meta.get("kept", False)
-        (self.extras[node, 0],) = follow(call_of(node), [self.extras.get(key_of(x), ())], [value.dtype])
+        (self.extras[node, 0],) = follow_padding(call_of(node), [self.extras.get(key_of(x), ())], [value.dtype])
         if key_of(x)[0] in self.pure:
             self.pure.add(node)
         return node

@@ -11,12 +11,12 @@ from torch import fx
 from ..compiler.capture.capture import Captured
 from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import Split
-from ..compiler.ops.precision import Regions
+from ..compiler.ops.precision import PrecisionRegions
 from ..compiler.padding.pads import Pads
 from ..compiler.program.program import Program
 from ..compiler.program.roles import SINGLE as ROLE
-from ..compiler.program.roles import Programs, join
-from ..compiler.resolve.seeds import Seed
+from ..compiler.program.roles import Programs, join_roles
+from ..compiler.resolve.seeds import PlacementSeed
 from ..compiler.verify.samples import combination
 from .calls import computes, outputs
 from .canonical.canonicalize import canonicalize
@@ -34,7 +34,7 @@ from .placing.partition import Partition, Reshard
 from .placing.propagate import Claim, Placed, propagate
 from .placing.registered import check_registered, explained
 from .placing.weight_uses import names_of
-from .programs.assemble import Steps, assemble, assemble_count, assemble_scale
+from .programs.assemble import StepPrograms, assemble, assemble_count, assemble_scale
 from .programs.cut import Pipeline, in_stages
 from .programs.model_program import reference_program
 from .programs.segments import block_of, node_type
@@ -52,11 +52,11 @@ class Request:
     seed: int
     frozen: frozenset[str] = frozenset()
     accumulate: torch.dtype = torch.float32
-    fused: Sequence[tuple[Seed, Sequence[str]]] = ()
+    fused: Sequence[tuple[PlacementSeed, Sequence[str]]] = ()
     """Splits of parameters in which few heads are fused with more, and over which axes these are gathered."""
     pads: Pads = field(default_factory=dict)
     """Dims of parameters, by role, that are longer in programs than in the model."""
-    precision: Regions = ()
+    precision: PrecisionRegions = ()
     pipeline: Pipeline | None = None
     unbatched: frozenset[str] = frozenset()
     """Inputs whose first dim is not the batch."""
@@ -141,10 +141,10 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         typed.output_node().meta["updates"] = captured.updates
     roles = _roles(programs, assemble(typed, mesh, request.seed, sums, request.pipeline), mesh, request.pipeline)
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
-    return Built(reference, join(roles), roles, tuple(reshards), missing, averaged=adds is None)
+    return Built(reference, join_roles(roles), roles, tuple(reshards), missing, averaged=adds is None)
 
 
-def _roles(shared: Programs, made: Steps, mesh: Mesh, pipeline: Pipeline | None) -> dict[str, Programs]:
+def _roles(shared: Programs, made: StepPrograms, mesh: Mesh, pipeline: Pipeline | None) -> dict[str, Programs]:
     """The programs of every role: those that all share, its stages' work and its REDUCE."""
     if pipeline is None:
         ((forward, backward),) = made.work

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from ..compiler.layout.placement import Shape
+from ..compiler.layout.mesh import Shape
 from ..compiler.program.actions import Action
 
 Environment = dict[str, Any]

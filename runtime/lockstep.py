@@ -13,7 +13,7 @@ from .faults import RunError
 from .state.gather import everywhere, exchange
 from .work import RankState
 
-Made = TypeVar("Made")
+_Made = TypeVar("_Made")
 
 
 @final
@@ -36,7 +36,7 @@ class Together:
             help_ = "end all processes; start again from the last checkpoint, by `session.restore` or `--resume`"
             raise RunError(LEFT_STEP, message, help_)
 
-    def agreed(self, make: Callable[[], Made]) -> Made:
+    def agreed(self, make: Callable[[], _Made]) -> _Made:
         """What every rank makes by itself; where one fails, none goes on.
 
         Raises:
@@ -45,8 +45,8 @@ class Together:
         return self.exchanged(lambda: (make(), ()), 0)[0]
 
     def exchanged(
-        self, make: Callable[[], tuple[Made, Sequence[int | torch.Tensor]]], width: int
-    ) -> tuple[Made, list[list[int]]]:
+        self, make: Callable[[], tuple[_Made, Sequence[int | torch.Tensor]]], width: int
+    ) -> tuple[_Made, list[list[int]]]:
         """What every rank makes by itself, with a row of ``width`` numbers; and the rows of all ranks.
 
         Raises:
@@ -54,7 +54,7 @@ class Together:
         """
         self.check()
         fault: RunError | None = None
-        made: Made | None = None
+        made: _Made | None = None
         row: Sequence[int | torch.Tensor] = [0] * width
         try:
             made, row = make()
@@ -67,7 +67,7 @@ class Together:
         if any(row[0] for row in rows):
             faults = everywhere(fault, self.world)
             raise fault or next(filter(None, faults))
-        return cast(Made, made), [row[1:] for row in rows]
+        return cast(_Made, made), [row[1:] for row in rows]
 
     @contextmanager
     def doing(self, what: str, state: RankState) -> Iterator[None]:

@@ -26,7 +26,7 @@ from .state.checkpoint import Checkpoint, read_checkpoint
 from .state.optimizer import restore_optimizer
 
 
-def mesh_of(build: Build) -> Mesh:
+def build_mesh(build: Build) -> Mesh:
     """The build's mesh; its axes in their order, which JSON's sorted keys lose and every program states."""
     return build.programs["F"].mesh
 
@@ -43,7 +43,7 @@ def check_fits(build: Build, world: int) -> None:
             OTHER_TORCH, f"`{build.path}` was built with torch {build.manifest['torch']}; this is torch {version}",
             again(build.path),
         )  # fmt: skip
-    mesh = mesh_of(build)
+    mesh = build_mesh(build)
     if world != mesh.world:
         raise RunError(
             WORLD_SIZE,
@@ -105,7 +105,7 @@ def constants_of(build: Build) -> dict[str, TensorType]:
 
 def checkpoint_bytes(build: Build) -> int:
     """How large a checkpoint of a build is: parameters, the optimizer's state of each, buffers that steps change."""
-    mesh, line, constants = mesh_of(build), build.manifest["optimizer"], constants_of(build)
+    mesh, line, constants = build_mesh(build), build.manifest["optimizer"], constants_of(build)
     slots = 2 if line["name"] == "adamw" else int(bool(line["momentum"]))
     parameters = [parse_type(text, mesh) for text in build.manifest["parameters"].values()] * (1 + slots)
     everything = [*parameters, *(constants[name] for name in build.manifest["updates"])]
@@ -118,7 +118,7 @@ def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, lis
     Raises:
         RunError: it cannot be read, or is of another model or optimizer; every fault is named.
     """
-    checkpoint, mesh, pads = read_checkpoint(path), mesh_of(build), pads_from(build.manifest["padding"])
+    checkpoint, mesh, pads = read_checkpoint(path), build_mesh(build), pads_from(build.manifest["padding"])
     types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
     types = {name: replace(type_, shape=real_shape(type_.shape, pads.get(name, ()))) for name, type_ in types.items()}
     constants = constants_of(build)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 
 from ..compiler.layout.mesh import Mesh
-from ..compiler.layout.placement import Placement, assemble
+from ..compiler.layout.placement import Placement, put_together
 from ..compiler.program.program import Function, Value
 from ..compiler.program.roles import Role
 
@@ -38,13 +38,13 @@ def keepers_of(roles: Sequence[Role], buffers: Iterable[str]) -> dict[str, tuple
     return {name: tuple(role for role, keys in writes if f"buffer {name}" in keys) for name in buffers}
 
 
-def place(rank: int, placement: Placement, mesh: Mesh) -> tuple[int, ...]:
+def piece_place(rank: int, placement: Placement, mesh: Mesh) -> tuple[int, ...]:
     """Which piece of a tensor, or which part of a sum, a rank has: ranks of one place hold the same."""
     at = mesh.coordinates(rank)
     return tuple(at[axis] for axis in (*placement.split_axes(), *placement.partial))
 
 
-def together(pieces: Mapping[int, torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
+def whole_tensor(pieces: Mapping[int, torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
     """A whole tensor of the pieces of the ranks that have one; any rank of a place will do."""
-    found = {place(rank, placement, mesh): piece for rank, piece in pieces.items()}
-    return assemble([found[place(rank, placement, mesh)] for rank in range(mesh.world)], placement, mesh)
+    found = {piece_place(rank, placement, mesh): piece for rank, piece in pieces.items()}
+    return put_together([found[piece_place(rank, placement, mesh)] for rank in range(mesh.world)], placement, mesh)

@@ -68,7 +68,7 @@ def check_device(device: torch.device, processes: int = 1) -> None:
         raise RunError(NO_DEVICE, fewer if found and processes > found else missing, help_)
 
 
-def join(device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> torch.device:
+def join_processes(device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> torch.device:
     """Make the process group of a launched process, gloo on CPUs and NCCL on GPUs; the device that it computes on.
 
     A GPU without a number is the process's own among its host's. A collective that waits longer than ``timeout_s``

@@ -22,9 +22,9 @@ from ..grammar.codes_build import BAD_STATE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
 from .communication import Backend
-from .data.batches import Batch, Batches
-from .data.feed import Feed, Parts
-from .data.sizes import AtSizes, BySizes, bound
+from .data.batches import Batches
+from .data.feed import Feed, LocalParts
+from .data.sizes import AtSizes, BySizes, bound_build
 from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
 from .lockstep import Together
 from .machine.compiled import Regions
@@ -32,16 +32,16 @@ from .machine.execute import Machine
 from .machine.kernels import KERNELS, Kernel
 from .machine.packs import Packs, packs_for
 from .machine.products import kernels_for
-from .opening import check_fits, check_source_of, constants_of, mesh_of, open_build, open_checkpoint, task_of
+from .opening import build_mesh, check_fits, check_source_of, constants_of, open_build, open_checkpoint, task_of
 from .owners import BUFFERS, held, keepers_of, owners_of
-from .processes import default_device, join, launched
+from .processes import default_device, join_processes, launched
 from .state.checkpoint import save_tensors
 from .state.gather import Gatherer, everywhere, exchange
 from .state.initial import Initial
 from .state.optimizer import make_optimizer, rate, update
 from .step import Stepper, StepReport, StepResult
 from .trace import Recorder, clock_offset, write_trace
-from .work import RankState
+from .work import Batch, RankState
 
 
 class Session:
@@ -67,7 +67,7 @@ class Session:
         trace: bool = False,
     ) -> None:
         self.build = build
-        self.mesh = mesh_of(build)
+        self.mesh = build_mesh(build)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         check_fits(build, self.world)
         self.device = torch.device(device) if device is not None else default_device()
@@ -97,7 +97,7 @@ class Session:
         self.state = self._initial_state()
         self.optimizer = make_optimizer(self.state.parameters, manifest["optimizer"])
         self._batches = Batches(self._by_sizes, self.mesh, self._together)
-        self._given: tuple[AtSizes, Parts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
+        self._given: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
     def _at(self, build: Build) -> AtSizes:
         machine = self.regions.machine if self.regions is not None else Machine
@@ -343,8 +343,8 @@ def load(
     Raises:
         RunError: the build, torch, the sizes or the number of processes does not fit, or there is no compiler.
     """
-    build = bound(open_build(path), sizes or {})
+    build = bound_build(open_build(path), sizes or {})
     if launched() and not dist.is_initialized():
         check_fits(build, launched())
-        device = join(torch.device(device) if device is not None else None)
+        device = join_processes(torch.device(device) if device is not None else None)
     return Session(build, device, compile=compile, trace=trace)

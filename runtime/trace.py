@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-Span = tuple[str, str, int, int, int]
+TracedSpan = tuple[str, str, int, int, int]
 """Name, category (``work``, or ``wait`` for a message), step from 0, begin and end in nanoseconds of this process."""
 
 _MOST = 200_000  # spans: more than a viewer can show
@@ -24,7 +24,7 @@ class Recorder:
     """Keeps the last spans of one rank. On a GPU each span ends when its work has, so a traced run overlaps less."""
 
     device: torch.device
-    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_MOST))
+    spans: deque[TracedSpan] = field(default_factory=lambda: deque(maxlen=_MOST))
 
     @contextmanager
     def span(self, name: str, category: str, step: int) -> Iterator[None]:
@@ -53,7 +53,7 @@ def clock_offset(exchange: Callable[[Sequence[int]], list[list[int]]], rank: int
     return 0 if hosts[rank] == hosts[0] else (low + high) // 2
 
 
-def write_trace(path: Path, ranks: Sequence[tuple[str, int, Iterable[Span]]]) -> None:
+def write_trace(path: Path, ranks: Sequence[tuple[str, int, Iterable[TracedSpan]]]) -> None:
     """Write every rank's spans as Chrome trace events; each rank comes with its name and its clock's offset.
 
     Raises:

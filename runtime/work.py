@@ -11,8 +11,8 @@ import torch
 from .communication import Environment
 from .owners import BUFFERS, PARAMETERS
 
-Item = TypeVar("Item")
-Key = tuple[int, str, int]
+_Item = TypeVar("_Item")
+WorkKey = tuple[int, str, int]
 """What is kept between actions belongs to a stage, its ``F`` or ``B``, and a microbatch."""
 Batch = Mapping[str, torch.Tensor]
 """One microbatch of one rank: its part of each input."""
@@ -35,8 +35,8 @@ class Work:
     parts: Sequence[Batch]
     keep: bool
     totals: dict[str, torch.Tensor] = field(default_factory=dict)
-    kept: dict[Key, dict[str, torch.Tensor]] = field(default_factory=dict)
-    sent: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
+    kept: dict[WorkKey, dict[str, torch.Tensor]] = field(default_factory=dict)
+    sent: dict[WorkKey, list[torch.Tensor]] = field(default_factory=dict)
     results: dict[str, torch.Tensor] = field(default_factory=dict)
     begun: Environment = field(default_factory=dict)
     """Of REDUCE what was begun ahead of it."""
@@ -63,7 +63,7 @@ class Work:
         """Totals of gradients, by the parameter's name, to which more may be added."""
         return {name: self.totals[key] for name in names if (key := f"gradient {name}") in self.owned}
 
-    def hand_over(self, key: Key, made: Environment) -> Environment:
+    def hand_over(self, key: WorkKey, made: Environment) -> Environment:
         """Put what goes to another stage aside; the rest."""
         if sent := [value for name, value in made.items() if name.startswith("sent ")]:
             self.sent[key] = sent
@@ -91,6 +91,6 @@ def bind(role: str, work: Work, extra: Environment) -> torch.Tensor:
     return work.totals[role]
 
 
-def strip(table: Mapping[str, Item], prefix: str) -> dict[str, Item]:
+def strip(table: Mapping[str, _Item], prefix: str) -> dict[str, _Item]:
     """What of a table has keys that begin with a prefix, by the rest of the key."""
     return {key.removeprefix(prefix): value for key, value in table.items() if key.startswith(prefix)}

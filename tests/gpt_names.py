@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from parc.compiler.resolve.names import Names, Shape, WeightUse
+from parc.compiler.layout.mesh import Shape
+from parc.compiler.resolve.names import PlanNames, WeightUse
 
 LAYERS, WIDTH, VOCAB = 2, 8, 50258
 
 
-def gpt_names(vocab: int = VOCAB) -> Names:
+def gpt_names(vocab: int = VOCAB) -> PlanNames:
     """Two blocks, tied embedding and head, fused qkv; batch 4, sequence 8."""
     shapes: dict[str, Shape] = {"embed.weight": (vocab, WIDTH), "norm.weight": (WIDTH,), "norm.bias": (WIDTH,)}
     uses = {"embed.weight": WeightUse("lookup", 0), "head.weight": WeightUse("linear", 0, 1)}
@@ -27,4 +28,4 @@ def gpt_names(vocab: int = VOCAB) -> Names:
             shapes[f"{block}.{name}.bias"] = (out,)
             uses[f"{block}.{name}.weight"] = WeightUse("linear", 0, 1)
     inputs: dict[str, Shape] = {"tokens": (4, 8), "targets": (4, 8)}
-    return Names(shapes, inputs, frozenset(modules), uses, {"head.weight": "embed.weight"})
+    return PlanNames(shapes, inputs, frozenset(modules), uses, {"head.weight": "embed.weight"})

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from parc.compiler.program.actions import Action
-from parc.compiler.program.program import Cut, Line, Ref, Value
+from parc.compiler.program.program import Line, LocalSize, Ref, Value
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, Programs, sites, with_function
 
@@ -188,7 +188,7 @@ def off_by_one(build: GoodBuild) -> Iterator[Mutant]:
 
 def _near(item: Any, position: bool) -> Iterator[tuple[str, Any]]:
     """The argument with one of its numbers changed."""
-    if isinstance(item, Cut):
+    if isinstance(item, LocalSize):
         yield f"{item.size} + {2 ** len(item.axes)}", replace(item, size=item.size + 2 ** len(item.axes))
     elif position and isinstance(item, int) and not isinstance(item, bool):
         yield f"{item} + 1", item + 1

@@ -9,7 +9,7 @@ from parc.compiler.layout.collectives import COLLECTIVES
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.ops.infer import infer
 from parc.compiler.program.program import Function, Line, Program, Value
-from parc.compiler.verify.lines import call_of
+from parc.compiler.verify.lines import line_call
 
 Programs = Mapping[str, Program]
 
@@ -91,7 +91,7 @@ def _derive(program: Program, line: Line, operands: Sequence[TensorType]) -> lis
             derived = [COLLECTIVES[line.op].result(operands[0], program.mesh, line.args[1:])]
             derived[0].local(program.mesh)
             return [*derived]
-        call = call_of(line, operands, results, lambda item: item.size)
+        call = line_call(line, operands, results, lambda item: item.size)
         placements = infer(call, [t.placement for t in operands], program.mesh, [t.placement for t in results])
     except (ValueError, KeyError, IndexError):
         return declared

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tests.test_house import LAYERS, ROOT, python_files
+from tests.test_house import LAYERS, ROOT, python_files, shown
 
 Graph = Mapping[str, set[str]]
 """Module or room → those that it imports."""
@@ -67,6 +67,26 @@ def test_no_rooms_import_one_another_in_a_circle() -> None:
     for module, others in imports().items():
         rooms.setdefault(room_of(module), set()).update(room_of(other) for other in others)
     assert not circle({room: others - {room} for room, others in rooms.items()})
+
+
+def test_no_public_name_is_defined_in_two_modules() -> None:
+    """A directive's class is named after its verb, whatever else has that name."""
+    homes: dict[str, set[str]] = {}
+    for file in python_files("parc", *LAYERS):
+        for name in _defined(ast.parse(file.read_text()).body):
+            if not name.startswith("_") and "compiler/plan/directives/" not in shown(file):
+                homes.setdefault(name, set()).add(shown(file))
+    assert len(homes) > 1000
+    assert not {name: sorted(files) for name, files in homes.items() if len(files) > 1}
+
+
+def _defined(body: Sequence[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
 
 
 def test_every_pass_is_in_the_pipeline() -> None:

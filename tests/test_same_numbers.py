@@ -12,7 +12,7 @@ from torch import nn
 
 from parc.compiler.initial.recipes import record
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import Placement, Split, TensorType, assemble, take
+from parc.compiler.layout.placement import Placement, Split, TensorType, put_together, take
 from parc.runtime.machine.kernels import KERNELS, Site
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def test_dropout_masks_are_bitwise_those_of_one_rank(case: tuple[Mesh, TensorTyp
     ]
     whole_type = TensorType(type_.dtype, type_.shape, Placement(()))
     whole = mask(Site(Mesh(), {}, [], [whole_type], CPU), key, type_.shape, p, torch.float32)
-    assert torch.equal(assemble(pieces, type_.placement, mesh), whole)
+    assert torch.equal(put_together(pieces, type_.placement, mesh), whole)
 
 
 class _Layers(nn.Module):
@@ -70,7 +70,7 @@ def test_initial_weights_are_bitwise_those_of_one_rank(data: st.DataObject) -> N
     placement = Placement.of(mesh, splits)
     numbers = torch.arange(math.prod(recipe.shape)).reshape(recipe.shape)
     pieces = [recipe.elements(take(numbers, placement, mesh, mesh.coordinates(rank))) for rank in range(mesh.world)]
-    assert torch.equal(assemble(pieces, placement, mesh), recipe.whole())
+    assert torch.equal(put_together(pieces, placement, mesh), recipe.whole())
 
 
 @pytest.mark.parametrize("first, second", [("a.0", "b.0"), ("a.0", "a.1")])

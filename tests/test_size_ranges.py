@@ -30,7 +30,7 @@ from parc.compiling.size_ranges import fixed
 from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
 from parc.runtime.compare.simulate import TOLERANCE, compare
 from parc.runtime.data.feed import Feed
-from parc.runtime.data.sizes import bound
+from parc.runtime.data.sizes import bound_build
 from parc.runtime.faults import RunError
 from tests.checked_plans import compiled
 from tests.family_plans import plan_text
@@ -322,7 +322,7 @@ def test_samples_of_another_size_say_how_to_run_at_theirs(gpt: Path) -> None:
 
 
 def test_the_plans_own_data_is_read_at_the_sizes_asked_for(gpt: Path) -> None:
-    made = bound(read_build(gpt), {"B": 8, "S": 12})
+    made = bound_build(read_build(gpt), {"B": 8, "S": 12})
     feed = Feed(made, Mesh(()), {}, torch.device("cpu"))
     first, _ = feed.next(0, 1)
     assert first["tokens"].shape == (4, 12)

@@ -17,7 +17,7 @@ from parc.compiler.initial.recipes import Recorded, record
 from parc.compiler.layout.placement import parse_type
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
-from parc.compiler.program.roles import join
+from parc.compiler.program.roles import join_roles
 from parc.compiler.program.text import parse_program
 from parc.compiling.driver import Compiled, compile_captured, optimizer_facts, stored_types
 from parc.grammar.source import Source
@@ -107,7 +107,7 @@ def case_of(made: Subject, compiled: Compiled) -> Case:
     roles = {name: replace(role, programs={key: reread(program) for key, program in role.programs.items()})
              for name, role in compiled.roles().items()}  # fmt: skip
     return Case(
-        join({name: role.programs for name, role in roles.items()}),
+        join_roles({name: role.programs for name, role in roles.items()}),
         reread(compiled.built.reference),
         () if compiled.pipeline is not None else compiled.actions,
         compiled.mesh,

@@ -16,7 +16,7 @@ _PHASES = {"COUNT": "forward", "SCALE": "forward", "F": "forward", "B": "backwar
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Communication:
     """One collective as it runs: all ranks of a group must meet in it alike."""
 
     op: str
@@ -27,12 +27,12 @@ class Message:
     origin: Origin
 
 
-def messages(program: Program) -> list[Message]:
+def messages(program: Program) -> list[Communication]:
     """The collectives of one run of a program, in order."""
     return list(_walk(program, program.main, None))
 
 
-def _walk(program: Program, function: Function, caller: Origin | None) -> Iterator[Message]:
+def _walk(program: Program, function: Function, caller: Origin | None) -> Iterator[Communication]:
     values = function.values()
     for line in function.lines:
         if line.calls_function:
@@ -51,7 +51,7 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
             origin = replace(origin, module=caller.module + origin.module.split(".*", 1)[1])
         dtype = str(type_.dtype).removeprefix("torch.")
         axes = program.mesh.joined(axes)
-        yield Message(line.op.removeprefix("parc."), axes, dtype, size, _PHASES[program.action], origin)
+        yield Communication(line.op.removeprefix("parc."), axes, dtype, size, _PHASES[program.action], origin)
 
 
 def communication_table(role: Role) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def _place(item: tuple[str, Program]) -> tuple[int, int]:
     return list(_PHASES).index(program.action), int("".join(filter(str.isdigit, name)) or 0)
 
 
-def _sent(program: Program, axis: str) -> Iterator[Message]:
+def _sent(program: Program, axis: str) -> Iterator[Communication]:
     """What a stage hands to its neighbour."""
     values = program.main.values()
     for key, name in program.main.returns:
@@ -87,4 +87,4 @@ def _sent(program: Program, axis: str) -> Iterator[Message]:
             type_ = values[name].type
             size = local_bytes(type_, program)
             dtype = str(type_.dtype).removeprefix("torch.")
-            yield Message("send", (axis,), dtype, size, _PHASES[program.action], Origin())
+            yield Communication("send", (axis,), dtype, size, _PHASES[program.action], Origin())

@@ -17,7 +17,7 @@ from ..layout.placement import parse_type
 from ..program.actions import parse_schedule
 from ..program.faults import Fault
 from ..program.program import REFERENCE_FILE, Program
-from ..program.roles import SINGLE, Role, group, join
+from ..program.roles import SINGLE, Role, group, join_roles
 from ..program.text import ProgramError, parse_program
 from ..sizes.polynomials import check_points
 from ..sizes.size_range import SizeRange
@@ -27,7 +27,7 @@ from .folders import FolderError, check_place, current, replace_folder
 from .json_schema import MANIFEST_FORM, REPORT_FORM, Form, FormError, hold_form
 
 FORMAT = 3
-MOST_BYTES = 128 << 20
+MOST_BUILD_BYTES = 128 << 20
 """The most bytes of a build: its files are held in memory, and grow with distinct layers, not with ranks."""
 MANIFEST = "manifest.json"
 _ACTIONS = {"SCALE", "F", "B", "REDUCE"}
@@ -73,7 +73,7 @@ class Build:
         try:
             programs, reference = read_programs(self.template.at(sizes))
             roles = {name: replace(role, programs=programs[name]) for name, role in self.roles.items()}
-            whole = join(programs)
+            whole = join_roles(programs)
         except (ProgramError, ValueError) as error:
             raise BuildError(f"`{self.path}` at {sizes_text(sizes)}: {error}") from None
         manifest = {**self.manifest, "sizes": sizes}
@@ -194,7 +194,7 @@ def _read(named: Path, altered: list[str] | None, imports: bool) -> Build:
                 raise ValueError("its manifest has sizes that are not the largest of its ranges")
             template = Template.read(ranges, {n: text for n, text in texts.items() if n.startswith("programs/")})
         found, reference = read_programs(texts if template is None else template.at(manifest["sizes"]))
-        programs, timelines = join(found), parse_schedule(texts["schedule.txt"])
+        programs, timelines = join_roles(found), parse_schedule(texts["schedule.txt"])
         if list(timelines) != list(found):
             raise ValueError(f"its schedule is of {', '.join(timelines)}, its programs are of {', '.join(found)}")
         roles = {name: Role(name, found[name], timelines[name]) for name in found}
@@ -213,11 +213,11 @@ def _read(named: Path, altered: list[str] | None, imports: bool) -> Build:
     _hold(path / "report.json", report, REPORT_FORM)
     build = Build(path, manifest, programs, reference, roles, report, template)
     if altered is None and (faults := build.fact_faults()):
-        raise misfit(path, faults)
+        raise misfit_error(path, faults)
     return build
 
 
-def misfit(path: Path, faults: Sequence[Fault]) -> BuildError:
+def misfit_error(path: Path, faults: Sequence[Fault]) -> BuildError:
     """The error of a manifest that is not what other files of its build say."""
     return BuildError(f"`{path / MANIFEST}` is not of its build: {faults[0].message}", again(path))
 
@@ -271,7 +271,7 @@ def _read_files(path: Path, manifest: Mapping[str, Any], altered: list[str] | No
         if not place.resolve().is_relative_to(path.resolve()) or not place.is_file():
             raise BuildError(f"`{place}` is missing")
         try:
-            data = read_bounded(place, MOST_BYTES - sum(map(len, texts.values())))
+            data = read_bounded(place, MOST_BUILD_BYTES - sum(map(len, texts.values())))
         except OSError as error:
             raise BuildError(f"`{place}` cannot be read: {error.strerror}") from None
         if hashlib.sha256(data).hexdigest() != expected:

@@ -22,7 +22,7 @@ class Each:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FieldRow:
     """A list of so many values of one form."""
 
     form: Any
@@ -45,7 +45,7 @@ class Among:
 
 Form = Any
 """A type or types; ``[form]`` for a list; ``{key: form}`` for a table with these keys at least, those that end in ``?``
-aside; ``Each``, ``Row``, ``Maybe`` or ``Among``."""
+aside; ``Each``, ``FieldRow``, ``Maybe`` or ``Among``."""
 
 _NONE = type(None)
 _NUMBER = (int, float)
@@ -60,7 +60,7 @@ MANIFEST_FORM: Form = {
     "model_lines": Each(str),
     "inputs": [{"name": str, "as?": str, "dtype": str, "dims": [(str, int)]}],
     "sizes": Each(int),
-    "ranges?": Each(Row(int, 3)),
+    "ranges?": Each(FieldRow(int, 3)),
     "budget?": int,
     "loss": {"kind": str, "target": str, "operands": [str], "ignore": (int, _NONE)},
     "mesh": Each(int),
@@ -68,7 +68,7 @@ MANIFEST_FORM: Form = {
     "optimizer": {
         "name": str, "shape": str, "lr": _NUMBER, "warmup": int, "to": (int, float, _NONE), "over": (int, _NONE),
         "no_decay": [str], "weight_decay": _NUMBER, "clip": (int, float, _NONE), "eps": _NUMBER,
-        "betas": Row(_NUMBER, 2), "momentum": _NUMBER, "nesterov": bool,
+        "betas": FieldRow(_NUMBER, 2), "momentum": _NUMBER, "nesterov": bool,
     },
     "frozen": [str],
     "accumulate": str,
@@ -79,7 +79,7 @@ MANIFEST_FORM: Form = {
     "steps": (int, _NONE),
     "aliases": Each(str),
     "parameters": Each(str),
-    "padding": Each([Row(int, 4)]),
+    "padding": Each([FieldRow(int, 4)]),
     "updates": [str],
     "constants": Each({"dtype": str, "values": (int, float, bool, list)}),
     "role": str,
@@ -132,7 +132,7 @@ def hold_form(value: Any, form: Form, name: str = "") -> None:
         _hold_type(value, str, name)
         if value not in form.words:
             raise FormError(f"`{name}` is none of {listed(form.words)}")
-    elif isinstance(form, Row):
+    elif isinstance(form, FieldRow):
         hold_form(value, [form.form], name)
         if len(value) != form.count:
             raise FormError(f"`{name}` is a list of {len(value)}, not of {form.count}")

@@ -12,7 +12,7 @@ from ..plan.directives.precision import TYPES
 from ..plan.directives.schedule import ACCUMULATE
 from ..plan.plan import Plan
 from ..program.faults import Fault
-from ..resolve.names import Names, find_parameters
+from ..resolve.names import PlanNames, find_parameters
 from ..resolve.pattern import ANY_DEPTH, Pattern
 from ..sizes.polynomials import moving
 from .facts import fact_fault, unlike
@@ -84,7 +84,7 @@ def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
     stored, tied = manifest["parameters"], manifest["aliases"]
     paths = (name.split(".") for name in (*stored, *tied))
     modules = frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
-    names = Names(dict.fromkeys(stored, ()), modules=modules, tied=dict(tied), smaller=True)
+    names = PlanNames(dict.fromkeys(stored, ()), modules=modules, tied=dict(tied), smaller=True)
 
     def meant(words: tuple[Word, ...]) -> set[str]:
         found = (find_parameters(word, names) for word in words)

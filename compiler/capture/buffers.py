@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..ops.torch_ops import aten
 from .faults import CaptureError
 
-aten = torch.ops.aten
 _WRITES = (aten.copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...grammar.nearest import did_you_mean, listed, nearest
-from .python_code import OPEN, bound, parsed
+from .python_code import OPEN, bound_names, parsed
 
 
 class CallableError(Exception):
@@ -98,7 +98,7 @@ def look_up(target: str, folder: Path) -> None:
         return
     path, first = existing((folder / place).resolve()), name.partition(".")[0]
     if (tree := parsed(path)) is not None and not OPEN.search(path.read_bytes()):
-        names = set(bound(tree))
+        names = set(bound_names(tree))
         if first not in names:
             raise _missing(target, first, names)
 

@@ -17,6 +17,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from torch.utils._pytree import tree_map_only
 
 from ..layout.placement import is_supported
+from ..ops.torch_ops import aten
 from ..program.program import Origin
 from ..torch_private import (
     detach_without_gradients,
@@ -33,9 +34,7 @@ from .complex_numbers import real_form
 from .complex_pairs import as_pairs
 from .composites import functional
 from .every_slice import EverySlice
-from .faults import CaptureError, explain
-
-aten = torch.ops.aten
+from .faults import CaptureError, explain_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +156,7 @@ def capture(
     except Exception as error:
         if isinstance(error, AssertionError):  # what torch says of one memory that is written under two names
             check_memory(model, frozenset(name for name, _ in model.named_buffers()))
-        raise explain(error, step.stage.in_loss) from error
+        raise explain_failure(error, step.stage.in_loss) from error
     finally:
         step.attributes.point()
     captured = _read(exported, step, tuple(inputs))

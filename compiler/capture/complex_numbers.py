@@ -23,7 +23,7 @@ def own_form(tensor: Tensor, is_complex: bool) -> Tensor:
     return torch.view_as_complex(tensor.contiguous()) if is_complex else tensor
 
 
-class Pair(NamedTuple):
+class ComplexPair(NamedTuple):
     """A complex value; a part that is None is zero everywhere, and costs nothing."""
 
     real: Any
@@ -33,18 +33,18 @@ class Pair(NamedTuple):
 _ONE = 1.0
 
 
-def pair(x: Any) -> Pair:
+def pair(x: Any) -> ComplexPair:
     """Any operand as a pair; of a number, parts that are zero are None."""
-    if isinstance(x, Pair):
+    if isinstance(x, ComplexPair):
         return x
     if isinstance(x, Tensor):
-        return Pair(x, None)
-    return Pair(*(None if part == 0 else _ONE if part == 1 else part for part in (x.real, x.imag)))
+        return ComplexPair(x, None)
+    return ComplexPair(*(None if part == 0 else _ONE if part == 1 else part for part in (x.real, x.imag)))
 
 
 def is_pair(x: Any) -> bool:
     """Whether an operand is a pair, which a tree of operands keeps whole."""
-    return isinstance(x, Pair)
+    return isinstance(x, ComplexPair)
 
 
 def _plus(x: Any, y: Any) -> Any:
@@ -70,39 +70,39 @@ def whole(x: Any) -> tuple[Tensor, Tensor]:
 # ---- arithmetic
 
 
-def add(x: Any, y: Any, alpha: Any = 1) -> Pair:
+def add(x: Any, y: Any, alpha: Any = 1) -> ComplexPair:
     """``x + alpha y``."""
     first, second = pair(x), pair(y) if alpha == 1 else mul(y, alpha)
-    return Pair(_plus(first.real, second.real), _plus(first.imag, second.imag))
+    return ComplexPair(_plus(first.real, second.real), _plus(first.imag, second.imag))
 
 
-def sub(x: Any, y: Any, alpha: Any = 1) -> Pair:
+def sub(x: Any, y: Any, alpha: Any = 1) -> ComplexPair:
     """``x - alpha y``."""
     first, second = pair(x), pair(y) if alpha == 1 else mul(y, alpha)
-    return Pair(_minus(first.real, second.real), _minus(first.imag, second.imag))
+    return ComplexPair(_minus(first.real, second.real), _minus(first.imag, second.imag))
 
 
-def mul(x: Any, y: Any) -> Pair:
+def mul(x: Any, y: Any) -> ComplexPair:
     """``x y``, or a number by either."""
     (a, b), (c, d) = pair(x), pair(y)
-    return Pair(_minus(_times(a, c), _times(b, d)), _plus(_times(a, d), _times(b, c)))
+    return ComplexPair(_minus(_times(a, c), _times(b, d)), _plus(_times(a, d), _times(b, c)))
 
 
-def neg(x: Any) -> Pair:
+def neg(x: Any) -> ComplexPair:
     """``-x``."""
     return sub(0, x)
 
 
-def conj(x: Any) -> Pair:
+def conj(x: Any) -> ComplexPair:
     """The other sign of the imaginary part."""
     real, imag = pair(x)
-    return Pair(real, None if imag is None else -imag)
+    return ComplexPair(real, None if imag is None else -imag)
 
 
-def scaled(x: Any, by: Any) -> Pair:
+def scaled(x: Any, by: Any) -> ComplexPair:
     """Over a real number or tensor."""
     real, imag = pair(x)
-    return Pair(None if real is None else real / by, None if imag is None else imag / by)
+    return ComplexPair(None if real is None else real / by, None if imag is None else imag / by)
 
 
 def square_sum(x: Any) -> Any:
@@ -111,15 +111,15 @@ def square_sum(x: Any) -> Any:
     return _plus(_times(real, real), _times(imag, imag))
 
 
-def div(x: Any, y: Any) -> Pair:
+def div(x: Any, y: Any) -> ComplexPair:
     """``x / y``."""
     divisor = pair(y)
     if divisor.imag is None:
-        return scaled(x, y if not isinstance(y, Pair) else y.real)
+        return scaled(x, y if not isinstance(y, ComplexPair) else y.real)
     return scaled(mul(x, conj(y)), square_sum(y))
 
 
-def reciprocal(x: Any) -> Pair:
+def reciprocal(x: Any) -> ComplexPair:
     """``1 / x``."""
     return div(1.0, x)
 
@@ -141,7 +141,7 @@ def angle(x: Any) -> Tensor:
     return torch.atan2(torch.where(none, imag.detach(), imag), torch.where(none, side, real))
 
 
-def sgn(x: Any) -> Pair:
+def sgn(x: Any) -> ComplexPair:
     """``x / |x|``; zero of zero."""
     size = abs_(x)
     return scaled(x, size.masked_fill(size == 0, 1.0))
@@ -150,74 +150,74 @@ def sgn(x: Any) -> Pair:
 # ---- functions
 
 
-def polar(size: Tensor, angle: Tensor) -> Pair:
+def polar(size: Tensor, angle: Tensor) -> ComplexPair:
     """A number by its size and its angle."""
-    return Pair(size * angle.cos(), size * angle.sin())
+    return ComplexPair(size * angle.cos(), size * angle.sin())
 
 
-def exp(x: Any) -> Pair:
+def exp(x: Any) -> ComplexPair:
     """``e^x``."""
     real, imag = pair(x)
     if imag is None:
-        return Pair(real.exp(), None)
-    turn = Pair(imag.cos(), imag.sin())
-    return turn if real is None else mul(Pair(real.exp(), None), turn)
+        return ComplexPair(real.exp(), None)
+    turn = ComplexPair(imag.cos(), imag.sin())
+    return turn if real is None else mul(ComplexPair(real.exp(), None), turn)
 
 
-def log(x: Any) -> Pair:
+def log(x: Any) -> ComplexPair:
     """The principal logarithm."""
-    return Pair(abs_(x).log(), angle(x))
+    return ComplexPair(abs_(x).log(), angle(x))
 
 
-def log_to(base: float) -> Callable[[Any], Pair]:
+def log_to(base: float) -> Callable[[Any], ComplexPair]:
     """The logarithm to a base."""
     return lambda x: scaled(log(x), math.log(base))
 
 
-def sqrt(x: Any) -> Pair:
+def sqrt(x: Any) -> ComplexPair:
     """The principal root."""
     return polar(abs_(x).sqrt(), angle(x) / 2)
 
 
-def pow_(x: Any, y: Any) -> Pair:
+def pow_(x: Any, y: Any) -> ComplexPair:
     """By products where the power is a small whole number, else ``exp(y log x)``."""
     if isinstance(y, (int, float)) and float(y).is_integer() and abs(y) <= 64:
         if y == 0:
-            return Pair(torch.ones_like(whole(x)[0]), None)
+            return ComplexPair(torch.ones_like(whole(x)[0]), None)
         made, power = None, reciprocal(x) if y < 0 else pair(x)
         for bit in bin(abs(int(y)))[:1:-1]:
             if bit == "1":
                 made = power if made is None else mul(made, power)
             power = mul(power, power)
         return made or power
-    return exp(mul(y, log(x) if isinstance(x, (Pair, Tensor)) else cmath.log(x)))
+    return exp(mul(y, log(x) if isinstance(x, (ComplexPair, Tensor)) else cmath.log(x)))
 
 
-def sin(x: Any) -> Pair:
+def sin(x: Any) -> ComplexPair:
     """The sine."""
     real, imag = whole(x)
-    return Pair(real.sin() * imag.cosh(), real.cos() * imag.sinh())
+    return ComplexPair(real.sin() * imag.cosh(), real.cos() * imag.sinh())
 
 
-def cos(x: Any) -> Pair:
+def cos(x: Any) -> ComplexPair:
     """The cosine."""
     real, imag = whole(x)
-    return Pair(real.cos() * imag.cosh(), -real.sin() * imag.sinh())
+    return ComplexPair(real.cos() * imag.cosh(), -real.sin() * imag.sinh())
 
 
-def sinh(x: Any) -> Pair:
+def sinh(x: Any) -> ComplexPair:
     """The hyperbolic sine."""
     real, imag = whole(x)
-    return Pair(real.sinh() * imag.cos(), real.cosh() * imag.sin())
+    return ComplexPair(real.sinh() * imag.cos(), real.cosh() * imag.sin())
 
 
-def cosh(x: Any) -> Pair:
+def cosh(x: Any) -> ComplexPair:
     """The hyperbolic cosine."""
     real, imag = whole(x)
-    return Pair(real.cosh() * imag.cos(), real.sinh() * imag.sin())
+    return ComplexPair(real.cosh() * imag.cos(), real.sinh() * imag.sin())
 
 
-def sigmoid(x: Any) -> Pair:
+def sigmoid(x: Any) -> ComplexPair:
     """``1 / (1 + e^-x)``."""
     return reciprocal(add(exp(neg(x)), 1.0))
 
@@ -244,12 +244,12 @@ def of_any(test: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
 # ---- products
 
 
-def product(op: Any) -> Callable[..., Pair]:
+def product(op: Any) -> Callable[..., ComplexPair]:
     """An operator that is linear in each tensor: the sum of its results for every choice of parts, by powers of i."""
 
-    def rule(*args: Any, **kwargs: Any) -> Pair:
+    def rule(*args: Any, **kwargs: Any) -> ComplexPair:
         leaves, structure = tree_flatten((args, kwargs), is_pair)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Pair)]
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, ComplexPair)]
         sums: list[Any] = [None, None]
         for choice in itertools.product((0, 1), repeat=len(places)):
             parts = {place: leaves[place][part] for place, part in zip(places, choice, strict=True)}
@@ -258,6 +258,6 @@ def product(op: Any) -> Callable[..., Pair]:
             given, options = tree_unflatten([parts.get(at, leaf) for at, leaf in enumerate(leaves)], structure)
             turns = sum(choice) % 4
             sums[turns % 2] = (_plus if turns < 2 else _minus)(sums[turns % 2], op(*given, **options))
-        return Pair(*sums)
+        return ComplexPair(*sums)
 
     return rule

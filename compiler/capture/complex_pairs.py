@@ -12,14 +12,13 @@ from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from ..ops.torch_ops import aten
 from ..program.program import Origin
 from ..torch_private import trace
-from .complex_numbers import Pair, pair, real_form
+from .complex_numbers import ComplexPair, pair, real_form
 from .complex_rules import RULES
 from .composites import inline, parts_of
 from .faults import CaptureError
-
-aten = torch.ops.aten
 
 
 def as_pairs(graph: fx.Graph) -> None:
@@ -87,7 +86,7 @@ class _Rewriter:
     def _read_parts(self, node: fx.Node) -> None:
         """Read a part of a pair where it is selected again: ``z.real`` is a selection from ``view_as_real``."""
         source: Any = node.args[0]
-        pair = self.made.get(source, Pair(None, None))
+        pair = self.made.get(source, ComplexPair(None, None))
         for user in list(node.users):
             last = user.target is aten.select.int and user.args[1] % node.meta["val"].dim() == source.meta["val"].dim()
             part = pair[user.args[2]] if last else None
@@ -118,7 +117,7 @@ class _Rewriter:
                 given = iter(values)
                 filled = tree_unflatten([None if node is None else next(given) for node in nodes], structure)
                 pairs = (
-                    value if real else Pair(value.select(-1, 0), value.select(-1, 1))
+                    value if real else ComplexPair(value.select(-1, 0), value.select(-1, 1))
                     for value, real in zip(filled, stored, strict=True)
                 )
                 by_node = dict(zip(operands, pairs, strict=True))
@@ -178,13 +177,13 @@ def _conform(made: Any, val: Any) -> Any:
     if isinstance(val, (list, tuple)):
         return [_conform(one, other) for one, other in zip(made, val, strict=True)]
     if not val.is_complex():
-        assert not isinstance(made, Pair)
+        assert not isinstance(made, ComplexPair)
         return _as(made, val.shape, val.dtype)
     real, imag = pair(made)
     dtype = val.dtype.to_real()
     if real is None and imag is None:
         real = torch.zeros(val.shape, dtype=dtype)
-    return Pair(*(None if part is None else _as(part, val.shape, dtype) for part in (real, imag)))
+    return ComplexPair(*(None if part is None else _as(part, val.shape, dtype) for part in (real, imag)))
 
 
 def _as(value: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

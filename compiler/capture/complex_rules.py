@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..ops.torch_ops import aten
 from . import complex_numbers as numbers
-from .complex_numbers import Pair, add, is_pair, mul, pair, product, whole
+from .complex_numbers import ComplexPair, add, is_pair, mul, pair, product, whole
 from .fourier import of_reals, to_complex, to_reals
 
-aten = torch.ops.aten
 Rule = Callable[..., Any]
 """Takes an operator's arguments, complex ones as pairs; gives a pair, or a tensor."""
 
@@ -25,8 +25,8 @@ def _view_as_real(x: Any) -> Tensor:
     return torch.stack(whole(x), -1)
 
 
-def _view_as_complex(x: Tensor) -> Pair:
-    return Pair(x.select(-1, 0), x.select(-1, 1))
+def _view_as_complex(x: Tensor) -> ComplexPair:
+    return ComplexPair(x.select(-1, 0), x.select(-1, 1))
 
 
 def _cast(x: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
@@ -35,7 +35,7 @@ def _cast(x: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
 
 
 def _copy(x: Any, source: Any, *_: Any) -> Any:
-    return pair(source) if isinstance(x, Pair) else whole(source)[0]
+    return pair(source) if isinstance(x, ComplexPair) else whole(source)[0]
 
 
 def _filled(value: Callable[..., Any]) -> Rule:
@@ -43,7 +43,7 @@ def _filled(value: Callable[..., Any]) -> Rule:
 
     def rule(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
         made = value(*args)  # a tensor without dims, or a number
-        made = pair(made if isinstance(made, (Pair, Tensor)) else complex(made))
+        made = pair(made if isinstance(made, (ComplexPair, Tensor)) else complex(made))
         return made if dtype is None or dtype.is_complex else made.real or 0.0
 
     return rule
@@ -79,8 +79,8 @@ def _each(op: Any, call: Callable[..., Any] | None = None) -> Rule:
         real, imag = part(0), part(1)
         if isinstance(some := imag if real is None else real, (list, tuple)):
             none = [None] * len(some)
-            return [Pair(*both) for both in zip(real or none, imag or none, strict=True)]
-        return Pair(real, imag)
+            return [ComplexPair(*both) for both in zip(real or none, imag or none, strict=True)]
+        return ComplexPair(real, imag)
 
     return rule
 
@@ -88,19 +88,19 @@ def _each(op: Any, call: Callable[..., Any] | None = None) -> Rule:
 def _biased(op: Any) -> Rule:
     """A product whose third operand is added: to a linear layer's last dim, to a convolution's second."""
 
-    def rule(x: Any, weight: Any, bias: Any = None, *rest: Any, **kwargs: Any) -> Pair:
+    def rule(x: Any, weight: Any, bias: Any = None, *rest: Any, **kwargs: Any) -> ComplexPair:
         made = product(op)(x, weight, None, *rest, **kwargs)
         if bias is None:
             return made
         dims = 0 if op is aten.linear.default else whole(weight)[0].dim() - 2
         spread = (None if part is None else part.reshape([-1, *[1] * dims]) for part in pair(bias))
-        return add(made, Pair(*spread))
+        return add(made, ComplexPair(*spread))
 
     return rule
 
 
 def _plus_product(op: Any) -> Rule:
-    def rule(x: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1) -> Pair:
+    def rule(x: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1) -> ComplexPair:
         made = product(op)(first, second)
         return add(x if beta == 1 else mul(x, beta), made if alpha == 1 else mul(made, alpha))
 
@@ -112,11 +112,11 @@ def _norm(x: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
     return made
 
 
-def _dropout(x: Any, p: float, train: bool | None) -> tuple[Pair, Tensor]:
+def _dropout(x: Any, p: float, train: bool | None) -> tuple[ComplexPair, Tensor]:
     """One mask for both parts."""
     real, imag = whole(x)
     kept, mask = aten.native_dropout.default(torch.ones_like(real), p, train)
-    return Pair(real * kept, imag * kept), mask
+    return ComplexPair(real * kept, imag * kept), mask
 
 
 _EACH = """
@@ -148,7 +148,7 @@ RULES: Mapping[Any, Rule] = {
     aten._neg_view.default: numbers.neg,
     aten.view_as_real.default: _view_as_real,
     aten.view_as_complex.default: _view_as_complex,
-    aten.complex.default: Pair,
+    aten.complex.default: ComplexPair,
     aten.polar.default: numbers.polar,
     aten.real.default: lambda x: whole(x)[0],
     aten.imag.default: lambda x: whole(x)[1],

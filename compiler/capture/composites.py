@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
+from ..ops.torch_ops import aten
 from ..torch_private import is_composite, trace
 
-aten = torch.ops.aten
 _REGION: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
 _LEFT = frozenset({aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.view.dtype})
 """Operators that torch does not leave as they are: a constant is copied, and what has no derivative detached."""

@@ -19,7 +19,7 @@ class CaptureError(Exception):
         self.in_loss = in_loss
 
 
-def explain(error: Exception, in_loss: bool) -> CaptureError:
+def explain_failure(error: Exception, in_loss: bool) -> CaptureError:
     """What torch's export said, in a model's terms."""
     name, text = type(error).__name__, str(error)
     source = user_frame(error)

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .complex_numbers import Pair, pair, product, scaled, whole
+from .complex_numbers import ComplexPair, pair, product, scaled, whole
 
 _cast = torch.ops.aten._to_copy.default
 _linear = product(torch.ops.aten.linear.default)
 _ROOT = 1  # of torch's ways to scale; 0 is none, 2 the size itself
 
 
-def to_complex(x: Any, dims: Sequence[int], scale: int, forward: bool) -> Pair:
+def to_complex(x: Any, dims: Sequence[int], scale: int, forward: bool) -> ComplexPair:
     """``_fft_c2c``: complex numbers to as many."""
     made = pair(x)
     for dim in dims:
@@ -28,11 +28,11 @@ def to_complex(x: Any, dims: Sequence[int], scale: int, forward: bool) -> Pair:
     return _scaled(made, [whole(x)[0].shape[dim] for dim in dims], scale)
 
 
-def of_reals(x: Tensor, dims: Sequence[int], scale: int, half: bool) -> Pair:
+def of_reals(x: Tensor, dims: Sequence[int], scale: int, half: bool) -> ComplexPair:
     """``_fft_r2c``: of reals, along the last dim ``half`` of the result where the rest is its conjugate."""
     sizes = [x.shape[dim] for dim in dims]
     rows = sizes[-1] // 2 + 1 if half else sizes[-1]
-    made = _along(Pair(x, None), dims[-1], _turns(rows, sizes[-1], sizes[-1], True, x.dtype))
+    made = _along(ComplexPair(x, None), dims[-1], _turns(rows, sizes[-1], sizes[-1], True, x.dtype))
     return _scaled(to_complex(made, dims[:-1], 0, True), sizes, scale)
 
 
@@ -43,30 +43,30 @@ def to_reals(x: Any, dims: Sequence[int], scale: int, size: int) -> Tensor:
     columns = torch.arange(real.shape[dims[-1]])
     both = _cast((columns > 0) & (columns * 2 < size), dtype=real.dtype)
     turns = _turns(size, len(columns), size, False, real.dtype)
-    made = _along(made, dims[-1], Pair(*(part * (both + 1.0) for part in turns)))
+    made = _along(made, dims[-1], ComplexPair(*(part * (both + 1.0) for part in turns)))
     sizes = [*(real.shape[dim] for dim in dims[:-1]), size]
     return whole(_scaled(made, sizes, scale))[0]
 
 
-def _turns(rows: int, columns: int, size: int, forward: bool, dtype: torch.dtype) -> Pair:
+def _turns(rows: int, columns: int, size: int, forward: bool, dtype: torch.dtype) -> ComplexPair:
     """``exp(2 pi i row column / size)``, or its conjugate. ``row column % size`` is a whole number and the angle is
     float64: of large angles float32 does not tell where in a turn they end."""
     places = torch.arange(rows)[:, None] * torch.arange(columns)[None, :] % size
     angle = torch.arange(size, dtype=torch.float64) * (2 * math.pi) / size
     cos, sin = (_cast(table, dtype=dtype)[places] for table in (angle.cos(), angle.sin()))
-    return Pair(cos, -sin if forward else sin)
+    return ComplexPair(cos, -sin if forward else sin)
 
 
-def _along(x: Pair, dim: int, matrix: Pair) -> Pair:
+def _along(x: ComplexPair, dim: int, matrix: ComplexPair) -> ComplexPair:
     """Every line along ``dim`` times a matrix [out, in]."""
     last = whole(x)[0].dim() - 1
     if dim % (last + 1) == last:
         return _linear(x, matrix)
-    turned = Pair(*(None if part is None else part.transpose(dim, -1) for part in x))
-    return Pair(*(None if part is None else part.transpose(dim, -1) for part in _linear(turned, matrix)))
+    turned = ComplexPair(*(None if part is None else part.transpose(dim, -1) for part in x))
+    return ComplexPair(*(None if part is None else part.transpose(dim, -1) for part in _linear(turned, matrix)))
 
 
-def _scaled(x: Pair, sizes: Sequence[int], scale: int) -> Pair:
+def _scaled(x: ComplexPair, sizes: Sequence[int], scale: int) -> ComplexPair:
     count = math.prod(sizes)
     if not scale:
         return x

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .callables import CallableError, existing, load_callable
-from .python_code import Code, read_code
+from .python_code import ReachedCode, read_code
 
 _OWN = __name__.partition(".")[0]
 
@@ -81,7 +81,7 @@ def local_files(target: str, folder: Path) -> list[Path]:
     return sorted(_reach([target], folder.resolve()))
 
 
-def _reach(targets: Sequence[str], folder: Path) -> dict[Path, tuple[Code, set[int]]]:
+def _reach(targets: Sequence[str], folder: Path) -> dict[Path, tuple[ReachedCode, set[int]]]:
     reached = _Reached(folder)
     for target in targets:
         place, _, name = target.rpartition(":")
@@ -101,7 +101,7 @@ class _Reached:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._found: dict[Path, tuple[Code, set[int]]] = {}
+        self._found: dict[Path, tuple[ReachedCode, set[int]]] = {}
         self._todo: list[tuple[Path, int, str]] = []
 
     def run(self, path: Path) -> Path:
@@ -122,7 +122,7 @@ class _Reached:
         if not found:
             self._todo += [(path, at, _EVERY) for at in range(len(code.statements))]
 
-    def close(self) -> dict[Path, tuple[Code, set[int]]]:
+    def close(self) -> dict[Path, tuple[ReachedCode, set[int]]]:
         """Follow what is asked for to its end."""
         seen = set[tuple[Path, int, str]]()
         while self._todo:

@@ -27,7 +27,7 @@ _LIBRARIES = sys.stdlib_module_names - {"__future__", "this", "antigravity"} | {
 
 
 @dataclass(frozen=True)
-class Statement:
+class CodeStatement:
     """A statement at the top level: the names to which it gives a value, those that it reads, the imports in it, and
     whether to give these values is all it does."""
 
@@ -39,13 +39,13 @@ class Statement:
 
 
 @dataclass(frozen=True)
-class Code:
+class ReachedCode:
     """A file's statements; ``whole``: any of them may be read by any name. Of a file that is no Python there are none,
     and of one that may read its own text that text counts."""
 
     path: Path
     text: bytes
-    statements: tuple[Statement, ...]
+    statements: tuple[CodeStatement, ...]
     whole: bool
     as_text: bool
 
@@ -72,17 +72,17 @@ def parsed(path: Path) -> ast.Module | None:
         return None
 
 
-def read_code(path: Path) -> Code:
+def read_code(path: Path) -> ReachedCode:
     """What a file says."""
     text, tree = path.read_bytes(), parsed(path)
     if tree is None or _READS_TEXT.search(text):
         statements = () if tree is None else tuple(_statement(node, False) for node in tree.body)
-        return Code(path, text, statements, True, True)
+        return ReachedCode(path, text, statements, True, True)
     statements = tuple(_statements(tree))
-    return Code(path, text, statements, bool(OPEN.search(text) or _READS_ANY.search(text)), False)
+    return ReachedCode(path, text, statements, bool(OPEN.search(text) or _READS_ANY.search(text)), False)
 
 
-def bound(tree: ast.AST) -> Iterator[str]:
+def bound_names(tree: ast.AST) -> Iterator[str]:
     """The names that a module's statements give something to, inside functions and classes aside."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -92,18 +92,18 @@ def bound(tree: ast.AST) -> Iterator[str]:
             yield node.asname or node.name.partition(".")[0]
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        yield from bound(node)
+        yield from bound_names(node)
 
 
-def _statements(tree: ast.Module) -> Iterator[Statement]:
+def _statements(tree: ast.Module) -> Iterator[CodeStatement]:
     """Statements in order, with what is known of names so far: those of libraries, and of classes whose subclasses are
     no one's business but their own."""
     library = set[str]()
     plain = {"object", "Exception", "ValueError", "RuntimeError", "dict", "list", "tuple", "int", "float", "str"}
-    others = set(bound(tree))
+    others = set(bound_names(tree))
     plain -= others
     for node in tree.body:
-        names = set(bound(ast.Module([node], [])))
+        names = set(bound_names(ast.Module([node], [])))
         match node:
             case ast.Import() | ast.ImportFrom():
                 inert = _is_library(node)
@@ -117,11 +117,11 @@ def _statements(tree: ast.Module) -> Iterator[Statement]:
         yield _statement(node, inert)
 
 
-def _statement(node: ast.stmt, inert: bool) -> Statement:
+def _statement(node: ast.stmt, inert: bool) -> CodeStatement:
     inside = list(ast.walk(node))
     reads = frozenset(n.id for n in inside if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store))
     imports = tuple(n for n in inside if isinstance(n, ast.Import | ast.ImportFrom))
-    return Statement(node, frozenset(bound(ast.Module([node], []))), reads, imports, inert)
+    return CodeStatement(node, frozenset(bound_names(ast.Module([node], []))), reads, imports, inert)
 
 
 def _is_library(node: ast.Import | ast.ImportFrom) -> bool:

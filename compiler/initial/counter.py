@@ -74,7 +74,7 @@ def random(key: int, index: Tensor, law: str, dtype: torch.dtype) -> Tensor:
 
 def exponential(key: int, index: Tensor) -> Tensor:
     """Exponentially distributed numbers with mean 1, as float64 of the shape of ``index``."""
-    return _blockwise(lambda part: log(_cells(_bits(key, part))).neg_(), index, torch.float64)
+    return _blockwise(lambda part: natural_log(_cells(_bits(key, part))).neg_(), index, torch.float64)
 
 
 def words(key: int) -> tuple[int, int]:
@@ -226,14 +226,14 @@ def inverse_normal(u: Tensor) -> Tensor:
     in_tail = (q.abs() > 0.425).nonzero().squeeze(1)  # 15 % of the elements: the costly branch is for them only
     if in_tail.numel():
         u_tail, q_tail = flat[in_tail], q[in_tail]
-        distance = log(torch.minimum(u_tail, 1.0 - u_tail)).neg_().sqrt_()
+        distance = natural_log(torch.minimum(u_tail, 1.0 - u_tail)).neg_().sqrt_()
         near = _ratio(distance - 1.6, _TAIL)
         size = torch.where(distance <= 5.0, near, _ratio(distance - 5.0, _FAR_TAIL))
         out[in_tail] = torch.where(q_tail < 0.0, -size, size)
     return out.reshape(u.shape)
 
 
-def log(x: Tensor) -> Tensor:
+def natural_log(x: Tensor) -> Tensor:
     """The natural logarithm of normal positive float64 numbers to about one unit in the last place.
 
     ``x = m * 2**e`` with m in [sqrt(1/2), sqrt(2)), and ``log m = 2 atanh s``, ``s = (m - 1) / (m + 1)``, as a series.

@@ -41,7 +41,7 @@ class Elements:
         return Elementwise(self.count, self.dtype, function, exact, reads, {}, self.sizes)
 
 
-def bind(func: Any, args: tuple[Any, ...], kwargs: Bound) -> Bound:
+def bind_arguments(func: Any, args: tuple[Any, ...], kwargs: Bound) -> Bound:
     """An operator's arguments by the names of its schema."""
     bound: Bound = {}
     for place, argument in enumerate(func._schema.arguments):
@@ -112,8 +112,8 @@ def elements_of(call: Elements) -> Node | None:
             return Fill(call.count, call.dtype, value)
     if call.name in COPIES:
         return call.each(lambda source: source, call.bound[COPIES[call.name]].expand(call.sizes))
-    if call.name in MOVES:
-        return MOVES[call.name](call)
+    if call.name in ELEMENT_MOVES:
+        return ELEMENT_MOVES[call.name](call)
     return _pointwise(call)
 
 
@@ -173,7 +173,7 @@ def _triangle(call: Elements) -> Node:
     return call.each(cut, *_grid(rows, columns), call.bound["self"])
 
 
-MOVES: dict[str, Callable[[Elements], Node | None]] = {
+ELEMENT_MOVES: dict[str, Callable[[Elements], Node | None]] = {
     "arange": _arange,
     "cat": _joined,
     "stack": _joined,

@@ -122,7 +122,7 @@ class Read:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts(Node):
+class PartsNode(Node):
     """A storage of complex numbers seen as one of reals, real and imaginary parts in turn."""
 
     whole: Node
@@ -153,9 +153,9 @@ def seen_as(node: Node, dtype: torch.dtype) -> Node | None:
     if node.dtype == dtype:
         return node
     if node.dtype.is_complex and node.dtype.to_real() == dtype:
-        return node.parts if isinstance(node, Joined) else Parts(node.count * 2, dtype, node)
+        return node.parts if isinstance(node, Joined) else PartsNode(node.count * 2, dtype, node)
     if dtype.is_complex and dtype.to_real() == node.dtype:
-        return node.whole if isinstance(node, Parts) else Joined(node.count // 2, dtype, node)
+        return node.whole if isinstance(node, PartsNode) else Joined(node.count // 2, dtype, node)
     return None
 
 

@@ -16,12 +16,11 @@ from safetensors import SafetensorError, safe_open
 
 from ...grammar.bounded import check_regular
 from ..capture.complex_numbers import real_form
-from ..layout.mesh import Mesh
+from ..layout.mesh import Mesh, Shape
 from ..layout.placement import DTYPES, TensorType
 from ..padding.pads import Pad
 from ..padding.tensors import real_entries, spread
 
-Shape = tuple[int, ...]
 _COMPLEX = "C64"  # as safetensors calls complex64
 
 

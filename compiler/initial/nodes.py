@@ -38,7 +38,7 @@ class Fill(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Literal(Node):
+class LiteralNode(Node):
     """Numbers that the module's code brought along."""
 
     flat: Tensor
@@ -158,7 +158,7 @@ class Write(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class CallNode:
     """An operator that is computed whole: its results, then the arguments that it writes, at ``written``."""
 
     function: Callable[..., Any]
@@ -184,7 +184,7 @@ class Call:
 class Result(Node):
     """One result of an operator that is computed whole."""
 
-    call: Call
+    call: CallNode
     place: int
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:

@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import counter
-from .elementwise import Elements, bind, elements_of, law_of
+from .elementwise import Elements, bind_arguments, elements_of, law_of
 from .evaluate import Node, Read, Replay, dense, is_contiguous, seen_as
-from .nodes import Call, Draw, Fill, Literal, Result, Write
+from .nodes import CallNode, Draw, Fill, LiteralNode, Result, Write
 
 
 class RecipeError(Exception):
@@ -73,7 +73,7 @@ class RecipeRecorder(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor):
             with unset_fake_temporarily():
                 flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-            return dense(Literal(flat.numel(), flat.dtype, flat), tensor.shape)
+            return dense(LiteralNode(flat.numel(), flat.dtype, flat), tensor.shape)
         _, node = self._nodes.get(tensor.untyped_storage()._cdata, (None, None))
         if node is None:
             raise RecipeError(f"a fake tensor of sizes {tuple(tensor.shape)} was made outside of the building code")
@@ -131,7 +131,7 @@ class RecipeRecorder(TorchDispatchMode):
         args, kwargs = pytree.tree_map(lambda leaf: "cpu" if isinstance(leaf, torch.device) else leaf, reads)
         if kwargs.get("dtype", 0) is None and len(made) == 1:  # the default dtype of then, not of the replay
             kwargs["dtype"] = made[0].dtype
-        call = Call(func, args, kwargs, places, draw)
+        call = CallNode(func, args, kwargs, places, draw)
         for place, tensor in enumerate([*made, *written]):
             if any(tensor is target for target in targets) and not (place < len(made) and written):
                 self._store(tensor, Result(tensor.numel(), tensor.dtype, call, place))
@@ -139,7 +139,7 @@ class RecipeRecorder(TorchDispatchMode):
     def _elements(self, func: Any, given: tuple[Any, Any], reads: tuple[Any, Any], target: Tensor) -> Node | None:
         """The node of an operator that gives each element by itself, or None."""
         name = func.overloadpacket.__name__.removesuffix("_")
-        bound = bind(func, *reads)
+        bound = bind_arguments(func, *reads)
         law = law_of(name, bound, target.dtype)
         if law is not None:
             return self._draw(*law, target.numel(), target.dtype)

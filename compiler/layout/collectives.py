@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from .mesh import Mesh
-from .placement import AxisType, Placement, Shape, Split, TensorType, along
-from .stretches import Outer, sizes_of, terms, together
+from .mesh import Mesh, Shape
+from .placement import AxisType, Placement, Split, TensorType, along
+from .stretches import Outer, joined_stretches, sizes_of, terms
 
 
 class TypeFault(ValueError):
@@ -47,7 +47,7 @@ def local_outer(placement: Placement, mesh: Mesh, axis: str) -> Outer:
     kind = placement[axis]
     assert isinstance(kind, Split)
     splits = placement.splits(kind.dim)
-    return together([(size, _local_count(equal, mesh, axis)) for size, equal in terms(_unit(splits), splits)])
+    return joined_stretches([(size, _local_count(equal, mesh, axis)) for size, equal in terms(_unit(splits), splits)])
 
 
 def _local_count(splits: Sequence[tuple[int, str]], mesh: Mesh, axis: str) -> int:
@@ -71,7 +71,7 @@ def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Ou
             if _local_count(others, mesh, name) <= number and position <= inner:
                 inner *= mesh.size(name)
         found.append((stretch, inner))
-    return together(found)
+    return joined_stretches(found)
 
 
 def _unit(splits: Sequence[tuple[Outer, str]]) -> int:

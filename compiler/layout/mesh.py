@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+Shape = tuple[int, ...]
+"""The sizes of a tensor's dims."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

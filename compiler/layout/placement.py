@@ -10,10 +10,8 @@ from typing import Literal, TypeVar
 
 import torch
 
-from .mesh import Mesh
-from .stretches import Outer, atoms, count, inside, nest, outer_of, terms, together
-
-Shape = tuple[int, ...]
+from .mesh import Mesh, Shape
+from .stretches import Outer, atoms, count, inside, joined_stretches, nest, outer_of, terms
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,7 +36,7 @@ AxisType = Literal["R", "I", "P"] | Split
 sum over the ranks; ``Split``. Gradients have the dual types: R and P swap, I and Split stay."""
 
 
-Kind = TypeVar("Kind", bound=AxisType)
+_Kind = TypeVar("_Kind", bound=AxisType)
 
 
 def parse_kind(text: str) -> AxisType:
@@ -122,9 +120,9 @@ class Placement:
         return tuple(axis for axis, kind in self.types if isinstance(kind, Split))
 
 
-def along(axes: Iterable[str], kind: Kind, mesh: Mesh) -> dict[str, Kind]:
+def along(axes: Iterable[str], kind: _Kind, mesh: Mesh) -> dict[str, _Kind]:
     """The types of several axes that together are as one of type ``kind``: of a split the first is the major one."""
-    types: dict[str, Kind] = {}
+    types: dict[str, _Kind] = {}
     for axis in axes:
         types[axis] = kind
         if isinstance(kind, Split):
@@ -181,7 +179,7 @@ def _take(
     return tensor.flatten(dim, dim + kept - 1) if kept else tensor.unsqueeze(dim)
 
 
-def assemble(pieces: Sequence[torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
+def put_together(pieces: Sequence[torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
     """The whole tensor from every rank's piece (in rank order); partials are summed, replicas taken from rank 0 of
     their axis."""
     skipped = [a for a, kind in placement.items() if not isinstance(kind, Split) and kind != "P"]
@@ -309,7 +307,7 @@ def parse_type(text: str, mesh: Mesh) -> TensorType:
         for axis, found in outers.items():
             if len(found) != len(sizes):
                 raise ValueError(f"`{text}` splits not every part over `{axis}`, or one twice")
-            _claim(types, axis, Split(dim, together(list(zip(sizes, found, strict=True)))), mesh, text)
+            _claim(types, axis, Split(dim, joined_stretches(list(zip(sizes, found, strict=True)))), mesh, text)
         shape.append(sum(sizes))
     for axis in mesh.spread(word[1:] for word in match[3].split()):
         _claim(types, axis, "P", mesh, text)

@@ -40,7 +40,7 @@ def sizes_of(outer: Outer, size: int) -> list[int]:
     return [part * (size // sum(proportions)) for part in proportions]
 
 
-def together(stretches: Sequence[tuple[int, int]]) -> Outer:
+def joined_stretches(stretches: Sequence[tuple[int, int]]) -> Outer:
     """The parts of a dim of stretches, each of so many equal parts."""
     if len(stretches) == 1:
         return stretches[0][1]

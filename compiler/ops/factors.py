@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-Shape = tuple[int, ...]
+from ..layout.mesh import Shape
+
 Dims = tuple[tuple[str, ...], ...]
 """Per dim the names of its factors, major first; () for a dim of size 1, or one that belongs to no factor."""
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .factors import Dims, OpCall, Operand, OpRule, Shape, apply_dims, linear_sets, quotient
+from ..layout.mesh import Shape
+from .factors import Dims, OpCall, Operand, OpRule, apply_dims, linear_sets, quotient
 
 Change = tuple[int, str, Any]
 """An argument's position, its name, and the value that takes its place."""
@@ -13,7 +14,7 @@ Ruling = Callable[[OpCall], OpRule]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OpRow:
     """An operator's rule and, where it has arguments that speak of sizes, how these become local.
 
     `localize(call, operands, results)` takes the local shapes and returns the arguments that change; None leaves all as
@@ -89,7 +90,7 @@ def pointwise(linear: str = "") -> Ruling:
     return apply
 
 
-def along(dims_of: Callable[[OpCall, int], frozenset[int]], *, linear: str = "") -> Ruling:
+def along_dims(dims_of: Callable[[OpCall, int], frozenset[int]], *, linear: str = "") -> Ruling:
     """All tensors alike in rank, but for sizes along the dims that `dims_of(call, rank)` names: those are whole."""
 
     def apply(call: OpCall) -> OpRule:
@@ -119,7 +120,7 @@ def is_operand(value: Any) -> bool:
     return isinstance(value, Operand)
 
 
-def table(names: str, row: Row) -> dict[str, Row]:
+def rows_of(names: str, row: OpRow) -> dict[str, OpRow]:
     """The same row for each of the names, `packet` or `packet.overload` of aten, separated by blanks."""
     return {f"aten.{name}" if "." in name else f"aten.{name}.default": row for name in names.split()}
 

@@ -72,22 +72,22 @@ def _begins(path: list[str], head: list[str]) -> bool:
     return len(path) >= len(head) and all(alike)
 
 
-Regions = tuple[PrecisionLine, ...]
+PrecisionRegions = tuple[PrecisionLine, ...]
 """A plan's lines in order: of those that hold for a module the last counts."""
 
 
-def regions(lines: Iterable[tuple[str, Sequence[str], int]]) -> Regions:
+def regions(lines: Iterable[tuple[str, Sequence[str], int]]) -> PrecisionRegions:
     """Lines from their types by name, modules and numbers."""
     return tuple(PrecisionLine(getattr(torch, name), tuple(modules), line) for name, modules, line in lines)
 
 
-def line_at(lines: Regions, module: str) -> PrecisionLine | None:
+def line_at(lines: PrecisionRegions, module: str) -> PrecisionLine | None:
     """The line by which a module computes in a narrow type, if it does."""
     found = next((line for line in reversed(lines) if line.holds(module)), None)
     return found if found is not None and is_narrow(found.dtype) else None
 
 
-def may_narrow(lines: Regions, module: str) -> bool:
+def may_narrow(lines: PrecisionRegions, module: str) -> bool:
     """Whether a module's operators may round; ``layers.*`` stands for blocks of which one may."""
     if "*" in module.split("."):
         return any(is_narrow(line.dtype) and line.holds(module) for line in lines)
@@ -99,5 +99,5 @@ class Rounding:
     """All by which a plan's programs may round what the model computes: its lines, and the type in which gradients of
     microbatches are added up."""
 
-    lines: Regions = ()
+    lines: PrecisionRegions = ()
     sums: torch.dtype = torch.float32

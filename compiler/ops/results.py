@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..torch_private import quiet
 from .precision import is_narrow
 
-Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
+TensorLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """A tensor's dtype, shape, strides and offset in its storage, in entries."""
 _MOST = 1 << 17
 """The most results that are kept; then all are forgotten."""
@@ -33,7 +33,7 @@ class Results:
     in_place: bool
 
 
-_EXAMPLES: dict[Layout, torch.Tensor] = {}
+_EXAMPLES: dict[TensorLayout, torch.Tensor] = {}
 _RESULTS: dict[Any, Results] = {}
 
 

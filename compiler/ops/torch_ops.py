@@ -50,6 +50,7 @@ _SCHEMAS = (
 for _schema in _SCHEMAS:
     LIBRARY.define(_schema)
 OPS: Any = torch.ops.parc
+aten: Any = torch.ops.aten
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -84,7 +84,7 @@ def locate(rule: OpRule, dims: Dims, extra: Extra, *, real: bool = False) -> tup
     return None
 
 
-def place(sizes: Mapping[str, int], dims: Dims, name: str, part: _Part) -> tuple[int, int, int, int] | None:
+def place_of_part(sizes: Mapping[str, int], dims: Dims, name: str, part: _Part) -> tuple[int, int, int, int] | None:
     """Where that padding sits in a tensor of these dims: dim, outer, and the sizes of both forms; None if absent."""
     for dim, names in enumerate(dims):
         if name in names:
@@ -105,7 +105,7 @@ class _Carried:
     """Without a part: 1 if it is only at the end, as ``Extra.outer`` says."""
 
 
-def follow(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtype]) -> list[Extras]:
+def follow_padding(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtype]) -> list[Extras]:
     """The padding of each result, from that of the operands, for a call on *padded* shapes.
 
     Raises:
@@ -138,7 +138,10 @@ def follow(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtyp
         if any(extra.held is not None and not 0 <= extra.held < rows for extra in operands[1]):
             raise PaddingFault(f"{call.op} looks up a row that there is not")
     for name, carried in _carried(call, rule, operands).items():
-        at = [place(rule.sizes, dims, name, carried.part or _Part(1, rule.sizes[name], 1)) for dims in rule.results]
+        at = [
+            place_of_part(rule.sizes, dims, name, carried.part or _Part(1, rule.sizes[name], 1))
+            for dims in rule.results
+        ]
         if carried.part is not None and None in at:
             _require_neutral(call, rule, name, carried)
         after = _result(call, rule, carried, dtypes)
@@ -158,9 +161,9 @@ def _biased(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dty
     """A product with its bias as the two operators that it is: only the sum needs its terms whole."""
     pair = (Operand(0), Operand(1))
     product = OpCall("aten.mm.default", pair, {}, tuple(call.operands[1:]), call.results)
-    made = follow(product, operands[1:], dtypes[1:])
+    made = follow_padding(product, operands[1:], dtypes[1:])
     total = OpCall("aten.add.Tensor", pair, {}, (call.results[0], call.operands[0]), call.results)
-    return follow(total, [made[0], operands[0]], [dtypes[1], dtypes[0]])
+    return follow_padding(total, [made[0], operands[0]], [dtypes[1], dtypes[0]])
 
 
 _CREATED: Mapping[str, Callable[[OpCall], Any]] = {
@@ -263,7 +266,7 @@ def _result(call: OpCall, rule: OpRule, carried: _Carried, dtypes: Sequence[torc
         return held[0]
     if call.op == "parc.token_loss.default" and carried.held.get(1) == call.args[2] and carried.held[0] is None:
         return 0.0  # of targets that are ignored
-    if call.op in pointwise.TABLE and len(held) == len(call.operands) and None not in held:
+    if call.op in pointwise.POINTWISE_RULES and len(held) == len(call.operands) and None not in held:
         return point(call, tuple(carried.held[index] for index in range(len(held))), tuple(dtypes))[0]
     return None if all(value is None or math.isfinite(value) for value in held) else UNKNOWN
 
@@ -272,7 +275,7 @@ def _moves(call: OpCall, held: Held) -> bool:
     """Whether results consist of entries of operands, and of what padding holds."""
     if call.op == "aten.constant_pad_nd.default":
         return bool(held == call.argument(2, "value", 0))
-    return call.op in views.TABLE or call.op in ("aten.slice.Tensor", "aten.select.int", "aten.cat.default")
+    return call.op in views.VIEWS_RULES or call.op in ("aten.slice.Tensor", "aten.select.int", "aten.cat.default")
 
 
 # ---- the operators that are about padding: (x, dim, outer, real, padded, …)

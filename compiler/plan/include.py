@@ -24,7 +24,7 @@ from .directives.include import Include
 INCLUDE = "include"
 FAMILY = "parc:"
 NAME_A_PLAN = "name a plan file, as `gpt.parc`"
-MOST_BYTES = 1 << 20
+MOST_PLAN_BYTES = 1 << 20
 """Of a plan's file, or of a schedule's table that a plan names."""
 MOST_LINES = 10_000
 """Of a plan with all that it includes, as often as it does: they take some seconds to read."""
@@ -39,7 +39,7 @@ def families() -> tuple[str, ...]:
     return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".parc")))
 
 
-def is_plan(path: Path) -> bool:
+def has_plan_name(path: Path) -> bool:
     """Whether a file is a plan by its name."""
     return path.suffix == ".parc"
 
@@ -53,7 +53,7 @@ def read_source(path: Path) -> Source:
     text, reason = read_text(path)
     if text is None:
         message = f"`{path}` cannot be read: {reason}"
-        help_ = path_meant(path, is_plan, NAME_A_PLAN)
+        help_ = path_meant(path, has_plan_name, NAME_A_PLAN)
         raise PlanError([Diagnostic(UNREADABLE, message, help=help_)])
     return Source(path.name, text, path=path)
 
@@ -61,7 +61,7 @@ def read_source(path: Path) -> Source:
 def read_text(path: Path) -> tuple[str | None, str]:
     """The text of a file, or None and why not."""
     try:
-        text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
+        text = read_bounded(path, MOST_PLAN_BYTES).decode("utf-8-sig")
         return text.replace("\r\n", "\n").replace("\r", "\n"), ""
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"

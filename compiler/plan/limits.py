@@ -12,7 +12,7 @@ from ...grammar.syntax import Word
 from .directive import Directive, Scope, argument
 
 ANY = "any"
-OPS: dict[str, tuple[str, ...]] = {
+COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("all_reduce", "row_max", "all_reduce_among"),
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),
@@ -38,12 +38,12 @@ class Promise(Directive):
     def means(self, op: str, axes: tuple[str, ...], phase: str) -> bool:
         """Whether a collective is one of those that the line speaks of."""
         phases = ("forward", "backward") if self.phase is None else (self.phase.text,)
-        named = self.op.text == ANY or op in OPS[self.op.text]
+        named = self.op.text == ANY or op in COLLECTIVE_WORDS[self.op.text]
         return named and phase in phases and (self.axis is None or self.axis.text in axes)
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)
-        names = (*OPS, ANY)
+        names = (*COLLECTIVE_WORDS, ANY)
         if self.op.text not in names:
             help_ = did_you_mean(self.op.text, names, f"there are {listed(names)}")
             message = f"no collective is called `{self.op.text}`"

@@ -26,7 +26,7 @@ from .directives.freeze import Freeze
 from .directives.init import Init
 from .directives.input import Input
 from .directives.loss import Loss
-from .directives.mesh import MeshLine, merged, mesh_of
+from .directives.mesh import MeshLine, declared_mesh, merged
 from .directives.model import Model
 from .directives.optimizer import Optimizer
 from .directives.precision import Precision
@@ -36,7 +36,7 @@ from .directives.sizes import Sizes
 from .directives.stage import Stage
 from .directives.steps import Steps
 from .directives.verify import Verify
-from .include import NAME_A_PLAN, Expanded, is_plan, read_source
+from .include import NAME_A_PLAN, Expanded, has_plan_name, read_source
 from .layouts import Fix, SplitWeights
 from .limits import Promise
 
@@ -108,9 +108,9 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
     wrong = [*expanded.diagnostics, *errors]
     if wrong and not directives and source.path is not None and source.path.suffix != ".parc":
         message = f"`{source.path}` is no plan: none of its lines is one of a plan"
-        raise PlanError([Diagnostic(UNREADABLE, message, help=path_meant(source.path, is_plan, NAME_A_PLAN))])
+        raise PlanError([Diagnostic(UNREADABLE, message, help=path_meant(source.path, has_plan_name, NAME_A_PLAN))])
     axes = merged([found for found in directives if isinstance(found, MeshLine)])
-    scope = Scope(directives, mesh_of(axes), _broken(expanded, directives))
+    scope = Scope(directives, declared_mesh(axes), _broken(expanded, directives))
     found = [_with_defines(diagnostic, defines) for diagnostic in (*wrong, *_few(_check(scope, source)))]
     found.sort(key=_position)
     if any(diagnostic.is_error for diagnostic in found):

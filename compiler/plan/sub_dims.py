@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from ...grammar.codes_placement import NOT_PADDED, PARTS_UNKNOWN, UNEVEN_SHARD, WRONG_SUB_DIMS
 from ...grammar.diagnostics import Diagnostic, Label
 from ..layout.mesh import Mesh
-from ..layout.stretches import Outer, together
+from ..layout.stretches import Outer, joined_stretches
 from .layouts import DimLayout, Factor
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimSplit:
     """One axis on a dim of size D: see the dim as ``(outer, D / outer)`` and split the second part.
 
     The sub-dim that is split begins after ``start`` parts, and consists of groups of ``inner`` entries.
@@ -31,7 +31,7 @@ Pieces = Callable[[], tuple[int, ...]]
 """How the model itself takes a dim apart; nothing if it does not."""
 
 
-def cut(
+def cut_dims(
     layout: DimLayout,
     size: int,
     mesh: Mesh,
@@ -41,7 +41,7 @@ def cut(
     *,
     pad: bool | None = None,
     loose: bool = False,
-) -> list[Cut] | Diagnostic:
+) -> list[DimSplit] | Diagnostic:
     """The cuts that a dim's layout makes on a dim of ``size``, major first, or why it cannot.
 
     ``what`` names the dim in messages; ``label`` is where they point, the dim's layout if it is left out. Sizes of
@@ -73,7 +73,7 @@ def cut(
         for one in found:
             assert isinstance(one.outer, int)
             cuts.setdefault(one.axis, []).append((part, one.outer))
-    return [Cut(axis, together(parts)) for axis, parts in cuts.items()]
+    return [DimSplit(axis, joined_stretches(parts)) for axis, parts in cuts.items()]
 
 
 def _with_sizes(terms: Sequence[tuple[Factor, ...]]) -> list[tuple[Factor, ...]]:
@@ -102,7 +102,7 @@ def _term_sizes(terms: Sequence[tuple[Factor, ...]], size: int, pieces: Pieces) 
 
 def _cut_product(
     layout: DimLayout, size: int, mesh: Mesh, what: str, label: Label, pad: bool | None, loose: bool = False
-) -> list[Cut] | Diagnostic:
+) -> list[DimSplit] | Diagnostic:
     sizes = [factor.size for factor in layout.factors]
     known = math.prod(part for part in sizes if part is not None)
     unknown = sizes.count(None)
@@ -113,7 +113,7 @@ def _cut_product(
         return Diagnostic(WRONG_SUB_DIMS, message, label, help=help_)
     if unknown == 1:
         sizes = [size // known if part is None else part for part in sizes]
-    cuts: list[Cut] = []
+    cuts: list[DimSplit] = []
     for at, factor in enumerate(layout.factors):
         before = [part for part in sizes[:at] if part is not None]
         if factor.axes and len(before) < at:
@@ -129,7 +129,7 @@ def _cut_product(
             return uneven(f"{what} has {part} entries{inner}", part, named, mesh, label, may_pad=pad is not None)
         start, inside = outer, size // (outer * part)
         for axis in factor.axes:
-            cuts.append(Cut(axis.text, outer, start, inside, bool(pad)))
+            cuts.append(DimSplit(axis.text, outer, start, inside, bool(pad)))
             outer *= mesh.size(axis.text)
     return cuts
 

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["COUNT", "SCALE", "F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "STEP"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-WORK: tuple[Kind, Kind] = ("F", "B")
-ONCE: tuple[Kind, ...] = ("SCALE", "REDUCE", "STEP")
+ActionKind = Literal["COUNT", "SCALE", "F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "STEP"]
+ACTION_KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
+WORK: tuple[ActionKind, ActionKind] = ("F", "B")
+ONCE: tuple[ActionKind, ...] = ("SCALE", "REDUCE", "STEP")
 """What a role does once a step; every other action is of one microbatch."""
 AHEAD = 2
 """Receives are started so many actions before the one that waits for them, so that messages travel meanwhile."""
@@ -25,7 +25,7 @@ class Action:
     """
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int = 0
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Action:
             ValueError: not an action.
         """
         match = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text)
-        kind = next((kind for kind in KINDS if match is not None and kind == match[2]), None)
+        kind = next((kind for kind in ACTION_KINDS if match is not None and kind == match[2]), None)
         if match is None or kind is None or bool(match[3]) == (kind in ONCE):
             raise ValueError(f"`{text}` is not an action such as `0F2`")
         return cls(int(match[1]), kind, int(match[3] or 0))

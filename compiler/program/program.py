@@ -33,7 +33,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LocalSize:
     """A size or position in an argument: ``size`` of the whole tensor, cut over ``axes`` on a rank."""
 
     size: int
@@ -89,7 +89,7 @@ def _word(text: str) -> str:
 class Line:
     """``results = op(args, kwargs)``; ``op`` is an operator such as ``aten.mm.default`` or a function's name.
 
-    A result that the operator leaves out is None. Arguments hold global sizes, as ``Cut`` where a rank's differ.
+    A result that the operator leaves out is None. Arguments hold global sizes, as ``LocalSize`` where a rank's differ.
     """
 
     results: tuple[Value | None, ...]
@@ -216,7 +216,7 @@ def argument_text(item: Any, mesh: Mesh) -> str:
     """One argument as it stands in a program."""
     if isinstance(item, Ref):
         return item.name
-    if isinstance(item, Cut):
+    if isinstance(item, LocalSize):
         return "/".join([str(item.size), *mesh.joined(item.axes)])
     if isinstance(item, torch.dtype):
         return str(item)
@@ -254,7 +254,7 @@ def default_numbers(op: str) -> dict[str, float]:
 
 def numbers_in(item: Any) -> Iterator[float]:
     """The numbers in an argument, sizes that are cut as they are of whole tensors."""
-    if isinstance(item, Cut):
+    if isinstance(item, LocalSize):
         yield item.size
     elif isinstance(item, (dict, list, tuple)):
         for inner in item.values() if isinstance(item, dict) else item:

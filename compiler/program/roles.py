@@ -40,7 +40,7 @@ class JoinFault(ValueError):
     """Programs of stages that are no pieces of one step."""
 
 
-def work_of(roles: Mapping[str, Programs]) -> dict[int, tuple[Program, Program]]:
+def work_programs(roles: Mapping[str, Programs]) -> dict[int, tuple[Program, Program]]:
     """F and B of every stage, in order.
 
     Raises:
@@ -56,7 +56,7 @@ def work_of(roles: Mapping[str, Programs]) -> dict[int, tuple[Program, Program]]
     return {stage: (found[stage]["F"], found[stage]["B"]) for stage in sorted(found)}
 
 
-def join(roles: Mapping[str, Programs]) -> dict[str, Program]:
+def join_roles(roles: Mapping[str, Programs]) -> dict[str, Program]:
     """The programs of a step as if one role ran it: stages one after the other, nothing sent.
 
     A gradient of several stages is their sum, and what roles sum among themselves in REDUCE is a sum there. What is
@@ -67,7 +67,7 @@ def join(roles: Mapping[str, Programs]) -> dict[str, Program]:
     """
     if len(roles) == 1:
         return dict(next(iter(roles.values())))
-    work, first = work_of(roles), next(iter(roles.values()))
+    work, first = work_programs(roles), next(iter(roles.values()))
     for name, missing in ((name, {"SCALE", "REDUCE"} - programs.keys()) for name, programs in roles.items()):
         if missing:
             raise JoinFault(f"{name} has no {', '.join(sorted(missing))}")
@@ -236,7 +236,7 @@ def group(programs: Iterable[Program]) -> dict[str, dict[str, Program]]:
 
 def neighbours(roles: Mapping[str, Programs]) -> Iterator[tuple[Program, Program]]:
     """What sends and what receives: F of each stage and the next, B of each and the one before."""
-    work = work_of(roles)
+    work = work_programs(roles)
     for stage in range(len(work) - 1):
         yield work[stage][0], work[stage + 1][0]
         yield work[stage + 1][1], work[stage][1]

@@ -18,7 +18,7 @@ import torch
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
-from .program import Cut, Function, Line, Origin, Program, Ref, Value, allowed
+from .program import Function, Line, LocalSize, Origin, Program, Ref, Value, allowed
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NUMBERS = {"inf": math.inf, "nan": math.nan}
@@ -218,14 +218,14 @@ class _Reader:
                 return value
         raise self.fail(item, f"`{ast.unparse(item)}` cannot stand in a program")
 
-    def _cut(self, at: ast.expr, whole: Any, axis: str) -> Cut:
-        size, axes = (whole.size, whole.axes) if isinstance(whole, Cut) else (whole, ())
+    def _cut(self, at: ast.expr, whole: Any, axis: str) -> LocalSize:
+        size, axes = (whole.size, whole.axes) if isinstance(whole, LocalSize) else (whole, ())
         mesh = self.mesh
         found = (*axes, *mesh.parts(axis))
         known = len(set(found)) == len(found) and set(found) <= set(mesh.names)
         if not known or isinstance(size, bool) or not isinstance(size, int):
             raise self.fail(at, f"`{ast.unparse(at)}` does not cut a size over axes of the mesh")
-        cut = Cut(size, found)
+        cut = LocalSize(size, found)
         if size % math.prod(mesh.size(name) for name in cut.axes):
             raise self.fail(at, f"`{ast.unparse(at)}` does not divide")
         return cut

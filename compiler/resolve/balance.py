@@ -26,7 +26,7 @@ _LOOKUPS = ("aten.embedding.", "aten.embedding_bag.", "aten._embedding_bag.", "a
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BalancedPiece:
     """What is never cut: its operations, the bytes of what one microbatch's backward needs of its forward, and by name
     the bytes that its parameters take with their gradients and optimizer state."""
 
@@ -89,7 +89,7 @@ def _bytes(node: fx.Node) -> int:
     return sum(value.numel() * value.element_size() for value in _tensors(node))
 
 
-def piece_of(nodes: Sequence[fx.Node], states: int) -> Piece:
+def piece_of(nodes: Sequence[fx.Node], states: int) -> BalancedPiece:
     """The piece that nodes are, where a parameter takes ``states`` times its bytes. A backward is taken to need every
     floating result that is no view."""
     parameters: dict[str, int] = {}
@@ -102,10 +102,10 @@ def piece_of(nodes: Sequence[fx.Node], states: int) -> Piece:
             kind, _, name = str(operand.meta.get("role", "")).partition(" ")
             if kind in ("parameter", "frozen"):
                 parameters[name] = _bytes(operand) * states
-    return Piece(operations, kept, parameters)
+    return BalancedPiece(operations, kept, parameters)
 
 
-def balance(pieces: Sequence[Piece], stages: int, in_flight: Callable[[int], int]) -> tuple[int, ...]:
+def balance(pieces: Sequence[BalancedPiece], stages: int, in_flight: Callable[[int], int]) -> tuple[int, ...]:
     """The pieces with which stages 1, 2, … begin: the largest stage has the fewest operations that are possible, and of
     all such choices the one whose largest stage takes the fewest bytes.
 

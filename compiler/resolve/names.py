@@ -10,10 +10,10 @@ from ...grammar.codes_placement import NO_WEIGHT, NOTHING_MATCHED
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import listed
 from ...grammar.syntax import Word
+from ..layout.mesh import Shape
 from ..plan.layouts import SplitWeights
 from .pattern import ANY_DEPTH, Pattern
 
-Shape = tuple[int, ...]
 OPTIONAL = "a `?` at the end lets a pattern match nothing"
 
 
@@ -28,7 +28,7 @@ class WeightUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class PlanNames:
     """What a captured model calls things; shapes are global. ``tied`` maps other names of a parameter to its name."""
 
     parameters: dict[str, Shape]
@@ -64,7 +64,7 @@ Weight = tuple[str, str | None]
 """A weight that a line splits, under the name the line found it by, and the bias that goes with it."""
 
 
-def find_values(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
+def find_values(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
     """The parameters and inputs that a word means, under their one name."""
     pattern = Pattern(word.text)
     known = (*names.all_parameters, *names.inputs)
@@ -78,7 +78,7 @@ def find_values(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
     return _nothing(word, "parameter or input", pattern, known, help_)
 
 
-def find_parameters(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
+def find_parameters(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
     """The parameters that a word means, under their one name: by name, or all inside modules."""
     pattern = Pattern(word.text)
     modules = pattern.of(sorted(names.modules, key=_natural))
@@ -94,7 +94,7 @@ def find_parameters(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
     return _nothing(word, "module or parameter", pattern, known, "")
 
 
-def find_modules(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
+def find_modules(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
     """The outermost modules that a word means; `**` is the whole model, whose name is empty."""
     if word.text == ANY_DEPTH:
         return ("",)
@@ -112,7 +112,7 @@ def find_modules(word: Word, names: Names) -> tuple[str, ...] | Diagnostic:
     return idle or tuple(name for name in found if not any(name.startswith(f"{outer}.") for outer in found))
 
 
-def find_weights(line: SplitWeights, word: Word, names: Names) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:
+def find_weights(line: SplitWeights, word: Word, names: PlanNames) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:
     """The weights that a word of a `column`, `row` or `vocab` line means, and what is wrong with it."""
     pattern = Pattern(word.text)
     parameters = set(names.all_parameters)
@@ -149,7 +149,7 @@ def split_dim(role: str, use: WeightUse) -> int | None:
     return use.in_dim if role == "row" else use.out_dim
 
 
-def _check_role(line: SplitWeights, word: Word, name: str, names: Names) -> Diagnostic | None:
+def _check_role(line: SplitWeights, word: Word, name: str, names: PlanNames) -> Diagnostic | None:
     use = names.use(name)
     if split_dim(line.role, use) is not None:
         return None
@@ -165,7 +165,7 @@ def _check_role(line: SplitWeights, word: Word, name: str, names: Names) -> Diag
 
 
 def _idle(
-    word: Word, what: str, pattern: Pattern, found: Sequence[str], known: Iterable[str], names: Names
+    word: Word, what: str, pattern: Pattern, found: Sequence[str], known: Iterable[str], names: PlanNames
 ) -> Diagnostic | None:
     """The error that a pattern matches nothing with one of its alternatives."""
     if pattern.optional or names.smaller:

@@ -13,7 +13,7 @@ ANY_DEPTH = "**"
 WILD = re.compile(r"[*{\[]")
 BRACES = re.compile(r"\{([^}]*)\}")
 INDEX = re.compile(r"\[([0-9]+)\.\.([0-9]+)(?::([0-9]+))?\]")
-Segment = Callable[[str], bool]
+NamePart = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def _skip(segments: tuple[str, ...], positions: set[int]) -> set[int]:
 
 
 @cache
-def _segment(segment: str) -> Segment:
+def _segment(segment: str) -> NamePart:
     index = INDEX.fullmatch(segment)
     if index:
         low, high, step = int(index[1]), int(index[2]), int(index[3] or 1)

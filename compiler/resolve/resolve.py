@@ -18,13 +18,13 @@ from ..plan.directives.precision import TYPES, Precision
 from ..plan.directives.schedule import BATCH
 from ..plan.layouts import DimLayout, Factor, Fix, SplitWeights
 from ..plan.plan import Plan
-from ..plan.sub_dims import Cut, cut, multiples
+from ..plan.sub_dims import DimSplit, cut_dims, multiples
 from ..sizes.size_range import SizeRange
-from .names import Names, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
-from .seeds import Seed, Seeds
+from .names import PlanNames, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
+from .seeds import PlacementSeed, Seeds
 from .stage_lines import find_cuts
 
-__all__ = ["Names", "Resolved", "WeightUse", "input_faults", "resolve"]
+__all__ = ["PlanNames", "Resolved", "WeightUse", "input_faults", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Resolved:
     parameters that are not trained, and those that weight decay leaves alone; types that modules compute in.
     """
 
-    seeds: tuple[Seed, ...]
+    seeds: tuple[PlacementSeed, ...]
     warnings: tuple[Diagnostic, ...]
     frozen: frozenset[str] = frozenset()
     no_decay: frozenset[str] = frozenset()
@@ -46,12 +46,12 @@ class Resolved:
         return next(seed.span.root.line for seed in self.seeds if (seed.value, seed.dim) == (value, dim))
 
 
-Parts = Mapping[tuple[str, str], int]
+PartCounts = Mapping[tuple[str, str], int]
 """By value and axis, into how many parts it is split where those are fewer than the ranks."""
 
 
 def resolve(
-    plan: Plan, names: Names, longer: Pads | None = None, parts: Parts | None = MappingProxyType({})
+    plan: Plan, names: PlanNames, longer: Pads | None = None, parts: PartCounts | None = MappingProxyType({})
 ) -> Resolved:
     """What the plan's placement lines say about the values of a captured model.
 
@@ -81,7 +81,7 @@ def resolve(
 def input_faults(plan: Plan) -> list[Diagnostic]:
     """The errors of ``resolve`` that need no model: those of inputs' layouts. Where sizes have ranges, as it is asked
     then: at the largest sizes, and if nothing is wrong there, for their steps."""
-    names = Names({}, {line.name: plan.input_shape(line) for line in plan.inputs}, smaller=True)
+    names = PlanNames({}, {line.name: plan.input_shape(line) for line in plan.inputs}, smaller=True)
     errors: list[Diagnostic] = []
     for sizes in ({name: SizeRange(size.high, size.high) for name, size in plan.sizes.items()}, plan.sizes):
         resolver = _Resolver(replace(plan, sizes=sizes), names, (), {})
@@ -98,7 +98,7 @@ def _one_cause(first: Diagnostic, other: Diagnostic) -> bool:
     return uneven and bool(first.related) and (first.help, first.related) == (other.help, other.related)
 
 
-def _idle_axes(plan: Plan, seeds: Iterable[Seed]) -> Iterator[Diagnostic]:
+def _idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic]:
     """A warning for every axis of several ranks that splits nothing and has no stages."""
     seeds = tuple(seeds)
     used = {seed.axis for seed in seeds if seed.dim is not None} | {line.axis.text for line in plan.stages}
@@ -119,7 +119,9 @@ def _idle_axes(plan: Plan, seeds: Iterable[Seed]) -> Iterator[Diagnostic]:
 class _Resolver:
     """Applies lines in order and keeps what they said so far."""
 
-    def __init__(self, plan: Plan, names: Names, longer: Collection[tuple[str, int]], parts: Parts | None) -> None:
+    def __init__(
+        self, plan: Plan, names: PlanNames, longer: Collection[tuple[str, int]], parts: PartCounts | None
+    ) -> None:
         self._plan = plan
         self._mesh = plan.mesh
         self._names = names
@@ -130,7 +132,7 @@ class _Resolver:
     def apply(self, line: Fix | SplitWeights) -> None:
         """Adds the seeds of one line, or its errors; of like errors of one word the first stands for all."""
         known = dict(self.seeds.found)
-        wishes: list[Seed] = []
+        wishes: list[PlacementSeed] = []
         for word in line.where:
             errors: list[Diagnostic] = []
             for result in self._fix(line, word) if isinstance(line, Fix) else self._split(line, word):
@@ -149,7 +151,9 @@ class _Resolver:
                 Diagnostic(REPEATED_PLACEMENT, message, label, related, help="remove it", severity=Severity.WARNING)
             )
 
-    def found(self, words: Iterable[Word], find: Callable[[Word, Names], tuple[str, ...] | Diagnostic]) -> list[str]:
+    def found(
+        self, words: Iterable[Word], find: Callable[[Word, PlanNames], tuple[str, ...] | Diagnostic]
+    ) -> list[str]:
         """What words mean, each once."""
         found: list[str] = []
         for word in words:
@@ -185,13 +189,13 @@ class _Resolver:
                 note = f"the same holds for {what}, line {line}"
                 self.diagnostics[at] = replace(self.diagnostics[at], notes=(*self.diagnostics[at].notes, note))
 
-    def _fix(self, line: Fix, word: Word) -> Iterator[Seed | Diagnostic]:
+    def _fix(self, line: Fix, word: Word) -> Iterator[PlacementSeed | Diagnostic]:
         found = find_values(word, self._names)
         if isinstance(found, Diagnostic):
             yield found
             return
         for value in found:
-            cuts: dict[str, tuple[int, Cut]] = {}
+            cuts: dict[str, tuple[int, DimSplit]] = {}
             failed = False
             for result in self._cuts(line, value):
                 if isinstance(result, Diagnostic):
@@ -203,9 +207,9 @@ class _Resolver:
                 if axis in cuts:
                     yield _seed(value, *cuts[axis], word.span, fixed=True)
                 else:
-                    yield Seed(value, axis, None, 1, word.span, fixed=True)
+                    yield PlacementSeed(value, axis, None, 1, word.span, fixed=True)
 
-    def _cuts(self, line: Fix, value: str) -> Iterator[tuple[int, Cut] | Diagnostic]:
+    def _cuts(self, line: Fix, value: str) -> Iterator[tuple[int, DimSplit] | Diagnostic]:
         """The cuts that a layout makes on a value, with their dims."""
         sizes = self._divisible(value)
         dims = self._fitted(line.dims or (), len(sizes)) if line.dims is not None else ()
@@ -235,7 +239,7 @@ class _Resolver:
                 yield Diagnostic(NOT_PADDED, message, Label(layout.span), help=help_)
             pieces = partial(self._names.pieces, value, at)
             what, mesh = f"dim {at} of `{value}`", self._mesh_of(value)
-            result = cut(layout, size, mesh, what, pieces=pieces, pad=pad, loose=self._loose)
+            result = cut_dims(layout, size, mesh, what, pieces=pieces, pad=pad, loose=self._loose)
             if isinstance(result, Diagnostic):
                 yield self._declared(self._batched(result, layout) if called == BATCH else result, layout)
             else:
@@ -285,7 +289,7 @@ class _Resolver:
         labels = (Label(spans[axis.text], "declared here") for axis in layout.axes if axis.text in spans)
         return replace(error, related=tuple(labels)) if error.code is UNEVEN_SHARD else error
 
-    def _split(self, line: SplitWeights, word: Word) -> Iterator[Seed | Diagnostic]:
+    def _split(self, line: SplitWeights, word: Word) -> Iterator[PlacementSeed | Diagnostic]:
         weights, errors = find_weights(line, word, self._names)
         yield from errors
         for weight, bias in weights:
@@ -293,7 +297,7 @@ class _Resolver:
 
     def _split_weight(
         self, line: SplitWeights, word: Word, weight: str, bias: str | None
-    ) -> Iterator[Seed | Diagnostic]:
+    ) -> Iterator[PlacementSeed | Diagnostic]:
         dim = split_dim(line.role, self._names.use(weight))
         assert dim is not None  # find_weights checked the role
         targets = [(weight, dim)]
@@ -307,12 +311,12 @@ class _Resolver:
             pieces = partial(self._names.pieces, value, at)
             pad = line.pad or (value, at) in self.seeds.pads
             what, mesh = f"dim {at} of `{name}`", self._mesh_of(value)
-            result = cut(rows, shape[at], mesh, what, label, pieces, pad=pad, loose=self._loose)
+            result = cut_dims(rows, shape[at], mesh, what, label, pieces, pad=pad, loose=self._loose)
             if isinstance(result, Diagnostic):
                 yield self._declared(result, rows)
                 return
             yield from (_seed(value, at, found, word.span, fixed=False) for found in result)
 
 
-def _seed(value: str, dim: int, found: Cut, span: Span, *, fixed: bool) -> Seed:
-    return Seed(value, found.axis, dim, found.outer, span, fixed, found.start, found.inner, found.pad)
+def _seed(value: str, dim: int, found: DimSplit, span: Span, *, fixed: bool) -> PlacementSeed:
+    return PlacementSeed(value, found.axis, dim, found.outer, span, fixed, found.start, found.inner, found.pad)

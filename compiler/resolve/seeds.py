@@ -12,11 +12,11 @@ from ..layout.mesh import Mesh
 from ..layout.stretches import Outer, count, inside, nest
 from ..padding.pads import Pad, padded_shape
 from ..plan.sub_dims import uneven
-from .names import Names
+from .names import PlanNames
 
 
 @dataclass(frozen=True, slots=True)
-class Seed:
+class PlacementSeed:
     """One value on one axis as a line wants it: split, or whole where ``dim`` is None.
 
     ``outer``: see the dim as ``(outer, D / outer)``, in global sizes, and split the second part. ``fixed``: the line
@@ -42,14 +42,14 @@ class Seeds:
     """
 
     def __init__(
-        self, names: Names, mesh_of: Callable[[str], Mesh], longer: Collection[tuple[str, int]], loose: bool
+        self, names: PlanNames, mesh_of: Callable[[str], Mesh], longer: Collection[tuple[str, int]], loose: bool
     ) -> None:
         self._names, self._mesh_of, self._longer, self._loose = names, mesh_of, longer, loose
-        self.found: dict[tuple[str, str], Seed] = {}
+        self.found: dict[tuple[str, str], PlacementSeed] = {}
         self.pads: dict[tuple[str, int], Pad] = {}
         self._asked: dict[tuple[str, str], tuple[int | None, Outer]] = {}  # dim and outer as the line had them
 
-    def add(self, seed: Seed) -> Diagnostic | None:
+    def add(self, seed: PlacementSeed) -> Diagnostic | None:
         """Takes a seed in; the error if an earlier line says otherwise."""
         key = seed.value, seed.axis
         asked = seed.dim, seed.outer
@@ -61,7 +61,7 @@ class Seeds:
         self.found[key], self._asked[key] = placed, asked
         return None
 
-    def _nest(self, seed: Seed) -> Seed | Diagnostic:
+    def _nest(self, seed: PlacementSeed) -> PlacementSeed | Diagnostic:
         """The seed inside the splits that earlier lines made of the same dim over other axes."""
         assert seed.dim is not None
         mesh, key = self._mesh_of(seed.value), (seed.value, seed.dim)
@@ -87,7 +87,7 @@ class Seeds:
             return uneven(what, size, reversed(axes), mesh, self._label(seed), may_pad=True)
         return self._conflict(seed, others[0])
 
-    def _lengthen(self, seed: Seed) -> Seed | Diagnostic:
+    def _lengthen(self, seed: PlacementSeed) -> PlacementSeed | Diagnostic:
         """Makes the sub-dim that the seed splits as long as its splits need."""
         assert seed.dim is not None and isinstance(seed.outer, int)
         others = [
@@ -105,7 +105,7 @@ class Seeds:
         self.pads[seed.value, seed.dim] = Pad(seed.dim, seed.start, real, padded)
         return seed
 
-    def _conflict(self, seed: Seed, first: Seed) -> Diagnostic:
+    def _conflict(self, seed: PlacementSeed, first: PlacementSeed) -> Diagnostic:
         message = f"two lines place `{seed.value}` differently on `{seed.axis}`"
         if seed.axis != first.axis:
             message = f"two lines split dim {seed.dim} of `{seed.value}` at places that do not fit"
@@ -116,11 +116,11 @@ class Seeds:
             help_ = "a line with a layout places its tensors on every axis: say there all that is wanted"
         return Diagnostic(CONFLICT, message, label, related, help=help_)
 
-    def _described(self, seed: Seed) -> str:
+    def _described(self, seed: PlacementSeed) -> str:
         if seed.dim is None:
             return f"whole on `{seed.axis}`"
         parts = count(seed.outer)
         return f"dim {seed.dim} over `{seed.axis}`" + (f", inside {parts} parts" if parts > 1 else "")
 
-    def _label(self, seed: Seed) -> Label:
+    def _label(self, seed: PlacementSeed) -> Label:
         return Label(seed.span, f"`{seed.value}` is {list(self._names.shape(seed.value))}")

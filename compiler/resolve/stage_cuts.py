@@ -17,13 +17,13 @@ from ..capture.capture import Captured
 from ..plan.plan import Plan
 from ..schedules import EARLY
 from .balance import balance, operations_of, piece_of
-from .names import Names
-from .stage_lines import Cut, find_cuts, stage_count
+from .names import PlanNames
+from .stage_lines import StageCut, find_cuts, stage_count
 
 _NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
 
-def cuts_of(plan: Plan, names: Names, captured: Captured) -> tuple[Cut, ...]:
+def cuts_of(plan: Plan, names: PlanNames, captured: Captured) -> tuple[StageCut, ...]:
     """The cuts of a plan's ``stage`` lines, in the order of the graph, one fewer than there are stages: none without
     such lines, and where their axis has one rank.
 
@@ -48,7 +48,7 @@ def cuts_of(plan: Plan, names: Names, captured: Captured) -> tuple[Cut, ...]:
     return cuts
 
 
-def stage_of_nodes(captured: Captured, cuts: Sequence[Cut]) -> dict[fx.Node, int]:
+def stage_of_nodes(captured: Captured, cuts: Sequence[StageCut]) -> dict[fx.Node, int]:
     """The stage of every operator of the captured graph: the number of cuts that lie before it.
 
     What is made of inputs alone (positions, masks, rotary tables) belongs to the first stage that reads it.
@@ -87,7 +87,7 @@ class _View:
                     first, _ = self.ends.get(module, (index, index))
                     self.ends[module] = first, index
 
-    def begin(self, cut: Cut) -> int:
+    def begin(self, cut: StageCut) -> int:
         """The operator that a cut lies before; all results of a call with several are before it."""
         first, last = self.ends[cut.module]
         index = last + 1 if cut.after else first
@@ -118,7 +118,7 @@ def _around(module: str) -> Iterator[str]:
     yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
-def _without_place(cuts: Iterable[Cut], view: _View) -> Iterator[Diagnostic]:
+def _without_place(cuts: Iterable[StageCut], view: _View) -> Iterator[Diagnostic]:
     """An error for each module that computes nothing, or nothing that could not be computed anywhere."""
     for cut in cuts:
         if not view.works(cut.module):
@@ -126,7 +126,7 @@ def _without_place(cuts: Iterable[Cut], view: _View) -> Iterator[Diagnostic]:
             yield Diagnostic(NO_PLACE, message, Label(cut.span), help="name a module that runs before or after it")
 
 
-def _backwards(cuts: Sequence[Cut], view: _View) -> Iterator[Diagnostic]:
+def _backwards(cuts: Sequence[StageCut], view: _View) -> Iterator[Diagnostic]:
     """An error for each name or pattern whose cut the model reaches before that of the one before it on its line."""
     words = [[*group] for _, group in groupby(cuts, key=lambda cut: cut.span)]
     for earlier, later in pairwise(words):
@@ -139,7 +139,7 @@ def _backwards(cuts: Sequence[Cut], view: _View) -> Iterator[Diagnostic]:
             yield Diagnostic(BACKWARD_FLOW, message, Label(other.span), related, help=help_)
 
 
-def _empty(cuts: Sequence[Cut], view: _View) -> Iterator[Diagnostic]:
+def _empty(cuts: Sequence[StageCut], view: _View) -> Iterator[Diagnostic]:
     """An error for each stage in which nothing is computed with a weight, or with what depends on one."""
     work = [0, *(view.work[view.begin(cut)] for cut in cuts), view.work[-1]]
     for stage, (before, after) in enumerate(pairwise(work)):
@@ -170,10 +170,10 @@ def _states(captured: Captured, held: Collection[fx.Node]) -> Iterator[tuple[str
         yield name, [node for node in nodes if node in held and node.op == "call_function"]
 
 
-def _cycles(cuts: Sequence[Cut], captured: Captured, view: _View) -> Iterator[Diagnostic]:
+def _cycles(cuts: Sequence[StageCut], captured: Captured, view: _View) -> Iterator[Diagnostic]:
     """An error for each buffer that one stage reads and another updates."""
     stages = stage_of_nodes(captured, cuts)
-    said: set[Cut] = set()
+    said: set[StageCut] = set()
     for name, nodes in _states(captured, view.held):
         lying = sorted({stages[node] for node in nodes})
         if len(lying) > 1 and cuts[lying[0]] not in said:
@@ -184,7 +184,7 @@ def _cycles(cuts: Sequence[Cut], captured: Captured, view: _View) -> Iterator[Di
             yield Diagnostic(STATE_CYCLE, message, Label(cut.span), help=help_)
 
 
-def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[Cut, ...]:
+def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[StageCut, ...]:
     """The cuts that ``stage balanced`` chooses. Of a stage's microbatches as many are in flight as in ``1f1b``, or all
     where a schedule begins no backward early."""
     line, schedule, count = plan.stages[0], plan.schedule, stage_count(plan)
@@ -206,20 +206,20 @@ def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[Cut, ...]:
     return tuple(cuts[begin - 1] for begin in balance(pieces, count, in_flight))
 
 
-def _places(captured: Captured, view: _View, span: Span) -> list[Cut]:
+def _places(captured: Captured, view: _View, span: Span) -> list[StageCut]:
     """Where ``stage balanced`` may cut: where numbered modules (layers) begin and end, and other modules that have
     weights of their own. Inside a numbered module only where no more values cross than before it, nowhere inside a
     cycle of state, and of places with no work between them only one."""
     owners = {name.rpartition(".")[0] for name in (*captured.placeholders("parameter"), *captured.aliases)}
     crossings, index = view.crossings(), {node: at for at, node in enumerate(view.nodes)}
     lying = [[index[node] for node in nodes] for _, nodes in _states(captured, view.held)]
-    best: dict[int, Cut] = {}
+    best: dict[int, StageCut] = {}
     for module in sorted(view.ends, key=lambda name: (len(name), name)):
         outer = _NUMBERED.match(module)
         if not (module.rpartition(".")[2].isdecimal() if outer else module in owners):
             continue
         most = crossings[view.ends[outer[0]][0]] if outer and outer[0] != module else len(index)
-        for cut in (Cut(module, False, span), Cut(module, True, span)):
+        for cut in (StageCut(module, False, span), StageCut(module, True, span)):
             begin = view.begin(cut)
             work = view.work[begin]
             held = any(min(places) < begin <= max(places) for places in lying if places)

@@ -9,12 +9,12 @@ from ...grammar.codes_stages import STAGE_COUNT
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.source import Span
 from ..plan.plan import Plan
-from .names import Names, find_modules
+from .names import PlanNames, find_modules
 from .pattern import ANY_DEPTH
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StageCut:
     """The end of one stage and the begin of the next: before a module's first operator, or after its last."""
 
     module: str
@@ -33,20 +33,20 @@ def stage_count(plan: Plan) -> int:
     return plan.mesh.size(plan.stages[0].axis.text) * (plan.schedule.chunks if plan.schedule is not None else 1)
 
 
-def find_cuts(plan: Plan, names: Names) -> tuple[list[Cut], list[Diagnostic]]:
+def find_cuts(plan: Plan, names: PlanNames) -> tuple[list[StageCut], list[Diagnostic]]:
     """The cuts that ``before`` and ``after`` lines name, in their order, none over one rank; and what is wrong."""
     if stage_count(plan) == 1:
         return [], []
-    found: list[Cut] = []
+    found: list[StageCut] = []
     errors: list[Diagnostic] = []
-    first: dict[tuple[str, bool], Cut] = {}
+    first: dict[tuple[str, bool], StageCut] = {}
     for line in plan.stages:
         for word in (*line.before, *line.after):
             modules = find_modules(word, names)
             if isinstance(modules, Diagnostic):
                 errors.append(modules)
                 continue
-            for cut in (Cut(module, bool(line.after), word.span) for module in modules):
+            for cut in (StageCut(module, bool(line.after), word.span) for module in modules):
                 found.append(cut)
                 earlier = first.setdefault((cut.module, cut.after), cut)
                 if earlier is not cut:

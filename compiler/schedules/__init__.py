@@ -14,15 +14,15 @@ from .gpipe import gpipe
 from .interleaved import interleaved
 from .messages import add_messages
 from .one_f_one_b import one_f_one_b
-from .table import table
+from .table import table_schedule
 
-Schedule = Callable[[int, int, int], tuple[tuple[Action, ...], ...]]
+ScheduleFunction = Callable[[int, int, int], tuple[tuple[Action, ...], ...]]
 
-SCHEDULES: Mapping[str, Schedule] = {
+SCHEDULES: Mapping[str, ScheduleFunction] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
-    **{file.stem: table(file.read_text("utf-8")) for file in sorted(Path(__file__).parent.glob("*.txt"))},
+    **{file.stem: table_schedule(file.read_text("utf-8")) for file in sorted(Path(__file__).parent.glob("*.txt"))},
 }
 ONE_CHUNK = ("gpipe", "1f1b")
 """Schedules of one stage a rank."""
@@ -70,7 +70,7 @@ def problem(name: str, stages: int, microbatches: int, chunks: int = 1, *, text:
 
 
 def _work(name: str, stages: int, microbatches: int, chunks: int, text: str) -> tuple[tuple[Action, ...], ...]:
-    schedule = table(text) if name == "table" else SCHEDULES.get(name)
+    schedule = table_schedule(text) if name == "table" else SCHEDULES.get(name)
     if schedule is None:
         known = ", ".join(f"`{known}`" for known in SCHEDULES)
         raise ValueError(f"there is no schedule `{name}`: choose {known}, or `table` and a file")

@@ -9,7 +9,7 @@ from math import floor, log10
 from typing import TYPE_CHECKING
 
 from ..program.actions import WORK, Action
-from .timeline import Span, Timeline
+from .timeline import Timeline, TimeSpan
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -127,7 +127,7 @@ def _words(x: float, y: float, text: str, anchor: str, color: str = "#1f2933", w
     )
 
 
-def _box(timeline: Timeline, span: Span, scale: float, y: float, unit: str) -> Iterator[str]:
+def _box(timeline: Timeline, span: TimeSpan, scale: float, y: float, unit: str) -> Iterator[str]:
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
     number = str(span.action.microbatch)
     yield (

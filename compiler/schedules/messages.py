@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..program.actions import Action, Kind
+from ..program.actions import Action, ActionKind
 
-_TO: Mapping[Kind, int] = {"F": 1, "B": -1}
+_TO: Mapping[ActionKind, int] = {"F": 1, "B": -1}
 """From a stage to the one that reads its results."""
-_SEND: Mapping[Kind, Kind] = {"F": "SEND_F", "B": "SEND_B"}
-_RECV: Mapping[Kind, Kind] = {"F": "RECV_F", "B": "RECV_B"}
-_TIME: Mapping[Kind, int] = {"F": 1, "B": 2}
+_SEND: Mapping[ActionKind, ActionKind] = {"F": "SEND_F", "B": "SEND_B"}
+_RECV: Mapping[ActionKind, ActionKind] = {"F": "RECV_F", "B": "RECV_B"}
+_TIME: Mapping[ActionKind, int] = {"F": 1, "B": 2}
 
 
 class Endless(ValueError):

@@ -14,7 +14,7 @@ from math import prod
 
 from ..program.actions import WORK, Action
 
-Row = tuple[int, str]
+TableRow = tuple[int, str]
 """The number of its line, and its words."""
 
 
@@ -28,7 +28,7 @@ class RowError(ValueError):
         self.shown = shown
 
 
-def table(text: str) -> Callable[[int, int, int], tuple[tuple[Action, ...], ...]]:
+def table_schedule(text: str) -> Callable[[int, int, int], tuple[tuple[Action, ...], ...]]:
     """The schedule that a table's text says.
 
     >>> from parc.compiler.schedules import timelines
@@ -42,7 +42,7 @@ def table(text: str) -> Callable[[int, int, int], tuple[tuple[Action, ...], ...]
         RowError: a line that is no row, or has work that is not of its rank and the sizes, once.
         ValueError: by the schedule, for sizes whose work the table does not list.
     """
-    rows: dict[str, Row] = {}
+    rows: dict[str, TableRow] = {}
     for number, line in enumerate(text.split("\n"), 1):
         line = line.partition("#")[0].strip()
         match = re.fullmatch(r"rank +(r|[0-9]{1,6}) *:(.*)", line)
@@ -57,7 +57,9 @@ def table(text: str) -> Callable[[int, int, int], tuple[tuple[Action, ...], ...]
     return lambda stages, microbatches, chunks: _timelines(rows, stages, microbatches, chunks)
 
 
-def _timelines(rows: Mapping[str, Row], stages: int, microbatches: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
+def _timelines(
+    rows: Mapping[str, TableRow], stages: int, microbatches: int, chunks: int
+) -> tuple[tuple[Action, ...], ...]:
     ranks = stages // chunks
     timelines: list[dict[Action, None]] = []
     for row, (number, _) in rows.items():

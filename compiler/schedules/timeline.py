@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..program.actions import WORK, Action, Kind
+from ..program.actions import WORK, Action, ActionKind
 
-_FROM: Mapping[Kind, tuple[Kind, int]] = {"RECV_F": ("SEND_F", -1), "RECV_B": ("SEND_B", 1)}
+_FROM: Mapping[ActionKind, tuple[ActionKind, int]] = {"RECV_F": ("SEND_F", -1), "RECV_B": ("SEND_B", 1)}
 """Of what receives a message: what sends it, and how far from there its stage is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimeSpan:
     """An action, and when it starts and ends."""
 
     action: Action
@@ -28,7 +28,7 @@ class Timeline:
     The step starts at 0; times are in the unit of what they were made of.
     """
 
-    spans: Mapping[str, Sequence[Span]]
+    spans: Mapping[str, Sequence[TimeSpan]]
 
     @property
     def makespan(self) -> float:
@@ -79,8 +79,8 @@ def simulate(
     Raises:
         ValueError: an order that never ends, or a message that is never sent.
     """
-    times: Mapping[Kind, Times] = {"F": forward, "B": backward, "SEND_B": after}
-    spans: dict[str, list[Span]] = {role: [] for role in timelines}
+    times: Mapping[ActionKind, Times] = {"F": forward, "B": backward, "SEND_B": after}
+    spans: dict[str, list[TimeSpan]] = {role: [] for role in timelines}
     sent: dict[Action, float] = {}
     moved = True
     while moved:
@@ -97,7 +97,7 @@ def simulate(
                     start = max(start, sent[message] + latency)
                 end = start + _taken(times.get(action.kind, 0), action)
                 sent[action] = start if action.kind == "SEND_B" else end
-                made.append(Span(action, start, end))
+                made.append(TimeSpan(action, start, end))
                 moved = True
     stuck = [
         f"{role} at `{timelines[role][len(made)]}`" for role, made in spans.items() if len(made) < len(timelines[role])

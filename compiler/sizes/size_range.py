@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LARGEST = 1 << 40
+LARGEST_SIZE = 1 << 40
 """Entries of a dim, and of an input: a step of a trillion tokens is ten thousand times the largest that are trained."""
 MOST_CHOICES = 1 << 20
 """Sizes of one range: lengths to a million, one by one."""
@@ -33,8 +33,8 @@ class SizeRange:
             return f"the range ends at {self.high}, below its start {self.low}"
         if self.high % self.step or self.low % self.step:
             return f"the step {self.step} does not divide {self.low} and {self.high}"
-        if self.high > LARGEST:
-            return f"a size of {self.high}: sizes go to {LARGEST:,}"
+        if self.high > LARGEST_SIZE:
+            return f"a size of {self.high}: sizes go to {LARGEST_SIZE:,}"
         if (self.high - self.low) // self.step >= MOST_CHOICES:
             return f"the range has {(self.high - self.low) // self.step + 1:,} sizes, over {MOST_CHOICES:,}"
         return ""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from ..program.program import Cut, Line, Program, Ref
+from ..program.program import Line, LocalSize, Program, Ref
 from .bodies import sizeless, star
-from .wiring import NONE, Call, Fact, Forward, Source, WiringFault
+from .wiring import NONE, Forward, PieceCall, PieceFact, PieceSource, WiringFault
 
-_Term = tuple[Call, int] | str
+_Term = tuple[PieceCall, int] | str
 """A result of a call of B, by the call of F that it undoes; or the role of a parameter of B or REDUCE."""
 _Sum = tuple[tuple[_Term, tuple[str, ...]], ...]
 """The terms of a sum, each with the operators that it went through."""
@@ -21,16 +21,16 @@ class Backward:
 
     def __init__(self, program: Program, forward: Forward) -> None:
         self.program, self.forward = program, forward
-        self.given: dict[str, Source] = {}
+        self.given: dict[str, PieceSource] = {}
         self.sums: dict[str, _Sum] = {}
         for value in program.main.parameters:
             saved = value.role.removeprefix("saved ")
             self.given[value.name] = ("role", value.role) if saved == value.role else forward.sources[saved]
             if value.role == "scale":
                 self.sums[value.name] = (("scale", ()),)
-        self.goes: dict[tuple[Call, int], list[list[int]]] = {}
+        self.goes: dict[tuple[PieceCall, int], list[list[int]]] = {}
 
-    def facts(self) -> Iterator[Fact]:
+    def facts(self) -> Iterator[PieceFact]:
         """What each call of B reads, and where each gradient that it makes goes.
 
         Raises:
@@ -57,12 +57,12 @@ class Backward:
         for name, value in self.program.main.returns:
             found = self.sums[value]
             self._note(found, ("role", f"parameter {name}"), f"B {name}")
-            yield Fact(("gradient of", star(name)), frozenset(way for _, way in found), NONE, f"B {name}")
+            yield PieceFact(("gradient of", star(name)), frozenset(way for _, way in found), NONE, f"B {name}")
         for (call, at), slots in self.goes.items():
             choices = frozenset(tuple(sorted(choice)) for choice in product(*slots))
-            yield Fact(("goes", call.sort, at), len(slots), choices, f"B {call.place} result {at}")
+            yield PieceFact(("goes", call.sort, at), len(slots), choices, f"B {call.place} result {at}")
 
-    def _undo(self, call: Call, line: Line) -> Iterator[Fact]:
+    def _undo(self, call: PieceCall, line: Line) -> Iterator[PieceFact]:
         """What a call of B reads: what its call of F read and made, and the gradients of what that made."""
         function = self.forward.functions[call.line.op]
         own = dict(zip((value.name for value in function.parameters), call.reads, strict=True))
@@ -87,9 +87,9 @@ class Backward:
                 if not isinstance(term, str):
                     self.goes[term].append([slot for _, source in fits for slot in self._slots(term, source)])
             ways = frozenset(way for _, way in terms)
-            yield Fact(("gradient", call.sort, at), ways, frozenset(name for name, _ in fits), where)
+            yield PieceFact(("gradient", call.sort, at), ways, frozenset(name for name, _ in fits), where)
 
-    def _note(self, terms: _Sum, source: Source, where: str) -> None:
+    def _note(self, terms: _Sum, source: PieceSource, where: str) -> None:
         """Note that a sum is the gradient of a value of F."""
         for term, _ in terms:
             slots = self._slots(term, source)
@@ -97,14 +97,14 @@ class Backward:
                 raise WiringFault(f"{where} is given what is no gradient of it")
             self.goes[term].append(slots)
 
-    def _slots(self, term: _Term, source: Source) -> list[int]:
+    def _slots(self, term: _Term, source: PieceSource) -> list[int]:
         """Where the call whose gradient a term is reads a value of F; what is the loss is read by nobody."""
         if isinstance(term, str):
             return [0] * (source == self.forward.returned.get("loss"))
         return [slot for slot, read in enumerate(term[0].reads) if read == source]
 
 
-def reduce_facts(reduce: Program) -> Iterator[Fact]:
+def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
     """What REDUCE makes of each parameter's gradient, and what its norm and its loss are made of.
 
     Raises:
@@ -122,7 +122,7 @@ def reduce_facts(reduce: Program) -> Iterator[Fact]:
         if key == "grad_norm" and made != gradients:
             raise WiringFault("the norm in REDUCE is not of every gradient once")
         for term, way in sums[name]:
-            yield Fact(("reduced", star(key), star(str(term))), way, NONE, f"REDUCE {key}")
+            yield PieceFact(("reduced", star(key), star(str(term))), way, NONE, f"REDUCE {key}")
 
 
 def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
@@ -144,8 +144,8 @@ def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
 
 def _word(item: Any) -> str:
     """An argument without sizes and names."""
-    if isinstance(item, (Ref, Cut)) or (isinstance(item, int) and not isinstance(item, bool)):
-        return "/".join(["#", *item.axes]) if isinstance(item, Cut) else "#"
+    if isinstance(item, (Ref, LocalSize)) or (isinstance(item, int) and not isinstance(item, bool)):
+        return "/".join(["#", *item.axes]) if isinstance(item, LocalSize) else "#"
     if isinstance(item, (list, tuple)):
         return f"[{', '.join(map(_word, item))}]"
     return repr(item)

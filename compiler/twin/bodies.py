@@ -15,11 +15,11 @@ import torch
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..ops.precision import base_name
-from ..program.program import Cut, Function, Line, Ref, Value, default_numbers, operator
+from ..program.program import Function, Line, LocalSize, Ref, Value, default_numbers, operator
 
 _Key = TypeVar("_Key")
-Number = int | float
-Pair = tuple[Number, Number]
+Scalar = int | float
+NumberPair = tuple[Scalar, Scalar]
 """A number of the build, and the one in its place in the twin."""
 
 _NUMBER = re.compile(r"(?<![A-Za-z_\d])\d+")
@@ -34,7 +34,7 @@ class Numbers:
 
     op: str
     origin: str
-    given: tuple[tuple[str, Number, bool], ...]
+    given: tuple[tuple[str, Scalar, bool], ...]
     """Argument, number, and whether it may be a size."""
     dims: tuple[int, ...]
 
@@ -64,7 +64,7 @@ def lines_body(lines: Iterable[Line], names: Mapping[str, str], values: Mapping[
     known, rows, numbers = dict(names), [], []
     for index, line in enumerate(lines):
         known.update((made.name, f"{index}.{at}") for at, made in enumerate(line.results) if made is not None)
-        given: list[tuple[str, Number, bool]] = []
+        given: list[tuple[str, Scalar, bool]] = []
         kinds = _arguments(line.op)
         places = [*((str(at), item) for at, item in enumerate(line.args)), *line.kwargs]
         words = [_word(item, known, given, *kinds.get(place, (place, ""))) for place, item in places]
@@ -102,11 +102,11 @@ def _arguments(op: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _word(item: Any, names: Mapping[str, str], given: list[tuple[str, Number, bool]], place: str, kind: str) -> str:
+def _word(item: Any, names: Mapping[str, str], given: list[tuple[str, Scalar, bool]], place: str, kind: str) -> str:
     """An argument without its numbers, which go to ``given``."""
     if isinstance(item, Ref):
         return names[item.name]
-    if isinstance(item, Cut):
+    if isinstance(item, LocalSize):
         given.append((place, item.size, True))
         return "/".join(["#", *item.axes])
     if isinstance(item, (list, tuple)):
@@ -122,19 +122,19 @@ class Pairs:
     """The numbers of two equal bodies in pairs: those that are ``written`` in operators, by the place in the model's
     code that they come from too, and with them the sizes of all dims."""
 
-    written: tuple[tuple[str, str, Pair], ...] = ()
+    written: tuple[tuple[str, str, NumberPair], ...] = ()
     """Operator, argument and pair of each that is no size of a dim of its own line."""
-    at: Mapping[str, frozenset[Pair]] = field(default_factory=dict)
-    every: frozenset[Pair] = frozenset()
-    arguments: Mapping[tuple[str, str, str], frozenset[Pair]] = field(default_factory=dict)
+    at: Mapping[str, frozenset[NumberPair]] = field(default_factory=dict)
+    every: frozenset[NumberPair] = frozenset()
+    arguments: Mapping[tuple[str, str, str], frozenset[NumberPair]] = field(default_factory=dict)
     """Operator, origin, argument → the numbers there, an argument's default too."""
 
     @classmethod
     def of(cls, ours: Sequence[Numbers], theirs: Sequence[Numbers]) -> Pairs:
         """Those of two equal bodies."""
-        written, sizes = [], set[Pair]()
-        at: dict[str, set[Pair]] = defaultdict(set)
-        arguments: dict[tuple[str, str, str], set[Pair]] = defaultdict(set)
+        written, sizes = [], set[NumberPair]()
+        at: dict[str, set[NumberPair]] = defaultdict(set)
+        arguments: dict[tuple[str, str, str], set[NumberPair]] = defaultdict(set)
         for mine, other in zip(ours, theirs, strict=True):
             sizes |= (own := set(zip(mine.dims, other.dims, strict=True)))
             given = {place for place, _, _ in mine.given}
@@ -154,7 +154,7 @@ class Pairs:
         at, arguments = _joined(self.at, other.at), _joined(self.arguments, other.arguments)
         return Pairs(self.written, at, self.every | other.every, arguments)
 
-    def forward(self, numbers: Numbers, argument: str) -> frozenset[Pair]:
+    def forward(self, numbers: Numbers, argument: str) -> frozenset[NumberPair]:
         """The pairs that the operator of a derivative's line has for this argument, such as an attention's ``scale``;
         empty if the line is no derivative."""
         name = base_name(numbers.op)
@@ -163,11 +163,13 @@ class Pairs:
         return frozenset() if name == operator_name else self.arguments.get(key, frozenset())
 
 
-def _frozen(sets: Mapping[_Key, set[Pair]]) -> dict[_Key, frozenset[Pair]]:
+def _frozen(sets: Mapping[_Key, set[NumberPair]]) -> dict[_Key, frozenset[NumberPair]]:
     return {key: frozenset(pairs) for key, pairs in sets.items()}
 
 
-def _joined(one: Mapping[_Key, frozenset[Pair]], other: Mapping[_Key, frozenset[Pair]]) -> dict[_Key, frozenset[Pair]]:
+def _joined(
+    one: Mapping[_Key, frozenset[NumberPair]], other: Mapping[_Key, frozenset[NumberPair]]
+) -> dict[_Key, frozenset[NumberPair]]:
     return {key: one.get(key, frozenset()) | other.get(key, frozenset()) for key in {**one, **other}}
 
 
@@ -197,7 +199,9 @@ def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pa
     return None
 
 
-def _follows(pair: Pair, near: frozenset[Pair], model: frozenset[Pair], sizes: frozenset[Pair]) -> bool:
+def _follows(
+    pair: NumberPair, near: frozenset[NumberPair], model: frozenset[NumberPair], sizes: frozenset[NumberPair]
+) -> bool:
     """Whether a pair is of numbers ``near`` in the model's code, or is made of some, or is one number at all sizes."""
     here, there = pair
     if pair in near:
@@ -210,7 +214,7 @@ def _follows(pair: Pair, near: frozenset[Pair], model: frozenset[Pair], sizes: f
     return any(pair in ((a + c, b + d), (a * c, b * d)) for a, b in whole for c, d in whole)
 
 
-_FORMS: Sequence[Callable[[Number], Number]] = (
+_FORMS: Sequence[Callable[[Scalar], Scalar]] = (
     lambda x: -x,
     lambda x: 1 - x,
     lambda x: 1 / x if x else math.nan,
@@ -221,5 +225,5 @@ _FORMS: Sequence[Callable[[Number], Number]] = (
 """How a derivative, or an operator's parts, may write a number of the model."""
 
 
-def _close(x: Number, y: Number) -> bool:
+def _close(x: Scalar, y: Scalar) -> bool:
     return x == y or (isinstance(y, float) and math.isclose(x, y, rel_tol=1e-12))

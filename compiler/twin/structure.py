@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property, reduce
 from operator import or_
 
 from ..program.faults import Fault
 from ..program.program import Program
+from ..program.roles import Programs
 from .backward import Backward, reduce_facts
 from .bodies import Pairs, function_body, number_problem
-from .wiring import Call, Fact, Forward, Graph, Kinds, WiringFault
-
-Programs = Mapping[str, Program]
+from .wiring import Forward, Graph, Kinds, PieceCall, PieceFact, WiringFault
 
 
 def compare_structure(full: Programs, captured: Program, twin: Programs, twin_captured: Program) -> list[Fault]:
@@ -46,7 +45,7 @@ class _Step:
         if "COUNT" in programs and len(captured.functions) > 1:
             self.forwards["COUNT"] = Forward(programs["COUNT"], None, Graph(captured.functions[0], kinds), kinds)
 
-    def facts(self) -> Iterator[Fact]:
+    def facts(self) -> Iterator[PieceFact]:
         """All that is so at the places of the step."""
         for forward in self.forwards.values():
             yield from forward.facts()
@@ -54,7 +53,7 @@ class _Step:
         yield from reduce_facts(self.programs["REDUCE"])
 
 
-def _fact_fault(facts: Sequence[Fact], of_twin: Sequence[Fact]) -> Fault | None:
+def _fact_fault(facts: Sequence[PieceFact], of_twin: Sequence[PieceFact]) -> Fault | None:
     """The first fact of a build that its twin does not have, or that cannot be so in both by one rule."""
     seen: dict[Hashable, set[Hashable]] = defaultdict(set)
     options: dict[Hashable, frozenset[Hashable]] = {}
@@ -88,12 +87,12 @@ class _CallNumbers:
     def __init__(self, ours: Forward, theirs: Forward) -> None:
         self.ours, self.theirs = ours, theirs
         self.calls = Counter(call.place for call in ours.calls)
-        self.mates: dict[Hashable, dict[Hashable, Call]] = defaultdict(dict)
+        self.mates: dict[Hashable, dict[Hashable, PieceCall]] = defaultdict(dict)
         for call in theirs.calls:
             self.mates[call.sort][_numbers_key(call)] = call
         self.known: dict[Hashable, str | None] = {}
 
-    def problem(self, call: Call) -> str | None:
+    def problem(self, call: PieceCall) -> str | None:
         """What is wrong beside every equal call of the twin; None if some call of it has no other numbers."""
         problem = None
         for key, mate in self.mates[call.sort].items():
@@ -105,7 +104,7 @@ class _CallNumbers:
                 break
         return problem
 
-    def _beside(self, call: Call, mate: Call) -> str | None:
+    def _beside(self, call: PieceCall, mate: PieceCall) -> str | None:
         name, other = call.line.op, mate.line.op
         model = self._every
         if call.piece is not None and mate.piece is not None:
@@ -126,7 +125,7 @@ class _CallNumbers:
         return reduce(or_, pairs, Pairs())
 
 
-def _numbers_key(call: Call) -> tuple[str, int]:
+def _numbers_key(call: PieceCall) -> tuple[str, int]:
     return call.line.op, call.piece.numbers_kind if call.piece is not None else -1
 
 

@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"((?:[^.]+\.)*?\d+)(?:\.|$)")
 _NUMBER = re.compile(r"\d+")
 _KEY = "parc.stream_key.default"
 
-Source = tuple[Any, ...]
+PieceSource = tuple[Any, ...]
 """Where a value comes from: ``("role", role)``, ``("stream", name, seed)``; ``("made", place, line, result)`` of the
 captured graph and ``("made", call, result)`` of F."""
 
@@ -31,7 +31,7 @@ class WiringFault(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class PieceFact:
     """What is so at one place of a step, told by nothing that is a repetition's own: for this ``key`` the twin has
     ``what`` somewhere, and one of the ``options`` holds wherever both builds have the key."""
 
@@ -53,11 +53,11 @@ class Kinds:
 
 
 @dataclass(slots=True)
-class Piece:
+class GraphPiece:
     """A run of the captured graph: what it reads from outside in order, its numbers, and which runs it is equal to
     but for numbers, and in these."""
 
-    reads: list[tuple[Source, Value]]
+    reads: list[tuple[PieceSource, Value]]
     numbers: tuple[Numbers, ...]
     kind: int
     numbers_kind: int
@@ -65,15 +65,15 @@ class Piece:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class PieceCall:
     """One call of F: the run that it belongs to, that run's piece of the captured graph if it has one, the function
     with its backward as a ``kind``, and where what it reads comes from."""
 
     line: Line
     place: str
-    piece: Piece | None
+    piece: GraphPiece | None
     kind: int
-    reads: list[Source] = field(default_factory=list)
+    reads: list[PieceSource] = field(default_factory=list)
 
     @property
     def sort(self) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class Graph:
 
     def __init__(self, captured: Function, kinds: Kinds) -> None:
         lines = [line for line in captured.lines if line.op != _KEY]
-        self.sources: dict[str, Source] = {v.name: ("role", v.role) for v in captured.parameters}
+        self.sources: dict[str, PieceSource] = {v.name: ("role", v.role) for v in captured.parameters}
         for line in captured.lines:
             self.sources.update((v.name, ("stream", *line.args[1:])) for v in line.made if line.op == _KEY)
         runs: dict[str, list[Line]] = {}
@@ -121,13 +121,13 @@ class Graph:
             if source[0] == "made":
                 self.pieces[source[1]].returned.append(key)
 
-    def _piece(self, run: Sequence[Line], values: Mapping[str, Value], kinds: Kinds) -> Piece:
+    def _piece(self, run: Sequence[Line], values: Mapping[str, Value], kinds: Kinds) -> GraphPiece:
         inside = {v.name for line in run for v in line.made}
         read = list(dict.fromkeys(name for line in run for name in line.uses() if name not in inside))
         body = lines_body(run, {name: f"i{index}" for index, name in enumerate(read)}, values, Mesh())
         head = [f"{self.sources[name][0]} {sizeless(values[name], Mesh())}" for name in read]
         reads = [(self.sources[name], values[name]) for name in read]
-        return Piece(reads, body.numbers, kinds.of((*head, *body.rows)), kinds.of(body.numbers))
+        return GraphPiece(reads, body.numbers, kinds.of((*head, *body.rows)), kinds.of(body.numbers))
 
 
 class Forward:
@@ -142,8 +142,8 @@ class Forward:
             name: kinds.of((body.rows, self.backward[name].rows if name in self.backward else None))
             for name, body in self.bodies.items()
         }
-        self.sources: dict[str, Source] = {v.name: ("role", v.role) for v in program.main.parameters}
-        self.calls: list[Call] = []
+        self.sources: dict[str, PieceSource] = {v.name: ("role", v.role) for v in program.main.parameters}
+        self.calls: list[PieceCall] = []
         self.values = program.main.values()
         called = [line for line in program.main.lines if line.calls_function]
         where = iter(places([line.origin.module for line in called], graph.once))
@@ -152,7 +152,7 @@ class Forward:
                 self.sources[line.made[0].name] = ("stream", *line.args[1:])
             elif line.calls_function:
                 place = next(where)
-                call = Call(line, place, graph.pieces.get(place), kind[line.op])
+                call = PieceCall(line, place, graph.pieces.get(place), kind[line.op])
                 call.reads = [self.sources[name] for name in line.uses()]
                 self._take_results(call)
                 self.calls.append(call)
@@ -160,7 +160,7 @@ class Forward:
                 raise WiringFault(f"F computes `{line.op}` outside its functions")
         self.returned = {key: self.sources[name] for key, name in program.main.returns}
 
-    def _take_results(self, call: Call) -> None:
+    def _take_results(self, call: PieceCall) -> None:
         """Name what a call returns; what it returns as it was given is what was given."""
         function = self.functions[call.line.op]
         given = {v.name: source for v, source in zip(function.parameters, call.reads, strict=True)}
@@ -168,52 +168,52 @@ class Forward:
             if made is not None:
                 self.sources[made.name] = given.get(name, ("made", len(self.calls), at))
 
-    def facts(self) -> Iterator[Fact]:
+    def facts(self) -> Iterator[PieceFact]:
         """What each call is and reads, and what F returns."""
         for call in self.calls:
-            yield Fact(("call", call.kind), call.sort[0], NONE, f"F {call.place}")
+            yield PieceFact(("call", call.kind), call.sort[0], NONE, f"F {call.place}")
             for at, (source, name) in enumerate(zip(call.reads, call.line.uses(), strict=True)):
                 yield from self._read(call, at, source, self.values[name])
         for key, name in self.program.main.returns:
             if not key.startswith("saved "):
                 yield from self._returned(key, self.sources[name])
 
-    def _read(self, call: Call, at: int, source: Source, value: Value) -> Iterator[Fact]:
+    def _read(self, call: PieceCall, at: int, source: PieceSource, value: Value) -> Iterator[PieceFact]:
         """One thing that a call reads: which of the things that its piece of the graph reads it may be."""
         slot, where = ("reads", call.sort, at), f"F {call.place} operand {at}"
         wanted = call.piece.reads if call.piece is not None else []
         if source[0] != "made":
             found = frozenset(index for index, (other, _) in enumerate(wanted) if other == source)
             kind = source[1].partition(" ")[0] if source[0] == "role" else "stream"
-            yield Fact(slot, (kind, bool(found)), found or _names(source[1], call.place), where)
+            yield PieceFact(slot, (kind, bool(found)), found or _names(source[1], call.place), where)
             return
         maker = self.calls[source[1]]
         made = maker.kind, source[2]
         near = [(k, other) for k, (other, _) in enumerate(wanted) if other[:2] == ("made", maker.place)]
         same = [(k, other) for k, other in near if wanted[k][1].type.shape == value.type.shape]
         if maker.place == call.place:
-            yield Fact(slot, (made, "own"), NONE, where)
+            yield PieceFact(slot, (made, "own"), NONE, where)
         elif near:
-            yield Fact(slot, (made, "graph"), frozenset(k for k, _ in same or near), where)
+            yield PieceFact(slot, (made, "graph"), frozenset(k for k, _ in same or near), where)
             lines = frozenset(other[2:] for _, other in same or near)
-            yield Fact(("makes", maker.sort, source[2]), "graph", lines, where)
+            yield PieceFact(("makes", maker.sort, source[2]), "graph", lines, where)
         else:
-            yield Fact(slot, (made, "other"), self._otherwise(call, source), where)
+            yield PieceFact(slot, (made, "other"), self._otherwise(call, source), where)
 
-    def _otherwise(self, call: Call, source: Source) -> frozenset[Hashable]:
+    def _otherwise(self, call: PieceCall, source: PieceSource) -> frozenset[Hashable]:
         """What may be said of a value that the graph does not have: how it is made of what is no repetition's own, or
         how far before it is made."""
         said = self._said(source)
         return frozenset({said}) if said is not None else _names(self.calls[source[1]].place, call.place)
 
-    def _said(self, source: Source) -> Hashable:
+    def _said(self, source: PieceSource) -> Hashable:
         if source[0] != "made":
             return source if _NUMBER.search(str(source[1])) is None else None
         maker = self.calls[source[1]]
         given = tuple(self._said(read) for read in maker.reads)
         return None if None in given else (maker.kind, source[2], given)
 
-    def _returned(self, key: str, source: Source) -> Iterator[Fact]:
+    def _returned(self, key: str, source: PieceSource) -> Iterator[PieceFact]:
         wanted = self.graph.returns.get(key)
         if wanted is None:
             raise WiringFault(f"F returns `{key}`, which the model does not")
@@ -226,8 +226,8 @@ class Forward:
         piece = self.graph.pieces[wanted[1]]
         own = call.place == wanted[1]
         options = frozenset({piece.returned.index(key)}) if own else _names(wanted[1], call.place)
-        yield Fact(("returns", kind, call.sort, source[2]), own, options, f"F {key}")
-        yield Fact(
+        yield PieceFact(("returns", kind, call.sort, source[2]), own, options, f"F {key}")
+        yield PieceFact(
             ("returned", kind, piece.kind, piece.returned.index(key)), (*call.sort, source[2], own), NONE, f"F {key}"
         )
 

@@ -24,14 +24,14 @@ from ..ops.precision import base_name
 from ..program.faults import Fault
 from ..program.program import Program, Value, operator
 from ..torch_private import is_composite
-from .lines import Question, call_of, follow
+from .lines import Question, follow, line_call
 
 _MOVES = """
     reshape view _unsafe_view unsqueeze squeeze expand select slice transpose permute t alias clone detach contiguous
     split split_with_sizes unbind narrow flip roll diagonal unfold repeat index_select as_strided lift_fresh_copy
     cut_pad grow_pad fill_pad constant_pad_nd
 """
-MOVES = frozenset(_MOVES.split())
+VALUE_MOVES = frozenset(_MOVES.split())
 """Operators that give entries of their first operand as they are, by base name."""
 _JOINS = frozenset({"cat", "stack"})
 _CONSTANTS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # where the number is
@@ -74,7 +74,7 @@ class _Expressions:
             return [self.stream], [], []
         if self.rng in given or (self.stream in given and name not in _DRAWS):
             return [_ACTIVATION] * len(line.made), [self("random", name)], []
-        if line.op in COLLECTIVES or name in MOVES or (given and not any(given)):
+        if line.op in COLLECTIVES or name in VALUE_MOVES or (given and not any(given)):
             return [given[0]] * len(line.made), [], []
         # made of floating numbers alone, or into them: also the comparison of an activation with a constant
         floats = any(all(t.dtype.is_floating_point for t in types) for types in (question.operands, question.results))
@@ -93,7 +93,7 @@ class _Expressions:
         return [self("ne", str(([f"%{given[1]}", index], ())), str(torch.bool))]
 
     def _run(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
-        call = call_of(question.line, question.operands, question.results, lambda item: item.size)
+        call = line_call(question.line, question.operands, question.results, lambda item: item.size)
         with self._mode:
             tensors = [torch.empty(type_.shape, dtype=type_.dtype) for type_ in question.operands]
             with _Parts(self, tensors, given) as parts:
@@ -133,7 +133,7 @@ class _Parts(TorchDispatchMode):
         varying = [found for found in given if found not in self.express.constants]
         if name in _CONSTANTS:
             return self.express.constant(args[_CONSTANTS[name]])
-        if name in MOVES and given:
+        if name in VALUE_MOVES and given:
             return given[0]
         if _ACTIVATION in varying and (not any(varying) or all(x.is_floating_point() for x in results)):
             return _ACTIVATION

@@ -20,9 +20,9 @@ from ..layout.placement import TensorType
 from ..ops.factors import OpCall, Operand, fill_operands
 from ..ops.infer import infer
 from ..ops.results import example, results_of
-from ..ops.rules import TABLE, Row, localize
+from ..ops.rules import TABLE, OpRow, localize
 from ..program.faults import Fault
-from ..program.program import Cut, Function, Line, Program, Ref, Value, argument_text, map_references, operator
+from ..program.program import Function, Line, LocalSize, Program, Ref, Value, argument_text, map_references, operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Question:
     """A line, its names left out, and the types of what it reads; equal lines are looked at once."""
 
     text: str
-    rule: Row | None
+    rule: OpRow | None
     operands: tuple[TensorType, ...]
     declared: tuple[TensorType | None, ...]
     mesh: Mesh
@@ -42,7 +42,7 @@ class Question:
         return [type_ for type_ in self.declared if type_ is not None]
 
 
-Fact = TypeVar("Fact", bound=Hashable)
+Knowledge = TypeVar("Knowledge", bound=Hashable)
 """What a checker knows of a value."""
 Answer = tuple[tuple[str, str], ...]
 """What is wrong with a line: pairs of a check and a message."""
@@ -127,23 +127,23 @@ def _question(line: Line, values: Mapping[str, Value], mesh: Mesh) -> Question:
 def follow(
     program: Program,
     function: Function,
-    given: Sequence[Fact],
-    made: Callable[[str, Question, tuple[Fact, ...]], Sequence[Fact]],
-) -> list[Fact]:
+    given: Sequence[Knowledge],
+    made: Callable[[str, Question, tuple[Knowledge, ...]], Sequence[Knowledge]],
+) -> list[Knowledge]:
     """What is known of each value that a function returns, from what is known of its parameters, line by line.
 
     ``made(function's name, line, facts)`` says it of a line's results, from what is known of what the line reads.
     """
-    memory: dict[tuple[str, tuple[Fact, ...]], list[Fact]] = {}
+    memory: dict[tuple[str, tuple[Knowledge, ...]], list[Knowledge]] = {}
 
-    def walk(function: Function, given: tuple[Fact, ...]) -> list[Fact]:
+    def walk(function: Function, given: tuple[Knowledge, ...]) -> list[Knowledge]:
         key = function.name, given
         if key not in memory:
             known = dict(zip((value.name for value in function.parameters), given, strict=True))
             for line, question in questions(function, program.mesh):
                 read = tuple(known[name] for name in line.uses())
                 if question is None:
-                    found: Sequence[Fact] = walk(program.function(line.op), read)
+                    found: Sequence[Knowledge] = walk(program.function(line.op), read)
                 else:
                     found = made(function.name, question, read)
                 known.update(zip((value.name for value in line.made), found, strict=True))
@@ -188,7 +188,7 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     if _draws(line.op):
         yield "types", f"{line.op} draws from a rank's own random state"
         return
-    call = call_of(line, q.operands, results, lambda item: item.size)
+    call = line_call(line, q.operands, results, lambda item: item.size)
     wrong = _made_otherwise(q, call, [t.shape for t in q.operands], [t and t.shape for t in q.declared])
     if wrong:  # rules speak of calls that are valid
         yield "shapes", wrong
@@ -222,7 +222,7 @@ def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:
     """On a rank's shapes the operator makes a rank's; and its sizes there are those that its rule derives."""
     op, mesh, results = q.line.op, q.mesh, q.results
     shapes = tuple(t.local(mesh) for t in q.operands), tuple(t.local(mesh) for t in results)
-    local = call_of(q.line, q.operands, results, lambda item: item.local(mesh))
+    local = line_call(q.line, q.operands, results, lambda item: item.local(mesh))
     try:
         args, kwargs = localize(call, *shapes)
     except Exception as problem:  # whatever a rule raises for sizes that do not divide
@@ -258,8 +258,8 @@ def _shape_text(made: Sequence[Any]) -> str:
     return "; ".join("-" if item is None else f"{str(item[0]).removeprefix('torch.')}{list(item[1])}" for item in made)
 
 
-def call_of(
-    line: Line, operands: Sequence[TensorType], results: Sequence[TensorType], size: Callable[[Cut], Any],
+def line_call(
+    line: Line, operands: Sequence[TensorType], results: Sequence[TensorType], size: Callable[[LocalSize], Any],
     number: Callable[[int], Any] = int,
 ) -> OpCall:  # fmt: skip
     """The line as a call, its sizes read by ``size`` (whole or a rank's), all other whole numbers by ``number``."""
@@ -268,7 +268,7 @@ def call_of(
     def read(item: Any) -> Any:
         if isinstance(item, Ref):
             return Operand(next(counter))
-        if isinstance(item, Cut):
+        if isinstance(item, LocalSize):
             return size(item)
         if isinstance(item, (list, tuple)):
             return type(item)(read(inner) for inner in item)

@@ -21,7 +21,7 @@ from math import prod
 from typing import Any
 
 from ..layout.collectives import COLLECTIVES
-from ..layout.placement import Shape
+from ..layout.mesh import Shape
 from ..program.program import REFERENCE_FILE, Function, Line, Program, numbers_in
 from ..sizes.polynomials import Polynomial, Sizes, check_points, choices_of
 from ..sizes.template import ShapeFault, Template

@@ -12,12 +12,11 @@ from functools import lru_cache
 from ..layout.collectives import COLLECTIVES
 from ..layout.placement import TensorType
 from ..ops.neutral import REDUCTIONS, is_neutral
-from ..padding.flow import Extra, Extras, PaddingFault
-from ..padding.flow import follow as follow_padding
+from ..padding.flow import Extra, Extras, PaddingFault, follow_padding
 from ..padding.pads import Pad, Pads
 from ..program.faults import Fault
 from ..program.program import Program
-from .lines import Question, call_of, follow
+from .lines import Question, follow, line_call
 
 _ROW_MAX = "parc.row_max"
 
@@ -116,7 +115,7 @@ def _line(question: Question, operands: tuple[Extras, ...]) -> list[Extras]:
         return [_largest(question.operands[0], operands[0])]
     if line.op in COLLECTIVES:
         return [operands[0]]
-    call = call_of(line, question.operands, question.results, lambda item: item.size)
+    call = line_call(line, question.operands, question.results, lambda item: item.size)
     return follow_padding(call, operands, [type_.dtype for type_ in question.operands])
 
 

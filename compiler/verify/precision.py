@@ -16,14 +16,14 @@ from enum import Enum
 import torch
 
 from ..layout.collectives import COLLECTIVES
+from ..layout.mesh import Shape
 from ..ops.precision import LOSSES, Rounding, base_name, is_narrow, is_sensitive, may_narrow
 from ..program.faults import Fault
 from ..program.program import Function, Line, Program, Value
-from .integers import MOVES
+from .integers import VALUE_MOVES
 from .lines import Question, follow
 
 _LOSS = LOSSES | {"loss_parts"}
-Shape = tuple[int, ...]
 
 
 def check_precision(programs: Mapping[str, Program], reference: Program, rounding: Rounding) -> list[Fault]:
@@ -200,7 +200,7 @@ def _table_made(question: Question, given: Sequence[_Table]) -> tuple[_Table, st
     pairs = [pair for pair in zip(question.operands, given, strict=True) if pair[0].dtype.is_floating_point]
     moving = [type_.dtype for type_, found in pairs if found is _Table.OTHER and type_.shape]
     rounded = any(found is _Table.ROUNDED for _, found in pairs)
-    if line.op in COLLECTIVES or base_name(line.op) in MOVES:
+    if line.op in COLLECTIVES or base_name(line.op) in VALUE_MOVES:
         return (given or [_Table.EXACT])[0], ""
     if rounded and (not narrow or not all(map(is_narrow, moving))):
         return _Table.OTHER, "reads what was rounded and is made of positions, buffers and constants as if it were not"

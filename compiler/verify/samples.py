@@ -21,7 +21,7 @@ from ..ops.infer import infer, place_created
 from ..ops.op_row import normal_dims
 from ..ops.rules import TABLE, creation, indexing, views
 from ..program.program import Program
-from .lines import Question, call_of, follow
+from .lines import Question, follow, line_call
 
 Adds = Literal["sum", "mean"] | None
 
@@ -45,7 +45,7 @@ _SOMEWHERE = Split(-1)
 """Split along a dim that is not known: all that is seen from there are sums over dim 0."""
 _AXIS = "samples"
 _SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
-_MOVES = views.TABLE.keys() | indexing.TABLE.keys() | creation.TABLE.keys()
+_MOVES = views.VIEWS_RULES.keys() | indexing.INDEXING_RULES.keys() | creation.CREATION_RULES.keys()
 """Operators that move entries: where they lose track of samples, these may still be apart."""
 
 
@@ -81,7 +81,7 @@ def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, 
     read: Sequence[Samples] = given
     if _MET in read or all(samples == _FREE for samples in read):
         return (_MET if _MET in read else _FREE,) * len(q.results)
-    call = call_of(q.line, q.operands, q.results, lambda item: item.size)
+    call = line_call(q.line, q.operands, q.results, lambda item: item.size)
     sums = [samples for samples in read if samples.kind == "P"]
     if q.line.op in ("aten.add.Tensor", "aten.sub.Tensor") and sums and (len(read) == 1 or _FREE in read):
         # what no sample reaches is in every part of the batch, so it averages

@@ -14,7 +14,7 @@ from ..ops.factors import OpCall
 from ..ops.infer import rule_or_opaque
 from ..program.faults import Fault
 from ..program.program import Program, Ref
-from .lines import Question, call_of, follow
+from .lines import Question, follow, line_call
 
 Degree = float | None
 """None is not known."""
@@ -74,7 +74,7 @@ def _degree(question: Question, operands: Sequence[Degree]) -> Degree:
         return known[0] * float(line.args[1])
     if line.op == "aten.div.Tensor" and isinstance(line.args[1], Ref):
         return known[0] - known[1]
-    return _by_rule(call_of(line, question.operands, question.results, lambda item: item.size), known)
+    return _by_rule(line_call(line, question.operands, question.results, lambda item: item.size), known)
 
 
 def _by_rule(call: OpCall, known: Sequence[float]) -> Degree:

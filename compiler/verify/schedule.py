@@ -10,11 +10,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from ..program.actions import Action, Kind
+from ..program.actions import Action, ActionKind
 from ..program.faults import Fault
 
 CAPACITY = 1
-_MEETS: Mapping[Kind, tuple[Kind, int]] = {
+_MEETS: Mapping[ActionKind, tuple[ActionKind, int]] = {
     "SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1),
 }  # fmt: skip
 """The other side of a message, and how far its stage is."""

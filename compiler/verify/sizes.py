@@ -20,12 +20,12 @@ from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.factors import fill_operands
-from ..program.program import Cut, Line, Program, operator
+from ..program.program import Line, LocalSize, Program, operator
 from ..program.text import parse_program
 from ..sizes.polynomials import Polynomial
 from ..sizes.template import ShapeFault, Template
 from ..torch_private import SymbolicSizes
-from .lines import Question, call_faults, call_of, collective_faults, forms_of, questions
+from .lines import Question, call_faults, collective_faults, forms_of, line_call, questions
 from .numbers import number_faults, role_faults
 
 _MOST_CHOICES = 1 << 20
@@ -132,7 +132,7 @@ class _Proof:
             wanted = [None if type_ is None else self.shape(type_, mesh, local) for type_ in q.declared]
             shapes = [[self.size(size) for size in self.shape(type_, mesh, local)] for type_ in q.operands]
             cut = partial(self.cut, mesh, local)
-            call = call_of(q.line, q.operands, q.results, cut, lambda number: self.size(self.expression(number)))
+            call = line_call(q.line, q.operands, q.results, cut, lambda number: self.size(self.expression(number)))
             try:
                 with self.symbolic.mode():
                     given = [torch.empty(s, dtype=type_.dtype) for s, type_ in zip(shapes, q.operands, strict=True)]
@@ -176,7 +176,7 @@ class _Proof:
         )
         return sympy.Add(*terms)
 
-    def cut(self, mesh: Mesh, local: bool, cut: Cut) -> Any:
+    def cut(self, mesh: Mesh, local: bool, cut: LocalSize) -> Any:
         """A size in an argument, as a number: whole, or a rank's."""
         return self.size(self.expression(cut.size) / (math.prod(map(mesh.size, cut.axes)) if local else 1))
 

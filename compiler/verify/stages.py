@@ -12,7 +12,7 @@ from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..program.faults import Fault
 from ..program.program import Program, Value
-from ..program.roles import JoinFault, Programs, neighbours, work_of
+from ..program.roles import JoinFault, Programs, neighbours, work_programs
 from .scaling import scaled_once
 
 AMONG = "parc.all_reduce_among"
@@ -23,7 +23,7 @@ def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[F
     B reads of F is saved in its own stage; every role reduces the gradients of its stages, those of several roles over
     exactly these, and the loss and the norm over all, in which each parameter counts once."""
     try:
-        work = work_of(roles)
+        work = work_programs(roles)
     except JoinFault as fault:
         return [Fault("types", "step", str(fault))]
     faults = [*_place_faults(roles, mesh, axis)]

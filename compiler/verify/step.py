@@ -9,7 +9,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..padding.pads import Pads, padded_shape
 from ..program.faults import Fault
-from ..program.program import Cut, Function, Program, Value
+from ..program.program import Function, LocalSize, Program, Value
 from .samples import combination
 from .scaling import check_scaling
 
@@ -183,7 +183,7 @@ def _position_faults(forward: Program, captured: Function) -> Iterator[Fault]:
 
     def counted(function: Function) -> set[str]:
         found = [line.args for line in function.lines if line.op == "parc.iota.default"]
-        return {str([item.size if isinstance(item, Cut) else item for item in args]) for args in found}
+        return {str([item.size if isinstance(item, LocalSize) else item for item in args]) for args in found}
 
     known = counted(captured)
     for function in forward.functions:

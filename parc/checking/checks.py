@@ -27,7 +27,7 @@ from parc.compiler.program.actions import Action
 from parc.compiler.program.cost import Memory
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import REFERENCE_FILE, Program
-from parc.compiler.program.roles import SINGLE, Role, join
+from parc.compiler.program.roles import SINGLE, Role, join_roles
 from parc.compiler.program.text import parse_program
 from parc.compiler.schedules.timeline import simulate
 from parc.compiler.sizes.template import sizes_text
@@ -139,7 +139,7 @@ def prove(compiled: Compiled) -> list[Fault]:
     summed = plan.microbatches > 1 and combination(compiled.built.reference, plan.unbatched) == "sum"
     for at in compiled.cases():
         roles = reread_roles(at)
-        programs = join({name: role.programs for name, role in roles.items()})
+        programs = join_roles({name: role.programs for name, role in roles.items()})
         faults += static_faults(
             programs, stored(at), at.mesh, (), at.plan.microbatches, at.built.reference, at.resolved.pads,
             rounding_of(at), roles, summed,
@@ -200,7 +200,7 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
     found: dict[str, Any] = {"on": on, "tolerance": TOLERANCE}
     for at in cases:
         roles = reread_roles(at)
-        whole = join({name: role.programs for name, role in roles.items()})
+        whole = join_roles({name: role.programs for name, role in roles.items()})
         case = case_of(at, whole, roles if at.pipeline is not None else None)
         with one_thread():
             eager = compare_with_eager(at, case)

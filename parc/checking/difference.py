@@ -14,7 +14,7 @@ from parc.runtime.compare.model_run import Case, ReferenceRun
 from parc.runtime.compare.simulate import TOLERANCE, Simulation
 from parc.runtime.data.random_batch import random_batch
 from parc.runtime.faults import complete_module
-from parc.runtime.owners import together
+from parc.runtime.owners import whole_tensor
 from parc.runtime.step import Stepper
 
 _SAME = {
@@ -25,7 +25,7 @@ _SAME = {
 }
 """Operators that a program uses for one of the captured graph."""
 
-Place = tuple[str, str, str, int]
+LinePlace = tuple[str, str, str, int]
 """Module, source line, operator, number of elements."""
 
 
@@ -71,7 +71,7 @@ class _Watch:
             if value is not None and value.type.dtype.is_floating_point:
                 pieces = [environment[value.name].detach() for environment in environments]
                 held = dict(zip(self.ranks, pieces, strict=True))
-                whole = pieces[0] if self.mesh.world == 1 else together(held, value.type.placement, self.mesh)
+                whole = pieces[0] if self.mesh.world == 1 else whole_tensor(held, value.type.placement, self.mesh)
                 signatures.append(_signature(whole))
                 sizes.append(whole.numel())
         if signatures and line.origin.source:
@@ -99,7 +99,7 @@ def first_difference(case: Case) -> Difference | None:
                 watch = by_stage[int(name[:-1] or 0)] = _Watch(case.mesh, backend.ranks)
                 machine.watch = watch
     simulation.run(Stepper.loss, batches, 0)
-    known: dict[Place, list[tuple[float, ...]]] = {}
+    known: dict[LinePlace, list[tuple[float, ...]]] = {}
     for seen in one.seen:
         for signature, size in zip(seen.signatures, seen.sizes, strict=True):
             place = (seen.module, seen.line.origin.source, seen.line.op, size)

@@ -35,7 +35,7 @@ from parc.runtime.data.random_batch import random_batch
 from parc.runtime.faults import Watcher
 
 CLAMP = "keep it finite for such data: clamp what a logarithm, a root or a division takes"
-TOLERANCE = 1e-4
+EAGER_TOLERANCE = 1e-4
 _COINS = 8
 """How often a forward that draws from Python or NumPy is run again: of a coin it throws, both sides are seen."""
 _MOST = 5e-2
@@ -94,7 +94,7 @@ def _closest(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor],
     """The agreement in float32; where that is too little, in float64; where the model does not run in float64, or has
     float32 tensors of its own even then, in float32 as far as that rounds."""
     types = {value.type.dtype for function in case.reference.functions for value in function.values().values()}
-    tolerance = max(_TOLERANCES.get(dtype, TOLERANCE) for dtype in types)
+    tolerance = max(_TOLERANCES.get(dtype, EAGER_TOLERANCE) for dtype in types)
     allowed = tolerance, min(10 * tolerance, _MOST), min(10 * tolerance, _MOST)
     captured = _captured(case, inputs)
     agreement = _agreement(captured, eager, allowed)

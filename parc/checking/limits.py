@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parc.checking.checks import memory_of
-from parc.compiler.build.communication import Message, messages
+from parc.compiler.build.communication import Communication, messages
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.plan.limits import Promise
 from parc.compiler.program.cost import VIEWS, local_bytes
@@ -51,13 +51,15 @@ def hold_promises(compiled: Compiled) -> None:
 def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
     programs = compiled.built.programs
     found = [message for action in _ACTIONS if action in programs for message in messages(programs[action])]
-    among: Counter[Message] = Counter()  # sums among roles, which joined programs do not have; each role says the same
+    among: Counter[Communication] = (
+        Counter()
+    )  # sums among roles, which joined programs do not have; each role says the same
     for role in compiled.built.roles.values():
         among |= Counter(m for m in messages(role["REDUCE"]) if m.op == "all_reduce_among")
     found += among.elements()
     names = names_of(compiled.captured)
 
-    def owners(message: Message) -> tuple[str, ...]:
+    def owners(message: Communication) -> tuple[str, ...]:
         return tuple(map(compiled.mesh.owner, message.axes))
 
     for promise in compiled.plan.promises:
@@ -80,7 +82,7 @@ def _within(module: str, outer: str) -> bool:
     return not outer or module == outer or module.startswith(f"{outer}.")
 
 
-def _forbidden(compiled: Compiled, promise: Promise, found: list[Message]) -> Iterator[Diagnostic]:
+def _forbidden(compiled: Compiled, promise: Promise, found: list[Communication]) -> Iterator[Diagnostic]:
     """One message for each collective, equal ones of repeated blocks together."""
     for first, others in _alike(found):
         more = (f"the same holds for {others} more in modules like it",) if others else ()
@@ -91,7 +93,9 @@ def _forbidden(compiled: Compiled, promise: Promise, found: list[Message]) -> It
         )  # fmt: skip
 
 
-def _unexpected(compiled: Compiled, promise: Promise, inside: Mapping[str, list[Message]]) -> Iterator[Diagnostic]:
+def _unexpected(
+    compiled: Compiled, promise: Promise, inside: Mapping[str, list[Communication]]
+) -> Iterator[Diagnostic]:
     """One message for all modules with the same wrong number."""
     wrong: dict[int, list[str]] = {}
     for module, found in inside.items():
@@ -113,16 +117,16 @@ def _unexpected(compiled: Compiled, promise: Promise, inside: Mapping[str, list[
         yield Diagnostic(NOT_EXPECTED, message, Label(promise.span), related, help=help_, notes=tuple(notes))
 
 
-def _alike(found: list[Message]) -> list[tuple[Message, int]]:
+def _alike(found: list[Communication]) -> list[tuple[Communication, int]]:
     """The first of each kind of collective, and how many others are like it."""
-    groups: dict[tuple[object, ...], list[Message]] = {}
+    groups: dict[tuple[object, ...], list[Communication]] = {}
     for message in found:
         module = _DIGITS.sub("*", message.origin.module)
         groups.setdefault((message.op, message.axes, message.phase, module, message.origin.source), []).append(message)
     return [(first, len(others)) for first, *others in groups.values()]
 
 
-def _described(message: Message) -> str:
+def _described(message: Communication) -> str:
     where = f"`{message.origin.module}`" if message.origin.module else "the model"
     return f"`{message.op}` over `{','.join(message.axes)}` in {where}"
 
@@ -131,12 +135,12 @@ def _times(count: int) -> str:
     return f", {count} times" if count > 1 else ""
 
 
-def _cause(message: Message) -> str:
+def _cause(message: Communication) -> str:
     place = f"at {message.origin.source}, " if message.origin.source else ""
     return f"{place}{message.phase}, {size_text(message.bytes)} a rank of {message.dtype}"
 
 
-def _related(compiled: Compiled, message: Message) -> tuple[Label, ...]:
+def _related(compiled: Compiled, message: Communication) -> tuple[Label, ...]:
     """The line that asked for it: one that places a weight of the module over the axis, else what the program says."""
     axes = tuple(map(compiled.mesh.owner, message.axes))
     seeds = (seed for seed in compiled.resolved.seeds if seed.axis in axes and message.origin.module)

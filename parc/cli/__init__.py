@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, text in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.", allow_abbrev=False)
         if name == chosen:
-            importlib.import_module(f"parc.cli.{name}").arguments(sub)
+            getattr(importlib.import_module(f"parc.cli.{name}"), f"{name}_options")(sub)
     try:
         given = parser.parse_args(arguments)
     except SystemExit as stop:  # argparse has said what is wrong, or printed its help
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> int:
     command = importlib.import_module(f"parc.cli.{given.command}")
     try:
-        return int(command.run(given))
+        return int(getattr(command, f"{given.command}_command")(given))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of stdout has seen enough

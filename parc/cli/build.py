@@ -10,18 +10,18 @@ from typing import Any
 
 from parc.cli.plan_arguments import add_defines, default_out, read
 from parc.cli.refusal import show_refusal
-from parc.cli.terminal import print_json, say, show, stages, table
+from parc.cli.terminal import print_json, say, show, stages, text_table
 from parc.grammar.syntax import size_text
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def build_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", type=Path)
     parser.add_argument("-o", dest="out", metavar="DIR", type=Path, help="default: <plan>.parc.build here")
     parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
     add_defines(parser)
 
 
-def run(given: argparse.Namespace) -> int:
+def build_command(given: argparse.Namespace) -> int:
     """Build, and say what was built."""
     out = given.out or default_out(given.plan)
     made = make(given, given.plan, out)
@@ -76,7 +76,7 @@ def report_text(report: Mapping[str, Any]) -> str:
         rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))
     rows += [("padding" if at == 0 else "", text) for at, text in enumerate(_padding_texts(report["padding"]))]
     pipeline = report["pipeline"]
-    rows.append(("schedule", schedule_text(pipeline)))
+    rows.append(("schedule", schedule_words(pipeline)))
     rows += [("rounds", f"{entry['directive']} (line {entry['line']})") for entry in report["numerics"]]
     lines = [f"{name:13}{text}" for name, text in rows]
     if report["communication"]:
@@ -92,7 +92,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def schedule_text(pipeline: Mapping[str, Any]) -> str:
+def schedule_words(pipeline: Mapping[str, Any]) -> str:
     """The schedule in words."""
     count, stages = pipeline["microbatches"], pipeline.get("stages", 1)
     words = f"{pipeline['schedule']}, {count} microbatch{'es' * (count != 1)}"
@@ -125,4 +125,4 @@ def communication_text(entries: Iterable[Mapping[str, Any]]) -> str:
     most = {key: max(roles.values(), key=lambda total: total[::-1]) for key, roles in sums.items()}
     order = sorted(most, key=lambda key: (PHASES.index(key[1]), axes[key[0]]))
     rows = [(*key, most[key][0], size_text(most[key][1])) for key in order]
-    return table(rows, ("axis", "phase", "collective", "a step", "bytes of a rank"), right=(3, 4))
+    return text_table(rows, ("axis", "phase", "collective", "a step", "bytes of a rank"), right=(3, 4))

@@ -11,7 +11,7 @@ from parc.cli.terminal import say, show, stages
 from parc.grammar.diagnostics import PlanError
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", type=Path)
     parser.add_argument(
         "--static",
@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_defines(parser)
 
 
-def run(given: argparse.Namespace) -> int:
+def check_command(given: argparse.Namespace) -> int:
     """Statements first; only a plan without a fault there is worth loading torch and the model for."""
     plan, folder = read(given, given.plan), given.plan.resolve().parent
     if given.static:

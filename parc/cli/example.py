@@ -9,25 +9,25 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
-from parc.cli.terminal import say, table
+from parc.cli.terminal import say, text_table
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Source
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def example_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="copy this example; without it, list them")
     parser.add_argument(
         "folder", metavar="DIR", nargs="?", type=Path, default=Path(), help="default: the current folder"
     )
 
 
-def run(given: argparse.Namespace) -> int:
+def example_command(given: argparse.Namespace) -> int:
     """The list on stdout; or copies of an example's files, none of which is there in another form."""
     plans = _plans()
     if given.name is None:
         rows = [(name, text.partition("\n")[0].partition(" - ")[2]) for name, text in plans.items()]
-        print(table(rows, ("example", "")))
+        print(text_table(rows, ("example", "")))
         return 0
     name = given.name.removesuffix(".parc")
     if name not in plans:

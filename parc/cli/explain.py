@@ -9,11 +9,11 @@ from parc.grammar.codes import CODES, explain
 from parc.grammar.nearest import did_you_mean
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", metavar="CODE", nargs="?", help="as in error[P0107]; without it all are listed")
 
 
-def run(given: argparse.Namespace) -> int:
+def explain_command(given: argparse.Namespace) -> int:
     """The code's page, or the titles of all codes, on stdout."""
     if given.code is None:
         print("\n".join(f"{name}  {CODES[name].title}" for name in sorted(CODES)))

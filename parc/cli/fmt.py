@@ -8,12 +8,12 @@ from pathlib import Path
 from parc.cli.terminal import say
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def fmt_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plans", metavar="PLAN", type=Path, nargs="+", help="files to rewrite in place")
     parser.add_argument("--check", action="store_true", help="rewrite nothing; exit with 1 where a file would change")
 
 
-def run(given: argparse.Namespace) -> int:
+def fmt_command(given: argparse.Namespace) -> int:
     """Rewrite what is not canonical, and name it. A malformed file is left as it is."""
     from parc.compiler.plan.include import read_source
     from parc.grammar.format import format_source

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NO_STEPS = "parc run: the plan has no `steps` line: say how many with --steps K"
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def run_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a build, or a plan. This imports the plan's model file, once it is found to be the one that was built, "
         "and runs it; a loss or data given as callables are imported too."
@@ -63,7 +63,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--timeout", metavar="S", type=positive, default=300, help="longest wait for another rank (300)")
 
 
-def run(given: argparse.Namespace) -> int:
+def run_command(given: argparse.Namespace) -> int:
     """Launch the processes; in a process that was launched, by parc or by torchrun, be one of them."""
     with _stops_said():
         return _run(given)
@@ -99,10 +99,10 @@ def _run(given: argparse.Namespace) -> int:
 
     if launched():
         return _rank(given)
-    from parc.compiler.build.directory import misfit
+    from parc.compiler.build.directory import misfit_error
     from parc.compiler.build.plan_facts import plan_faults
     from parc.report import plan_of
-    from parc.runtime.data.sizes import bound
+    from parc.runtime.data.sizes import bound_build
     from parc.runtime.opening import open_build
 
     target = given.target
@@ -125,8 +125,8 @@ def _run(given: argparse.Namespace) -> int:
         say(f"built {target}")
     build = open_build(target)
     if faults := plan_faults(build.manifest, plan_of(build)):
-        raise misfit(build.path, faults)
-    build = bound(build, given.sizes)
+        raise misfit_error(build.path, faults)
+    build = bound_build(build, given.sizes)
     options = _options(given, build)
     if options is None:
         return 2
@@ -183,11 +183,11 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
 
     from parc.runtime.data.sources import make_data
     from parc.runtime.machine.compiled import check_compiler
-    from parc.runtime.opening import check_fits, mesh_of, open_checkpoint
+    from parc.runtime.opening import build_mesh, check_fits, open_checkpoint
     from parc.runtime.processes import check_device, default_device
     from parc.runtime.state.initial import weights_of
 
-    mesh = mesh_of(build)
+    mesh = build_mesh(build)
     nproc = int(given.nproc or max(1, mesh.world // given.nnodes))
     check_fits(build, nproc * given.nnodes)
     if options.resume is not None:
@@ -258,16 +258,16 @@ def _rank(given: argparse.Namespace) -> int:
 
 
 def _train_rank(given: argparse.Namespace) -> int:
-    from parc.runtime.data.sizes import bound
+    from parc.runtime.data.sizes import bound_build
     from parc.runtime.opening import check_fits, open_build
-    from parc.runtime.processes import STORE, join, launched, leave
+    from parc.runtime.processes import STORE, join_processes, launched, leave
 
-    build = bound(open_build(given.target), given.sizes)
+    build = bound_build(open_build(given.target), given.sizes)
     check_fits(build, launched())
     options = _options(given, build)
     if options is None:
         return 2
     with _target(given, build) if STORE not in os.environ and os.environ["RANK"] == "0" else nullcontext():
-        code = _train(given, build, options, join(torch_device(given), float(given.timeout)))
+        code = _train(given, build, options, join_processes(torch_device(given), float(given.timeout)))
     leave()
     return code

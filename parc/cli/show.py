@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parc.cli.plan_arguments import add_defines, is_plan, read
-from parc.cli.terminal import print_json, say, stages, table
+from parc.cli.terminal import print_json, say, stages, text_table
 from parc.grammar.syntax import size_text
 from parc.placement_words import in_words
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parc.compiler.build.directory import Build
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DIR|PLAN", type=Path, help="a build, or a plan that is built for this alone")
     parser.add_argument("--role", metavar="R", help="show a role's programs as text, e.g. stage0")
     parser.add_argument("--action", metavar="F", help="one action's program: COUNT, SCALE, F, B or REDUCE")
@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_defines(parser)
 
 
-def run(given: argparse.Namespace) -> int:
+def show_command(given: argparse.Namespace) -> int:
     """Tables of parameters, communication and programs; or the text of programs."""
     if given.defines and not is_plan(given.target):
         say("parc show: -D is for plans; a build has its values already")
@@ -80,7 +80,7 @@ def _show(given: argparse.Namespace, path: Path) -> int:
     if given.role or given.action:
         return _show_programs(given, build)
     if given.list:
-        print(table(_modules(build), ("module", "", "weights"), right=(1,)))
+        print(text_table(_modules(build), ("module", "", "weights"), right=(1,)))
         return 0
     if given.pipeline or given.svg:
         return _show_timeline(given, build)
@@ -101,12 +101,12 @@ def _show(given: argparse.Namespace, path: Path) -> int:
         print(f"{'actions':13}{name}: {' '.join(map(str, role.actions))}")
     print()
     head = ("parameters", "", "type", "placement", "plan line", "a rank")
-    print(table(_folded(parameters, build.report.get("placed", {})), head, right=(1, 5)) + "\n")
+    print(text_table(_folded(parameters, build.report.get("placed", {})), head, right=(1, 5)) + "\n")
     split = [kind for row in parameters for kind in row["placement"].values() if kind not in ("I", "R")]
     print("".join(f"{sentence}\n" for sentence in in_words(split)))
     print(_communication(build) + "\n")
     lines = [(p["role"], p["action"], p["file"], p["lines"], p["collectives"]) for p in programs]
-    print(table(lines, ("role", "action", "program", "lines", "collectives"), right=(3, 4)))
+    print(text_table(lines, ("role", "action", "program", "lines", "collectives"), right=(3, 4)))
     return 0
 
 
@@ -114,12 +114,12 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     """A step's work, played with equal stages whose backward takes twice as long as their forward."""
     from rich.console import Console
 
-    from parc.cli.build import schedule_text
+    from parc.cli.build import schedule_words
     from parc.compiler.schedules.drawing import draw, paint, svg
     from parc.compiler.schedules.timeline import simulate
 
     timeline = simulate({name: role.actions for name, role in build.roles.items()})
-    title = schedule_text(build.report["pipeline"])
+    title = schedule_words(build.report["pipeline"])
     if given.svg:
         given.svg.write_text(svg(timeline, title, "slots"), encoding="utf-8")
         axis = build.report["pipeline"].get("axis", "")
@@ -245,7 +245,7 @@ def _communication(build: Build) -> str:
         for e in entries
     ]  # fmt: skip
     head = ["no.", "collective", "axis", "phase", "a step", "bytes", "dtype", "module", "plan line"]
-    return table(rows, ["role"] * several + head, right=[at + several for at in (0, 4, 5, 8)])
+    return text_table(rows, ["role"] * several + head, right=[at + several for at in (0, 4, 5, 8)])
 
 
 def _programs(build: Build) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ def stages() -> Iterator[Any]:
         yield lambda text: status.update(text)
 
 
-def table(rows: Sequence[Sequence[object]], head: Sequence[str], right: Sequence[int] = ()) -> str:
+def text_table(rows: Sequence[Sequence[object]], head: Sequence[str], right: Sequence[int] = ()) -> str:
     """Columns under a head; those numbered in ``right`` are aligned to the right."""
     texts = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(row[at]) for row in texts) for at in range(len(head))]

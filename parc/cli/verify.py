@@ -9,7 +9,7 @@ from parc.cli.refusal import show_refusal
 from parc.cli.terminal import print_json, say, show, stages
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("build", metavar="DIR", type=Path)
     parser.description = (
         "Prove and test a build again. The plan in the build is compiled anew, which imports the plan's model file "
@@ -23,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the outcome as JSON on stdout")
 
 
-def run(given: argparse.Namespace) -> int:
+def verify_command(given: argparse.Namespace) -> int:
     """Say what holds; 5 where a check refuses, 1 where files were altered though every check holds."""
     with stages() as progress:
         progress("loading torch")

@@ -29,7 +29,7 @@ from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import Action, schedule_text
 from parc.compiler.program.program import REFERENCE_FILE
-from parc.compiler.program.roles import Role, join
+from parc.compiler.program.roles import Role, join_roles
 from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.compiler.sizes.polynomials import check_points, moving
 from parc.compiler.sizes.template import Template
@@ -84,7 +84,7 @@ class Compiled:
         """The plan compiled for some of its sizes, from the template."""
         assert self.template is not None
         roles, reference = read_programs(self.template.at(sizes))
-        built = replace(self.built, programs=join(roles), roles=dict(roles), reference=reference)
+        built = replace(self.built, programs=join_roles(roles), roles=dict(roles), reference=reference)
         return replace(self, plan=fixed(self.plan, sizes), built=built, sizes={**self.sizes, **sizes}, template=None)
 
     def cases(self) -> list[Compiled]:

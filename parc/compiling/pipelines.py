@@ -8,13 +8,13 @@ from parc.compiler.capture.capture import Captured
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import Action, accumulation
 from parc.compiler.program.roles import SINGLE
-from parc.compiler.resolve.names import Names
+from parc.compiler.resolve.names import PlanNames
 from parc.compiler.resolve.stage_cuts import cuts_of
 from parc.compiler.schedules import timelines
 from parc.passes.programs.cut import Pipeline
 
 
-def pipeline_of(plan: Plan, names: Names, captured: Captured) -> Pipeline | None:
+def pipeline_of(plan: Plan, names: PlanNames, captured: Captured) -> Pipeline | None:
     """How the plan cuts the step into stages; None where it is one.
 
     Raises:

@@ -19,7 +19,7 @@ from parc.grammar.syntax import String
 from parc.passes.pipeline import Built
 from parc.runtime.data.feed import MISFIT_HELP, input_types
 from parc.runtime.data.random_batch import beyond, beyond_help, class_bounds
-from parc.runtime.data.samples import DataError, misfit
+from parc.runtime.data.samples import DataError, sample_misfit
 from parc.runtime.data.sources import is_synthetic, open_data
 
 
@@ -102,7 +102,7 @@ def _first_sample(plan: Plan, folder: Path) -> Mapping[str, Tensor] | None:
 
 def _misfits(plan: Plan, sample: Mapping[str, Tensor], inputs: Sequence[Mapping[str, Any]]) -> list[Diagnostic]:
     """The error of the first input that a sample holds otherwise than its line says, if there is one."""
-    wrong = misfit(sample, 0, inputs, plan.sizes)
+    wrong = sample_misfit(sample, 0, inputs, plan.sizes)
     return [_fault(plan, wrong[1], MISFIT_HELP, wrong[0])] if wrong else []
 
 

@@ -14,7 +14,7 @@ from parc.grammar.codes_build import NO_DIVIDE, NOT_POLYNOMIAL, OTHER_PROGRAM
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.source import Span
 
-Made = TypeVar("Made")
+_Made = TypeVar("_Made")
 _FEW = 6  # choices of sizes: all are compiled; of more
 _LEAST = 5  # are, the two next to the ends among them,
 _CONFIRMED = 2  # of which so many only confirm
@@ -27,10 +27,10 @@ def fixed(plan: Plan, sizes: Mapping[str, int]) -> Plan:
 
 def compile_range(
     plan: Plan,
-    compile_at: Callable[[Mapping[str, int]], Made],
-    texts_of: Callable[[Made], Mapping[str, str]],
-    constants_of: Callable[[Made], Mapping[str, object]],
-) -> tuple[list[Made], Template]:
+    compile_at: Callable[[Mapping[str, int]], _Made],
+    texts_of: Callable[[_Made], Mapping[str, str]],
+    constants_of: Callable[[_Made], Mapping[str, object]],
+) -> tuple[list[_Made], Template]:
     """What a plan compiles to at a few of its sizes, the largest first, and the template of its programs: at more sizes
     until every number is a polynomial of them, and the programs of two more are to the letter the template's; at all,
     where they are few. Constants, which no program spells, are one.
@@ -38,7 +38,12 @@ def compile_range(
     Raises:
         PlanError: the plan or the model is at fault at some size, or has no one program for two of them.
     """
-    ranges, made, points, texts = moving(plan.sizes), list[Made](), list[Mapping[str, int]](), list[Mapping[str, str]]()
+    ranges, made, points, texts = (
+        moving(plan.sizes),
+        list[_Made](),
+        list[Mapping[str, int]](),
+        list[Mapping[str, str]](),
+    )
     template: Template | None = None
     misfit: Misfit | None = None
     confirmed, broken = 0, False

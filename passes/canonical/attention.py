@@ -6,14 +6,11 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
-from ...compiler.ops.torch_ops import OPS
+from ...compiler.ops.torch_ops import OPS, aten
 from .decompose import depends_on_parameter, shape_of
 from .rewriter import Canonicalizer
-
-aten = torch.ops.aten
 
 
 def attention(c: Canonicalizer, node: Any) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
-from ...compiler.ops.torch_ops import OPS
+from ...compiler.ops.torch_ops import OPS, aten
 from .attention import attention
 from .creation import CREATION
 from .decompose import DECOMPOSITIONS, looked_up, selected, shape_of
 from .draws import DRAWS
 from .rewriter import Canonicalizer, Rewrite
 from .slices import join_slices
-
-aten = torch.ops.aten
 
 _NO_MEANING = {aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.contiguous.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
@@ -207,7 +204,7 @@ def _index(c: Canonicalizer, node: Any) -> None:
     c.replace(node, x)
 
 
-TABLE: Mapping[Any, Rewrite] = {
+REWRITES: Mapping[Any, Rewrite] = {
     aten._assert_tensor_metadata.default: _drop,
     **dict.fromkeys(_NO_MEANING, _forward),
     **dict.fromkeys(_VIEWS, _view),
@@ -245,7 +242,7 @@ def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
     for old, new in mapping.items():
         new.meta = dict(old.meta)
     rewriter = Canonicalizer(copy, ranged)
-    rewriter.rewrite(TABLE)
+    rewriter.rewrite(REWRITES)
     order = {node: index for index, node in enumerate(copy.nodes)}
     for node in order:
         join_slices(rewriter, node, order)

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...compiler.ops.torch_ops import OPS
+from ...compiler.ops.torch_ops import OPS, aten
 from ...compiler.program.program import Origin
-from ..calls import operands_of, rule_of, substitute
+from ..calls import operands_of, rule_of, substitute_nodes
 from ..choices import Choices, agreed
-
-aten = torch.ops.aten
 
 _MOST = 1 << 22  # entries that are looked at one by one
 
@@ -117,7 +115,7 @@ def _without_copies(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> _Few:
 
 
 def _run(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
-    args, kwargs = substitute((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = substitute_nodes((node.args, node.kwargs), values.__getitem__)
     result: torch.Tensor = node.target(*args, **{**kwargs})  # type: ignore[operator]
     return result
 

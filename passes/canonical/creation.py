@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
-from ...compiler.ops.torch_ops import OPS
+from ...compiler.ops.torch_ops import OPS, aten
 from .rewriter import Canonicalizer, Rewrite
-
-aten = torch.ops.aten
 
 
 def _arange(c: Canonicalizer, node: Any) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import fx
 
 from ...compiler.ops.precision import is_narrow
+from ...compiler.ops.torch_ops import aten
 from .rewriter import Canonicalizer, Rewrite
-
-aten = torch.ops.aten
 
 _NONE, _MEAN = 0, 1  # torch's reduction argument
 

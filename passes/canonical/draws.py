@@ -9,10 +9,8 @@ import torch
 from torch import fx
 
 from ...compiler.initial.counter import dropped
-from ...compiler.ops.torch_ops import OPS
+from ...compiler.ops.torch_ops import OPS, aten
 from .rewriter import Canonicalizer, Rewrite
-
-aten = torch.ops.aten
 
 
 def drop_unread(graph: fx.Graph) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.ops.torch_ops import aten
 from ..calls import ancestors, computes, outputs
 from .decompose import is_floating
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import fx
 
+from ...compiler.ops.torch_ops import aten
 from .decompose import shape_of
 from .rewriter import Canonicalizer
-
-aten = torch.ops.aten
 
 
 def join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) -> None:

@@ -13,11 +13,11 @@ from torch._decomp import decomposition_table
 
 from ...compiler.capture.composites import inline, parts_of
 from ...compiler.ops.rules import TABLE as RULES
+from ...compiler.ops.torch_ops import aten
 from ...compiler.program.program import Origin
 from ..programs.backward_forms import write_functional
-from .canonicalize import TABLE as REWRITES
+from .canonicalize import REWRITES
 
-aten = torch.ops.aten
 _DEPTH = 4
 """How often a part may have to be taken apart itself: decompositions of torch end after two or three."""
 

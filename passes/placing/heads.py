@@ -17,13 +17,13 @@ from ...compiler.ops.factors import OpRule
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.padding.pads import Pads
 from ...compiler.plan.plan import Plan
-from ...compiler.resolve.seeds import Seed
+from ...compiler.resolve.seeds import PlacementSeed
 from ...grammar.codes_build import KEPT_TWICE
 from ...grammar.codes_placement import UNEVEN_HEADS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.nearest import listed
 from ...grammar.source import Span
-from ..calls import Key, computes, key_of, operands_of, rule_of
+from ..calls import ValueKey, computes, key_of, operands_of, rule_of
 from ..canonical.canonicalize import canonicalize
 
 _VIEWS = {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.unflatten.int"}
@@ -45,7 +45,7 @@ class Copies:
         axes = {key: mesh.parts(key[1])[:number] for key, number in self.kept.items()}
         return {key: math.prod(map(mesh.size, found)) for key, found in axes.items()}
 
-    def splits(self, seed: Seed, mesh: Mesh) -> dict[str, Split | None]:
+    def splits(self, seed: PlacementSeed, mesh: Mesh) -> dict[str, Split | None]:
         """What a seed says of each sub-axis of its axis: split, or whole."""
         parts = mesh.parts(seed.axis)
         found: dict[str, Split | None] = dict.fromkeys(parts)
@@ -54,7 +54,7 @@ class Copies:
             found |= along(kept, Split(seed.dim, seed.outer), mesh)
         return found
 
-    def gathers(self, seeds: Iterable[Seed], mesh: Mesh) -> list[tuple[Seed, tuple[str, ...]]]:
+    def gathers(self, seeds: Iterable[PlacementSeed], mesh: Mesh) -> list[tuple[PlacementSeed, tuple[str, ...]]]:
         """Of seeds of what is fused the sub-axes over which its few heads are gathered."""
         found = [(seed, self.fused.get((seed.value, seed.axis))) for seed in seeds]
         return [(seed, mesh.parts(seed.axis)[number:]) for seed, number in found if number is not None]
@@ -69,13 +69,13 @@ class _Heads:
     in groups, ``count`` is that of the groups, each of so many: ``grouped``.
     """
 
-    seed: Seed
+    seed: PlacementSeed
     count: int
     most: int
     source: str
     meets: frozenset[fx.Node]
     grouped: int = 1
-    few: frozenset[Key] = frozenset()
+    few: frozenset[ValueKey] = frozenset()
 
     @property
     def fused(self) -> bool:
@@ -83,7 +83,7 @@ class _Heads:
         return self.count < self.most
 
 
-def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed], pads: Pads) -> Copies:
+def find_copies(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], pads: Pads) -> Copies:
     """Heads of keys and values that are fewer than the ranks over which a plan splits them are kept by several ranks.
 
     The weights of one attention are those whose dims, followed through the graph, meet in an operator that contracts
@@ -129,7 +129,7 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[Seed], pads: Pad
     return Copies(sizes, kept, fused, tuple(notes))
 
 
-def few_heads(graph: fx.Graph, fused: Sequence[tuple[Seed, Sequence[str]]]) -> frozenset[tuple[Key, str]]:
+def few_heads(graph: fx.Graph, fused: Sequence[tuple[PlacementSeed, Sequence[str]]]) -> frozenset[tuple[ValueKey, str]]:
     """The values in which heads that are fused with more are taken out of the whole, and axes to gather them over."""
     if not fused:
         return frozenset()
@@ -145,7 +145,7 @@ class Follower:
         roles = [(*node.meta["role"].split(" ", 1), node) for node in graph.nodes if node.op == "placeholder"]
         self.parameters = {name: node for kind, name, node in roles if kind in ("parameter", "frozen")}
         self.rules: dict[fx.Node, OpRule] = {}
-        self.readers: dict[Key, list[fx.Node]] = {}
+        self.readers: dict[ValueKey, list[fx.Node]] = {}
         self.computed: set[fx.Node] = {
             node for node in graph.nodes if node.op == "placeholder" and node.meta["role"].startswith("input ")
         }
@@ -164,7 +164,7 @@ class Follower:
 
     def pieces(self, name: str, dim: int) -> tuple[int, ...]:
         """The sizes of the first pieces into which operators take apart what a dim of a parameter becomes."""
-        pending: list[tuple[Key, int]] = [((self.parameters[name], 0), dim)] if name in self.parameters else []
+        pending: list[tuple[ValueKey, int]] = [((self.parameters[name], 0), dim)] if name in self.parameters else []
         seen = set(pending)
         for key, at in pending:
             for reader in self.readers.get(key, ()):
@@ -185,16 +185,16 @@ class Follower:
                     seen.update(found)
         return ()
 
-    def heads(self, seed: Seed) -> _Heads | None:
+    def heads(self, seed: PlacementSeed) -> _Heads | None:
         """The heads that a split parameter becomes, if attention reads it."""
         assert seed.dim is not None
         counts: dict[int, str] = {}
-        taken: set[tuple[Key, int]] = set()
+        taken: set[tuple[ValueKey, int]] = set()
         meets: set[fx.Node] = set()
         grouped = 1
         parameter = self.parameters[seed.value], 0
         # last, until heads are counted: what was taken out of a value of several parts, if only by passing it on
-        pending: list[tuple[Key, int, Outer, Key | None]] = [(parameter, seed.dim, seed.outer, parameter)]
+        pending: list[tuple[ValueKey, int, Outer, ValueKey | None]] = [(parameter, seed.dim, seed.outer, parameter)]
         seen = set(pending)
         while pending:
             key, dim, outer, last = pending.pop()

@@ -8,11 +8,13 @@ from torch import fx
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.ops.splits import from_factor
-from ..calls import Key, computes, key_of, operands_of
+from ..calls import ValueKey, computes, key_of, operands_of
 from .propagate import Placed
 
 
-def plan_hoist(graph: fx.Graph, mesh: Mesh, placed: Placed, grad: Mapping[Key, bool]) -> dict[fx.Node, frozenset[str]]:
+def plan_hoist(
+    graph: fx.Graph, mesh: Mesh, placed: Placed, grad: Mapping[ValueKey, bool]
+) -> dict[fx.Node, frozenset[str]]:
     """Operators to compute in ``R``, with the axes.
 
     ``R`` is absorbing, so an operator is hoisted only if every reader is hoisted or is split and needs ``R`` there,
@@ -20,7 +22,7 @@ def plan_hoist(graph: fx.Graph, mesh: Mesh, placed: Placed, grad: Mapping[Key, b
     scattered), or has another reader that needs it in ``R``. Position embeddings and replicated key/value weights are,
     norms are not.
     """
-    consumers: dict[Key, list[fx.Node]] = {}
+    consumers: dict[ValueKey, list[fx.Node]] = {}
     for node in graph.nodes:
         if computes(node) or node.op == "output":
             for operand in node.all_input_nodes if node.op == "output" else operands_of(node):
@@ -33,9 +35,13 @@ def plan_hoist(graph: fx.Graph, mesh: Mesh, placed: Placed, grad: Mapping[Key, b
 
 
 def _fixpoint(
-    graph: fx.Graph, axis: str, placed: Placed, grad: Mapping[Key, bool], consumers: Mapping[Key, list[fx.Node]]
+    graph: fx.Graph,
+    axis: str,
+    placed: Placed,
+    grad: Mapping[ValueKey, bool],
+    consumers: Mapping[ValueKey, list[fx.Node]],
 ) -> set[fx.Node]:
-    def reads(consumer: fx.Node, key: Key) -> bool:
+    def reads(consumer: fx.Node, key: ValueKey) -> bool:
         """A split reader that holds the value whole: it needs ``R``."""
         if not computes(consumer) or axis not in placed.parts[consumer]:
             return False
@@ -43,7 +49,7 @@ def _fixpoint(
         terms = zip(operands_of(consumer), rule.operands, strict=True)
         return all(from_factor(rule, dims, *part) is None for n, dims in terms if key_of(n) == key)
 
-    def readers(node: fx.Node) -> list[tuple[fx.Node, Key]]:
+    def readers(node: fx.Node) -> list[tuple[fx.Node, ValueKey]]:
         results = [(node, index) for index in range(len(placed.rules[node].results))]
         return [(consumer, key) for key in results for consumer in consumers.get(key, ())]
 

@@ -16,14 +16,15 @@ from torch import fx
 from ...compiler.layout.collectives import TypeFault
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
+from ...compiler.ops.infer import Part
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.ops.torch_ops import OPS
 from ...compiler.program.program import Origin
-from ..calls import Key, computes, fake, key_of, operands_of, outputs, substitute, tensors_of
+from ..calls import ValueKey, computes, fake, key_of, operands_of, outputs, substitute_nodes, tensors_of
 from ..choices import Choices
 from .hoist import plan_hoist
 from .paths import Changes, cheapest_path
-from .propagate import Part, Placed
+from .propagate import Placed
 from .vocab_loss import EXPANSIONS
 
 
@@ -48,10 +49,10 @@ class Partition:
     def __init__(self, graph: fx.Graph, mesh: Mesh, placed: Placed, choices: Choices | None = None) -> None:
         self.source, self.mesh, self.placed, self.choices = graph, mesh, placed, choices
         self.graph = fx.Graph()
-        self.forms: dict[Key, dict[Placement, fx.Node]] = {}
-        self.state: dict[Key, Placement] = {}
-        self.grad: dict[Key, bool] = {}
-        self.pure: dict[Key, bool] = {}
+        self.forms: dict[ValueKey, dict[Placement, fx.Node]] = {}
+        self.state: dict[ValueKey, Placement] = {}
+        self.grad: dict[ValueKey, bool] = {}
+        self.pure: dict[ValueKey, bool] = {}
         self.reshards: list[Reshard] = []
         self.origin = Origin()
         self.reader = "output"
@@ -62,7 +63,7 @@ class Partition:
 
     # ---- what is known before anything is emitted
 
-    def _find_gradients(self) -> Mapping[Key, bool]:
+    def _find_gradients(self) -> Mapping[ValueKey, bool]:
         for node in self.source.nodes:
             if node.op == "placeholder":
                 self.grad[node, 0] = node.meta["role"].startswith("parameter") and fake((node, 0)).is_floating_point()
@@ -76,14 +77,14 @@ class Partition:
                     self.pure[node, index] = all(self.pure[key] and not self.grad[key] for key in keys)
         return self.grad
 
-    def type_of(self, key: Key, placement: Placement) -> TensorType:
+    def type_of(self, key: ValueKey, placement: Placement) -> TensorType:
         """The typed shape of a value in a placement."""
         value = fake(key)
         return TensorType(value.dtype, tuple(value.shape), placement)
 
     # ---- conversions
 
-    def convert(self, key: Key, want: Placement) -> fx.Node:
+    def convert(self, key: ValueKey, want: Placement) -> fx.Node:
         """The value in another placement: from a form that exists, by the cheapest order of steps."""
         if not self.grad[key]:
             want = want.data()
@@ -100,7 +101,7 @@ class Partition:
                 have = self._step(key, have, dict(step))
         return self.forms[key][want]
 
-    def _imposed(self, key: Key, path: tuple[Changes, ...], have: Placement, want: Placement) -> Sequence[Changes]:
+    def _imposed(self, key: ValueKey, path: tuple[Changes, ...], have: Placement, want: Placement) -> Sequence[Changes]:
         """The path that was cheapest at the largest sizes: which axes go to what they are wanted as, which over whole;
         the value's own where that does not divide here."""
         if self.choices is None:
@@ -115,7 +116,7 @@ class Partition:
                 return path
         return steps
 
-    def _step(self, key: Key, have: Placement, changes: Mapping[str, AxisType]) -> Placement:
+    def _step(self, key: ValueKey, have: Placement, changes: Mapping[str, AxisType]) -> Placement:
         """One conversion of one or several axes alike; its result is kept for later readers."""
         first = have[next(iter(changes))]
         target = have.replace(changes)
@@ -126,7 +127,7 @@ class Partition:
                 self.state[key] = target
         return target
 
-    def _emit_conversion(self, key: Key, have: Placement, want: Placement, axes: tuple[str, ...]) -> fx.Node:
+    def _emit_conversion(self, key: ValueKey, have: Placement, want: Placement, axes: tuple[str, ...]) -> fx.Node:
         source, result = have[axes[0]], want[axes[0]]
         form = self.forms[key][have]
         if source == "I" and result == "R" and not self.grad[key]:
@@ -153,7 +154,7 @@ class Partition:
                 self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, heads))
         return node
 
-    def rebuild(self, key: Key, want: Placement) -> fx.Node | None:
+    def rebuild(self, key: ValueKey, want: Placement) -> fx.Node | None:
         """A value made only from creation operators and buffers is made again where it is wanted, never sent."""
         node, index = key
         if want in self.forms.get(key, {}):
@@ -233,7 +234,9 @@ class Partition:
                 self.convert(key, reduced)
                 self.state[key] = reduced
 
-    def _unsplit(self, node: fx.Node, axis: str, keys: Sequence[Key], wants: Sequence[dict[str, AxisType]]) -> AxisType:
+    def _unsplit(
+        self, node: fx.Node, axis: str, keys: Sequence[ValueKey], wants: Sequence[dict[str, AxisType]]
+    ) -> AxisType:
         """Types on an axis that splits no factor of the operator: partial sums pass what is linear in them; one ``R``
         operand makes all ``R``; else all are ``I``."""
         have = [self.state[key][axis] if key in self.state else "I" for key in keys]
@@ -254,17 +257,17 @@ class Partition:
             want[axis] = target if self.grad[key] else "I"
         return target
 
-    def _no_larger(self, node: fx.Node, keys: Sequence[Key], partial: frozenset[int]) -> bool:
+    def _no_larger(self, node: fx.Node, keys: Sequence[ValueKey], partial: frozenset[int]) -> bool:
         """Whether a sum put off moves no more bytes than one made now."""
         made: int = sum(value.nbytes for value in tensors_of(node) if isinstance(value, torch.Tensor))
         given: int = sum(fake(keys[index]).nbytes for index in partial)
         return made <= given if self.choices is None else self.choices.make(("sum", node.name), made <= given)
 
-    def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[Key, Placement]],
+    def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[ValueKey, Placement]],
              operands: Sequence[fx.Node]) -> fx.Node:  # fmt: skip
         """The operator as a node whose results have the given placements."""
         given = iter(operands)
-        args, kwargs = substitute((node.args, node.kwargs), lambda _: next(given))
+        args, kwargs = substitute_nodes((node.args, node.kwargs), lambda _: next(given))
         target: Any = node.target
         if node.target is torch.ops.aten.embedding.default and any(name == "v" for name, _ in parts.values()):
             padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
@@ -272,7 +275,11 @@ class Partition:
         return self.call(target, args, kwargs, results)
 
     def call(
-        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Sequence[tuple[Key, Placement]]
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        results: Sequence[tuple[ValueKey, Placement]],
     ) -> fx.Node:
         """A node of the typed graph; several results become ``getitem`` nodes."""
         self.last_block = self.block

@@ -11,18 +11,16 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Split
 from ...compiler.layout.stretches import Outer, nest
 from ...compiler.ops.factors import Dims, OpRule
+from ...compiler.ops.infer import Part
 from ...compiler.ops.splits import from_factor, to_factors
-from ..calls import Key, computes, key_of, operands_of, rule_of, tensors_of
-
-Part = tuple[str, Outer]
-"""A factor of one operator and the outer part within it: what an axis splits there."""
+from ..calls import ValueKey, computes, key_of, operands_of, rule_of, tensors_of
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """One line's word on one value and axis; ``split`` None says that the value is whole there."""
 
-    value: Key
+    value: ValueKey
     axis: str
     split: Split | None
     line: int
@@ -32,24 +30,24 @@ class Claim:
 class Placed:
     """Which dim of each value, and which factor of each operator, every axis splits; absent means whole."""
 
-    splits: dict[Key, dict[str, Split]] = field(default_factory=dict)
+    splits: dict[ValueKey, dict[str, Split]] = field(default_factory=dict)
     parts: dict[fx.Node, dict[str, Part]] = field(default_factory=dict)
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
     lines: dict[fx.Node, int] = field(default_factory=dict)
-    gathered: frozenset[tuple[Key, str]] = frozenset()
+    gathered: frozenset[tuple[ValueKey, str]] = frozenset()
     """Values that are put together over an axis before anyone reads them."""
     without_rule: list[fx.Node] = field(default_factory=list)
 
 
 class _Propagation:
-    def __init__(self, graph: fx.Graph, mesh: Mesh, gathered: frozenset[tuple[Key, str]]) -> None:
+    def __init__(self, graph: fx.Graph, mesh: Mesh, gathered: frozenset[tuple[ValueKey, str]]) -> None:
         self.mesh = mesh
         self.placed = Placed(gathered=gathered)
-        self.whole: set[tuple[Key, str]] = set()
-        self.claimed: dict[tuple[Key, str], Split] = {}
+        self.whole: set[tuple[ValueKey, str]] = set()
+        self.claimed: dict[tuple[ValueKey, str], Split] = {}
         self.order = [node for node in graph.nodes if computes(node)]
-        self.terms: dict[fx.Node, list[tuple[Key, Dims, bool]]] = {}
-        self.readers: dict[Key, list[fx.Node]] = {}
+        self.terms: dict[fx.Node, list[tuple[ValueKey, Dims, bool]]] = {}
+        self.readers: dict[ValueKey, list[fx.Node]] = {}
         for node in graph.nodes:
             for index in range(len(tensors_of(node))):
                 self.placed.splits[node, index] = {}
@@ -65,7 +63,7 @@ class _Propagation:
             for key, _, _ in self.terms[node]:
                 self.readers.setdefault(key, []).append(node)
 
-    def place(self, key: Key, axis: str, split: Split, line: int) -> list[fx.Node]:
+    def place(self, key: ValueKey, axis: str, split: Split, line: int) -> list[fx.Node]:
         """Split a value, where that is open and nests with what is there; the operators to look at again."""
         splits = self.placed.splits[key]
         if axis in splits or (key, axis) in self.whole or not self.nests(key, axis, split):
@@ -84,7 +82,7 @@ class _Propagation:
                 if claim.axis in self.placed.parts[reader]:
                     self.placed.lines[reader] = line
 
-    def nests(self, key: Key, axis: str, split: Split) -> bool:
+    def nests(self, key: ValueKey, axis: str, split: Split) -> bool:
         """Whether the split divides its dim together with the other axes there."""
         size = tensors_of(key[0])[key[1]].shape[split.dim]
         others = [(s.outer, a) for a, s in self.placed.splits[key].items() if s.dim == split.dim]
@@ -159,7 +157,7 @@ class _Propagation:
 
 
 def propagate(
-    graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim], gathered: frozenset[tuple[Key, str]] = frozenset()
+    graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim], gathered: frozenset[tuple[ValueKey, str]] = frozenset()
 ) -> Placed:
     """Placements of all values, from the plan's claims.
 

@@ -11,17 +11,15 @@ from torch import fx
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
-from ...compiler.ops.torch_ops import OPS
+from ...compiler.ops.infer import Part
+from ...compiler.ops.torch_ops import OPS, aten
 from ..programs.segments import node_type
-from .propagate import Part
 
-aten = torch.ops.aten
-
-Parts = Mapping[str, Part]
+AxisParts = Mapping[str, Part]
 
 
 def _token_loss(
-    graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: Parts, facts: Mapping[str, Any]
+    graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: AxisParts, facts: Mapping[str, Any]
 ) -> tuple[fx.Node, Placement]:
     """``log(sum(exp(x - peak))) - (x[target] - peak)``: each rank's part of the vocabulary gives a part of both sums,
     which are summed in one message, so no rank holds whole logits."""
@@ -58,7 +56,9 @@ def _token_loss(
     return loss, result
 
 
-Expansion = Callable[[fx.Graph, Mesh, fx.Node, Sequence[fx.Node], Parts, Mapping[str, Any]], tuple[fx.Node, Placement]]
+Expansion = Callable[
+    [fx.Graph, Mesh, fx.Node, Sequence[fx.Node], AxisParts, Mapping[str, Any]], tuple[fx.Node, Placement]
+]
 
 EXPANSIONS: Mapping[Any, Expansion] = {OPS.token_loss.default: _token_loss}
 """Operator → the function that emits several in its place, and gives the result and its placement. It is given a graph

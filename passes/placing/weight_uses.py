@@ -7,7 +7,7 @@ from functools import cache
 from torch import fx
 
 from ...compiler.capture.capture import Captured
-from ...compiler.resolve.names import Names, WeightUse
+from ...compiler.resolve.names import PlanNames, WeightUse
 from ..calls import computes, operands_of, rule_of
 from ..canonical.canonicalize import canonicalize
 from .heads import Follower
@@ -19,7 +19,7 @@ _THROUGH = {"aten.t.default", "aten.transpose.int", "aten.permute.default", "ate
             "aten._to_copy.default", "aten.clone.default"}  # fmt: skip
 
 
-def names_of(captured: Captured) -> Names:
+def names_of(captured: Captured) -> PlanNames:
     """The names that a plan's lines can speak of, with how the graph uses each weight."""
     parameters = captured.placeholders("parameter")
     follower = cache(lambda: Follower(canonicalize(captured.graph)))
@@ -32,7 +32,7 @@ def names_of(captured: Captured) -> Names:
                 if candidate.rpartition(".")[0] == module:
                     uses.setdefault(candidate, use)
             uses.setdefault(name, use)
-    return Names(
+    return PlanNames(
         {name: tuple(node.meta["val"].shape) for name, node in parameters.items()},
         {name: tuple(node.meta["val"].shape) for name, node in captured.placeholders("input").items()},
         captured.modules,

@@ -13,11 +13,11 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ..calls import outputs
-from .cut import Piece, Pipeline, split_lines
-from .emit import BlockPair, Names, emit_pair, identifier, size_argument
+from .cut import Pipeline, StagePiece, split_lines
+from .emit import BlockPair, FreshNames, emit_pair, identifier, size_argument
 from .joint import trace_joint
 from .reduce import Writer, reductions, whole_type
-from .segments import Segment, cut, node_type
+from .segments import Segment, cut_segments, node_type
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Main:
 
     mesh: Mesh
     seed: int
-    names: Names = field(default_factory=Names)
+    names: FreshNames = field(default_factory=FreshNames)
     values: dict[fx.Node, Value] = field(default_factory=dict)
     parameters: dict[str, Value] = field(default_factory=dict)
     forward: _Lines = field(default_factory=_Lines)
@@ -80,14 +80,14 @@ class _Main:
 
 def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[str, BlockPair]]:
     """F's main function as calls of segments; equal segments are traced and emitted once."""
-    segments = cut(graph, mesh)
+    segments = cut_segments(graph, mesh)
     main = _Main(mesh, seed)
     pairs: dict[str, BlockPair] = {}
     counts: dict[str, int] = {}
     for segment in segments:
         counts[segment.signature] = counts.get(segment.signature, 0) + 1
-    functions = Names()
-    prefixes = Names()
+    functions = FreshNames()
+    prefixes = FreshNames()
     for segment in segments:
         main.forward.stage = segment.stage
         if segment.signature not in pairs:
@@ -162,7 +162,7 @@ def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int],
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepPrograms:
     """The programs of a step: F and B of every stage, and REDUCE of every role."""
 
     work: tuple[tuple[Program, Program], ...]
@@ -171,7 +171,7 @@ class Steps:
 
 def assemble(
     graph: fx.Graph, mesh: Mesh, seed: int, sums: torch.dtype | None = None, pipeline: Pipeline | None = None
-) -> Steps:
+) -> StepPrograms:
     """F, B and REDUCE of a typed graph whose first output is the loss's numerator.
 
     B's gradients have the types of the parameters as F reads them, dual, in the dtype ``sums`` in which microbatches
@@ -226,10 +226,10 @@ def assemble(
         work.append((programs[0], programs[1]))
     reads_of = [{value.role for value in piece.parameters} for piece in forwards]
     reduce = reductions(graph, mesh, gradients, main.bind(loss), reads_of, lying[0], pipeline)
-    return Steps(tuple(work), tuple(reduce))
+    return StepPrograms(tuple(work), tuple(reduce))
 
 
-def _called(functions: Sequence[Function], piece: Piece) -> list[Function]:
+def _called(functions: Sequence[Function], piece: StagePiece) -> list[Function]:
     used = {line.op for line in piece.lines}
     return [function for function in functions if function.name in used]
 

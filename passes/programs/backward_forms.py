@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from ...compiler.layout.collectives import TypeFault
-
-aten = torch.ops.aten
+from ...compiler.ops.torch_ops import aten
 
 _VALUES: Mapping[Any, Callable[[fx.Node], Any]] = {
     aten.full.default: lambda node: node.args[1],

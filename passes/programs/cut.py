@@ -126,7 +126,7 @@ def _place(nodes: Sequence[fx.Node], module: str, after: bool, modules: Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StagePiece:
     """One stage's part of a main function."""
 
     parameters: tuple[Value, ...]
@@ -140,7 +140,7 @@ class Piece:
 
 def split_lines(
     parameters: Sequence[Value], lines: Sequence[Line], at: Sequence[int], returns: Sequence[Sequence[tuple[str, str]]]
-) -> list[Piece]:
+) -> list[StagePiece]:
     """A main function's lines as one piece for every place in order; ``at`` has each line's place, ``returns`` what
     each piece returns.
 
@@ -165,5 +165,5 @@ def split_lines(
         sent = [(f"sent {name}", name) for name in values if home[name] <= here < last[name]]
         updated = {key for key, _ in returns[here] if key.startswith("buffer ")}
         given = [v for v in parameters if v.name in reads[here] or v.role in updated or len(places) == 1]
-        pieces.append(Piece((*given, *received), tuple(own[here]), (*returns[here], *sent)))
+        pieces.append(StagePiece((*given, *received), tuple(own[here]), (*returns[here], *sent)))
     return pieces

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...compiler.layout.collectives import lower
@@ -17,14 +16,13 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.factors import OpCall, fill_operands
 from ...compiler.ops.rules import localize
-from ...compiler.ops.torch_ops import OPS
-from ...compiler.program.program import Cut, Function, Line, Origin, Ref, Value
+from ...compiler.ops.torch_ops import OPS, aten
+from ...compiler.program.program import Function, Line, LocalSize, Origin, Ref, Value
 from ...compiler.program.program import operator as torch_operator
 from ..calls import call_of, operands_of
 from .joint import Joint
 from .segments import node_type
 
-aten = torch.ops.aten
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _SAME = {aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 _DEVICE_WORDS = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
@@ -37,7 +35,7 @@ def identifier(text: str) -> str:
 
 
 @dataclass(slots=True)
-class Names:
+class FreshNames:
     """Names of one function's values: an operator's own name, numbered from its second use on."""
 
     taken: dict[str, int] = field(default_factory=dict)
@@ -55,13 +53,13 @@ class Names:
 
 
 def cut_argument(whole: Any, local: Any, axes: Mapping[tuple[int, int], tuple[str, ...]]) -> Any:
-    """A call's global argument with each size that differs on a rank as a ``Cut``."""
+    """A call's global argument with each size that differs on a rank as a ``LocalSize``."""
     if isinstance(whole, bool) or not isinstance(whole, (int, list, tuple)):
         return whole
     if isinstance(whole, int):
         if whole == local:
             return whole
-        return Cut(whole, axes[whole, local] if (whole, local) in axes else _by_ratio(whole, local, axes))
+        return LocalSize(whole, axes[whole, local] if (whole, local) in axes else _by_ratio(whole, local, axes))
     return type(whole)(cut_argument(w, x, axes) for w, x in zip(whole, local, strict=True))
 
 
@@ -90,7 +88,7 @@ class Emitter:
     """Turns typed nodes on global shapes into lines on local ones, sharing one set of names."""
 
     mesh: Mesh
-    names: Names = field(default_factory=Names)
+    names: FreshNames = field(default_factory=FreshNames)
     value_of: dict[fx.Node, Value] = field(default_factory=dict)
     differentiated: bool = False
     """Whether autograd will run over the lines, so that ``detach`` means something."""
@@ -181,10 +179,10 @@ def _dim_argument(call: OpCall) -> Any:
     return next((given for argument, given in pairs if argument.name == "dim"), 0)
 
 
-def size_argument(type_: TensorType, dim: int) -> int | Cut:
+def size_argument(type_: TensorType, dim: int) -> int | LocalSize:
     """The size of a dim as an argument."""
     axes = tuple(axis for _, axis in type_.placement.splits(dim))
-    return Cut(type_.shape[dim], axes) if axes else type_.shape[dim]
+    return LocalSize(type_.shape[dim], axes) if axes else type_.shape[dim]
 
 
 @dataclass(frozen=True, slots=True)

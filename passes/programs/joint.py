@@ -16,14 +16,13 @@ from ...compiler.layout.placement import Placement, TensorType, along, parse_kin
 from ...compiler.ops.infer import infer, place_created
 from ...compiler.ops.precision import is_narrow
 from ...compiler.ops.recorder import GraphRecorder, RecordedTensor
-from ...compiler.ops.torch_ops import OPS
+from ...compiler.ops.torch_ops import OPS, aten
 from ...compiler.program.program import Origin
 from ...compiler.torch_private import quiet
-from ..calls import ancestors, call_of, operands_of, substitute, tensors_of
+from ..calls import ancestors, call_of, operands_of, substitute_nodes, tensors_of
 from .backward_forms import free_creations, is_zero, simplify, write_functional
 from .segments import Segment, gradient_flows, node_type
 
-aten = torch.ops.aten
 _FREE_VIEWS = {
     aten.t.default, aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default, aten.slice.Tensor,
@@ -92,7 +91,7 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
     """Run the segment's nodes; note which traced nodes each made, and the type of its gradient when it arrives."""
     for node in segment.nodes:
         uses = {operand: _use(env[operand], operand, node, record, graph) for operand in node.all_input_nodes}
-        args, kwargs = substitute((node.args, dict(node.kwargs)), uses.__getitem__)
+        args, kwargs = substitute_nodes((node.args, dict(node.kwargs)), uses.__getitem__)
         target: Any = _FORMS.get(node.target, node.target)
         value = env[node] = target(*args, **kwargs)
         record.claim(graph, node.meta["origin"])

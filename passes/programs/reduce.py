@@ -14,7 +14,7 @@ from ...compiler.layout.placement import Placement, TensorType
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ..calls import outputs
 from .cut import Pipeline
-from .emit import Names, identifier, size_argument
+from .emit import FreshNames, identifier, size_argument
 from .segments import node_type
 
 ORIGIN = Origin()
@@ -68,7 +68,7 @@ class Writer:
 
     mesh: Mesh
     across: Across | None = None
-    names: Names = field(default_factory=Names)
+    names: FreshNames = field(default_factory=FreshNames)
     parameters: list[Value] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
 

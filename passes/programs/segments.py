@@ -12,7 +12,7 @@ from torch import fx
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
-from ..calls import substitute
+from ..calls import substitute_nodes
 
 _BLOCK = re.compile(r"((?:[^.]+\.)*?\d+)(?:\.|$)")
 
@@ -41,7 +41,7 @@ class Segment:
     signature: str
 
 
-def cut(graph: fx.Graph, mesh: Mesh) -> list[Segment]:
+def cut_segments(graph: fx.Graph, mesh: Mesh) -> list[Segment]:
     """The graph as segments in order, each in one stage; every operator is in exactly one."""
     runs: list[tuple[tuple[str | None, int], list[fx.Node]]] = []
     for node in graph.nodes:
@@ -78,7 +78,7 @@ def _signature(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node] | dict[fx.Nod
     names.update((node, f"n{index}") for index, node in enumerate(nodes))
     rows = [f"{names[n]}:{typed_text(n, mesh)}:{gradient_flows(n)}" for n in inputs]
     for node in nodes:
-        args = substitute((node.args, dict(node.kwargs)), names.__getitem__)
+        args = substitute_nodes((node.args, dict(node.kwargs)), names.__getitem__)
         rows.append(f"{names[node]}={node.target}{args}:{typed_text(node, mesh)}")
     return "\n".join([*rows, ",".join(names[node] for node in outputs)])
 

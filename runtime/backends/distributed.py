@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...compiler.layout.collectives import COLLECTIVES, SUMS, join_dim, slice_dim
-from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.placement import Shape
+from ...compiler.layout.mesh import Mesh, Shape
 from ...compiler.program.program import Program
 from ..communication import Message, PeerLost, Sending
 from ..processes import HOLDERS, new_group
@@ -26,7 +25,7 @@ Run = Callable[["Distributed", torch.Tensor, Sequence[Any], tuple[str, ...]], to
 
 _MOST_TENSORS = 4096
 """In one message: its tags are so far from those of the next."""
-Place = tuple[tuple[str, ...], tuple[int, ...] | None]
+GroupPlace = tuple[tuple[str, ...], tuple[int, ...] | None]
 """Axes of a group, and the coordinates that are in it where it is not all of them."""
 
 
@@ -183,7 +182,7 @@ class Distributed:
         self.stages = sum(program.action == "F" for program in programs)
         self.coordinates = mesh.coordinates(rank)
         self.native_reduce_scatter = device.type != "cpu"
-        self._groups: dict[Place, Any] = {}
+        self._groups: dict[GroupPlace, Any] = {}
         places = _used_places(programs) | ({((axis,), None)} if axis else set())
         for axes, members in sorted({self._place(*place) for place in places}, key=str):
             for group in mesh.groups(axes):
@@ -237,7 +236,7 @@ class Distributed:
         """The process group over some axes, or of some places on one of them, that this rank is in."""
         return self._groups[self._place(axes, members)]
 
-    def _place(self, axes: tuple[str, ...], members: tuple[int, ...] | None) -> Place:
+    def _place(self, axes: tuple[str, ...], members: tuple[int, ...] | None) -> GroupPlace:
         """One name for one group: all coordinates of an axis are the axis."""
         everyone = members is not None and len(members) == self.mesh.size(axes[0])
         return axes, None if everyone else members
@@ -333,8 +332,8 @@ def _naming(what: str) -> Iterator[None]:
         raise PeerLost(what, error) from error
 
 
-def _used_places(programs: Iterable[Program]) -> set[Place]:
-    found: set[Place] = set()
+def _used_places(programs: Iterable[Program]) -> set[GroupPlace]:
+    found: set[GroupPlace] = set()
     for program in programs:
         for function in program.functions:
             for line in function.lines:

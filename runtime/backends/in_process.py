@@ -11,11 +11,10 @@ from typing import Any, TypeVar, final
 import torch
 
 from ...compiler.layout.collectives import COLLECTIVES, SUMS
-from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.placement import Shape
+from ...compiler.layout.mesh import Mesh, Shape
 from ..communication import Message, PeerLost, Sending
 
-Made = TypeVar("Made")
+_Made = TypeVar("_Made")
 
 
 class Stuck(RuntimeError):
@@ -45,11 +44,11 @@ class Meeting:
         self.joints: dict[tuple[tuple[int, ...], int], _Joint] = {}
         self.joined: dict[tuple[int, tuple[int, ...]], int] = {}
 
-    def run(self, jobs: Sequence[Callable[[], Made]]) -> list[Made]:
+    def run(self, jobs: Sequence[Callable[[], _Made]]) -> list[_Made]:
         """Run every role's job in a thread of its own; an error in one ends the others and is raised."""
         self._running, self._waits, self._error = len(jobs), {}, None
         self.mail, self.joints, self.joined = {}, {}, {}
-        results: dict[int, Made] = {}
+        results: dict[int, _Made] = {}
 
         def work(number: int) -> None:
             try:

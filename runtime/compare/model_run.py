@@ -17,9 +17,9 @@ from ..backends.in_process import InProcess
 from ..machine.execute import Machine
 from ..machine.kernels import REFERENCE_KERNELS
 from ..state.optimizer import make_optimizer, rate, update
+from .plain import CPU
 
-CPU = torch.device("cpu")
-Batches = Sequence[Mapping[str, torch.Tensor]]
+Microbatches = Sequence[Mapping[str, torch.Tensor]]
 """The inputs of each microbatch of a step, whole."""
 
 
@@ -95,7 +95,7 @@ class ReferenceRun:
         return given
 
     def gradients(
-        self, batches: Batches, step: int, uncounted: float = 1.0
+        self, batches: Microbatches, step: int, uncounted: float = 1.0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and whole gradients of one step; ``uncounted`` scales a loss that is not divided by a count."""
         scale = torch.tensor(uncounted, dtype=torch.float64)
@@ -114,7 +114,7 @@ class ReferenceRun:
             )
         return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
 
-    def step(self, batches: Batches, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def step(self, batches: Microbatches, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and whole gradients of one step; then the update."""
         (scaling, *_) = self.case.programs["SCALE"].main.lines
         total, gradients = self.gradients(batches, step, 1.0 if self.counts else float(scaling.args[1]))

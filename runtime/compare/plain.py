@@ -19,6 +19,7 @@ from ...compiler.capture.model_calls import caller, loss_function, model_builder
 from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh
+from ...compiler.ops.torch_ops import aten
 from ..backends.in_process import InProcess
 from ..data.feed import Feed
 from ..data.sizes import BySizes
@@ -30,7 +31,6 @@ from ..state.initial import expected_of, weights_of
 from ..state.optimizer import make_optimizer, rate, update
 from ..step import StepReport
 
-aten = torch.ops.aten
 CPU = torch.device("cpu")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .model_run import Batches, Case, ReferenceRun, largest_difference
+from .model_run import Case, Microbatches, ReferenceRun, largest_difference
 
 _TIMES = 16
 """The factor on what one rounding moves: sums in another order round more often than weights and inputs do."""
@@ -26,7 +26,7 @@ class _Begin:
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
-    batches: Batches
+    batches: Microbatches
     step: int
 
 
@@ -45,7 +45,7 @@ class Roundings:
         self.amplified = ""
         """The first of what one rounding moves further than can be tested."""
 
-    def begin(self, reference: ReferenceRun, batches: Batches, step: int) -> None:
+    def begin(self, reference: ReferenceRun, batches: Microbatches, step: int) -> None:
         """Keep what the next step of the reference begins with."""
         parameters = {name: value.detach().clone() for name, value in reference.parameters.items()}
         self._steps.append(_Begin(parameters, dict(reference.buffers), batches, step))

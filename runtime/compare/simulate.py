@@ -18,11 +18,12 @@ from ...compiler.program.program import Line
 from ...compiler.program.roles import SINGLE, Role
 from ..backends.in_process import InProcess, Meeting
 from ..data.random_batch import random_batch
-from ..owners import BUFFERS, held, owners_of, parameters_of, place, together
+from ..owners import BUFFERS, held, owners_of, parameters_of, piece_place, whole_tensor
 from ..state.optimizer import make_optimizer, rate, update
 from ..step import Stepper, StepResult
 from ..work import RankState
-from .model_run import CPU, Batches, Case, ReferenceRun, largest, largest_difference, wide
+from .model_run import Case, Microbatches, ReferenceRun, largest, largest_difference, wide
+from .plain import CPU
 from .roundings import Roundings
 
 TOLERANCE = 1e-10
@@ -107,7 +108,7 @@ class Simulation:
         forwards = (program for role in self.roles for program in role.programs.values() if program.action == "F")
         return {name: value.type for program in forwards for name, value in parameters_of(program.main, *kinds).items()}
 
-    def local_batches(self, batches: Batches) -> list[list[dict[str, torch.Tensor]]]:
+    def local_batches(self, batches: Microbatches) -> list[list[dict[str, torch.Tensor]]]:
         """Each rank's part of each microbatch."""
         programs = [self.case.programs[action] for action in ("F", "COUNT") if action in self.case.programs]
         types = {
@@ -117,7 +118,7 @@ class Simulation:
         return [[{name: self.part(whole, type_, rank) for name, whole, type_ in batch} for batch in given]
                 for rank in range(self.case.mesh.world)]  # fmt: skip
 
-    def step(self, batches: Batches, step: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    def step(self, batches: Microbatches, step: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Every rank's loss, and the gradients put together; then the update on every rank."""
         results = self.run(Stepper.gradients, batches, step)
         gradients = [result.gradients for result in results]
@@ -131,7 +132,7 @@ class Simulation:
             update(optimizer, state.parameters, given, result.grad_norm, line["clip"], rate(line, step + 1))
         return [result.loss for result in results], whole
 
-    def run(self, do: Callable[..., list[StepResult]], batches: Batches, step: int) -> list[StepResult]:
+    def run(self, do: Callable[..., list[StepResult]], batches: Microbatches, step: int) -> list[StepResult]:
         """``Stepper.gradients`` or ``Stepper.loss`` on every rank; roles run side by side."""
         local = self.local_batches(batches)
 
@@ -148,7 +149,7 @@ class Simulation:
 
     def _whole(self, ranks: Sequence[Mapping[str, torch.Tensor]], name: str) -> torch.Tensor:
         pieces = {rank: have[name] for rank, have in enumerate(ranks) if name in have}
-        return together(pieces, self.types[name].placement, self.case.mesh)
+        return whole_tensor(pieces, self.types[name].placement, self.case.mesh)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter put together."""
@@ -187,7 +188,7 @@ def _spread(
         first: dict[tuple[int, ...], torch.Tensor] = {}
         for rank, pieces in enumerate(ranks):
             if name in pieces:
-                kept = first.setdefault(place(rank, type_.placement, mesh), pieces[name])
+                kept = first.setdefault(piece_place(rank, type_.placement, mesh), pieces[name])
                 found[name] = max(found.get(name, 0.0), _largest(pieces[name] - kept))
     return found
 

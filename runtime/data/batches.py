@@ -3,7 +3,7 @@ of each rank's own, or the plan's data. One exchange brings hashes of it and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -16,12 +16,11 @@ from ...grammar.codes_run import BATCHES_DIFFER
 from ..faults import RunError
 from ..lockstep import Together
 from ..state.gather import everywhere
-from ..work import RankState, Work
-from .feed import Parts
+from ..work import Batch, RankState, Work
+from .feed import LocalParts
 from .sizes import AtSizes, BySizes
 
-Batch = Mapping[str, torch.Tensor]
-KINDS = ("nothing, so it reads the plan's data", "a whole batch", "samples of its own")
+GIVEN_KINDS = ("nothing, so it reads the plan's data", "a whole batch", "samples of its own")
 """What a rank may give to a step."""
 _DATA, _WHOLE, _LOCAL = range(3)
 _SIZES, _FIRST = 1, 2
@@ -33,7 +32,7 @@ class Begun:
     """A step that all ranks may go on with: its programs, this rank's part of each microbatch, the work so far."""
 
     at: AtSizes
-    parts: Parts
+    parts: LocalParts
     work: Sequence[Work]
 
 
@@ -80,7 +79,7 @@ class Batches:
     def _hold(self, rows: Sequence[Sequence[int]], at: AtSizes) -> None:
         """See that what the ranks gave belongs together; they have the same rows, and so the same error."""
         if other := _odd_one([row[0] for row in rows]):
-            first, second = (f"rank {rank} gave {KINDS[rows[rank][0]]}" for rank in other)
+            first, second = (f"rank {rank} gave {GIVEN_KINDS[rows[rank][0]]}" for rank in other)
             raise RunError(BATCHES_DIFFER, f"{first}, and {second}", _every_rank(rows[other[0]][0], self._samples(at)))
         if other := _odd_one([row[_SIZES] for row in rows]):
             sizes = everywhere(sizes_text(at.build.manifest["sizes"]), len(rows))

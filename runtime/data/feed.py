@@ -24,11 +24,11 @@ from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
 from ..owners import parameters_of
 from .random_batch import beyond, beyond_help, class_bounds
-from .samples import DataError, Source, misfit, read_batch
+from .samples import DataError, SampleSource, read_batch, sample_misfit
 from .sources import line_of, make_data, raised_at
 from .tails import Tails
 
-Parts = list[dict[str, torch.Tensor]]
+LocalParts = list[dict[str, torch.Tensor]]
 """One rank's part of each microbatch of a step."""
 
 
@@ -37,7 +37,7 @@ class Given:
     """What one rank has of a step: its parts, and a hash of each input's samples before they were cut, by which ranks
     that should have the same find out whether they do. Hashes are 0 where nothing else can be."""
 
-    parts: Parts
+    parts: LocalParts
     prints: Sequence[int | torch.Tensor]
 
 
@@ -57,7 +57,7 @@ class Feed:
         self.shares = {name: math.prod(mesh.size(axis) for axis in self.batch_axes(name)) for name in self.types}
         """Among how many ranks the samples of an input are divided."""
         self._tails = Tails(build, self._batched)
-        self._source: Source | None = None
+        self._source: SampleSource | None = None
         self._reading = threading.Lock()  # a person's callable is asked by one thread at a time
         self._closed = threading.Event()
         self._ahead: tuple[int, Future[Given]] | None = None
@@ -67,7 +67,7 @@ class Feed:
         """The mesh axes that divide the samples of an input."""
         return tuple(axis for _, axis in self.types[name].placement.splits(0)) if self._batched[name] else ()
 
-    def cut(self, batch: Mapping[str, torch.Tensor]) -> Parts:
+    def cut(self, batch: Mapping[str, torch.Tensor]) -> LocalParts:
         """This rank's part of each microbatch of a step's *whole* batch; of fewer samples where that is proved right.
 
         Raises:
@@ -90,7 +90,7 @@ class Feed:
             raise RunError(BAD_DATA, f"the batch has `{unknown[0]}`, which is no input of the plan", needs)
         shares = self.shares if local else {}
         batch = self._tails.completed(batch, shares)
-        parts: Parts = [{} for _ in range(self._count)]
+        parts: LocalParts = [{} for _ in range(self._count)]
         for name, type_ in self.types.items():
             if name not in batch:
                 raise RunError(BAD_DATA, f"the batch has no `{name}`", needs)
@@ -105,7 +105,7 @@ class Feed:
                     part[name] = take(piece, type_.placement, self._mesh, self._coordinates).to(self._device)
         return Given(parts, [digest(batch[name]) if hashed else 0 for name in self.types])
 
-    def next(self, step: int, steps: int | None = None) -> Parts:
+    def next(self, step: int, steps: int | None = None) -> LocalParts:
         """This rank's part of what ``read`` gives."""
         return self.read(step, steps).parts
 
@@ -131,7 +131,7 @@ class Feed:
         self._closed.set()
         self._source = self._ahead = None
 
-    def _read_ahead(self, step: int, source: Source, closed: threading.Event) -> Future[Given]:
+    def _read_ahead(self, step: int, source: SampleSource, closed: threading.Event) -> Future[Given]:
         """A read in a thread that a process which ends does not wait for: a person's callable may block for ever."""
         future: Future[Given] = Future()
 
@@ -153,7 +153,7 @@ class Feed:
             del _READERS[other]
         return future
 
-    def _read(self, step: int, source: Source) -> Given:
+    def _read(self, step: int, source: SampleSource) -> Given:
         """Every sample that this rank needs, read once, on the CPU."""
         wanted = {
             (name, index): index * type_.shape[0] + self._index(type_, 0)
@@ -178,10 +178,10 @@ class Feed:
         first = {name: value[0] for name, value in samples.items()}
         lines = [line for line in self._build.manifest["inputs"] if line["name"] in self.types]
         sizes = {name: SizeRange(value, value) for name, value in self._build.manifest["sizes"].items()}
-        if wrong := misfit(first, step * size + rows[0], lines, sizes):
+        if wrong := sample_misfit(first, step * size + rows[0], lines, sizes):
             notes = [self._line] if self._line else []
             raise RunError(BAD_DATA, wrong[1], self._sizes_of(wrong[0], first[wrong[0]].shape) or MISFIT_HELP, notes)
-        parts: Parts = [{} for _ in range(self._count)]
+        parts: LocalParts = [{} for _ in range(self._count)]
         read: dict[str, list[torch.Tensor]] = {name: [] for name in self.types}
         for (name, index), numbers in wanted.items():
             type_ = self.types[name]

@@ -32,7 +32,7 @@ class DataError(Exception):
         self.help, self.pattern = help, pattern
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Samples indexed by their global number: sample i is the same on every rank, at any time, after any restart."""
 
     def __call__(self, number: int) -> Mapping[str, Tensor]:
@@ -146,7 +146,7 @@ class SyntheticData:
         return (uniform(key, index) * self._bounds.get(name, 2)).to(torch.int64).to(dtype)
 
 
-def misfit(
+def sample_misfit(
     sample: Mapping[str, Tensor], number: int, inputs: Sequence[Mapping[str, Any]], sizes: Mapping[str, SizeRange]
 ) -> tuple[str, str] | None:
     """The first input whose tensor in a sample is not what its ``input`` line says, and what it is instead; inputs that
@@ -165,7 +165,7 @@ def misfit(
     return None
 
 
-def read_batch(source: Source, step: int, batch: int, rows: Sequence[int] | slice) -> dict[str, Tensor]:
+def read_batch(source: SampleSource, step: int, batch: int, rows: Sequence[int] | slice) -> dict[str, Tensor]:
     """The given rows of the batch of one optimizer step, stacked: each tensor [len(rows), *sample's shape].
 
     ``batch`` is the global batch size, ``step`` counts from 0; row r is global sample ``step * batch + r``. No other

@@ -18,7 +18,7 @@ from ..step import Stepper
 from .feed import Feed
 from .sources import line_of
 
-Made = TypeVar("Made")
+_Made = TypeVar("_Made")
 NO_SHARES: Mapping[str, int] = MappingProxyType({})
 
 
@@ -32,14 +32,14 @@ class AtSizes:
 
 
 @final
-class BySizes(Generic[Made]):
+class BySizes(Generic[_Made]):
     """What is made of a build for each choice of its sizes, when the first batch of them comes."""
 
-    def __init__(self, build: Build, make: Callable[[Build], Made]) -> None:
+    def __init__(self, build: Build, make: Callable[[Build], _Made]) -> None:
         self._build, self._make = build, make
-        self._made: dict[tuple[tuple[str, int], ...], Made] = {}
+        self._made: dict[tuple[tuple[str, int], ...], _Made] = {}
 
-    def __call__(self, batch: Mapping[str, torch.Tensor] | None = None, shares: Mapping[str, int] = NO_SHARES) -> Made:
+    def __call__(self, batch: Mapping[str, torch.Tensor] | None = None, shares: Mapping[str, int] = NO_SHARES) -> _Made:
         """What was made for a batch's sizes; without one for the build's own. ``shares``: among how many ranks the
         samples of an input are divided, where the batch is one rank's.
 
@@ -49,11 +49,11 @@ class BySizes(Generic[Made]):
         sizes = {} if batch is None or self._build.template is None else _sizes_of(self._build, batch, shares)
         key = tuple(sorted({**self._build.manifest["sizes"], **sizes}.items()))
         if key not in self._made:
-            self._made[key] = self._make(bound(self._build, sizes))
+            self._made[key] = self._make(bound_build(self._build, sizes))
         return self._made[key]
 
 
-def bound(build: Build, sizes: Mapping[str, int]) -> Build:
+def bound_build(build: Build, sizes: Mapping[str, int]) -> Build:
     """The build for some of its sizes, the others as they are.
 
     Raises:

@@ -12,7 +12,7 @@ from ...compiler.capture.callables import CallableError, check_arguments, load_c
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
 from .random_batch import class_bounds
-from .samples import ByteText, CallableData, DataError, Source, SyntheticData
+from .samples import ByteText, CallableData, DataError, SampleSource, SyntheticData
 
 NO_DATA = "the plan has no `data` line"
 NO_DATA_HELP = (
@@ -43,7 +43,7 @@ def is_synthetic(line: Mapping[str, Any]) -> bool:
     return not line["globs"] and line["callable"] is None
 
 
-def make_data(build: Build) -> Source:
+def make_data(build: Build) -> SampleSource:
     """The source of samples of a build's ``data`` line.
 
     Raises:
@@ -70,7 +70,7 @@ def open_data(
     operands: Sequence[str],
     sizes: Mapping[str, int],
     folder: Path,
-) -> Source:
+) -> SampleSource:
     """The samples of a ``data`` line of files or a callable, their tensors by the plan's inputs; none is read.
 
     Raises:

@@ -24,7 +24,7 @@ from ...compiler.initial.counter import words
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references
-from ...compiler.torch_private import Compiled, compile_graph, compiler_cache, fake_mode, missing_compiler
+from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
 from ..communication import Backend, Environment
 from ..faults import RunError
@@ -44,7 +44,7 @@ _COMPILED_ACTIONS = frozenset({"F", "B"})
 _NOTHING_SPARE = frozenset[str]()
 """What is written over: Inductor does that within a region, and what leaves one may share storage with something."""
 
-Place = tuple[TensorType, int]
+OperandPlace = tuple[TensorType, int]
 """A dim of a type, of which a rank has some entries."""
 
 
@@ -53,7 +53,7 @@ class _Lifted:
     """While a region is traced: its inputs that stand for places, and the keys that it read."""
 
     tracing: bool = False
-    places: dict[Place, torch.Tensor] = field(default_factory=dict)
+    places: dict[OperandPlace, torch.Tensor] = field(default_factory=dict)
     keys: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -96,8 +96,8 @@ class _Code:
     """A compiled region; ``call`` is None where there is nothing to gain. ``places`` are its inputs after the values,
     of which those at ``keys`` are given by their words."""
 
-    call: Compiled | None
-    places: tuple[Place, ...]
+    call: CompiledGraph | None
+    places: tuple[OperandPlace, ...]
     keys: tuple[int, ...]
 
 
@@ -152,7 +152,7 @@ class CompiledMachine(Machine):
 
     def __init__(self, program: Program, backend: Backend, device: torch.device, *, regions: Regions, **options: Any):
         self._regions, self._lifted = regions, _Lifted()
-        self._places: dict[tuple[int, Place], torch.Tensor] = {}
+        self._places: dict[tuple[int, OperandPlace], torch.Tensor] = {}
         self.site = partial(_RegionSite, lifted=self._lifted)
         super().__init__(program, backend, device, **options)
 
@@ -199,7 +199,7 @@ class CompiledMachine(Machine):
         values += [self._place(lane, place) for place in code.places]
         return code.call(values)
 
-    def _place(self, lane: int, place: Place) -> torch.Tensor:
+    def _place(self, lane: int, place: OperandPlace) -> torch.Tensor:
         if (lane, place) not in self._places:
             type_, dim = place
             site = Site(self.mesh, self.coordinates[lane], [], [], self.device)

@@ -11,7 +11,7 @@ import torch
 
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.program import Cut, Function, Line, Program, Ref, map_references, operator
+from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
 from ...compiler.program.totals import addable, lasting, uses_of
 from ..communication import Backend, Environment
 from .fusion import ADDING, fused
@@ -246,7 +246,7 @@ class Machine:
 
     def _literal(self, item: Any) -> Any:
         """Sizes as this rank sees them, dtypes as this machine reads them."""
-        if isinstance(item, Cut):
+        if isinstance(item, LocalSize):
             return item.local(self.mesh)
         if isinstance(item, torch.dtype):
             return self.dtype(item)

@@ -12,9 +12,8 @@ from ...compiler.initial.counter import keep_mask, random, stream
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType, dim_index, row_major
 from ...compiler.layout.stretches import atoms, terms
+from ...compiler.ops.torch_ops import aten
 from ...compiler.program.program import operator
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)

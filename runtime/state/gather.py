@@ -13,12 +13,12 @@ from ...compiler.layout.placement import TensorType
 from ...compiler.padding.pads import Pad
 from ...compiler.padding.tensors import shrink
 from ...compiler.program.roles import Role
-from ..owners import place, together
+from ..owners import piece_place, whole_tensor
 
-Made = TypeVar("Made")
+_Made = TypeVar("_Made")
 
 
-def everywhere(value: Made, world: int) -> list[Made]:
+def everywhere(value: _Made, world: int) -> list[_Made]:
     """Every rank's value, in rank order, on every rank."""
     found = [value] * world
     if world > 1:
@@ -51,11 +51,11 @@ class Gatherer:
         sources: dict[tuple[int, ...], int] = {}
         for rank, role in enumerate(self._roles):
             if role in owners:
-                sources.setdefault(place(rank, type_.placement, self._mesh), rank)
+                sources.setdefault(piece_place(rank, type_.placement, self._mesh), rank)
         sent = len(sources) > 1 or any(role not in owners for role in self._roles)
         pieces = {}
         for at, source in sources.items():
-            own = piece is not None and at == place(self._rank, type_.placement, self._mesh)
+            own = piece is not None and at == piece_place(self._rank, type_.placement, self._mesh)
             if piece is not None and own and (self._rank == source or not sent):
                 given = piece.detach().contiguous()
             else:  # what is received is never written over what is trained
@@ -66,7 +66,7 @@ class Gatherer:
         if not type_.placement.split_axes():
             (only,) = pieces.values()
             return only.clone()
-        return shrink(together(pieces, type_.placement, self._mesh), pads)
+        return shrink(whole_tensor(pieces, type_.placement, self._mesh), pads)
 
     def slots(
         self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer

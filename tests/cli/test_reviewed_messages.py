@@ -257,7 +257,7 @@ def test_a_fault_of_parcs_own_says_where_it_was(
     def fails(*_: object) -> None:
         raise KeyError("nobody foresaw this")
 
-    monkeypatch.setitem(canonicalize.TABLE, torch.ops.aten.linear.default, fails)
+    monkeypatch.setitem(canonicalize.REWRITES, torch.ops.aten.linear.default, fails)
     code, err = said(capsys, tmp_path)
     assert code == 3 and "parc was at %linear" in err and ": fc models.py:" in err
 

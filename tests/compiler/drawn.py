@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType
-from parc.compiler.layout.stretches import together
-from parc.compiler.program.program import Cut, Function, Line, Origin, Program, Ref, Value
+from parc.compiler.layout.stretches import joined_stretches
+from parc.compiler.program.program import Function, Line, LocalSize, Origin, Program, Ref, Value
 
 AXES = ("dp", "tp", "cp")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -41,7 +41,9 @@ def placed(draw: Any, mesh: Mesh, kinds: Sequence[str] = ("I", "P"), max_dims: i
             outers[axis] = size
             size *= mesh.size(axis)
         parts = draw(st.sampled_from([(1,), (1,), (2,), (2, 1, 1), (1, 3)]))  # each of them split alike
-        types |= {a: Split(dim, together([(part * size, outer) for part in parts])) for a, outer in outers.items()}
+        types |= {
+            a: Split(dim, joined_stretches([(part * size, outer) for part in parts])) for a, outer in outers.items()
+        }
         shape.append(size * sum(parts))
     types.update((axis, draw(st.sampled_from(kinds))) for axis in left)
     return TensorType(torch.float64, tuple(shape), Placement.of(mesh, types))
@@ -104,9 +106,9 @@ def _function(draw: Any, mesh: Mesh, label: str, known: Sequence[Function]) -> F
     def value(role: str = "") -> Value:
         return Value(next(names), draw(placed(mesh)), role)
 
-    def cut() -> Cut:
+    def cut() -> LocalSize:
         axes = tuple(draw(st.lists(st.sampled_from(mesh.names), min_size=1, unique=True)))
-        return Cut(draw(st.integers(0, 9)) * math.prod(mesh.size(axis) for axis in axes), axes)
+        return LocalSize(draw(st.integers(0, 9)) * math.prod(mesh.size(axis) for axis in axes), axes)
 
     roles = [draw(st.sampled_from(("", "input x", "parameter a.b  # c"))) for _ in range(draw(st.integers(0, 2)))]
     parameters = tuple(value(role) for role in roles)

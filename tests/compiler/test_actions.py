@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.program.actions import KINDS, ONCE, Action, accumulation, parse_schedule, schedule_text
+from parc.compiler.program.actions import ACTION_KINDS, ONCE, Action, accumulation, parse_schedule, schedule_text
 from parc.compiler.verify.schedule import check_timelines
 
 actions = st.one_of(
     st.builds(
-        Action, st.integers(0, 99), st.sampled_from([kind for kind in KINDS if kind not in ONCE]), st.integers(0, 99)
+        Action,
+        st.integers(0, 99),
+        st.sampled_from([kind for kind in ACTION_KINDS if kind not in ONCE]),
+        st.integers(0, 99),
     ),
     st.builds(Action, st.integers(0, 99), st.sampled_from(ONCE)),
 )

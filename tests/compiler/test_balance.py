@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from parc.compiler.resolve.balance import FLOPS_PER_BYTE, PASSES, Piece, balance, operations_of
+from parc.compiler.resolve.balance import FLOPS_PER_BYTE, PASSES, BalancedPiece, balance, operations_of
 
 weights = st.dictionaries(st.sampled_from("abc"), st.just(7), max_size=2)
-drawn = st.lists(st.builds(Piece, st.integers(0, 9), st.integers(0, 9), weights), min_size=1, max_size=8)
+drawn = st.lists(st.builds(BalancedPiece, st.integers(0, 9), st.integers(0, 9), weights), min_size=1, max_size=8)
 
 
-def largest(pieces: list[Piece], begins: tuple[int, ...], in_flight: tuple[int, ...]) -> tuple[int, int]:
+def largest(pieces: list[BalancedPiece], begins: tuple[int, ...], in_flight: tuple[int, ...]) -> tuple[int, int]:
     """Operations and bytes of the largest stage of each."""
     stages = [pieces[start:stop] for start, stop in pairwise([0, *begins, len(pieces)])]
     operations = [sum(piece.operations for piece in stage) for stage in stages]
@@ -30,7 +30,7 @@ def largest(pieces: list[Piece], begins: tuple[int, ...], in_flight: tuple[int, 
 
 
 @given(drawn, st.integers(1, 5), st.booleans())
-def test_no_other_cuts_are_better(pieces: list[Piece], stages: int, falling: bool) -> None:
+def test_no_other_cuts_are_better(pieces: list[BalancedPiece], stages: int, falling: bool) -> None:
     if stages > len(pieces):
         with pytest.raises(ValueError, match="make no"):
             balance(pieces, stages, lambda stage: 1)

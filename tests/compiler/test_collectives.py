@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parc.compiler.layout.collectives import COLLECTIVES, TypeFault, join_dim, lower, payload_bytes, slice_dim
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, assemble, parse_type
+from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, parse_type, put_together
 from parc.compiler.layout.stretches import Outer, nest
 from parc.compiler.ops.torch_ops import OPS
 
@@ -94,7 +94,7 @@ def test_all_pieces_together_are_before_and_after_what_the_types_say(
     results = run(op, options, pieces_of(whole, type_, mesh), mesh)
     expected = whole.amax(-1, keepdim=True) if op == "parc.row_max" else whole
     assert {tuple(piece.shape) for piece in results} == {made.local(mesh)}
-    assert torch.equal(assemble(results, made.placement, mesh), expected)
+    assert torch.equal(put_together(results, made.placement, mesh), expected)
     for rank, piece in enumerate(results):  # replicas are equal, not only rank 0's
         if not made.placement.partial:
             assert torch.equal(piece, pieces_of(expected, made, mesh)[rank])

@@ -13,12 +13,12 @@ from parc.compiler.layout.placement import (
     Placement,
     Split,
     TensorType,
-    assemble,
     dim_index,
     dual,
     local_shape,
     parse_kind,
     parse_type,
+    put_together,
     row_major,
     take,
 )
@@ -75,7 +75,7 @@ def test_what_is_no_type_is_refused(text: str) -> None:
 def test_pieces_of_a_whole_put_together_are_the_whole(case: tuple[Mesh, TensorType]) -> None:
     mesh, type_ = case
     whole = numbered(type_.shape)
-    assert torch.equal(assemble(pieces_of(whole, type_, mesh), type_.placement, mesh), whole)
+    assert torch.equal(put_together(pieces_of(whole, type_, mesh), type_.placement, mesh), whole)
 
 
 @given(cases())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from parc.compiler.twin.bodies import Number, Numbers, Pairs, number_problem
+from parc.compiler.twin.bodies import Numbers, Pairs, Scalar, number_problem
 
 ORIGIN = "layers.*.attn model.py:12"
 HEADS = (2, 8)
 """The sizes of a dim that is 2 in both, and 1/x of which is 0.5."""
 
 
-def _scaled(op: str, scale: Number) -> tuple[Numbers, ...]:
+def _scaled(op: str, scale: Scalar) -> tuple[Numbers, ...]:
     return (Numbers(f"parc.{op}.default", ORIGIN, (("scale", scale, False),), HEADS),)
 
 
@@ -24,7 +24,7 @@ def test_a_derivative_has_the_number_of_its_operator_and_no_other_of_the_model()
 
 
 def test_a_derivative_has_its_operators_default_where_none_is_written() -> None:
-    def slope(op: str, *given: tuple[str, Number, bool]) -> tuple[Numbers, ...]:
+    def slope(op: str, *given: tuple[str, Scalar, bool]) -> tuple[Numbers, ...]:
         return (Numbers(f"aten.{op}.default", ORIGIN, given, HEADS),)
 
     model = Pairs.of(slope("leaky_relu"), slope("leaky_relu"))

@@ -29,7 +29,7 @@ from parc.grammar.syntax import (
     Number,
     Phrase,
     Range,
-    Split,
+    SplitItem,
     Statement,
     String,
     Var,
@@ -100,7 +100,7 @@ strings = st.text(seen).map(lambda t: String(t, NOWHERE))
 variables = st.sampled_from(["x", "width_2"]).map(lambda name: Var(name, NOWHERE))
 ends = numbers | variables
 splits = st.builds(
-    Split,
+    SplitItem,
     st.none() | plain,
     frozen(st.lists(plain | variables, min_size=1, max_size=3)),
     st.none() | ends,

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from parc.checking.checks import static_faults
 from parc.checking.twins import find_twin
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import Placement, Split, TensorType, assemble, parse_type, take
+from parc.compiler.layout.placement import Placement, Split, TensorType, parse_type, put_together, take
 from parc.compiler.ops.factors import OpCall, Operand
 from parc.compiler.ops.infer import infer
 from parc.compiler.ops.neutral import LOOKUPS, REDUCTIONS, is_neutral
-from parc.compiler.padding.flow import Extra, PaddingFault, follow
+from parc.compiler.padding.flow import Extra, PaddingFault, follow_padding
 from parc.compiler.padding.pads import Pad
 from parc.compiler.padding.point import UNKNOWN
 from parc.compiler.padding.tensors import grow, real_entries, shrink, spread
@@ -204,7 +204,7 @@ def one(op: OpCall, *held: float | None) -> float | None:
     """What the result's last dim holds, whose last 2 of 6 entries are padding in every operand."""
     ranks = [len(shape) for shape in op.operands]
     given_ = [(Extra(rank - 1, 1, 4, 6, value),) for rank, value in zip(ranks, held, strict=True)]
-    ((extra,),) = follow(op, given_, [torch.float32] * len(held))
+    ((extra,),) = follow_padding(op, given_, [torch.float32] * len(held))
     assert (extra.dim, extra.real, extra.padded) == (len(op.results[0]) - 1, 4, 6)
     return extra.held
 
@@ -225,18 +225,20 @@ def test_what_pointwise_operators_make_of_padding() -> None:
 
 def test_what_is_one_number_everywhere_is_known_where_other_operands_have_padding() -> None:
     def full(value: float, *shape: int) -> tuple[Extra, ...]:
-        (made,) = follow(OpCall("aten.full.default", (list(shape), value), {}, (), (shape,)), (), ())
+        (made,) = follow_padding(OpCall("aten.full.default", (list(shape), value), {}, (), (shape,)), (), ())
         return made
 
     rows = (Extra(1, 1, 4, 6),)
     chosen = call("aten.where.self", (3, 1), (), (3, 6), result=(3, 6))
     types = [torch.bool, torch.float32, torch.float32]
-    assert follow(chosen, [(), full(0.0), rows], types) == [rows]
-    assert follow(chosen, [(), full(1.0), rows], types) == [(Extra(1, 1, 4, 6, None),)]
+    assert follow_padding(chosen, [(), full(0.0), rows], types) == [rows]
+    assert follow_padding(chosen, [(), full(1.0), rows], types) == [(Extra(1, 1, 4, 6, None),)]
     add = call("aten.add.Tensor", (3, 6), (3, 1), result=(3, 6))
-    assert follow(add, [rows, full(2.0, 3, 1)], types[1:])[0][-1] == Extra(1, 1, 4, 6, 2.0)
+    assert follow_padding(add, [rows, full(2.0, 3, 1)], types[1:])[0][-1] == Extra(1, 1, 4, 6, 2.0)
     joined = OpCall("aten.cat.default", ([Operand(0), Operand(1)], 0), {}, ((1, 6), (2, 6)), ((3, 6),))
-    assert follow(joined, [full(0.0, 1, 6), ()], types[1:]) == [(Extra(1, 0, None, 6, None),)]  # the other's is data
+    assert follow_padding(joined, [full(0.0, 1, 6), ()], types[1:]) == [
+        (Extra(1, 0, None, 6, None),)
+    ]  # the other's is data
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_operands_that_are_padded_differently_are_refused() -> None:
     add = call("aten.add.Tensor", (3, 6), (3, 6), result=(3, 6))
     for other in ((), (Extra(1, 1, 5, 6),), (Extra(1, 2, 2, 3),)):
         with pytest.raises(PaddingFault, match="differently"):
-            follow(add, [(Extra(1, 1, 4, 6),), other], [torch.float32] * 2)
+            follow_padding(add, [(Extra(1, 1, 4, 6),), other], [torch.float32] * 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -317,13 +319,13 @@ def test_operators_about_padding_do_on_ranks_what_they_do_on_the_whole(data: st.
         piece = KERNELS[name](site, take(whole, placement, mesh, at), *options)
         assert tuple(piece.shape) == shapes[1]
         pieces.append(piece)
-    assert torch.equal(assemble(pieces, made, mesh), expected)
+    assert torch.equal(put_together(pieces, made, mesh), expected)
 
 
 def test_a_product_with_its_bias_is_followed_as_the_two() -> None:
     args = (Operand(0), Operand(1), Operand(2))
     call = OpCall("aten.addmm.default", args, {}, ((4,), (2, 6), (6, 4)), ((2, 4),))
     zero, row, types = Extra(1, 1, 5, 6, 0.0), Extra(0, 1, 5, 6, 0.0), [torch.float32] * 3
-    assert follow(call, [(), (zero,), (row,)], types) == [()]
+    assert follow_padding(call, [(), (zero,), (row,)], types) == [()]
     with pytest.raises(PaddingFault):
-        follow(call, [(), (replace(zero, held=1.0),), (replace(row, held=1.0),)], types)
+        follow_padding(call, [(), (replace(zero, held=1.0),), (replace(row, held=1.0),)], types)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parc.compiler.layout.collectives import COLLECTIVES, lower
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import AxisType, Placement, Split, along, assemble, take
+from parc.compiler.layout.placement import AxisType, Placement, Split, along, put_together, take
 from parc.compiler.layout.stretches import Outer
 from parc.passes.placing.paths import Changes, cheapest_path
 from parc.runtime.backends.in_process import InProcess
@@ -69,7 +69,7 @@ def test_a_path_keeps_the_value(mesh: Mesh, data: st.DataObject, flows: bool) ->
         key = tuple(at[axis] for axis in have.partial)
         part = parts.setdefault(key, torch.randint(0, 9, SHAPE, generator=generator))
         pieces.append(take(part, have, mesh, at))
-    whole = assemble(pieces, have, mesh)
+    whole = put_together(pieces, have, mesh)
     for at, piece in zip(
         coordinates, walk(have, cheapest_path(have, want, SHAPE, mesh, flows), pieces, mesh), strict=True
     ):

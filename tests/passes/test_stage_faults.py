@@ -15,7 +15,7 @@ from parc.compiler.build.directory import read_programs
 from parc.compiler.layout.placement import TensorType, parse_type
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import parse_schedule, schedule_text
-from parc.compiler.program.roles import Role, group, join
+from parc.compiler.program.roles import Role, group, join_roles
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.stages import check_stages
 from parc.compiling.driver import Compiled, compile_plan, files_of, stored_types
@@ -81,7 +81,7 @@ def refusals(build: Good, programs: Files | None = None, schedule: str | None = 
         if schedule is not None:
             return list(map(str, check_schedule(roles, compiled.plan.microbatches, counts=False)))
         faults = static_faults(
-            join(found), build.stored, compiled.mesh, (), compiled.plan.microbatches, reference, {},
+            join_roles(found), build.stored, compiled.mesh, (), compiled.plan.microbatches, reference, {},
             rounding_of(compiled), roles,
         )  # fmt: skip
     except ValueError as error:

@@ -15,7 +15,7 @@ from parc.cli import main
 from parc.compiler.layout.placement import parse_type
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
-from parc.compiler.program.roles import join
+from parc.compiler.program.roles import join_roles
 from parc.compiler.verify.stages import check_stages
 from parc.compiler.verify.step import check_bindings
 from parc.compiling.driver import Compiled, compile_plan, stored_types
@@ -95,7 +95,7 @@ def test_a_program_that_reads_a_buffer_after_its_update_is_refused(tmp_path: Pat
     main = replace(main, parameters=(*(v for v in main.parameters if v.name != read.name), read))
     own[key] = replace(own[key], functions=(*own[key].functions[:-1], main))
     stored = {name: parse_type(text, made.mesh) for name, text in stored_types(made).items()}
-    faults = [*check_stages(changed, made.mesh, "pp"), *check_bindings(join(changed), stored)]
+    faults = [*check_stages(changed, made.mesh, "pp"), *check_bindings(join_roles(changed), stored)]
     assert any(what in str(fault) for fault in faults)
 
 

@@ -59,14 +59,14 @@ def _rank(
 ) -> None:
     import torch
 
-    from parc.runtime.processes import STORE, join, leave
+    from parc.runtime.processes import STORE, join_processes, leave
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ[STORE] = str(Path(folder) / "store")
     try:
         if world > 1:
-            join(timeout_s=240)  # a rank may compile for long where others want the cores
+            join_processes(timeout_s=240)  # a rank may compile for long where others want the cores
         pipe.send_bytes(pickle.dumps((True, function(*arguments))))
         leave()
     except BaseException:

@@ -22,7 +22,7 @@ from parc.runtime.compare.simulate import Simulation
 from parc.runtime.faults import RunError
 from parc.runtime.machine.compiled import Regions, check_compiler
 from parc.runtime.machine.execute import Machine
-from parc.runtime.opening import mesh_of, open_build
+from parc.runtime.opening import build_mesh, open_build
 from parc.runtime.step import Stepper
 from tests.checked_plans import compiled
 from tests.runtime.ranks import run_ranks
@@ -138,7 +138,7 @@ def test_padded_parameters_on_all_ranks_of_one_process(folder: Path) -> None:
 def test_more_layers_are_no_more_regions(folder: Path, gpt: Path) -> None:
     def distinct(made: Build) -> int:
         regions = Regions(CPU)
-        Stepper(made.programs, made.roles[SINGLE].actions, InProcess(mesh_of(made)), CPU, regions.machine)
+        Stepper(made.programs, made.roles[SINGLE].actions, InProcess(build_mesh(made)), CPU, regions.machine)
         return regions.distinct
 
     deep = build(folder, BOTH, PLAN.replace("layers=2", "layers=4"), name="deep")

@@ -13,7 +13,7 @@ from parc.compiler.build.directory import Build
 from parc.grammar.codes_build import BAD_DATA
 from parc.runtime.data.feed import Feed
 from parc.runtime.faults import RunError
-from parc.runtime.opening import mesh_of, open_build
+from parc.runtime.opening import build_mesh, open_build
 from tests.runtime.tiny import DATA, ONE, PLAN, build
 
 SAMPLES = """
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 def feeds(made: Build) -> list[Feed]:
     """A feed for each rank."""
-    mesh = mesh_of(made)
+    mesh = build_mesh(made)
     return [Feed(made, mesh, mesh.coordinates(rank), CPU) for rank in range(mesh.world)]
 
 

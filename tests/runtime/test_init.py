@@ -16,7 +16,7 @@ from parc.compiler.build.directory import read_build
 from parc.compiler.initial import files as weights_module
 from parc.compiler.initial.files import Expected, open_weights, shown_faults
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import Placement, Split, TensorType, assemble, parse_type
+from parc.compiler.layout.placement import Placement, Split, TensorType, parse_type, put_together
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.faults import RunError
 from parc.runtime.opening import task_of
@@ -93,7 +93,7 @@ def test_every_rank_reads_its_slices_alone(tmp_path: Path, monkeypatch: pytest.M
         pieces.append(initial.state(types, {}).parameters)
         assert sum(read) == sum(piece.numel() for piece in pieces[-1].values())
     for name, type_ in types.items():
-        whole = assemble([rank[name] for rank in pieces], type_.placement, mesh)
+        whole = put_together([rank[name] for rank in pieces], type_.placement, mesh)
         assert torch.equal(whole, state.get(name, state["head.weight"])), name
 
 
@@ -106,7 +106,7 @@ def test_pieces_of_any_split(tmp_path: Path, split: Split) -> None:
     inner = Split(split.dim, split.outer * 2)
     type_ = TensorType(torch.float32, (12, 8), Placement.of(mesh, {"a": split, "b": inner}))
     pieces = [weights.piece(["v", "w"], type_, mesh, mesh.coordinates(rank)) for rank in range(4)]
-    assert torch.equal(assemble(pieces, type_.placement, mesh), whole.float())
+    assert torch.equal(put_together(pieces, type_.placement, mesh), whole.float())
     assert weights.piece(["one"], TensorType(torch.float32, (), Placement(())), mesh, {}) == 3
     weights.close()
 

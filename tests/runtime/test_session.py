@@ -15,7 +15,7 @@ from parc.compiler.program.roles import SINGLE
 from parc.grammar.codes_build import BAD_DATA, BAD_STATE, NO_DEVICE, OTHER_TORCH, WORLD_SIZE
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.faults import RunError
-from parc.runtime.opening import check_fits, mesh_of, open_build
+from parc.runtime.opening import build_mesh, check_fits, open_build
 from parc.runtime.processes import DEVICE, check_device
 from parc.runtime.step import Stepper
 from parc.runtime.work import RankState
@@ -100,7 +100,7 @@ def gradients(path: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("plan", ["dp", "tp"])
 def test_two_real_ranks_are_bitwise_the_two_in_one_process(builds: dict[str, Path], plan: str) -> None:
     made = open_build(builds[plan])
-    mesh = mesh_of(made)
+    mesh = build_mesh(made)
     weights = parc.reference(builds[plan]).module.state_dict()
     stepper = Stepper(made.programs, made.roles[SINGLE].actions, InProcess(mesh), torch.device("cpu"))
     types = {name: parse_type(text, mesh) for name, text in made.manifest["parameters"].items()}

@@ -5,15 +5,18 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from ..factors import OpCall, OpRule, RuleError, Shape, rule
-from ..op_row import Row
+from ...layout.mesh import Shape
+from ..factors import OpCall, OpRule, RuleError, rule
+from ..op_row import OpRow
 
-__all__ = ["OP_TABLES", "TABLE", "Row", "localize", "register", "registered", "rule_for"]
+__all__ = ["OP_TABLES", "TABLE", "OpRow", "localize", "register", "registered", "rule_for"]
 
 _FAMILIES = [import_module(f".{file.name}", __name__) for file in pkgutil.iter_modules(__path__)]
-OP_TABLES: tuple[dict[str, Row], ...] = tuple(family.TABLE for family in _FAMILIES)
+OP_TABLES: tuple[dict[str, OpRow], ...] = tuple(
+    getattr(family, f"{family.__name__.rpartition('.')[2].upper()}_RULES") for family in _FAMILIES
+)
 
-TABLE: dict[str, Row] = {name: row for family in OP_TABLES for name, row in family.items()}
+TABLE: dict[str, OpRow] = {name: row for family in OP_TABLES for name, row in family.items()}
 """All rows by the operator's name, those registered by users included."""
 
 _REGISTERED: dict[str, tuple[str, str]] = {}
@@ -67,7 +70,7 @@ def register(op: str, text: str, *, linear: str = "") -> None:
         raise RuleError(f"{op} already has the rule {known[0]!r}" if known else f"{op} already has a built-in rule")
     if op.count(".") != 2:
         raise RuleError(f"an operator is named 'namespace.name.overload'; got {op!r}")
-    TABLE[op] = Row(rule(text, linear=linear))
+    TABLE[op] = OpRow(rule(text, linear=linear))
     _REGISTERED[op] = (text, linear)
 
 

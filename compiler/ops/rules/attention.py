@@ -1,7 +1,7 @@
 """Rows of attention, torch's and parc's own: whole heads to a rank."""
 
 from ..factors import Dims, OpCall, OpRule, apply_dims, opaque, quotient
-from ..op_row import Row, is_operand, plain_dims, table
+from ..op_row import OpRow, is_operand, plain_dims, rows_of
 
 
 def _dims(rank: int, mask: list[int]) -> tuple[list[Dims], Dims]:
@@ -52,8 +52,8 @@ def _attention_backward(call: OpCall) -> OpRule:
     return apply_dims(call, given, operands[:3], whole=whole, linear=[frozenset({0})])
 
 
-TABLE = {
-    **table("scaled_dot_product_attention", Row(_composite)),
-    "parc.attention.default": Row(_attention),
-    "parc.attention_backward.default": Row(_attention_backward),
+ATTENTION_RULES = {
+    **rows_of("scaled_dot_product_attention", OpRow(_composite)),
+    "parc.attention.default": OpRow(_attention),
+    "parc.attention_backward.default": OpRow(_attention_backward),
 }

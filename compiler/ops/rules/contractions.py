@@ -3,7 +3,7 @@
 import re
 
 from ..factors import OpCall, OpRule, linear_sets, opaque, rule
-from ..op_row import Row, is_operand
+from ..op_row import OpRow, is_operand
 
 
 def _linear(call: OpCall) -> OpRule:
@@ -38,7 +38,7 @@ def _einsum(call: OpCall) -> OpRule:
     return rule(f"{', '.join(spaced[:-1])} -> {spaced[-1]}", linear=linear)(call)
 
 
-def _added(left: str, right: str, result: str) -> Row:
+def _added(left: str, right: str, result: str) -> OpRow:
     """`beta * x + alpha * (left @ right)`, x broadcast to the result: x and one of the two may be Partial together."""
 
     def apply(call: OpCall) -> OpRule:
@@ -46,7 +46,7 @@ def _added(left: str, right: str, result: str) -> Row:
         x = " ".join(result.split()[-rank:]) if rank else ""
         return rule(f"{x}, {left}, {right} -> {result}", linear="01|02")(call)
 
-    return Row(apply)
+    return OpRow(apply)
 
 
 _PRODUCTS = {
@@ -74,11 +74,11 @@ _GROUPED = {
     "grouped_mm_fallback_backward": ("t! k, e! k n, e!, t! n -> t! k, e! k n", "3"),
 }
 
-TABLE = {
-    **{f"transformers.{name}.default": Row(rule(text, linear=linear)) for name, (text, linear) in _GROUPED.items()},
-    **{f"aten.{name}.default": Row(rule(text, linear="0|1")) for name, text in _PRODUCTS.items()},
+CONTRACTIONS_RULES = {
+    **{f"transformers.{name}.default": OpRow(rule(text, linear=linear)) for name, (text, linear) in _GROUPED.items()},
+    **{f"aten.{name}.default": OpRow(rule(text, linear="0|1")) for name, text in _PRODUCTS.items()},
     **{f"aten.{name}.default": _added(*texts) for name, texts in _SUMS.items()},
-    "aten.linear.default": Row(_linear),
-    "aten.matmul.default": Row(_matmul),
-    "aten.einsum.default": Row(_einsum),
+    "aten.linear.default": OpRow(_linear),
+    "aten.matmul.default": OpRow(_matmul),
+    "aten.einsum.default": OpRow(_einsum),
 }

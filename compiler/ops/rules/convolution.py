@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, quotient
-from ..op_row import Change, Row, along, is_operand, result_shape, table
+from ...layout.mesh import Shape
+from ..factors import Dims, OpCall, OpRule, apply_dims, quotient
+from ..op_row import Change, OpRow, along_dims, is_operand, result_shape, rows_of
 
 
 def _spell(call: OpCall, x: Shape, weight: Shape, groups: int, *, transposed: bool) -> dict[str, Any]:
@@ -79,25 +80,25 @@ def _space(dims: int) -> Callable[[OpCall, int], frozenset[int]]:
 _RESIZES = {1: "linear1d", 2: "bilinear2d bicubic2d", 3: "trilinear3d"}
 
 
-def _over_space(dims: int) -> dict[str, Row]:
+def _over_space(dims: int) -> dict[str, OpRow]:
     """Pools, pads and resizes over so many dims of space, with their gradients; those of one dim are pools of two."""
     linear = [f"reflection_pad{dims}d", f"replication_pad{dims}d"]
     maxima = [f"max_pool{dims}d_with_indices", f"adaptive_max_pool{dims}d"] if dims > 1 else []
     linear += [f"avg_pool{dims}d", f"_adaptive_avg_pool{dims}d"] if dims > 1 else []
     resizes = [f"upsample_nearest{dims}d", f"_upsample_nearest_exact{dims}d"]
     resizes += [f"upsample_{kind}" for kind in _RESIZES[dims].split()]
-    passed = Row(along(_space(dims), linear="0"))
+    passed = OpRow(along_dims(_space(dims), linear="0"))
     return {
-        **table(" ".join(maxima), Row(along(_space(dims)))),
-        **table(" ".join([*linear, *resizes, *(f"{name}_backward" for name in (*maxima, *linear))]), passed),
-        **table(" ".join(f"{name}_backward" for name in resizes), Row(passed.rule, result_shape(2, "input_size"))),
+        **rows_of(" ".join(maxima), OpRow(along_dims(_space(dims)))),
+        **rows_of(" ".join([*linear, *resizes, *(f"{name}_backward" for name in (*maxima, *linear))]), passed),
+        **rows_of(" ".join(f"{name}_backward" for name in resizes), OpRow(passed.rule, result_shape(2, "input_size"))),
     }
 
 
-TABLE = {
-    **table("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding", Row(_forward(6), _local(6, 0))),
-    **table("convolution", Row(_forward(8, 6), _local(8, 0))),
-    **table("convolution_backward", Row(_backward, _local(9, 1))),
+CONVOLUTION_RULES = {
+    **rows_of("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding", OpRow(_forward(6), _local(6, 0))),
+    **rows_of("convolution", OpRow(_forward(8, 6), _local(8, 0))),
+    **rows_of("convolution_backward", OpRow(_backward, _local(9, 1))),
     **_over_space(1),
     **_over_space(2),
     **_over_space(3),

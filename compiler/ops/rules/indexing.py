@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, opaque, rule
-from ..op_row import Row, argument_linear, is_operand, normal_dim, table
+from ...layout.mesh import Shape
+from ..factors import Dims, OpCall, OpRule, apply_dims, opaque, rule
+from ..op_row import OpRow, argument_linear, is_operand, normal_dim, rows_of
 
 # ---- index.Tensor and index_put
 
@@ -120,20 +121,20 @@ def _embedding(call: OpCall) -> OpRule:
     return rule("v d, ... -> ... d", linear="0")(call)
 
 
-TABLE = {
+INDEXING_RULES = {
     # a rank with a part of v looks up its own rows and gives zeros elsewhere: what is emitted masks the indices
-    **table("embedding", Row(_embedding)),
-    **table("embedding_dense_backward", Row(_embedding_backward)),
-    **table("one_hot", Row(rule("... -> ... c!"))),
+    **rows_of("embedding", OpRow(_embedding)),
+    **rows_of("embedding_dense_backward", OpRow(_embedding_backward)),
+    **rows_of("one_hot", OpRow(rule("... -> ... c!"))),
     # the bucket is how many boundaries lie below: a count, which adds up
-    **table("bucketize.Tensor", Row(rule("..., boundaries -> ..."))),
-    **table("index.Tensor _unsafe_index.Tensor", Row(_index)),
-    **table("index_put _unsafe_index_put", Row(_index_put)),
-    **table("gather", Row(_picked("xii", linear="0"))),
-    **table("scatter.value", Row(_picked("xix", linear="03"))),
-    **table("scatter.src scatter_add", Row(_picked("xiix", linear="03"))),
-    **table("scatter_reduce.two", Row(_picked("xiix"))),
-    **table("index_select", Row(_picked("xli", free=True, linear="0"))),
-    **table("index_add index_copy", Row(_picked("xlix", linear="03"))),
-    **table("index_fill.int_Scalar", Row(_picked("xlx", linear="03"))),
+    **rows_of("bucketize.Tensor", OpRow(rule("..., boundaries -> ..."))),
+    **rows_of("index.Tensor _unsafe_index.Tensor", OpRow(_index)),
+    **rows_of("index_put _unsafe_index_put", OpRow(_index_put)),
+    **rows_of("gather", OpRow(_picked("xii", linear="0"))),
+    **rows_of("scatter.value", OpRow(_picked("xix", linear="03"))),
+    **rows_of("scatter.src scatter_add", OpRow(_picked("xiix", linear="03"))),
+    **rows_of("scatter_reduce.two", OpRow(_picked("xiix"))),
+    **rows_of("index_select", OpRow(_picked("xli", free=True, linear="0"))),
+    **rows_of("index_add index_copy", OpRow(_picked("xlix", linear="03"))),
+    **rows_of("index_fill.int_Scalar", OpRow(_picked("xlx", linear="03"))),
 }

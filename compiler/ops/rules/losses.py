@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 from ..factors import Dims, OpCall, OpRule, apply_dims
-from ..op_row import Row, aligned_dims, plain_dims, table
+from ..op_row import OpRow, aligned_dims, plain_dims, rows_of
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's reduction argument
 _GRAD = (frozenset({0}),)
 
 
-def _elementwise(reduction: int, *, grad: bool = False) -> Row:
+def _elementwise(reduction: int, *, grad: bool = False) -> OpRow:
     """A loss of tensors that broadcast, or the gradient of one; `reduction`: the position of that argument."""
 
     def ruling(call: OpCall) -> OpRule:
@@ -20,7 +20,7 @@ def _elementwise(reduction: int, *, grad: bool = False) -> Row:
         whole = frozenset(f"d{dim}" for dim in range(rank)) if averages else frozenset()
         return apply_dims(call, operands, [result], whole=whole, linear=_GRAD if grad else ())
 
-    return Row(ruling)
+    return OpRow(ruling)
 
 
 def _classes(call: OpCall, rank: int) -> tuple[Dims, Dims]:
@@ -53,12 +53,12 @@ def _nll_backward(call: OpCall) -> OpRule:
     return apply_dims(call, operands, [scores], whole=frozenset({"c"}), linear=_GRAD)
 
 
-TABLE = {
-    **table("mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss", _elementwise(2)),
-    **table("binary_cross_entropy", _elementwise(3)),
-    **table("binary_cross_entropy_with_logits", _elementwise(4)),
-    **table("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", _elementwise(3, grad=True)),
-    **table("binary_cross_entropy_backward", _elementwise(4, grad=True)),
-    **table("cross_entropy_loss nll_loss nll_loss_nd nll_loss_forward nll_loss2d_forward", Row(_class_loss(3))),
-    **table("nll_loss_backward nll_loss2d_backward", Row(_nll_backward)),
+LOSSES_RULES = {
+    **rows_of("mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss", _elementwise(2)),
+    **rows_of("binary_cross_entropy", _elementwise(3)),
+    **rows_of("binary_cross_entropy_with_logits", _elementwise(4)),
+    **rows_of("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", _elementwise(3, grad=True)),
+    **rows_of("binary_cross_entropy_backward", _elementwise(4, grad=True)),
+    **rows_of("cross_entropy_loss nll_loss nll_loss_nd nll_loss_forward nll_loss2d_forward", OpRow(_class_loss(3))),
+    **rows_of("nll_loss_backward nll_loss2d_backward", OpRow(_nll_backward)),
 }

@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, quotient
-from ..op_row import Change, Row, is_operand, plain_dims, scale, table
+from ...layout.mesh import Shape
+from ..factors import Dims, OpCall, OpRule, apply_dims, quotient
+from ..op_row import Change, OpRow, is_operand, plain_dims, rows_of, scale
 
 _GRAD = (frozenset({0}),)
 
@@ -107,15 +108,15 @@ def _batch_norm(training: int | None, *, updates: bool = False, grad: bool = Fal
     return ruling
 
 
-TABLE = {
-    **table("layer_norm native_layer_norm rms_norm _fused_rms_norm", Row(_layer_norm)),
-    **table("native_layer_norm_backward", Row(_layer_norm_backward)),
-    **table("group_norm", Row(_group_norm(1, "x"), _local_groups)),
-    **table("native_group_norm", Row(_group_norm(6, "xmm"), _local_group_sizes(3))),
-    **table("native_group_norm_backward", Row(_group_norm_backward, _local_group_sizes(5))),
-    **table("batch_norm", Row(_batch_norm(5))),
-    **table("_native_batch_norm_legit_functional", Row(_batch_norm(5, updates=True))),
-    **table("_native_batch_norm_legit.no_stats", Row(_batch_norm(3))),
-    **table("_native_batch_norm_legit_no_training", Row(_batch_norm(None))),
-    **table("native_batch_norm_backward", Row(_batch_norm(7, grad=True))),
+NORMALISATION_RULES = {
+    **rows_of("layer_norm native_layer_norm rms_norm _fused_rms_norm", OpRow(_layer_norm)),
+    **rows_of("native_layer_norm_backward", OpRow(_layer_norm_backward)),
+    **rows_of("group_norm", OpRow(_group_norm(1, "x"), _local_groups)),
+    **rows_of("native_group_norm", OpRow(_group_norm(6, "xmm"), _local_group_sizes(3))),
+    **rows_of("native_group_norm_backward", OpRow(_group_norm_backward, _local_group_sizes(5))),
+    **rows_of("batch_norm", OpRow(_batch_norm(5))),
+    **rows_of("_native_batch_norm_legit_functional", OpRow(_batch_norm(5, updates=True))),
+    **rows_of("_native_batch_norm_legit.no_stats", OpRow(_batch_norm(3))),
+    **rows_of("_native_batch_norm_legit_no_training", OpRow(_batch_norm(None))),
+    **rows_of("native_batch_norm_backward", OpRow(_batch_norm(7, grad=True))),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..factors import OpCall, OpRule, apply_dims, rule
-from ..op_row import Row, plain_dims, result_shape
+from ..op_row import OpRow, plain_dims, result_shape
 from .creation import made
 
 
@@ -20,20 +20,20 @@ def _resized(call: OpCall) -> OpRule:
     return apply_dims(call, [before], [after], whole=whole, linear=linear, sizes={"outer": outer})
 
 
-TABLE: dict[str, Row] = {
-    "parc.square_sum.default": Row(rule("... -> ")),
-    "parc.stream_key.default": Row(rule("t! -> ")),
-    "parc.dropout_mask.default": Row(made, result_shape(1, "size")),
-    "parc.random.default": Row(made, result_shape(1, "size")),
-    "parc.iota.default": Row(made, lambda call, operands, results: [(0, "size", results[0][0])]),
-    "parc.lookup.default": Row(rule("v e, ... -> ... e")),
-    "parc.lookup_backward.default": Row(
+OWN_RULES: dict[str, OpRow] = {
+    "parc.square_sum.default": OpRow(rule("... -> ")),
+    "parc.stream_key.default": OpRow(rule("t! -> ")),
+    "parc.dropout_mask.default": OpRow(made, result_shape(1, "size")),
+    "parc.random.default": OpRow(made, result_shape(1, "size")),
+    "parc.iota.default": OpRow(made, lambda call, operands, results: [(0, "size", results[0][0])]),
+    "parc.lookup.default": OpRow(rule("v e, ... -> ... e")),
+    "parc.lookup_backward.default": OpRow(
         rule("... e, ... -> v e", linear="0"), lambda call, operands, results: [(2, "rows", results[0][0])]
     ),
-    "parc.token_loss.default": Row(rule("t v, t -> t")),
-    "parc.loss_parts.default": Row(rule("t v, t 1, t -> c! t")),
-    "parc.fill_pad.default": Row(_filled),
-    "parc.cut_pad.default": Row(_resized),
-    "parc.grow_pad.default": Row(_resized),
-    "parc.loss_parts_backward.default": Row(rule("c! t, t v, t 1, t -> t v", linear="0")),
+    "parc.token_loss.default": OpRow(rule("t v, t -> t")),
+    "parc.loss_parts.default": OpRow(rule("t v, t 1, t -> c! t")),
+    "parc.fill_pad.default": OpRow(_filled),
+    "parc.cut_pad.default": OpRow(_resized),
+    "parc.grow_pad.default": OpRow(_resized),
+    "parc.loss_parts_backward.default": OpRow(rule("c! t, t v, t 1, t -> t v", linear="0")),
 }

@@ -1,7 +1,7 @@
 """Rows of operators that work element by element, and of their backward operators."""
 
 from ..factors import OpCall, OpRule, apply_dims
-from ..op_row import Row, aligned_dims, overloads, plain_dims, pointwise, table
+from ..op_row import OpRow, aligned_dims, overloads, plain_dims, pointwise, rows_of
 
 _UNARY = """
     abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min clip cos cosh deg2rad
@@ -52,14 +52,16 @@ def _first_only(call: OpCall) -> OpRule:
     return apply_dims(call, [aligned_dims(len(call.operands[0]), rank), *others], [plain_dims(rank)])
 
 
-TABLE = {
-    **table(_UNARY + _BINARY, Row(pointwise())),
-    **table(overloads(_WITH_SCALARS, "Tensor Scalar"), Row(pointwise())),
-    **table(overloads("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Scalar"), Row(pointwise())),
+POINTWISE_RULES = {
+    **rows_of(_UNARY + _BINARY, OpRow(pointwise())),
+    **rows_of(overloads(_WITH_SCALARS, "Tensor Scalar"), OpRow(pointwise())),
+    **rows_of(overloads("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Scalar"), OpRow(pointwise())),
     # a mask drawn from the rank's own generator: the partition replaces it by one that counts global elements
-    **table("native_dropout", Row(pointwise())),
-    **table("where.Scalar", Row(pointwise())),
-    **{name: row for linear, names in _LINEAR.items() for name, row in table(names, Row(pointwise(linear))).items()},
-    **table("_to_copy to.dtype", Row(_cast)),
-    **table("type_as", Row(_first_only)),
+    **rows_of("native_dropout", OpRow(pointwise())),
+    **rows_of("where.Scalar", OpRow(pointwise())),
+    **{
+        name: row for linear, names in _LINEAR.items() for name, row in rows_of(names, OpRow(pointwise(linear))).items()
+    },
+    **rows_of("_to_copy to.dtype", OpRow(_cast)),
+    **rows_of("type_as", OpRow(_first_only)),
 }

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..factors import OpCall, OpRule, apply_dims, rule
-from ..op_row import Row, along, argument_linear, dim_argument, normal_dims, plain_dims, table
+from ..op_row import OpRow, along_dims, argument_linear, dim_argument, normal_dims, plain_dims, rows_of
 
 
 def _reduced(*, free: bool, linear: str = "", dim: int | None = 1) -> Callable[[OpCall], OpRule]:
@@ -33,7 +33,7 @@ def _histc(call: OpCall) -> OpRule:
 
 def _diff(call: OpCall) -> OpRule:
     """`diff(x, n, dim, prepend, append)`: linear in all its tensors together."""
-    ruled = along(dim_argument(2))(call)
+    ruled = along_dims(dim_argument(2))(call)
     return replace(ruled, linear=(frozenset(range(len(call.operands))),))
 
 
@@ -42,24 +42,24 @@ _SOME = """
     var.dim var.correction var_mean.dim var_mean.correction std.dim std.correction std_mean.correction
 """
 
-TABLE = {
+REDUCTIONS_RULES = {
     # a part of the dim gives a part of the sum
-    **table("sum", Row(_reduced(free=True, linear="0", dim=None))),
-    **table("sum.dim_IntList", Row(_reduced(free=True, linear="0"))),
-    **table("nansum count_nonzero count_nonzero.dim_IntList", Row(_reduced(free=True))),
-    **table("histc", Row(_histc)),
+    **rows_of("sum", OpRow(_reduced(free=True, linear="0", dim=None))),
+    **rows_of("sum.dim_IntList", OpRow(_reduced(free=True, linear="0"))),
+    **rows_of("nansum count_nonzero count_nonzero.dim_IntList", OpRow(_reduced(free=True))),
+    **rows_of("histc", OpRow(_histc)),
     # distances between the rows of two tensors; each part of the rows of one gives a part of the other's gradient
-    **table("_cdist_forward", Row(rule("... m d!, ... n d! -> ... m n"))),
-    **table("_cdist_backward", Row(rule("... m n, ... m d!, ... n d!, ... m n -> ... m d", linear="0"))),
+    **rows_of("_cdist_forward", OpRow(rule("... m d!, ... n d! -> ... m n"))),
+    **rows_of("_cdist_backward", OpRow(rule("... m n, ... m d!, ... n d!, ... m n -> ... m d", linear="0"))),
     # a mean divides by the size of what it sees, so its dims are whole; a Partial on another axis passes
-    **table("mean", Row(_reduced(free=False, linear="0", dim=None))),
-    **table("mean.dim", Row(_reduced(free=False, linear="0"))),
-    **table(_SOME, Row(_reduced(free=False))),
-    **table("linalg_vector_norm norm.ScalarOpt_dim kthvalue", Row(_reduced(free=False, dim=2))),
-    **table("softmax.int log_softmax.int _softmax _log_softmax _safe_softmax", Row(along(dim_argument(1)))),
-    **table("_softmax_backward_data _log_softmax_backward_data", Row(along(dim_argument(2), linear="0"))),
-    **table("cumsum", Row(along(dim_argument(1), linear="0"))),
-    **table("cumprod logcumsumexp cummax cummin sort argsort", Row(along(dim_argument(1)))),
-    **table("sort.stable argsort.stable topk", Row(along(dim_argument(2)))),
-    **table("diff", Row(_diff)),
+    **rows_of("mean", OpRow(_reduced(free=False, linear="0", dim=None))),
+    **rows_of("mean.dim", OpRow(_reduced(free=False, linear="0"))),
+    **rows_of(_SOME, OpRow(_reduced(free=False))),
+    **rows_of("linalg_vector_norm norm.ScalarOpt_dim kthvalue", OpRow(_reduced(free=False, dim=2))),
+    **rows_of("softmax.int log_softmax.int _softmax _log_softmax _safe_softmax", OpRow(along_dims(dim_argument(1)))),
+    **rows_of("_softmax_backward_data _log_softmax_backward_data", OpRow(along_dims(dim_argument(2), linear="0"))),
+    **rows_of("cumsum", OpRow(along_dims(dim_argument(1), linear="0"))),
+    **rows_of("cumprod logcumsumexp cummax cummin sort argsort", OpRow(along_dims(dim_argument(1)))),
+    **rows_of("sort.stable argsort.stable topk", OpRow(along_dims(dim_argument(2)))),
+    **rows_of("diff", OpRow(_diff)),
 }

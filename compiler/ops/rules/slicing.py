@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, linear_sets, opaque, quotient
-from ..op_row import Change, Row, along, dim_argument, normal_dim, plain_dims, result_shape, scale, table
+from ...layout.mesh import Shape
+from ..factors import Dims, OpCall, OpRule, apply_dims, linear_sets, opaque, quotient
+from ..op_row import Change, OpRow, along_dims, dim_argument, normal_dim, plain_dims, result_shape, rows_of, scale
 
 Sums = dict[str, tuple[str, ...]]
 
@@ -64,7 +65,7 @@ def _parts(call: OpCall, dim: int, long: int) -> OpRule:
 # ---- slice and its relatives: one tensor is the long one, another the short one
 
 
-def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> Row:
+def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> OpRow:
     """`first`: the position of the argument `dim`, before start, end and step; `long` and `short` count the tensors,
     operands then results; `sizes`: the argument before `dim` spells the result's shape."""
 
@@ -109,13 +110,13 @@ def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> Row
             changes.insert(0, (first - 1, "input_sizes", list(results[0])))
         return changes
 
-    return Row(ruling, localize)
+    return OpRow(ruling, localize)
 
 
 # ---- split and cat
 
 
-def _split_row(name: str, part: Callable[[list[int]], Any] | None) -> Row:
+def _split_row(name: str, part: Callable[[list[int]], Any] | None) -> OpRow:
     """`split(x, how, dim)`; `part(sizes)` is the `how`, called `name`, of a rank's pieces; None leaves it."""
 
     def dim_of(call: OpCall) -> int:
@@ -124,7 +125,7 @@ def _split_row(name: str, part: Callable[[list[int]], Any] | None) -> Row:
     def local(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
         return [(1, name, part([shape[dim_of(call)] for shape in results]))] if part else []
 
-    return Row(lambda call: _parts(call, dim_of(call), long=0), local)
+    return OpRow(lambda call: _parts(call, dim_of(call), long=0), local)
 
 
 def _cat(call: OpCall) -> OpRule:
@@ -200,26 +201,26 @@ def _last_two(call: OpCall, rank: int) -> frozenset[int]:
     return frozenset({rank - 2, rank - 1})
 
 
-TABLE = {
-    **table("slice.Tensor", _slice_row(1, long=0, short=1)),
-    **table("slice_backward", _slice_row(2, long=1, short=0, sizes=True)),
-    **table("slice_scatter", _slice_row(2, long=0, short=1)),
-    **table("split.Tensor unsafe_split.Tensor", _split_row("split_size", lambda sizes: sizes[0])),
-    **table("split.sizes", _split_row("split_size", list)),
-    **table("split_with_sizes unsafe_split_with_sizes", _split_row("split_sizes", list)),
-    **table("chunk", _split_row("chunks", None)),
-    **table("cat", Row(_cat)),
-    **table("glu", Row(_halves(1, "21"))),
-    **table("glu_backward", Row(_halves(2, "122", linear="0"))),
-    **table("select.int", Row(_lacking(1))),
-    **table("select_backward", Row(_lacking(2), result_shape(1, "input_sizes"))),
-    **table("select_scatter", Row(_lacking(2))),
-    **table("unbind.int stack", Row(_lacking(1, 0))),
-    **table("constant_pad_nd", Row(_pad)),
-    **table("unfold", Row(_unfold)),
-    **table("unfold_backward", Row(_unfold, result_shape(1, "input_sizes"))),
-    **table("diagonal", Row(_diagonal)),
-    **table("flip", Row(along(dim_argument(1, "dims"), linear="0"))),
-    **table("roll", Row(along(dim_argument(2, "dims", None), linear="0"))),
-    **table("tril triu", Row(along(_last_two, linear="0"))),
+SLICING_RULES = {
+    **rows_of("slice.Tensor", _slice_row(1, long=0, short=1)),
+    **rows_of("slice_backward", _slice_row(2, long=1, short=0, sizes=True)),
+    **rows_of("slice_scatter", _slice_row(2, long=0, short=1)),
+    **rows_of("split.Tensor unsafe_split.Tensor", _split_row("split_size", lambda sizes: sizes[0])),
+    **rows_of("split.sizes", _split_row("split_size", list)),
+    **rows_of("split_with_sizes unsafe_split_with_sizes", _split_row("split_sizes", list)),
+    **rows_of("chunk", _split_row("chunks", None)),
+    **rows_of("cat", OpRow(_cat)),
+    **rows_of("glu", OpRow(_halves(1, "21"))),
+    **rows_of("glu_backward", OpRow(_halves(2, "122", linear="0"))),
+    **rows_of("select.int", OpRow(_lacking(1))),
+    **rows_of("select_backward", OpRow(_lacking(2), result_shape(1, "input_sizes"))),
+    **rows_of("select_scatter", OpRow(_lacking(2))),
+    **rows_of("unbind.int stack", OpRow(_lacking(1, 0))),
+    **rows_of("constant_pad_nd", OpRow(_pad)),
+    **rows_of("unfold", OpRow(_unfold)),
+    **rows_of("unfold_backward", OpRow(_unfold, result_shape(1, "input_sizes"))),
+    **rows_of("diagonal", OpRow(_diagonal)),
+    **rows_of("flip", OpRow(along_dims(dim_argument(1, "dims"), linear="0"))),
+    **rows_of("roll", OpRow(along_dims(dim_argument(2, "dims", None), linear="0"))),
+    **rows_of("tril triu", OpRow(along_dims(_last_two, linear="0"))),
 }

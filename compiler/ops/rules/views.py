@@ -3,8 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from ..factors import Dims, OpCall, OpRule, Shape, apply_dims, quotient
-from ..op_row import Change, Row, normal_dim, normal_dims, plain_dims, pointwise, result_shape, table
+from ...layout.mesh import Shape
+from ..factors import Dims, OpCall, OpRule, apply_dims, quotient
+from ..op_row import Change, OpRow, normal_dim, normal_dims, plain_dims, pointwise, result_shape, rows_of
 
 _ONE = (frozenset({0}),)
 
@@ -166,18 +167,18 @@ def _local_interleave(call: OpCall, operands: tuple[Shape, ...], results: tuple[
     return changes
 
 
-TABLE = {
-    **table("view _unsafe_view reshape", Row(_view, result_shape(1, "size"))),
-    **table("flatten.using_ints", Row(_view)),
-    **table("unflatten.int", Row(_view, _local_unflatten)),
-    **table("expand", Row(pointwise("0"), result_shape(1, "size"))),
-    **table("expand_as", Row(pointwise("0"))),
-    **table("transpose.int swapaxes", Row(_transpose)),
-    **table("t mT", Row(_last_two)),
-    **table("permute", Row(_permute)),
-    **table("movedim.int movedim.intlist", Row(_movedim)),
-    **table("unsqueeze", Row(_unsqueeze)),
-    **table("squeeze squeeze.dim squeeze.dims", Row(_squeeze)),
-    **table("repeat", Row(_repeat, _local_repeat)),
-    **table("repeat_interleave.self_int", Row(_repeat_interleave, _local_interleave)),
+VIEWS_RULES = {
+    **rows_of("view _unsafe_view reshape", OpRow(_view, result_shape(1, "size"))),
+    **rows_of("flatten.using_ints", OpRow(_view)),
+    **rows_of("unflatten.int", OpRow(_view, _local_unflatten)),
+    **rows_of("expand", OpRow(pointwise("0"), result_shape(1, "size"))),
+    **rows_of("expand_as", OpRow(pointwise("0"))),
+    **rows_of("transpose.int swapaxes", OpRow(_transpose)),
+    **rows_of("t mT", OpRow(_last_two)),
+    **rows_of("permute", OpRow(_permute)),
+    **rows_of("movedim.int movedim.intlist", OpRow(_movedim)),
+    **rows_of("unsqueeze", OpRow(_unsqueeze)),
+    **rows_of("squeeze squeeze.dim squeeze.dims", OpRow(_squeeze)),
+    **rows_of("repeat", OpRow(_repeat, _local_repeat)),
+    **rows_of("repeat_interleave.self_int", OpRow(_repeat_interleave, _local_interleave)),
 }

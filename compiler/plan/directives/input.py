@@ -10,11 +10,11 @@ from ....grammar.codes_language import BAD_VALUE, MISSING_STATEMENT, WRONG_KIND
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.nearest import did_you_mean, listed
 from ....grammar.syntax import Item, Layout, Number, Word
-from ...sizes.size_range import LARGEST
+from ...sizes.size_range import LARGEST_SIZE
 from ..directive import Directive, Scope, argument
 from .sizes import Sizes
 
-DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+INPUT_DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Input(Directive):
     dims: tuple[str | int, ...] = argument(lambda given: tuple(_dims(given.items("layout"))))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        if self.dtype not in DTYPES:
+        if self.dtype not in INPUT_DTYPES:
             message = f"`{self.dtype}` is not a type of an input"
-            help_ = did_you_mean(self.dtype, DTYPES, f"types are {listed(DTYPES)}")
+            help_ = did_you_mean(self.dtype, INPUT_DTYPES, f"types are {listed(INPUT_DTYPES)}")
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("type")), help=help_)
         known = {given.name.text for sizes in scope.all(Sizes) for given in sizes.arguments.bindings("name")}
         (layout,) = self.arguments.items("layout")
@@ -57,8 +57,8 @@ class Input(Directive):
                 yield Diagnostic(MISSING_STATEMENT, message, Label(item.span), help=help_)
         sizes = {name: size.high for line in scope.all(Sizes) for name, size in line.ranges}
         entries = prod(dim if isinstance(dim, int) else sizes.get(dim, 1) for dim in self.dims)
-        if entries > LARGEST:
-            message = f"`{self.name}` has {entries:,} entries a step, and inputs go to {LARGEST:,}"
+        if entries > LARGEST_SIZE:
+            message = f"`{self.name}` has {entries:,} entries a step, and inputs go to {LARGEST_SIZE:,}"
             yield Diagnostic(BAD_VALUE, message, Label(layout.span), help="choose smaller sizes")
 
 

@@ -14,7 +14,7 @@ from ..directive import Directive, Scope, argument, check_callable
 from .input import Input
 
 CROSS_ENTROPY = "cross_entropy"
-KINDS = {"call": CROSS_ENTROPY, "path": "output", "callable": "callable"}
+LOSS_KINDS = {"call": CROSS_ENTROPY, "path": "output", "callable": "callable"}
 """Kinds of losses by the argument that a line of the kind has."""
 
 
@@ -33,7 +33,7 @@ class Loss(Directive):
 
     USAGE = "loss CALL | PATH | CALLABLE ARGS"
 
-    kind: str = argument(lambda given: next(kind for word, kind in KINDS.items() if word in given))
+    kind: str = argument(lambda given: next(kind for word, kind in LOSS_KINDS.items() if word in given))
     target: str = argument(lambda given: _target(given))
     """cross_entropy: the call's name; output: the dotted path after `output`; callable: "module:name"."""
     operands: tuple[str, ...] = argument(lambda given: tuple(i.text for i in _operands(given) if isinstance(i, Word)))

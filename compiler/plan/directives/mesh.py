@@ -27,7 +27,7 @@ class MeshLine(Directive):
     USAGE = "mesh NAME=VALUE, ..."
     ONCE = False
 
-    mesh: Mesh = argument(lambda given: mesh_of(given.bindings("name")))
+    mesh: Mesh = argument(lambda given: declared_mesh(given.bindings("name")))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         bindings = self.arguments.bindings("name")
@@ -70,7 +70,7 @@ class MeshLine(Directive):
         earlier = outer_first(scope.all(MeshLine))
         earlier = earlier[: next(at for at, line in enumerate(earlier) if line is self)]
         before = {binding.name.text: binding for binding in merged(earlier)}
-        sizes = dict(mesh_of(tuple(before.values())).axes)
+        sizes = dict(declared_mesh(tuple(before.values())).axes)
         for name, own in self.mesh.axes:
             size = sizes.get(name, own)
             if size != own:
@@ -80,7 +80,7 @@ class MeshLine(Directive):
                 yield Diagnostic(MESH_DIFFERS, message, Label(self.span.root), related, help=help_)
 
 
-def mesh_of(bindings: Sequence[Binding]) -> Mesh:
+def declared_mesh(bindings: Sequence[Binding]) -> Mesh:
     """The mesh of these axes, with size 1 where none makes sense."""
     axes: dict[str, int] = {}
     for binding in bindings:

@@ -28,7 +28,7 @@ from .stage import Stage
 BATCH = "B"
 ACCUMULATE = TYPES
 """Types in which gradients of microbatches are added up."""
-TABLE = "table"
+TABLE_WORD = "table"
 """What a schedule that a file gives is called."""
 
 
@@ -57,12 +57,12 @@ class Schedule(Directive):
     )
     LIMITS = (("microbatches", ONE_OR_MORE), ("chunks", ONE_OR_MORE))
 
-    name: str = argument(lambda given: TABLE if TABLE in given else given.text("schedule"))
+    name: str = argument(lambda given: TABLE_WORD if TABLE_WORD in given else given.text("schedule"))
     """One of ``SCHEDULES``, ``table``, or empty: one stage, its microbatches one after the other."""
     microbatches: int = argument(lambda given: int(given.number("microbatches", 1)))
     chunks: int = argument(lambda given: int(given.number("chunks", 1)))
     accumulate: str = argument(lambda given: given.text("accumulate", "fp32"))
-    table: str = argument(lambda given: next((i.text for i in given.items(TABLE) if isinstance(i, String)), ""))
+    table: str = argument(lambda given: next((i.text for i in given.items(TABLE_WORD) if isinstance(i, String)), ""))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         yield from super().check(scope)
@@ -83,17 +83,17 @@ class Schedule(Directive):
         Raises:
             PlanError: it cannot be read, or is not of these stages, microbatches and chunks.
         """
-        if self.name != TABLE:
+        if self.name != TABLE_WORD:
             return ""
         text, reason = read_text(folder / self.table)
         if text is None:
-            message, label = f"`{self.table}` cannot be read: {reason}", Label(self.arguments.span(TABLE))
+            message, label = f"`{self.table}` cannot be read: {reason}", Label(self.arguments.span(TABLE_WORD))
             help_ = _meant(self.table, "name a file with a line for each rank, as `rank 0: 0F0 0F1 0B0 0B1`")
             raise PlanError([Diagnostic(UNREADABLE, message, label, help=help_)])
         try:
-            timelines(TABLE, stages, self.microbatches, self.chunks, text=text)
+            timelines(TABLE_WORD, stages, self.microbatches, self.chunks, text=text)
         except ValueError as error:
-            label = Label(self.arguments.span(TABLE))
+            label = Label(self.arguments.span(TABLE_WORD))
             related: tuple[Label, ...] = ()
             if isinstance(error, RowError) and error.shown:
                 label, related = Label(Source(self.table, text).span_of(error.line)), (Label(label.span, "read here"),)
@@ -105,8 +105,8 @@ class Schedule(Directive):
 
     def _check_name(self, scope: Scope) -> Iterator[Diagnostic]:
         stages = scope.all(Stage)
-        where = self.arguments.span(TABLE if self.name == TABLE else "schedule")
-        if self.name not in ("", *SCHEDULES, TABLE):
+        where = self.arguments.span(TABLE_WORD if self.name == TABLE_WORD else "schedule")
+        if self.name not in ("", *SCHEDULES, TABLE_WORD):
             help_ = did_you_mean(self.name, SCHEDULES, f"there are {listed(SCHEDULES)}, and `table` with a file")
             yield Diagnostic(BAD_VALUE, f"no schedule is called `{self.name}`", Label(where), help=help_)
         elif stages and not self.name:
@@ -114,11 +114,11 @@ class Schedule(Directive):
             related = (Label(stages[0].span, "the stages"),)
             yield Diagnostic(NO_SCHEDULE, "the stages have no schedule's name", Label(self.span), related, help=help_)
         elif self.name and not stages and "stage" not in scope.broken:
-            what = "a table" if self.name == TABLE else f"`{self.name}`"
+            what = "a table" if self.name == TABLE_WORD else f"`{self.name}`"
             help_ = "add a line such as `stage balanced over pp`, or write `schedule microbatches N` alone"
             yield Diagnostic(NO_SCHEDULE, f"{what} orders stages, and there are none", Label(where), help=help_)
-        if self.name == TABLE and not self.table.strip():
-            word = self.arguments.word(TABLE)
+        if self.name == TABLE_WORD and not self.table.strip():
+            word = self.arguments.word(TABLE_WORD)
             message = f"`{word.text}` is not a name in double quotes" if word else "the table's file has no name"
             help_ = _meant(word.text if word else "", 'write as `schedule table "order.txt" microbatches 8`')
             yield Diagnostic(BAD_VALUE, message, Label(where), help=help_)
