@@ -84,6 +84,12 @@ class Pattern:
         """Up to three patterns that do match and differ from this one in the first segment that fails, or in all."""
         segments = self.segments
         paths = [tuple(name.split(".")) for name in names]
+        if ANY_DEPTH in segments:  # which leaves no depth to look at: any one segment may be the wrong one
+            words = {word for path in paths for word in path}
+            others = ((*segments[:at], word, *segments[at + 1 :])
+                      for at, segment in enumerate(segments) for word in nearest(segment, words))  # fmt: skip
+            working = [other for other in others if any(_fits(other, path) for path in paths)]
+            return tuple(map(".".join, working[:3]))
         for depth, segment in enumerate(segments):
             here = [path for path in paths if _fits(segments[:depth], path[:depth]) and len(path) > depth]
             if any(_fits(segments[: depth + 1], path[: depth + 1]) for path in here):

@@ -51,6 +51,8 @@ def test_many_stars_take_no_time() -> None:
         ("blocks.0.attn.q_porj", ("blocks.0.attn.q_proj",)),
         ("embd", ("embed",)),
         ("zzz", ()),
+        ("**.atn.q_proj", ("**.attn.q_proj",)),
+        ("**.attn.qproj", ("**.attn.q_proj",)),
     ],
 )
 def test_nearest(text: str, nearest: tuple[str, ...]) -> None:
