@@ -25,6 +25,10 @@ from .elementwise import Elements, bind_arguments, elements_of, law_of
 from .evaluate import Node, Read, Replay, dense, is_contiguous, seen_as
 from .nodes import CallNode, Draw, Fill, LiteralNode, Result, Write
 
+_MOST = 200_000
+"""The most operators that making a model may run, about two for each of its tensors: a slip of the pen in a number of
+layers would keep a machine busy until its memory is full."""
+
 
 class RecipeError(Exception):
     """The module's building code does something with a tensor that cannot be recorded."""
@@ -38,12 +42,17 @@ class RecipeRecorder(TorchDispatchMode):
         self._mode = mode
         self._seed = seed
         self._nodes: dict[int, tuple[object, Node]] = {}  # by storage; holding it keeps its number from reuse
-        self._draws = 0
+        self._draws = self._operators = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._operators += 1
+        if self._operators > _MOST:
+            raise RecipeError(
+                f"it takes more than {_MOST:,} operators to make its tensors: has it more layers than were meant?"
+            )
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self.adopt(func(*args), args[0])

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 import torch
@@ -141,6 +142,11 @@ def local_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape
     Raises:
         ValueError: a dim does not divide, or two splits of it overlap.
     """
+    return _local_shape(tuple(shape), placement, mesh)
+
+
+@lru_cache(maxsize=1 << 14)
+def _local_shape(shape: Shape, placement: Placement, mesh: Mesh) -> Shape:
     result = list(shape)
     for dim in sorted({kind.dim for _, kind in placement.types if isinstance(kind, Split)}):
         size, pieces = shape[dim], parts(placement, mesh, dim)

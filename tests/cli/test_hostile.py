@@ -105,6 +105,14 @@ def test_a_model_that_ends_the_process_is_said_at_its_line(capsys: Captured, fol
     assert code == 1 and "error[P0201]" in err and "plan.parc:2:1" in err and "gpt.py" in err, err
 
 
+def test_a_model_of_endless_layers_is_refused(capsys: Captured, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parc.compiler.initial.recorder._MOST", 2_000)
+    shutil.copy(build_files() / "gpt.py", folder)
+    (folder / "plan.parc").write_text(PLAN.replace("layers=2", f"layers={2**31}"))
+    code, _, err = parc(capsys, "check", folder / "plan.parc")
+    assert code == 1 and "error[P0201]" in err and "has it more layers than were meant?" in err, err
+
+
 def test_a_forward_that_ends_the_process_is_said(capsys: Captured, folder: Path) -> None:
     text = (build_files() / "gpt.py").read_text()
     assert "def forward(self, tokens" in text
