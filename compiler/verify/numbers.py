@@ -159,7 +159,7 @@ def _courses(shapes: Sequence[Sequence[Polynomial]]) -> Iterator[Polynomial]:
         for count in range(1, len(shape) + 1):
             for chosen in itertools.combinations(shape, count):
                 yield prod(chosen, start=_ONE).course
-    for one, other in itertools.permutations(dict.fromkeys(itertools.chain(*moving)), 2):
+    for one, other in itertools.combinations(dict.fromkeys(itertools.chain(*moving)), 2):
         if (difference := one - other).names:
             yield difference.course
 
