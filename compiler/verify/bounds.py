@@ -7,6 +7,7 @@ activations with, cut them off at or put in their place is held to be in the cap
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import inf, isnan
 
 from ..ops.precision import base_name
 from ..program.faults import Fault
@@ -17,14 +18,20 @@ _BOUNDED = frozenset({
     "threshold", "softshrink", "hardshrink", "softplus", "hardtanh_backward", "threshold_backward",
     "softshrink_backward", "hardshrink_backward", "softplus_backward",
 })  # fmt: skip
-_PLAIN = {-1.0, 0.0, 1.0}
+_NAN = float("nan")
+"""Any number that is none: one object, which a set finds again."""
+_PLAIN = {-inf, -1.0, 0.0, 1.0, inf}
 """Numbers with which derivatives and masks compare where no line of a model has any."""
+_WITHIN = {"relu6": {6.0}}
+"""Bounds that an operator has by its name; torch takes it apart into one that says them."""
 
 
 def check_bounds(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
     """Bounds of activations in F and B that the captured graph does not have."""
     lines = [line for function in reference.functions for line in function.lines]
+    names = {base_name(line.op) for line in lines}
     known = _PLAIN.union(*map(_numbers, lines), *(default_numbers(line.op).values() for line in lines))
+    known |= set().union(*(numbers for name, numbers in _WITHIN.items() if name in names))
     for program in (programs[action] for action in ("F", "B") if action in programs):
         for function in program.functions:
             values = function.values()
@@ -37,4 +44,5 @@ def check_bounds(programs: Mapping[str, Program], reference: Program) -> Iterato
 
 
 def _numbers(line: Line) -> set[float]:
-    return {float(number) for number in numbers_in((line.args, dict(line.kwargs)))}
+    numbers = map(float, numbers_in((line.args, dict(line.kwargs))))
+    return {_NAN if isnan(number) else number for number in numbers}

@@ -156,7 +156,7 @@ LOSSES: dict[str, Maker] = {
     **named("mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss", _pair()),
     **named("binary_cross_entropy", _pair("weight")),
     **named("binary_cross_entropy_with_logits", _pair("weight", "pos_weight")),
-    **named("mse_loss_backward", _pair(before=1)),
+    **named("mse_loss_backward soft_margin_loss_backward", _pair(before=1)),
     **named("smooth_l1_loss_backward huber_loss_backward", _with(_pair(before=1), 0.5)),
     **named("binary_cross_entropy_backward", _pair("weight", before=1)),
     **named("cross_entropy_loss", _cross_entropy),

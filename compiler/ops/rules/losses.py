@@ -57,7 +57,10 @@ LOSSES_RULES = {
     **rows_of("mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss", _elementwise(2)),
     **rows_of("binary_cross_entropy", _elementwise(3)),
     **rows_of("binary_cross_entropy_with_logits", _elementwise(4)),
-    **rows_of("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", _elementwise(3, grad=True)),
+    **rows_of(
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward",
+        _elementwise(3, grad=True),
+    ),
     **rows_of("binary_cross_entropy_backward", _elementwise(4, grad=True)),
     **rows_of("cross_entropy_loss nll_loss nll_loss_nd nll_loss_forward nll_loss2d_forward", OpRow(_class_loss(3))),
     **rows_of("nll_loss_backward nll_loss2d_backward", OpRow(_nll_backward)),

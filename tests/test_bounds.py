@@ -1,0 +1,57 @@
+"""Bounds of activations: operators whose derivatives compare with numbers that no line of a model has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from parc.checking.checks import check_build
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.program import Program
+from parc.compiler.program.text import parse_program
+from parc.compiler.verify.bounds import check_bounds
+from parc.compiling.driver import compile_plan
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Bounded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, wanted):
+        y = F.relu6(self.up(x)) + F.hardtanh(self.up(x), -0.5, 2.0)
+        y = torch.where(torch.isfinite(y), y, 0.0) + torch.nan_to_num(y)
+        y = y + torch.where(y.masked_fill(y > 40.0, float("nan")).isnan(), 0.0, y)
+        loss = F.soft_margin_loss(self.down(y), torch.ones_like(wanted), reduction="none")
+        return loss.mean() + torch.where(y > 50.0, 0.0, y).mean()
+"""
+PLAN = """
+model "./bounded.py:Bounded"
+input x float32 [B, D]
+input wanted float32 [B, D]
+sizes B=8, D=8
+loss output
+optimizer sgd lr 0.1
+mesh dp=2, tp=2
+shard x, wanted [B/dp, _]
+column up over tp
+row down over tp
+"""
+
+
+def test_derivatives_may_compare_with_what_no_line_has_and_a_bound_beyond_the_data_may_not_move(tmp_path: Path) -> None:
+    (tmp_path / "bounded.py").write_text(MODEL)
+    (tmp_path / "bounded.parc").write_text(PLAN)
+    compiled = compile_plan(read_plan(tmp_path / "bounded.parc"), tmp_path)
+    assert check_build(compiled).faults == []
+    programs, reference = compiled.built.programs, compiled.built.reference
+    for old, new in (("50", "500"), ("6", "60"), ("2", "1000000")):
+        changed: dict[str, Program] = {}
+        for action in ("F", "B"):
+            text = programs[action].text()
+            changed[action] = parse_program(re.sub(rf", {old}(\.0)?\)", f", {new})", text), action)
+        assert [fault.message for fault in check_bounds({**programs, **changed}, reference)], (old, new)
