@@ -13,11 +13,11 @@ import torch
 
 from ..layout.placement import TensorType, parse_type
 from ..padding.pads import pads_from
-from ..plan.directives.schedule import BATCH
 from ..program.actions import WORK
 from ..program.faults import Fault
 from ..program.program import Program, Value
 from ..program.roles import Role
+from ..sizes.size_range import BATCH
 
 
 def program_facts(programs: Mapping[str, Program], reference: Program) -> dict[str, Any]:

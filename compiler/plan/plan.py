@@ -17,7 +17,7 @@ from ...grammar.substitute import IN_STRING, LET
 from ...grammar.syntax import Binding, Phrase, Statement, Word
 from ...grammar.usage import parse_usage
 from ..layout.mesh import Mesh
-from ..sizes.size_range import SizeRange
+from ..sizes.size_range import BATCH, SizeRange
 from .directive import Directive, Scope, check_unique
 from .directives import directive, verbs
 from .directives.budget import Budget
@@ -30,7 +30,7 @@ from .directives.mesh import MeshLine, declared_mesh, merged
 from .directives.model import Model
 from .directives.optimizer import Optimizer
 from .directives.precision import Precision
-from .directives.schedule import BATCH, Schedule
+from .directives.schedule import Schedule
 from .directives.seed import Seed as SeedLine
 from .directives.sizes import Sizes
 from .directives.stage import Stage

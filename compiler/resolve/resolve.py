@@ -15,11 +15,10 @@ from ...grammar.syntax import Word
 from ..layout.mesh import Mesh
 from ..padding.pads import Pads, pads_by_value
 from ..plan.directives.precision import TYPES, Precision
-from ..plan.directives.schedule import BATCH
 from ..plan.layouts import DimLayout, Factor, Fix, SplitWeights
 from ..plan.plan import Plan
 from ..plan.sub_dims import DimSplit, cut_dims, multiples
-from ..sizes.size_range import SizeRange
+from ..sizes.size_range import BATCH, SizeRange
 from .names import PlanNames, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
 from .seeds import PlacementSeed, Seeds
 from .stage_lines import find_cuts

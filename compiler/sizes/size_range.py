@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BATCH = "B"
+"""The size that is cut into microbatches."""
 LARGEST_SIZE = 1 << 40
 """Entries of a dim, and of an input: a step of a trillion tokens is ten thousand times the largest that are trained."""
 MOST_CHOICES = 1 << 20

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.directive import Literal
-from parc.compiler.plan.directives.schedule import BATCH
 from parc.compiler.plan.directives.stage import Stage
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import Program
 from parc.compiler.resolve.balance import numbers_of, products_of
-from parc.compiler.sizes.size_range import SizeRange
+from parc.compiler.sizes.size_range import BATCH, SizeRange
 from parc.compiler.sizes.template import sizes_text
 from parc.compiler.twin.structure import compare_structure
 from parc.compiling.driver import Compiled, compile_plan

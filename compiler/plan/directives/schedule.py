@@ -18,6 +18,7 @@ from ....grammar.syntax import String
 from ...schedules import MOST_WORK, SCHEDULES, problem, timelines
 from ...schedules.messages import Endless
 from ...schedules.table import RowError
+from ...sizes.size_range import BATCH
 from ..directive import ONE_OR_MORE, Directive, Scope, argument
 from ..include import read_text
 from ..sub_dims import multiples
@@ -25,7 +26,6 @@ from .precision import TYPES
 from .sizes import Sizes
 from .stage import Stage
 
-BATCH = "B"
 ACCUMULATE = TYPES
 """Types in which gradients of microbatches are added up."""
 TABLE_WORD = "table"
