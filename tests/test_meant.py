@@ -73,7 +73,7 @@ column 3 over tp
 def test_layers_that_have_numbers_keep_them_in_advice_and_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a model that updates buffers too, whose graph returns more than the loss."""
+    """The model has BatchNorm: its graph returns updated buffers beside the loss."""
     (tmp_path / "numbered.py").write_text(_NUMBERED)
     plan = tmp_path / "numbered.parc"
     plan.write_text(_NUMBERED_PLAN)
