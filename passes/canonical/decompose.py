@@ -279,12 +279,24 @@ def _interleaved(c: Canonicalizer, node: fx.Node) -> None:
     c.replace(node, c.emit(node, aten.reshape.default, apart, list(shape_of(node))))
 
 
+def _nansum(c: Canonicalizer, node: fx.Node) -> None:
+    """The sum of what is a number: torch's own derivative would repeat the sum's gradient over dims that are split."""
+    x: Any = node.args[0]
+    if x.meta["val"].dtype.is_floating_point:
+        x = c.emit(node, aten.masked_fill.Scalar, x, c.emit(node, aten.isnan.default, x), 0)
+    given = dict(zip(("self", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
+    dims = given.get("dim") or list(range(x.meta["val"].dim()))
+    total = c.emit(node, aten.sum.dim_IntList, x, dims, bool(given.get("keepdim")), dtype=given.get("dtype"))
+    c.replace(node, total)
+
+
 DECOMPOSITIONS: Mapping[Any, Rewrite] = {
     aten.repeat_interleave.self_int: _interleaved,
     aten.einsum.default: _einsum,
     aten.matmul.default: _matmul,
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
+    aten.nansum.default: _nansum,
     aten.rms_norm.default: _rms_norm,
     aten.embedding.default: _embedding,
     aten.broadcast_tensors.default: _broadcast_tensors,

@@ -3,14 +3,16 @@ operators that read no tensor, each placed as its one reader needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ...compiler.layout.collectives import TypeFault
-from ...compiler.ops.torch_ops import aten
+from ...compiler.ops.rules import rule_for
+from ...compiler.ops.torch_ops import OPS, aten
+from ..calls import call_of, operands_of
 
 _VALUES: Mapping[Any, Callable[[fx.Node], Any]] = {
     aten.full.default: lambda node: node.args[1],
@@ -18,7 +20,10 @@ _VALUES: Mapping[Any, Callable[[fx.Node], Any]] = {
     aten.new_full.default: lambda node: node.args[2],
     aten.scalar_tensor.default: lambda node: node.args[0],
     **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda node: 1),
-    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), lambda node: 0),
+    **dict.fromkeys(
+        (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten._efficientzerotensor.default),
+        lambda node: 0,
+    ),
 }
 """Creation operator → the value it fills with."""
 
@@ -46,12 +51,30 @@ def _returning(schema: Any) -> Any:
     raise TypeFault(f"{schema.name}.{schema.overload_name} has no form that returns its result")
 
 
-def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx.Node, Any]) -> set[fx.Node]:
-    """Creation nodes whose placement nobody said, as ``full``, one for each reader."""
+def fold_zeros(backward: Sequence[fx.Node]) -> set[fx.Node]:
+    """The zeros among what backward computes, after zeros are written for all that it computes linearly of zeros alone:
+    the gradient that ``floor`` or ``sgn`` sends back, summed to the shape of a smaller operand."""
+    zeros: set[fx.Node] = set()
+    for node in backward:
+        operands = operands_of(node)
+        if operands and zeros.issuperset(operands) and isinstance(node.meta["val"], torch.Tensor):
+            rule = rule_for(call_of(node))
+            if node.target is OPS.convert.default or (rule is not None and rule.linear):
+                node.target, node.args, node.kwargs = aten.zeros.default, (list(node.meta["val"].shape),), {}
+        value = _VALUES.get(node.target)
+        if value is not None and value(node) == 0:
+            zeros.add(node)
+    return zeros
+
+
+def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx.Node, Any],
+                   zeros: Collection[fx.Node] = ()) -> set[fx.Node]:  # fmt: skip
+    """Creation nodes whose placement nobody said, or that are ``zeros`` and so fit any, as ``full``, one for each
+    reader."""
     free: set[fx.Node] = set()
     for node in list(graph.nodes):
         value = _VALUES.get(node.target)
-        if value is None or node in known:
+        if value is None or (node in known and node not in zeros):
             continue
         made = node.meta["val"]
         fill = value(node)

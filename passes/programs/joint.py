@@ -20,7 +20,7 @@ from ...compiler.ops.torch_ops import OPS, aten
 from ...compiler.program.program import Origin
 from ...compiler.torch_private import quiet
 from ..calls import ancestors, call_of, operands_of, substitute_nodes, tensors_of
-from .backward_forms import free_creations, is_zero, simplify, write_functional
+from .backward_forms import fold_zeros, free_creations, is_zero, simplify, write_functional
 from .segments import Segment, gradient_flows, node_type
 
 _FREE_VIEWS = {
@@ -56,6 +56,8 @@ class _Record:
     owner: dict[fx.Node, Origin] = field(default_factory=dict)
     known: dict[fx.Node, Placement] = field(default_factory=dict)
     last: fx.Node | None = None
+    forward_end: fx.Node | None = None
+    """The last node that forward made, once it has run."""
 
     def claim(self, graph: fx.Graph, origin: Origin) -> None:
         """The nodes that appeared since the last claim come from ``origin``."""
@@ -77,6 +79,7 @@ def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
         record.last = next(iter(reversed(recorder.graph.nodes)), None)
         env: dict[fx.Node, Any] = dict(zip(segment.inputs, leaves, strict=True))
         _execute(segment, env, record, recorder.graph)
+        record.forward_end = record.last
         outputs = [env[node] for node in segment.outputs]
         wanted = [leaf for leaf, flow in zip(leaves, flows, strict=True) if flow]
         gradients: Sequence[Any] = [None] * len(wanted)
@@ -158,7 +161,9 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
     for node, index in zip(tangents, flowing, strict=True):
         types[node] = node_type(segment.outputs[index]).placement.dual().data()
     write_functional(graph)
-    free = free_creations(graph, record.known, record.owner)
+    backward = list(takewhile(lambda node: node is not record.forward_end, reversed(graph.nodes)))[1:]
+    zeros = fold_zeros([node for node in reversed(backward) if node.op == "call_function"])
+    free = free_creations(graph, record.known, record.owner, zeros)
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["types"] = [_typed(node.meta["val"], types[node])]

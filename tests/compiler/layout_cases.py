@@ -203,6 +203,11 @@ def _diagonal(g: Draw) -> tuple[Any, ...]:
     return (x, 0, *g.pick((0, 1), (-1, 0), (1, 0)))
 
 
+def _diagonal_backward(g: Draw) -> tuple[Any, ...]:
+    x, offset, *dims = _diagonal(g)
+    return g.n(*x.diagonal(offset, *dims).shape), list(x.shape), offset, *dims
+
+
 SLICING: dict[str, Maker] = {
     **named("slice.Tensor", _slice),
     **named("slice_backward", _slice_backward),
@@ -221,6 +226,7 @@ SLICING: dict[str, Maker] = {
     **named("unfold", _unfold),
     **named("unfold_backward", _unfold_backward),
     **named("diagonal", _diagonal),
+    **named("diagonal_backward", _diagonal_backward),
     **named("flip", _with_dims),
     **named("roll", lambda g: (lambda x, dims: (x, [1] * len(dims), dims))(*_with_dims(g))),
     **named("tril triu", lambda g: (g.x(2), g.pick(0, 1))),

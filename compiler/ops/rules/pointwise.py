@@ -8,7 +8,7 @@ _UNARY = """
     digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite
     isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit mish nan_to_num
     polygamma rad2deg reciprocal relu relu6 round round.decimals rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh
-    softplus softshrink special_logit sqrt square tan tanh threshold trunc
+    softplus softshrink special_i0e special_i1 special_i1e special_logit sqrt square tan tanh threshold trunc
 """
 _BINARY = """
     atan2 clamp.Tensor clamp_max.Tensor clamp_min.Tensor copy copysign.Tensor div.Scalar_mode div.Tensor_mode

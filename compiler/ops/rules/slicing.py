@@ -191,10 +191,13 @@ def _unfold(call: OpCall) -> OpRule:
 
 
 def _diagonal(call: OpCall) -> OpRule:
-    rank = len(call.operands[0])
-    dims = [normal_dim(call.argument(i, f"dim{i - 1}", default), rank) for i, default in ((2, 0), (3, 1))]
+    """`diagonal(x, offset, dim1, dim2)`, the diagonal last; `diagonal_backward(grad, sizes, offset, dim1, dim2)`."""
+    backward = len(call.operands[0]) < len(call.results[0])
+    rank = len((call.results if backward else call.operands)[0])
+    dims = [normal_dim(call.argument(i + 1 + backward, f"dim{i}", i - 1), rank) for i in (1, 2)]
     rest = tuple(names for dim, names in enumerate(plain_dims(rank)) if dim not in dims)
-    return _ruled(call, [plain_dims(rank), (*rest, ("diagonal",))], {"diagonal", *(f"d{dim}" for dim in dims)}, {})
+    tensors = [plain_dims(rank), (*rest, ("diagonal",))]
+    return _ruled(call, tensors[::-1] if backward else tensors, {"diagonal", *(f"d{dim}" for dim in dims)}, {})
 
 
 def _last_two(call: OpCall, rank: int) -> frozenset[int]:
@@ -220,6 +223,7 @@ SLICING_RULES = {
     **rows_of("unfold", OpRow(_unfold)),
     **rows_of("unfold_backward", OpRow(_unfold, result_shape(1, "input_sizes"))),
     **rows_of("diagonal", OpRow(_diagonal)),
+    **rows_of("diagonal_backward", OpRow(_diagonal, result_shape(1, "input_sizes"))),
     **rows_of("flip", OpRow(along_dims(dim_argument(1, "dims"), linear="0"))),
     **rows_of("roll", OpRow(along_dims(dim_argument(2, "dims", None), linear="0"))),
     **rows_of("tril triu", OpRow(along_dims(_last_two, linear="0"))),

@@ -1,0 +1,43 @@
+"""Derivatives that torch writes with zeros, or with operators of their own, of values that are split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from parc.build import build
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.step = nn.Parameter(torch.full((8,), 0.3))
+
+    def forward(self, x):
+        h = self.fc(x)
+        flat = torch.div(h, self.step, rounding_mode="floor") + torch.sgn(h) + torch.copysign(h, h.roll(1, -1))
+        square = (h + flat).unflatten(-1, (2, 4))
+        return torch.i0(square.diagonal(dim1=-1, dim2=-2)).mean() + (square.log().nansum() + h.nansum(1).sum()) / 99
+"""
+PLAN = """
+model "./model.py:Model"
+sizes B=4
+optimizer sgd lr 1e-2
+steps 2
+loss output
+input x float32 [B, 4, 8]
+mesh dp=2, tp=2
+shard x [B/dp, ...]
+column fc over tp
+"""
+
+
+def test_are_those_of_the_unsharded_model(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "some.parc").write_text(PLAN)
+    _, checked = build(tmp_path / "some.parc", tmp_path / "build", {})
+    assert checked.agreement is not None and not checked.faults
