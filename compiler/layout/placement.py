@@ -255,9 +255,14 @@ class TensorType:
 
     def text(self, mesh: Mesh) -> str:
         """The one notation of programs, reports and errors."""
-        dims = ", ".join(_dim_text(size, self.placement.splits(dim), mesh) for dim, size in enumerate(self.shape))
-        sums = "".join(f" +{axis}" for axis in mesh.joined(self.placement.partial))
-        return f"{_NAMES[self.dtype]}[{dims}]{sums}"
+        return _type_text(self, mesh)
+
+
+@lru_cache(maxsize=1 << 14)
+def _type_text(type_: TensorType, mesh: Mesh) -> str:
+    dims = ", ".join(_dim_text(size, type_.placement.splits(dim), mesh) for dim, size in enumerate(type_.shape))
+    sums = "".join(f" +{axis}" for axis in mesh.joined(type_.placement.partial))
+    return f"{_NAMES[type_.dtype]}[{dims}]{sums}"
 
 
 def _dim_text(size: int, splits: Sequence[tuple[Outer, str]], mesh: Mesh) -> str:

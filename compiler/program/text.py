@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,19 +36,16 @@ def parse_program(text: str, name: str = "program") -> Program:
     Raises:
         ProgramError: anything else, with the line's number.
     """
-    bad = next((character for character in text if not character.isprintable() and character != "\n"), None)
-    if bad is not None:
+    if not text.replace("\n", "").isprintable():
+        bad = next(character for character in text if not character.isprintable() and character != "\n")
         raise ProgramError(f"{name}: holds the character {bad!r}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # Python's doubts about a text are reason enough
-            tree = ast.parse(text)
-        program = _Reader(name, text.split("\n")).program(tree)
+            program = _read(text, name)
         again = program.text()
     except ProgramError:
         raise
-    except SyntaxError as error:
-        raise ProgramError(f"{name}:{error.lineno}: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise ProgramError(f"{name}: {error}") from None
     if again != text:
@@ -61,62 +60,105 @@ def _first_difference(text: str, again: str) -> str:
     return f"{index + 1}: stands where a program says {wanted}"
 
 
-@dataclass
-class _Reader:
-    """Turns a syntax tree into a program; ``rows`` are the text's lines, for what stands behind ``#``; ``defined`` are
-    the values of the function that is read, which may call the ``functions`` before it."""
+def _read(text: str, name: str) -> Program:
+    """The head, then one function after the other."""
+    head, *texts = _BETWEEN.split(text)
+    part = _Part(head, name=name)
+    match part.tree().body:
+        case [
+            ast.Expr(value=ast.Constant(value=str() as words)),
+            ast.Expr(value=ast.Call(func=ast.Name(id="mesh"), args=[], keywords=axes)) as at,
+            *rest,
+        ] if texts:
+            role, _, action = words.removeprefix("parc program: role ").partition(", action ")
+        case _:
+            raise part.fail(None, "does not begin as a parc program does, or holds no function")
+    mesh, custom = _mesh(part, at, axes), frozenset[str]()
+    match rest:
+        case [ast.Expr(value=ast.Call(func=ast.Name(id="operators"), args=names, keywords=[])), *rest]:
+            custom = frozenset(str(n.value) for n in names if isinstance(n, ast.Constant))
+    if rest:
+        raise part.fail(rest[0], _ONLY_FUNCTIONS)
+    functions: dict[str, Function] = {}
+    row = head.count("\n") + 2
+    for each in texts:
+        part = _Part(each, mesh, custom, frozenset(functions), name, row)
+        function = _read_function(part)
+        if function.name in functions:
+            raise part.fail(None, f"`{function.name}` is defined twice")
+        functions[function.name] = function
+        row += each.count("\n") + 2
+    return Program(role, action, mesh, tuple(functions.values()))
 
-    name: str
-    rows: Sequence[str]
+
+_BETWEEN = re.compile(r"(?<=\n)\n\n(?=def )")
+_ONLY_FUNCTIONS = "only functions stand here"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The text of a program's head or of one function, and what it rests on: the mesh, the ``custom`` operators, the
+    functions before it. Equal parts are read once, wherever they stand."""
+
+    text: str
     mesh: Mesh = field(default_factory=Mesh)
     custom: frozenset[str] = frozenset()
+    before: frozenset[str] = frozenset()
+    name: str = field(default="", compare=False)
+    row: int = field(default=0, compare=False)
+
+    def tree(self) -> ast.Module:
+        try:
+            return ast.parse(self.text)
+        except SyntaxError as error:
+            raise ProgramError(f"{self.name}:{self.row + (error.lineno or 1)}: {error.msg}") from None
+
+    def fail(self, at: ast.AST | None, why: str) -> ProgramError:
+        return ProgramError(f"{self.name}:{self.row + getattr(at, 'lineno', 1)}: {why}")
+
+
+@lru_cache(maxsize=512)
+def _read_function(part: _Part) -> Function:
+    node, *rest = part.tree().body
+    if rest:
+        raise part.fail(rest[0], _ONLY_FUNCTIONS)
+    return _Reader(part, part.text.split("\n")).function(node)
+
+
+@lru_cache(maxsize=1 << 14)
+def _type(text: str, mesh: Mesh) -> TensorType:
+    found = parse_type(text, mesh)
+    found.local(mesh)
+    return found
+
+
+def _mesh(part: _Part, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
+    axes = []
+    for item in keywords:
+        match item:
+            case ast.keyword(arg=str() as axis, value=ast.Constant() | ast.BinOp() as size):
+                axes.append(f"{axis}={ast.unparse(size)}".replace(" ", ""))
+            case _:
+                raise part.fail(at, "the mesh's axes are whole numbers")
+    return Mesh.parse(", ".join(axes))
+
+
+@dataclass
+class _Reader:
+    """Turns the syntax tree of a function into one; ``rows`` are its text's lines, for what stands behind ``#``."""
+
+    part: _Part
+    rows: Sequence[str]
     types: dict[str, TensorType] = field(default_factory=dict)
-    functions: dict[str, Function] = field(default_factory=dict)
     defined: dict[str, Value] = field(default_factory=dict)
 
-    def fail(self, at: ast.AST, why: str) -> ProgramError:
-        return ProgramError(f"{self.name}:{getattr(at, 'lineno', 1)}: {why}")
-
-    def program(self, tree: ast.Module) -> Program:
-        match tree.body:
-            case [
-                ast.Expr(value=ast.Constant(value=str() as head)),
-                ast.Expr(value=ast.Call(func=ast.Name(id="mesh"), args=[], keywords=axes)) as mesh,
-                _,
-                *_,
-            ]:
-                role, _, action = head.removeprefix("parc program: role ").partition(", action ")
-            case _:
-                raise self.fail(tree, "does not begin as a parc program does, or holds no function")
-        self.mesh = self._mesh(mesh, axes)
-        body = tree.body[2:]
-        match body[0]:
-            case ast.Expr(value=ast.Call(func=ast.Name(id="operators"), args=names, keywords=[])):
-                self.custom = frozenset(str(n.value) for n in names if isinstance(n, ast.Constant))
-                body = body[1:]
-        for node in body:
-            function = self._function(node)
-            if function.name in self.functions:
-                raise self.fail(node, f"`{function.name}` is defined twice")
-            self.functions[function.name] = function
-        return Program(role, action, self.mesh, tuple(self.functions.values()))
-
-    def _mesh(self, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
-        axes = []
-        for item in keywords:
-            match item:
-                case ast.keyword(arg=str() as axis, value=ast.Constant() | ast.BinOp() as size):
-                    axes.append(f"{axis}={ast.unparse(size)}".replace(" ", ""))
-                case _:
-                    raise self.fail(at, "the mesh's axes are whole numbers")
-        return Mesh.parse(", ".join(axes))
+    def __post_init__(self) -> None:
+        self.mesh, self.fail = self.part.mesh, self.part.fail
 
     def type(self, text: str) -> TensorType:
         """The type that a text says, which a rank can hold a piece of."""
         if text not in self.types:
-            found = parse_type(text, self.mesh)
-            found.local(self.mesh)
-            self.types[text] = found
+            self.types[text] = _type(text, self.mesh)
         return self.types[text]
 
     def behind(self, node: ast.expr | ast.stmt | ast.arg) -> str:
@@ -124,10 +166,10 @@ class _Reader:
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self.rows[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
 
-    def _function(self, node: ast.stmt) -> Function:
-        self.defined = {}
+    def function(self, node: ast.stmt) -> Function:
+        """The function of which ``node`` is the tree."""
         if not isinstance(node, ast.FunctionDef):
-            raise self.fail(node, "only functions stand here")
+            raise self.fail(node, _ONLY_FUNCTIONS)
         for argument in node.args.args:
             match argument.annotation:
                 case ast.Constant(value=str() as text):
@@ -171,14 +213,14 @@ class _Reader:
             case _:
                 raise fail(node, "a line is `results = operator(arguments)`")
         op = ast.unparse(func)
-        if op not in self.functions and not allowed(op, self.custom):
-            unknown = "; is the module that registers it imported?" if op in self.custom else ""
+        if op not in self.part.before and not allowed(op, self.part.custom):
+            unknown = "; is the module that registers it imported?" if op in self.part.custom else ""
             raise fail(node, f"`{op}` is not an operator that a program may use{unknown}")
         given = tuple(self._argument(item) for item in args)
         if op in COLLECTIVES and len(given) > 1 and isinstance(given[1], str):
             given = (given[0], ",".join(self.mesh.spread(given[1].split(","))), *given[2:])
         named = tuple((str(item.arg), self._argument(item.value)) for item in keywords)
-        if op in self.functions and (named or not all(isinstance(item, Ref) for item in given)):
+        if op in self.part.before and (named or not all(isinstance(item, Ref) for item in given)):
             raise fail(node, f"`{op}` is a function and takes values alone")
         types, _, origin = self.behind(node).removeprefix("  # ").partition(" | ")
         texts = types.split("; ")

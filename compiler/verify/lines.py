@@ -67,20 +67,34 @@ def check_lines(program: Program) -> list[Fault]:
     known: dict[str, Function] = {}
     for function in program.functions:
         where = f"{program.role}.{program.action} {function.name}"
-        for line, question in questions(function, program.mesh):
-            if question is None:
-                found = tuple(call_faults(line, function.values(), known[line.op]))
-            else:
-                found = _answer(question)
+        for line, answer in _answers(function, program.mesh):
+            found = answer if answer is not None else call_faults(line, function.values(), known[line.op])
             names = ", ".join(value.name for value in line.made)
             faults += [Fault(check, f"{where}: {names}", message) for check, message in found]
         known[function.name] = function
     return faults
 
 
-def _unread(function: Function) -> Iterator[str]:
+def _answers(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Answer | None]]:
+    """A function's lines in which something is wrong, and its calls, which rest on other functions."""
+    key = "answers", mesh
+    if key not in function.derived:
+        answers = ((line, question and _answer(question)) for line, question in questions(function, mesh))
+        function.derived[key] = [(line, answer) for line, answer in answers if answer != ()]
+    found: Sequence[tuple[Line, Answer | None]] = function.derived[key]
+    return found
+
+
+def _unread(function: Function) -> Sequence[str]:
     """Values that nobody reads: parameters but for buffers that get new values, every result of a call, and lines of
     which no result is read."""
+    if "unread" not in function.derived:
+        function.derived["unread"] = tuple(_never_read(function))
+    found: Sequence[str] = function.derived["unread"]
+    return found
+
+
+def _never_read(function: Function) -> Iterator[str]:
     read = {name for line in function.lines for name in line.uses()} | {name for _, name in function.returns}
     updated = {key for key, _ in function.returns if key.startswith("buffer ")}
     yield from (value.name for value in function.parameters if value.name not in read and value.role not in updated)

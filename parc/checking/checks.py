@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -171,10 +170,7 @@ def rounding_of(compiled: Compiled) -> Rounding:
 
 def reread(programs: Mapping[str, Program]) -> dict[str, Program]:
     """The programs as their texts say them."""
-    return {action: _reread(program.text(), program.action) for action, program in programs.items()}
-
-
-_reread = lru_cache(maxsize=32)(parse_program)  # proofs and numbers are of the same programs
+    return {action: parse_program(program.text(), program.action) for action, program in programs.items()}
 
 
 def reread_roles(compiled: Compiled) -> dict[str, Role]:

@@ -179,6 +179,19 @@ def test_the_message_names_the_line_and_what_should_stand_there() -> None:
         parse_program(GOOD.replace("default(x)", "default( x)"), "mine")
     with pytest.raises(ProgramError, match=r"mine:9: `aten\.nothing\.default` is not an operator"):
         parse_program(GOOD.replace("relu.default", "nothing.default"), "mine")
+    with pytest.raises(ProgramError, match=r"mine:21: `aten\.nothing\.default` is not an operator"):
+        parse_program(GOOD.replace("split.Tensor", "nothing.default"), "mine")
+    with pytest.raises(ProgramError, match=r"mine:22: invalid syntax"):
+        parse_program(GOOD.replace("sum = aten", "sum = = aten"), "mine")
+
+
+def test_a_function_that_stands_in_two_programs_is_read_once() -> None:
+    first, second = parse_program(GOOD), parse_program(GOOD.replace("[(3 4/tp), 4]", "[(3 4/tp), 5]").replace(
+        "f32[4/tp, 4]", "f32[4/tp, 5]"))  # fmt: skip
+    assert first.main != second.main
+    assert first.function("part") is second.function("part")
+    other = parse_program(GOOD.replace("tp=2", "tp=4"))
+    assert other.function("part") is not first.function("part")
 
 
 def test_no_allowed_operator_mutates() -> None:
