@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield entry
 
 
+@cache
+def tree(file: Path) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(file.read_text())
+
+
 def shown(file: Path) -> str:
     """A file's name relative to the root, as test id and in messages."""
     return str(file.relative_to(ROOT))
@@ -57,7 +64,7 @@ def test_errors_of_a_run_have_a_way_out() -> None:
     calls = [
         (f"{shown(file)}:{node.lineno}", node, places[node.func.id])
         for file in python_files("runtime")
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(tree(file))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in places
     ]
     lacking = [place for place, node, help_ in calls if len(node.args) <= help_ and not any(
@@ -75,45 +82,45 @@ def test_parc_links_to_each_layer(layer: str) -> None:
     assert (ROOT / "parc" / layer / "__init__.py").samefile(ROOT / layer / "__init__.py")
 
 
-@pytest.mark.parametrize("file", FILES, ids=shown)
-def test_module_opens_with_a_sentence(file: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(file.read_text()))
-    assert docstring, "say in one sentence what this module owns"
-    first = docstring.split("\n\n")[0].strip()
-    assert re.search(r"[.?!:`)]$", first), f"not a sentence: {first!r}"
+def test_modules_open_with_a_sentence() -> None:
+    for file in FILES:
+        docstring = ast.get_docstring(tree(file))
+        assert docstring, f"{shown(file)}: say in one sentence what this module owns"
+        first = docstring.split("\n\n")[0].strip()
+        assert re.search(r"[.?!:`)]$", first), f"{shown(file)}: not a sentence: {first!r}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=shown)
-def test_file_and_functions_are_short(file: Path) -> None:
-    source = file.read_text()
-    lines = source.count("\n")
-    assert lines <= MAX_FILE_LINES, f"{lines} lines: look for the second concept in it"
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"`{node.name}` has {length} lines: look for the second concept in it"
+def test_files_and_functions_are_short() -> None:
+    for file in FILES:
+        lines = file.read_text().count("\n")
+        assert lines <= MAX_FILE_LINES, f"{shown(file)}: {lines} lines: look for the second concept in it"
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                where = f"`{node.name}` of {shown(file)}"
+                assert length <= MAX_FUNCTION_LINES, f"{where} has {length} lines: look for the second concept in it"
 
 
-@pytest.mark.parametrize("file", FILES, ids=shown)
-def test_nothing_is_left_for_later(file: Path) -> None:
-    found = LEFTOVER.search(file.read_text())
-    assert not found, f"{found and found.group()}: do it, or open an issue"
+def test_nothing_is_left_for_later() -> None:
+    for file in FILES:
+        found = LEFTOVER.search(file.read_text())
+        assert not found, f"{shown(file)}: {found and found.group()}: do it, or open an issue"
 
 
-@pytest.mark.parametrize("file", FILES, ids=shown)
-def test_file_is_named_after_one_thing(file: Path) -> None:
-    assert not BANNED_NAMES.search(file.stem), "name the one thing in it"
+def test_files_are_named_after_one_thing() -> None:
+    for file in FILES:
+        assert not BANNED_NAMES.search(file.stem), f"{shown(file)}: name the one thing in it"
 
 
-@pytest.mark.parametrize("file", LAYER_FILES, ids=shown)
-def test_layers_import_each_other_relatively(file: Path) -> None:
+def test_layers_import_each_other_relatively() -> None:
     """An absolute import of parc code would, in a checkout, load a second copy of the module."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names = [node.module]
-        for name in names:
-            assert name.split(".")[0] not in {"parc", *LAYERS}, f"import {name} relatively"
+    for file in LAYER_FILES:
+        for node in ast.walk(tree(file)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names = [node.module]
+            for name in names:
+                assert name.split(".")[0] not in {"parc", *LAYERS}, f"{shown(file)}: import {name} relatively"
 
 
 def test_every_error_code_has_its_example() -> None:

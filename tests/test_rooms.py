@@ -9,7 +9,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tests.test_house import LAYERS, ROOT, python_files, shown
+from tests.test_house import LAYERS, ROOT, python_files, shown, tree
 
 Graph = Mapping[str, set[str]]
 """Module or room → those that it imports."""
@@ -32,7 +32,7 @@ def imports() -> Graph:
 def _imported(name: str, file: Path, files: Mapping[str, Path]) -> set[str]:
     package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*above, *([node.module] if node.module else [])])
@@ -73,7 +73,7 @@ def test_no_public_name_is_defined_in_two_modules() -> None:
     """A directive's class is named after its verb, whatever else has that name."""
     homes: dict[str, set[str]] = {}
     for file in python_files("parc", *LAYERS):
-        for name in _defined(ast.parse(file.read_text()).body):
+        for name in _defined(tree(file).body):
             if not name.startswith("_") and "compiler/plan/directives/" not in shown(file):
                 homes.setdefault(name, set()).add(shown(file))
     assert len(homes) > 1000
@@ -103,7 +103,7 @@ def test_every_pass_is_in_the_pipeline() -> None:
 def test_the_map_of_the_rooms_is_the_disk() -> None:
     """Each room stands in the document with the sentence that its ``__init__`` has."""
     rooms = {
-        "/".join(file.parent.relative_to(ROOT).parts): ast.get_docstring(ast.parse(file.read_text())) or ""
+        "/".join(file.parent.relative_to(ROOT).parts): ast.get_docstring(tree(file)) or ""
         for file in python_files("parc", *LAYERS)
         if file.name == "__init__.py" and len(file.relative_to(ROOT).parts) == 3
     }

@@ -1,0 +1,86 @@
+"""Processor seconds of the tests at two commits, in turn on one machine: of all processes, and of each file's tests.
+
+``python benchmarks/test_time.py BEFORE AFTER [pytest's arguments]``; what a rank or a server of ranks takes is in the
+sum alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+_RECORD = "PARC_TEST_TIME"
+_ADOPT = 36  # PR_SET_CHILD_SUBREAPER: processes that outlive their parents are waited for here
+
+
+def used() -> float:
+    """Processor seconds of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
+    """Note what a test takes, its fixtures included: this file is a plugin of the runs that it starts."""
+    start = used()
+    done = yield
+    with open(os.environ[_RECORD], "a") as record:
+        record.write(f"{item.location[0]}\t{used() - start}\n")
+    return done
+
+
+def run(commit: str, arguments: Sequence[str], folder: Path) -> tuple[float, float, dict[str, float]]:
+    """Seconds of the clock and of processors that a commit's tests take, and those of processors by file."""
+    tree, record = folder / "tree", folder / "record"
+    record.write_text("")
+    subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, commit], cwd=ROOT, check=True)
+    path = os.pathsep.join([str(tree), str(Path(__file__).parent)])
+    environment = {**os.environ, "PYTHONPATH": path, _RECORD: str(record)}
+    clock, start = time.monotonic(), used()
+    try:
+        words = [sys.executable, "-m", "pytest", "-q", "-p", "test_time", "-p", "no:cacheprovider", *arguments]
+        ended = subprocess.run(words, cwd=tree, env=environment, check=False).returncode
+        while True:
+            try:
+                os.wait()
+            except ChildProcessError:
+                break
+    finally:
+        subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+    if ended:
+        sys.exit(f"the tests of {commit} failed")
+    files: dict[str, float] = defaultdict(float)
+    for line in record.read_text().splitlines():
+        file, seconds = line.split("\t")
+        files[file] += float(seconds)
+    return time.monotonic() - clock, used() - start, files
+
+
+def main(before: str, after: str, *arguments: str) -> None:
+    """Print both, and the files that take or took more than a second, by what they took."""
+    ctypes.CDLL(None).prctl(_ADOPT, 1)
+    found = []
+    for commit in (before, after):
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(run(commit, arguments or ("-n", "2"), Path(folder)))
+    (clock, whole, files), (clock_after, whole_after, files_after) = found
+    print(f"{'processor seconds':<50}{before:>10}{after:>10}")
+    for file in sorted({*files, *files_after}, key=lambda file: -files[file]):
+        if max(files[file], files_after[file]) > 1:
+            print(f"{file:<50}{files[file]:>10.1f}{files_after[file]:>10.1f}")
+    print(f"{'all processes':<50}{whole:>10.0f}{whole_after:>10.0f}   {whole_after / whole:.2f} of before")
+    print(f"{'clock':<50}{clock:>10.0f}{clock_after:>10.0f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
