@@ -2,7 +2,7 @@
 
 The model is a Llama of 20 M parameters, the optimizer torch's fused AdamW everywhere. Both sides run as they ship: parc
 as ``parc run`` starts it, which keeps freed memory with the process (``runtime/launch/launch.py``) and chooses its
-products (``runtime/machine/products.py``, ``runtime/machine/packs.py``); its peers as Python or torchrun starts them.
+products (``runtime/machine/products.py``); its peers as Python or torchrun starts them.
 In further rows both have torch's products and memory that is kept: what rewriting alone is worth. Prints a table and
 writes ``bench.json``: a list of ``{"case", "parc_s", "peer", "peer_s", "ratio"}`` by minima; medians stand beside them.
 """

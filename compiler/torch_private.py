@@ -59,16 +59,6 @@ def onednn_linear() -> Callable[..., torch.Tensor] | None:
     return lambda x, weight, bias=None: found.default(x, weight, bias, "none", [], "")
 
 
-def packed_linear() -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] | None:
-    """MKL's ``pack(weight, rows)`` and ``linear(x, packed, weight, bias, rows)``, which is ``x @ weight.T + bias`` for
-    an ``x`` of so many rows, all of them contiguous and float32; None where torch has no MKL, or was told to use no
-    products but its own, as for ``onednn_linear``."""
-    if not torch.backends.mkl.is_available() or not torch._C._get_mkldnn_enabled():
-        return None
-    mkl = torch.ops.mkl
-    return mkl._mkl_reorder_linear_weight, mkl._mkl_linear
-
-
 def missing_compiler(device: torch.device) -> str:
     """What Inductor needs for a device and does not find; nothing where it is all there."""
     with quiet():

@@ -30,7 +30,6 @@ from .lockstep import Together
 from .machine.compiled import Regions
 from .machine.execute import Machine
 from .machine.kernels import KERNELS, Kernel
-from .machine.packs import Packs, packs_for
 from .machine.products import kernels_for
 from .opening import build_mesh, check_fits, check_source_of, constants_of, open_build, open_checkpoint, task_of
 from .owners import BUFFERS, held, keepers_of, owners_of
@@ -89,7 +88,7 @@ class Session:
         if self.world > 1:
             self.backend = Distributed(self.mesh, programs, self.rank, self.device, self.role.axis)
         self.regions = Regions(self.device) if compile else None
-        self.kernels, self.packs = self._products()
+        self.kernels = self._products()
         self._by_sizes = BySizes(build, self._at)
         self.feed = self._by_sizes().feed
         if check_source:
@@ -105,19 +104,14 @@ class Session:
         return AtSizes(build, stepper, Feed(build, self.mesh, self.coordinates, self.device))
 
     def _stepper(self, build: Build, machine: Callable[..., Machine] = Machine, **options: Any) -> Stepper:
-        role, options = build.role_at(self.coordinates), {**options, "kernels": self.kernels, "packs": self.packs}
+        role, options = build.role_at(self.coordinates), {**options, "kernels": self.kernels}
         return Stepper(role.programs, role.actions, self.backend, self.device, machine, axis=role.axis, **options)
 
-    def _products(self) -> tuple[Mapping[str, Kernel], Packs | None]:
+    def _products(self) -> Mapping[str, Kernel]:
         """How matrices are multiplied: specially where every rank would do so, and what ranks compute alike is alike to
-        the bit. Weights are packed where memory is not bounded."""
-        kernels, packs = kernels_for(self.device), packs_for(self.device, self.build.manifest["microbatches"])
-        if self.regions is not None or "budget" in self.build.manifest:
-            packs = None
-        rows = self.exchange([int(kernels is not KERNELS), int(packs is not None)])
-        if all(row[0] for row in rows):
-            return kernels, None
-        return KERNELS, packs if all(row[1] for row in rows) else None
+        the bit."""
+        kernels = kernels_for(self.device)
+        return kernels if all(row[0] for row in self.exchange([int(kernels is not KERNELS)])) else KERNELS
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,6 @@ from ..compiler.program.actions import AHEAD, Action
 from ..compiler.program.program import Program
 from .communication import Backend, Environment, Message, PeerLost, Sending
 from .machine.execute import Machine, Ready
-from .machine.packs import Packs
 from .trace import Recorder
 from .work import Batch, RankState, Work, bind, strip
 
@@ -57,7 +56,6 @@ class Stepper:
         axis: str = "",
         recorder: Recorder | None = None,
         account: bool = False,
-        packs: Packs | None = None,
         **options: Any,
     ) -> None:
         self.actions, self.device, self.backend, self.axis = tuple(actions), device, backend, axis
@@ -72,8 +70,7 @@ class Stepper:
         self._sends: list[Sending] = []
         self._later: list[Callable[[], torch.Tensor]] = []
         self._completing: Collection[str] = ()
-        self._packs = packs
-        options |= {"packs": packs, "reuse": options.get("reuse", options.get("watch") is None)}  # who watches may keep
+        options.setdefault("reuse", options.get("watch") is None)  # who watches may keep
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
         self._complete = self._completed()
 
@@ -120,8 +117,7 @@ class Stepper:
 
     def finish(self, work: Sequence[Work], step: int) -> list[StepResult]:
         """Loss and gradients of a step that was begun."""
-        with self._packs or nullcontext():  # parameters do not change meanwhile
-            self._walk([action for action in self._left(work) if action.kind != "STEP"], work, step)
+        self._walk([action for action in self._left(work) if action.kind != "STEP"], work, step)
         return [StepResult(w.results["loss"], w.results.get("grad_norm"), strip(w.results, "gradient ")) for w in work]
 
     def _left(self, work: Sequence[Work]) -> Iterator[Action]:
@@ -134,8 +130,7 @@ class Stepper:
 
     def finish_loss(self, work: Sequence[Work], step: int) -> list[StepResult]:
         """The loss alone of a step that was begun."""
-        with self._packs or nullcontext():
-            self._walk([action for action in self._left(work) if action.kind in _FORWARD], work, step)
+        self._walk([action for action in self._left(work) if action.kind in _FORWARD], work, step)
         self._settle(step)
         self._reduce_loss(work)
         return [StepResult(w.results["loss"], None, {}) for w in work]

@@ -16,7 +16,6 @@ from ...compiler.program.totals import addable, lasting, uses_of
 from ..communication import Backend, Environment
 from .fusion import ADDING, fused
 from .kernels import KERNELS, Kernel, Site, binding
-from .packs import BY_WEIGHT, Packs, packable, turned_weights
 from .reuse import in_place, last_uses, spare_operands, summed
 
 
@@ -39,8 +38,7 @@ _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.flo
 
 class Machine:
     """Runs one program. ``wide`` reads every floating dtype as float64; ``kernels`` are those of parc's operators;
-    with ``reuse`` lines write over what nobody reads again, gradients that are handed in among it, and are fused.
-    ``packs`` has packed weights."""
+    with ``reuse`` lines write over what nobody reads again, gradients that are handed in among it, and are fused."""
 
     site: Callable[..., Site] = Site
     adding: Mapping[str, Callable[..., torch.Tensor]] = ADDING
@@ -55,13 +53,11 @@ class Machine:
         kernels: Mapping[str, Kernel] = KERNELS,
         watch: Callable[[Line, Sequence[Environment]], None] | None = None,
         reuse: bool = False,
-        packs: Packs | None = None,
     ) -> None:
         self.program = program
         self.mesh: Mesh = program.mesh
         self.backend, self.device, self.wide, self.kernels, self.watch = backend, device, wide, kernels, watch
-        self.reuse, self.packs = reuse, packs
-        self._turned = turned_weights(program) if packs is not None else {}
+        self.reuse = reuse
         self.coordinates = [self.mesh.coordinates(rank) for rank in backend.ranks]
         self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
         self._addable = addable(program, self._adding)
@@ -176,9 +172,7 @@ class Machine:
         if line.op in COLLECTIVES:
             return self._collective(line, bool(spare))
         call = self._kernel(line, function) if line.op in self.kernels else self._aten(line)
-        if packed := self._packed(line, function):
-            call = packed
-        elif over := in_place(line, function, spare, self.mesh):
+        if over := in_place(line, function, spare, self.mesh):
             call = self._over(line, call, *over)
         names = tuple(None if value is None else value.name for value in line.results)
         single = names[0] if len(names) == 1 else None
@@ -283,16 +277,6 @@ class Machine:
             return otherwise(lane, environment)
 
         return call
-
-    def _packed(self, line: Line, function: Function) -> Callable[[int, Environment], Any] | None:
-        """A product by a weight, where that is packed."""
-        packs, product = self.packs, BY_WEIGHT.get(line.op)
-        if packs is None or product is None or self.wide or line.kwargs:
-            return None
-        if not packable(line, function, self._turned[function.name], self.mesh):
-            return None
-        arguments = self._arguments(line)
-        return lambda _, environment: product(packs, *arguments(environment))
 
     def _adder(self, op: str, add: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """What adds an operator's result to a total; a kernel of its own has no such call."""

@@ -9,8 +9,7 @@ from ..directive import Directive, argument
 
 @dataclass(frozen=True)
 class Budget(Directive):
-    """A promise that a build keeps or is refused: no rank needs more memory, as estimated from its programs. A run on a
-    CPU then packs no weights for its microbatches, which would be quicker and take as much memory again."""
+    """A promise that a build keeps or is refused: no rank needs more memory, as estimated from its programs."""
 
     USAGE = "budget memory SIZE"
 
