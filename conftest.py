@@ -1,5 +1,6 @@
 """Root pytest settings: collect each file once, under its import name; one thread a worker; hypothesis profiles."""
 
+import gc
 import os
 from collections import Counter
 from typing import Any
@@ -17,11 +18,18 @@ collect_ignore = [
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import parc: each would compile it anew
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one thread each is faster, and repeatable
 
+gc.set_threshold(20_000, 20, 100)  # a tenth of the time went into looking for garbage among torch's own objects
+
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("check", deadline=None, derandomize=True, suppress_health_check=SLOW_IS_FINE)
 settings.register_profile("fuzz", deadline=None, max_examples=1600, print_blob=True, suppress_health_check=SLOW_IS_FINE)
 settings.register_profile("soak", settings.get_profile("fuzz"), max_examples=160)  # short runs, seed after seed
 settings.load_profile("check")
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

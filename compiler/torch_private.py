@@ -94,6 +94,7 @@ class SymbolicSizes:
 
         self._env = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._env)
+        self._mode.cache_enabled = False  # no other has these sizes
         self.symbols: dict[str, sympy.Symbol] = {}
         self._ones: dict[sympy.Symbol, int] = {}
         for name, (low, one, high) in numbers.items():
