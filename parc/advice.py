@@ -128,7 +128,7 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
 
 def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
     """Trained weights that no float32 copy stands behind."""
-    values = parameters_of(compiled.built.programs["F"].main, "parameter")
+    values = parameters_of(compiled.build.programs["F"].main, "parameter")
     found = [name for name, value in values.items() if is_narrow(value.type.dtype)]
     if found:
         name = found[0]

@@ -8,9 +8,9 @@ from pathlib import Path
 from parc.advice import warnings_of
 from parc.checking.checks import Checked, check_build
 from parc.checking.limits import hold_promises
-from parc.compiler.build.directory import check_out, json_text, write_build
+from parc.compiler.build.directory import check_out, write_build
 from parc.compiler.plan.plan import read_plan
-from parc.compiling.driver import Compiled, Progress, compile_plan, files_of, manifest_of
+from parc.compiling.driver import Compiled, Progress, compile_plan
 from parc.compiling.initial_weights import check_weights
 from parc.compiling.plan_data import check_data, check_sample, sample_said
 
@@ -40,13 +40,11 @@ def build(
         compiled = compile_plan(plan, folder, progress=progress)
     check_weights(compiled.plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled)
-    check_sample(plan, folder, compiled.built)
+    check_sample(plan, folder, compiled.build)
     checked = check_build(compiled, progress)
     if checked.faults:
         raise Refused(checked)
     checked.warnings = warnings_of(compiled)  # what fails leaves no folder behind
     progress("emit")
-    files = files_of(compiled)
-    files["report.json"] = json_text(checked.report)
-    write_build(out, files, manifest_of(compiled, out))
+    write_build(compiled.to_write(checked.report), out)
     return compiled, checked

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.layout.stretches import terms
-from parc.compiling.driver import Compiled, stored
+from parc.compiling.driver import Compiled
 from parc.grammar.format import VERB_WIDTH, format_statement
 from parc.grammar.source import Span
 from parc.runtime.owners import parameters_of
@@ -91,10 +91,10 @@ def _factor(axes: list[str], size: int | None) -> str:
 
 def _types(compiled: Compiled) -> dict[str, TensorType]:
     """How every parameter and input lies on the mesh."""
-    types = stored(compiled)
+    types = dict(compiled.build.types)
     for action in ("COUNT", "F"):
-        if action in compiled.built.programs:
-            inputs = parameters_of(compiled.built.programs[action].main, "input")
+        if action in compiled.build.programs:
+            inputs = parameters_of(compiled.build.programs[action].main, "input")
             types |= {name: value.type for name, value in inputs.items()}
     return types
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from parc.compiler.build.build import Build, BuildError
 from parc.compiler.build.communication import communication_table
-from parc.compiler.build.directory import Build, BuildError, again, json_text
-from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import TensorType
-from parc.compiler.padding.pads import Pads, pads_from, real_shape
+from parc.compiler.build.directory import again, json_text
+from parc.compiler.padding.pads import real_shape
 from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiler.program.cost import Memory, estimate_memory
 from parc.compiler.program.faults import Fault
@@ -24,26 +23,24 @@ LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
 """Numbers of a plan's lines and of a model's in texts."""
 
 
-def program_rows(
-    plan: Plan, mesh: Mesh, roles: Mapping[str, Role], types: Mapping[str, TensorType], frozen: Collection[str],
-    pads: Pads,
-) -> dict[str, Any]:  # fmt: skip
+def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
     """Mesh, sizes, roles, memory and communication as a report has them."""
+    types, pads = build.types, build.pads
     return {
-        "mesh": dict(mesh.declared.axes),
-        "world": mesh.world,
+        "mesh": dict(build.mesh.declared.axes),
+        "world": build.mesh.world,
         "sizes": {name: str(size) for name, size in plan.sizes.items()},
-        "roles": list(roles),
+        "roles": list(build.roles),
         "parameters": sum(math.prod(real_shape(t.shape, pads.get(name, ()))) for name, t in types.items()),
-        "memory": [_memory_row(name, rank_memory(plan, role, types, frozen)) for name, role in roles.items()],
-        "communication": [row for role in roles.values() for row in communication_table(role)],
+        "memory": [_memory_row(name, memory_of(build, plan, role)) for name, role in build.roles.items()],
+        "communication": [row for role in build.roles.values() for row in communication_table(role)],
     }
 
 
-def rank_memory(plan: Plan, role: Role, types: Mapping[str, TensorType], frozen: Collection[str]) -> Memory:
+def memory_of(build: Build, plan: Plan, role: Role) -> Memory:
     """The memory of a rank of a role; what is frozen has no state of the optimizer."""
-    moments = dict.fromkeys((name for name in types if name not in frozen), plan.optimizer.moments)
-    return estimate_memory(role.programs, role.actions, types, moments)
+    moments = dict.fromkeys(build.types.keys() - set(build.manifest["frozen"]), plan.optimizer.moments)
+    return estimate_memory(role.programs, role.actions, build.types, moments)
 
 
 def _memory_row(role: str, memory: Memory) -> dict[str, Any]:
@@ -63,12 +60,10 @@ def plan_of(build: Build) -> Plan:
         raise BuildError(message, again(build.path)) from None
 
 
-def report_faults(build: Build, plan: Plan, types: Mapping[str, TensorType]) -> list[Fault]:
+def report_faults(build: Build, plan: Plan) -> list[Fault]:
     """Where a build's report is not what its programs and its schedule say. Errors of tests, the lines of the plan that
     it names, and what its build asked for are its own: a recompilation holds them."""
-    mesh, pads = build.programs["F"].mesh, pads_from(build.manifest["padding"])
-    rows = program_rows(plan, mesh, build.roles, types, build.manifest["frozen"], pads)
-    wanted = json.loads(json_text(unlined(rows)))
+    wanted = json.loads(json_text(unlined(program_rows(build, plan))))
     return [
         Fault("facts", "report.json", f"`{key}` is not what the programs say")
         for key in wanted

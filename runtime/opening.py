@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..compiler.build.directory import Build, BuildError, again, read_build
+from ..compiler.build.build import Build, BuildError
+from ..compiler.build.directory import again, read_build
 from ..compiler.capture.callables import CallableError
 from ..compiler.capture.model_calls import TaskLines
 from ..compiler.capture.model_code import changed_files

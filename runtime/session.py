@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from ..compiler.build.directory import Build
+from ..compiler.build.build import Build
 from ..compiler.capture.complex_numbers import real_form
 from ..compiler.layout.placement import TensorType, parse_type, take
 from ..compiler.padding.pads import pads_from

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parc.checking.checks import rounding_of
 from parc.compiler.verify.precision import check_precision
 from tests.planted_builds import BUILDS, CHECKS, GoodBuild, Verdict, good_build, judge
 from tests.planted_conversions import CONVERSIONS
@@ -78,7 +77,7 @@ def rounding_rows(ways: Sequence[str] = HOW) -> dict[str, Row]:
     for how in ways:
         made = tables_build(how)
         for mutant in early_roundings(made):
-            faults = check_precision(mutant.programs, made.built.reference, rounding_of(made))
+            faults = check_precision(mutant.programs, made.build.reference, made.build.rounding)
             row.note(mutant, Verdict(faults[0].check if faults else "", "", bool(faults)))
     return {mutant.kind: row}
 

@@ -9,10 +9,11 @@ from functools import cache
 from pathlib import Path
 
 from parc.checking.checks import case_of, static_faults
-from parc.compiler.layout.placement import TensorType, parse_type
+from parc.compiler.build.build import Build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import Action
 from parc.compiler.program.program import Program
+from parc.compiler.program.roles import SINGLE
 from parc.compiler.program.text import ProgramError, parse_program
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
@@ -106,11 +107,11 @@ BUILDS = tuple(_PLANS)
 
 @dataclass(frozen=True)
 class GoodBuild:
-    """What a build directory holds, and the case that compares it with the captured graph."""
+    """A build, and the case that compares it with the captured graph."""
 
     name: str
     case: Case
-    stored: Mapping[str, TensorType]
+    build: Build
 
 
 @cache
@@ -118,9 +119,7 @@ def good_build(name: str) -> GoodBuild:
     """One of ``BUILDS``."""
     folder, text = _PLANS[name]
     compiled = compile_plan(read_plan(Source("planted.parc", text)), ROOT / folder)
-    programs = {action: reread(program) for action, program in compiled.built.programs.items()}
-    case = case_of(compiled, programs)
-    return GoodBuild(name, case, {key: parse_type(type_, compiled.mesh) for key, type_ in case.stored.items()})
+    return GoodBuild(name, case_of(compiled), compiled.build)
 
 
 def reread(program: Program) -> Program:
@@ -149,7 +148,8 @@ def judge(
         read = {a: p if p is case.programs.get(a) else reread(p) for a, p in programs.items()}
     except ProgramError as error:
         return Verdict("parse", str(error), False)
-    faults = static_faults(read, build.stored, case.mesh, actions, case.microbatches, case.reference, case.pads)
+    roles = {SINGLE: replace(build.build.roles[SINGLE], actions=tuple(actions))}
+    faults = static_faults(replace(build.build, programs=read, roles=roles))
     for check in CHECKS:
         found = [fault for fault in faults if fault.check == check]
         if found:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from parc.checking.checks import reread_roles, rounding_of, static_faults
+from parc.checking.checks import static_faults
 from parc.checking.twins import find_twin
-from parc.compiler.layout.placement import TensorType
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.faults import Fault
-from parc.compiler.program.roles import Role
 from parc.compiler.program.text import ProgramError
 from parc.compiler.twin.structure import compare_structure
-from parc.compiling.driver import Compiled, compile_plan, stored
+from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.source import Source
 from tests.planted_builds import ROOT, reread
 from tests.planted_repeats import (
@@ -113,9 +111,6 @@ class LargeBuild:
     compiled: Compiled
     twin: Compiled
     programs: Programs
-    stored: Mapping[str, TensorType]
-    roles: Mapping[str, Role] | None
-    """A pipeline's, as they are: what is broken is the whole programs that they join to."""
 
     def faults(self, programs: Programs) -> tuple[str, list[Fault]]:
         """What refuses programs in the place of the build's own, and why."""
@@ -123,14 +118,11 @@ class LargeBuild:
             read = {action: p if p is self.programs[action] else reread(p) for action, p in programs.items()}
         except ProgramError as error:
             return "parse", [Fault("parse", "", str(error))]
-        compiled, model = self.compiled, self.compiled.built.reference
-        found = static_faults(
-            read, self.stored, compiled.mesh, () if self.roles else compiled.actions, compiled.plan.microbatches, model,
-            compiled.resolved.pads, rounding_of(compiled), self.roles,
-        )  # fmt: skip
+        build = self.compiled.build
+        found = static_faults(replace(build, programs=read))  # a pipeline's roles are as they were
         if found:
             return found[0].check, found
-        found = compare_structure(read, model, self.twin.built.programs, self.twin.built.reference)
+        found = compare_structure(read, build.reference, self.twin.build.programs, self.twin.build.reference)
         return "twin" if found else "", found
 
 
@@ -139,11 +131,9 @@ def large_build(name: str) -> LargeBuild:
     """One of ``PLANS``."""
     folder, text = PLANS[name]
     compiled = compile_plan(read_plan(Source("large.parc", text)), ROOT / folder)
-    programs = {action: reread(program) for action, program in compiled.built.programs.items()}
-    twin, differences = find_twin(compiled, programs)
+    twin, differences = find_twin(compiled, compiled.build.programs)
     assert not differences, differences
-    roles = reread_roles(compiled) if compiled.pipeline is not None else None
-    return LargeBuild(compiled, twin, programs, stored(compiled), roles)
+    return LargeBuild(compiled, twin, compiled.build.programs)
 
 
 Maker = Callable[[LargeBuild], Mutants]
@@ -183,8 +173,8 @@ CLASSES: Mapping[str, Sequence[Maker]] = {
     "change a number in B": [_of_programs(partial(numbers, "B", factor)) for factor in (2, 0.5)],
     "change a number in COUNT or SCALE": [_of_programs(partial(numbers, action, 2)) for action in ("COUNT", "SCALE")],
     "take a number of the twin": [
-        lambda build: other_numbers("F", build.twin.built.programs, build.programs),
-        lambda build: other_numbers("B", build.twin.built.programs, build.programs),
+        lambda build: other_numbers("F", build.twin.build.programs, build.programs),
+        lambda build: other_numbers("B", build.twin.build.programs, build.programs),
     ],
     "run another function in one block": [_of_programs(partial(one_apart, action)) for action in ("F", "B")],
 }  # fmt: skip

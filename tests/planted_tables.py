@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from parc.checking.checks import rounding_of
 from parc.compiler.ops.precision import may_narrow
 from parc.compiler.program.program import Function, Line, Program, Ref, Value, map_references
 from parc.compiling.driver import Compiled
@@ -73,8 +72,8 @@ def made_of_positions(function: Function, exact: set[str]) -> list[str]:
 
 def early_roundings(made: Compiled) -> Iterator[Mutant]:
     """Each such value in F, and each buffer, rounded to bfloat16 and back in a module that computes so."""
-    programs: dict[str, Program] = dict(made.built.programs)
-    lines, main = rounding_of(made).lines, programs["F"].main
+    programs: dict[str, Program] = dict(made.build.programs)
+    lines, main = made.build.rounding.lines, programs["F"].main
     buffers = {value.name for value in main.parameters if value.role.startswith(("buffer ", "constant "))}
     given: dict[str, set[str]] = {main.name: buffers}
     for call in (line for line in main.lines if line.calls_function):

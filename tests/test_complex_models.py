@@ -75,7 +75,7 @@ def test_models_build_on_a_mesh(model: str) -> None:
     compiled = made(plan(model))
     checked(compiled)
     assert compiled.built.without_rule == ()
-    programs = (compiled.built.reference, *compiled.built.programs.values())
+    programs = (compiled.build.reference, *compiled.build.programs.values())
     assert not any(word in op for op in set().union(*map(operators, programs)) for word in ("complex", "polar", "fft"))
 
 

@@ -13,7 +13,7 @@ from parc.cli import main
 from parc.compiler.build.communication import communication_table
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, Split, TensorType
-from parc.compiling.driver import Compiled, stored_types
+from parc.compiling.driver import Compiled
 from parc.desugar import desugar, layout
 from tests.checked_plans import compiled
 from tests.runtime.tiny import EXAMPLES, PLAN
@@ -34,7 +34,7 @@ replicate norm.weight
 
 def messages(made: Compiled) -> list[dict[str, Any]]:
     """What a step communicates, without the lines that asked for it."""
-    table = communication_table(*made.roles().values())
+    table = communication_table(*made.build.roles.values())
     return [{key: value for key, value in row.items() if key != "line"} for row in table]
 
 
@@ -46,7 +46,7 @@ def test_a_plan_in_primitives_is_the_same_plan() -> None:
     assert "shard     blocks.0.mlp.up.weight [_/dp/tp, _]\n" in text
     assert "shard     embed.weight [_/tp, _]\n" in text and "replicate norm.weight\n" in text
     again = compiled(text)
-    assert stored_types(again) == stored_types(made)
+    assert again.build.types == made.build.types
     assert messages(again) == messages(made)
     assert desugar(again) == text
 

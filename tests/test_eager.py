@@ -181,7 +181,7 @@ def compiled(folder: Path, *changes: tuple[str, str]) -> Compiled:
 
 def test_a_model_that_does_not_run_in_float64_is_compared_in_float32(tmp_path: Path) -> None:
     made = compiled(tmp_path)
-    case = case_of(made, made.built.programs)
+    case = case_of(made)
     assert compare_with_eager(made, case).holds
     text = case.reference.text()
     assert "aten.gelu.default(" in text
@@ -192,7 +192,7 @@ def test_a_model_that_does_not_run_in_float64_is_compared_in_float32(tmp_path: P
 
 def test_gradients_that_are_nothing_but_rounding_may_differ_as_far_as_that(tmp_path: Path) -> None:
     made = compiled(tmp_path, ("Timed", "Amplified"))
-    case = case_of(made, made.built.programs)
+    case = case_of(made)
     text = case.reference.text()
     same = parse_program(text.replace("aten.mul.Tensor(add, 0.002)", "aten.div.Tensor(add, 500.0)"), "model")
     agreement = compare_with_eager(made, replace(case, reference=same))
@@ -204,7 +204,7 @@ def test_gradients_that_are_nothing_but_rounding_may_differ_as_far_as_that(tmp_p
 def test_what_rounds_in_float32_alone_is_compared_in_float64(tmp_path: Path) -> None:
     made = compiled(tmp_path, ("Timed", "Cancelled"))
     with pytest.raises(PlanError) as error:
-        compare_with_eager(made, case_of(made, made.built.programs))
+        compare_with_eager(made, case_of(made))
     assert "Tilted" in str(error.value)
 
 

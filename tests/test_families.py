@@ -10,7 +10,7 @@ import torch
 
 from parc.advice import warnings_of
 from parc.build import build as write
-from parc.checking.checks import case_of, reread
+from parc.checking.checks import case_of
 from parc.compiler.layout.placement import take
 from parc.compiler.plan.include import families
 from parc.compiling.driver import Compiled
@@ -54,7 +54,7 @@ def test_a_run_is_the_plain_modules(tmp_path: Path, name: str) -> None:
     """Losses of every step, and running statistics after them, which every rank has."""
     (tmp_path / "family.parc").write_text(plan_text(name))
     made, _ = write(tmp_path / "family.parc", tmp_path / "build", {"dp": "2", "tp": "2"})
-    case = case_of(made, reread(made.built.programs))
+    case = case_of(made)
     ranks, plain = Simulation(case), reference(tmp_path / "build")
     for step in range(3):
         batches = random_batch(case.reference, case.microbatches, torch.Generator().manual_seed(step))

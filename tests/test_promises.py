@@ -8,12 +8,10 @@ import pytest
 from torch import Tensor, nn
 
 from parc.build import build
-from parc.checking.checks import memory_of
 from parc.checking.limits import hold_promises
 from parc.cli import main
-from parc.compiler.layout.placement import parse_type
-from parc.compiling.driver import stored_types
 from parc.grammar.diagnostics import Diagnostic, PlanError, render
+from parc.report import memory_of
 from tests.checked_plans import compiled
 from tests.runtime.tiny import BOTH, EXAMPLES, PLAN, TENSOR
 
@@ -81,8 +79,7 @@ def test_words_of_promises_that_match_nothing_are_errors() -> None:
 
 def test_a_budget_is_exact_and_names_what_is_large() -> None:
     made = compiled(PLAN + BOTH)
-    stored = {name: parse_type(text, made.mesh) for name, text in stored_types(made).items()}
-    peak = memory_of(made, next(iter(made.roles().values())), stored).peak_bytes
+    peak = memory_of(made.build, made.plan, next(iter(made.build.roles.values()))).peak_bytes
     assert broken(f"budget memory {peak}B\n") == []
     (found,) = broken(f"budget memory {peak - 1}B\n")
     text = render(found)

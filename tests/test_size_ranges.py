@@ -19,13 +19,14 @@ from parc.checking.checks import Checked, case_of, check_files, check_numbers, p
 from parc.checking.eager import compare_with_eager
 from parc.checking.verification import verify_build
 from parc.cli import main
-from parc.compiler.build.directory import Build, BuildError, read_build
+from parc.compiler.build.build import Build, BuildError
+from parc.compiler.build.directory import read_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.program.text import parse_program
 from parc.compiler.sizes.polynomials import check_points, sample_points
 from parc.compiler.verify.numbers import role_faults
 from parc.compiler.verify.sizes import size_faults
-from parc.compiling.driver import Compiled, compile_plan, manifest_of, programs_of
+from parc.compiling.driver import Compiled, compile_plan, programs_of
 from parc.compiling.size_ranges import fixed
 from parc.grammar.codes_build import BAD_DATA, OUT_OF_RANGE
 from parc.runtime.compare.simulate import TOLERANCE, compare
@@ -51,7 +52,7 @@ def compiled_of(text: str) -> Compiled:
 def hold(compiled: Compiled, sizes: Mapping[str, int]) -> None:
     """At these sizes all ranks have the captured graph's numbers, and the graph has the eager module's."""
     at = compiled.at(sizes)
-    case = case_of(at, at.built.programs)
+    case = case_of(at)
     assert compare_with_eager(at, case).holds
     assert compare(case, 1).largest < TOLERANCE
 
@@ -144,7 +145,7 @@ def test_batches_as_large_as_a_layer_has_channels() -> None:
 def test_fixed_sizes_make_no_template() -> None:
     compiled = compiled_of(positions(sizes="B=8, S=8"))
     assert compiled.template is None and compiled.cases() == [compiled]
-    assert "ranges" not in manifest_of(compiled, ROOT)
+    assert "ranges" not in compiled.build.manifest
 
 
 def test_numbers_of_a_large_build_are_tested_at_several_sizes_of_its_twin() -> None:

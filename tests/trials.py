@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from parc.checking.checks import rounding_of, static_faults
+from parc.checking.checks import static_faults
 from parc.compiler.capture.capture import Captured, InputSpec, capture
 from parc.compiler.initial.recipes import Recorded, record
-from parc.compiler.layout.placement import parse_type
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
-from parc.compiler.program.roles import join_roles
+from parc.compiler.program.roles import SINGLE
 from parc.compiler.program.text import parse_program
-from parc.compiling.driver import Compiled, compile_captured, optimizer_facts, stored_types
+from parc.compiling.driver import Compiled, compile_captured
 from parc.grammar.source import Source
 from parc.passes.placing.heads import Copies
 from parc.runtime.compare.model_run import Case, ReferenceRun
@@ -103,22 +102,15 @@ def build(made: Subject, text: str) -> Compiled:
 
 def case_of(made: Subject, compiled: Compiled) -> Case:
     """What the simulator needs, with programs read back from their texts."""
-    stored = stored_types(compiled)
-    roles = {name: replace(role, programs={key: reread(program) for key, program in role.programs.items()})
-             for name, role in compiled.roles().items()}  # fmt: skip
+    build = compiled.build
+    for program in build.files():
+        reread(program)
+    actions = () if build.axis else build.roles[SINGLE].actions
     return Case(
-        join_roles({name: role.programs for name, role in roles.items()}),
-        reread(compiled.built.reference),
-        () if compiled.pipeline is not None else compiled.actions,
-        compiled.mesh,
-        compiled.plan.microbatches,
-        optimizer_facts(compiled),
-        {name: made.parameters[name].detach() for name in stored},
-        made.buffers,
-        stored,
-        compiled.resolved.pads,
-        roles,
-    )
+        build.programs, build.reference, actions, build.mesh, build.microbatches,
+        build.manifest["optimizer"], {name: made.parameters[name].detach() for name in build.types}, made.buffers,
+        build.manifest["parameters"], build.pads, build.roles,
+    )  # fmt: skip
 
 
 def reread(program: Program) -> Program:
@@ -134,11 +126,7 @@ def check(made: Subject, text: str, steps: int = 2) -> tuple[Compiled, Agreement
     """Build, run every static check, simulate; all must hold."""
     compiled = build(made, text)
     case = case_of(made, compiled)
-    types = {name: parse_type(stored, compiled.mesh) for name, stored in case.stored.items()}
-    rounding, pads = rounding_of(compiled), compiled.resolved.pads
-    faults = static_faults(
-        case.programs, types, compiled.mesh, (), case.microbatches, case.reference, pads, rounding, case.roles
-    )
+    faults = static_faults(compiled.build)
     assert not faults, "\n".join(map(str, faults))
     agreement = compare(case, steps)
     assert agreement.largest <= TOLERANCE, agreement

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...grammar.bounded import parse_json, read_bounded, read_json
 from ...grammar.nearest import listed, path_meant
 from ..capture.callables import CallableError
-from ..capture.model_code import changed_files, moved_files, sources
+from ..capture.model_code import changed_files
 from ..layout.placement import parse_type
-from ..program.actions import parse_schedule
 from ..program.faults import Fault
-from ..program.program import REFERENCE_FILE, Program
-from ..program.roles import SINGLE, Role, group, join_roles
-from ..program.text import ProgramError, parse_program
-from ..sizes.polynomials import check_points
-from ..sizes.size_range import SizeRange
-from ..sizes.template import Template, sizes_text
-from .facts import fact_faults
+from ..program.program import REFERENCE_FILE
+from ..program.text import ProgramError
+from .build import Build, BuildError, sources_of
 from .folders import FolderError, check_place, current, replace_folder
 from .json_schema import MANIFEST_FORM, REPORT_FORM, Form, FormError, hold_form
 
@@ -32,85 +27,8 @@ MOST_BUILD_BYTES = 128 << 20
 MANIFEST = "manifest.json"
 _ACTIONS = {"SCALE", "F", "B", "REDUCE"}
 _HAVE_PROGRAMS = _ACTIONS | {"COUNT"}
-_FILES = ("plan.parc", REFERENCE_FILE, "schedule.txt", "report.json")
-
-
-def program_file(program: Program) -> str:
-    """Where a build has a program."""
-    return f"programs/{program.role}.{program.action}.py"
-
-
-class BuildError(Exception):
-    """A directory is not a build, or not the one that was checked; ``help`` says what to do where that is known."""
-
-    def __init__(self, message: str, help: str = "") -> None:
-        super().__init__(message)
-        self.help = help
-
-
-@dataclass(frozen=True)
-class Build:
-    """A build as read: its roles, the reference, and the manifest's facts; ``programs`` are those of the whole step by
-    action, as if one role ran it."""
-
-    path: Path
-    manifest: Mapping[str, Any]
-    programs: Mapping[str, Program]
-    reference: Program
-    roles: Mapping[str, Role]
-    report: Mapping[str, Any]
-    template: Template | None = None
-    """The programs for all sizes, where the plan declares ranges; ``programs`` and ``manifest`` are those of one."""
-
-    def at(self, sizes: Mapping[str, int]) -> Build:
-        """The build for these sizes, the others as they are.
-
-        Raises:
-            BuildError: its programs are none there.
-        """
-        assert self.template is not None
-        sizes = {**self.manifest["sizes"], **sizes}
-        try:
-            programs, reference = read_programs(self.template.at(sizes))
-            roles = {name: replace(role, programs=programs[name]) for name, role in self.roles.items()}
-            whole = join_roles(programs)
-        except (ProgramError, ValueError) as error:
-            raise BuildError(f"`{self.path}` at {sizes_text(sizes)}: {error}") from None
-        manifest = {**self.manifest, "sizes": sizes}
-        return replace(self, manifest=manifest, programs=whole, reference=reference, roles=roles)
-
-    def fact_faults(self) -> list[Fault]:
-        """Where the manifest is not what the programs and the schedule say."""
-        return fact_faults(self.manifest, self.programs, self.reference, self.roles)
-
-    def cases(self) -> list[Build]:
-        """What is checked: the build; where sizes have ranges, at the largest and a few others."""
-        return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
-
-    def role_at(self, coordinates: Mapping[str, int]) -> Role:
-        """The role of the ranks at some coordinates."""
-        axis = next(iter(self.roles.values())).axis
-        return self.roles[f"{axis}{coordinates[axis]}"] if axis else self.roles[SINGLE]
-
-    def files(self) -> Iterator[Program]:
-        """Every program that the build has a file of."""
-        programs = (program for role in self.roles.values() for program in role.programs.values())
-        yield from {program_file(program): program for program in programs}.values()
-
-    def text(self, program: Program) -> str:
-        """A program as the build has it: a template where sizes have ranges."""
-        return program.text() if self.template is None else self.template.texts[program_file(program)]
-
-    def moved(self) -> str:
-        """A sentence that the lines of the model's files moved since the build, where they did; nothing is imported."""
-        of, lines = self.manifest["model_source"], self.manifest["model_lines"]
-        moved = moved_files(_sources(self.manifest), self.folder, of, lines)
-        return f"lines of {listed(moved)} moved since the build, whose programs name the old ones" if moved else ""
-
-    @property
-    def folder(self) -> Path:
-        """The plan's folder, from which its names of files count."""
-        return (self.path / str(self.manifest["folder"])).resolve()
+_REPORT = "report.json"
+_FILES = ("plan.parc", REFERENCE_FILE, "schedule.txt", _REPORT)
 
 
 def json_text(value: Any) -> str:
@@ -118,15 +36,17 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def write_build(path: Path, files: Mapping[str, str], manifest: Mapping[str, Any]) -> None:
+def write_build(build: Build, path: Path) -> None:
     """Write a build; an older one at ``path`` is replaced whole, and only once the new one is complete.
 
     Raises:
         BuildError: ``path`` holds something that is not a build, or cannot be written.
     """
     check_out(path)
+    files = {**build.texts, _REPORT: json_text(build.report)}
+    folder = os.path.relpath(build.folder, path.resolve())
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
-    everything = {**files, MANIFEST: json_text({**manifest, "format": FORMAT, "files": hashes})}
+    everything = {**files, MANIFEST: json_text({**build.manifest, "folder": folder, "format": FORMAT, "files": hashes})}
 
     def write(fresh: Path) -> None:
         for name, text in everything.items():
@@ -186,32 +106,21 @@ def _read(named: Path, altered: list[str] | None, imports: bool) -> Build:
             message = f"`{path}` uses custom operators, which nothing but the model's own module declares"
             raise BuildError(message, f"`parc verify {path}` imports that")
         _import_model(path, manifest)
-    template = None
     try:
-        if "ranges" in manifest:
-            ranges = {n: SizeRange(low, high, step) for n, (low, high, step) in manifest["ranges"].items()}
-            if any(size.problem or manifest["sizes"].get(name) != size.high for name, size in ranges.items()):
-                raise ValueError("its manifest has sizes that are not the largest of its ranges")
-            template = Template.read(ranges, {n: text for n, text in texts.items() if n.startswith("programs/")})
-        found, reference = read_programs(texts if template is None else template.at(manifest["sizes"]))
-        programs, timelines = join_roles(found), parse_schedule(texts["schedule.txt"])
-        if list(timelines) != list(found):
-            raise ValueError(f"its schedule is of {', '.join(timelines)}, its programs are of {', '.join(found)}")
-        roles = {name: Role(name, found[name], timelines[name]) for name in found}
-        report = parse_json(texts["report.json"])
+        report = parse_json(texts.pop(_REPORT))
+        build = Build.of(path, texts, manifest, report)
     except (ProgramError, KeyError, ValueError, TypeError) as error:
         raise BuildError(f"`{path}`{' was altered since it was built' if altered else ''}: {error}") from None
-    kinds = {action.kind for actions in timelines.values() for action in actions}
-    lacking = sorted((kinds & _HAVE_PROGRAMS | _ACTIONS) - programs.keys())
+    kinds = {action.kind for role in build.roles.values() for action in role.actions}
+    lacking = sorted((kinds & _HAVE_PROGRAMS | _ACTIONS) - build.programs.keys())
     if lacking:
         raise BuildError(f"`{path}` has no program of {', '.join(lacking)}")
     for name, text in manifest["parameters"].items():
         try:
-            parse_type(text, programs["F"].mesh).local(programs["F"].mesh)
+            parse_type(text, build.mesh).local(build.mesh)
         except (ValueError, KeyError) as error:
             raise BuildError(f"`{path / MANIFEST}`: `parameters.{name}` is no type: {error}") from None
-    _hold(path / "report.json", report, REPORT_FORM)
-    build = Build(path, manifest, programs, reference, roles, report, template)
+    _hold(path / _REPORT, report, REPORT_FORM)
     if altered is None and (faults := build.fact_faults()):
         raise misfit_error(path, faults)
     return build
@@ -220,20 +129,6 @@ def _read(named: Path, altered: list[str] | None, imports: bool) -> Build:
 def misfit_error(path: Path, faults: Sequence[Fault]) -> BuildError:
     """The error of a manifest that is not what other files of its build say."""
     return BuildError(f"`{path / MANIFEST}` is not of its build: {faults[0].message}", again(path))
-
-
-def read_programs(texts: Mapping[str, str]) -> tuple[dict[str, dict[str, Program]], Program]:
-    """The programs of a build by role and key, and the reference.
-
-    Raises:
-        ValueError: they are not the programs of the roles of one build.
-    """
-    programs = [
-        parse_program(texts[name], name)
-        for name in sorted(texts)
-        if name.startswith("programs/") and name != REFERENCE_FILE
-    ]
-    return group(programs), parse_program(texts[REFERENCE_FILE], REFERENCE_FILE)
 
 
 def _is_target(path: Path) -> bool:
@@ -295,10 +190,6 @@ def _hold(file: Path, value: Any, form: Form) -> None:
         raise BuildError(f"`{file}` is not of the form that parc writes: {error}") from None
 
 
-def _sources(manifest: Mapping[str, Any]) -> tuple[str, ...]:
-    return sources(manifest["model"]["callable"], manifest["loss"]["kind"], manifest["loss"]["target"])
-
-
 def _import_model(path: Path, manifest: Mapping[str, Any]) -> None:
     """Import the module of the `model` line, for the operators that it registers.
 
@@ -307,7 +198,7 @@ def _import_model(path: Path, manifest: Mapping[str, Any]) -> None:
     """
     target, folder = manifest["model"]["callable"], (path / manifest["folder"]).resolve()
     try:
-        changed = changed_files(_sources(manifest), folder, manifest["model_source"])
+        changed = changed_files(sources_of(manifest), folder, manifest["model_source"])
     except CallableError as error:
         message = f"`{path}` uses operators of the model's module, which cannot be had: {error}"
         raise BuildError(message, error.help) from None

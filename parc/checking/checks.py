@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, not_finite
 from parc.checking.twins import subject_of
-from parc.compiler.build.directory import Build, program_file
+from parc.compiler.build.build import Build
 from parc.compiler.build.plan_facts import plan_faults
-from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import TensorType, parse_type
-from parc.compiler.ops.precision import Rounding, regions
-from parc.compiler.padding.pads import Pads, pads_from
 from parc.compiler.plan.directives.precision import WHOLE
-from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
-from parc.compiler.program.actions import Action
-from parc.compiler.program.cost import Memory
 from parc.compiler.program.faults import Fault
-from parc.compiler.program.program import REFERENCE_FILE, Program
-from parc.compiler.program.roles import SINGLE, Role, join_roles
-from parc.compiler.program.text import parse_program
+from parc.compiler.program.program import REFERENCE_FILE
+from parc.compiler.program.roles import SINGLE, Role
 from parc.compiler.schedules.timeline import simulate
-from parc.compiler.sizes.template import sizes_text
+from parc.compiler.sizes.template import ShapeFault, sizes_text
 from parc.compiler.verify.bounds import check_bounds
 from parc.compiler.verify.integers import check_integers
 from parc.compiler.verify.lines import check_lines, check_program
@@ -41,12 +32,12 @@ from parc.compiler.verify.schedule import check_timelines
 from parc.compiler.verify.sizes import size_faults
 from parc.compiler.verify.stages import check_stages
 from parc.compiler.verify.step import check_bindings, check_reference, mesh_faults
-from parc.compiling.driver import Compiled, Progress, compile_plan, optimizer_facts, stored, stored_types
+from parc.compiling.driver import Compiled, Progress, compile_plan
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.grammar.diagnostics import Diagnostic, PlanError
 from parc.grammar.format import format_statements
 from parc.grammar.source import Span
-from parc.report import plan_of, program_rows, rank_memory, report_faults
+from parc.report import plan_of, program_rows, report_faults
 from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.simulate import TOLERANCE, Agreement, compare
 from parc.runtime.owners import BUFFERS, parameters_of
@@ -63,30 +54,26 @@ class Checked:
     seconds: float = 0.0
 
 
-def static_faults(
-    programs: Mapping[str, Program], types: Mapping[str, TensorType], mesh: Mesh, actions: Sequence[Action],
-    microbatches: int, reference: Program, pads: Pads = MappingProxyType({}), rounding: Rounding | None = None,
-    roles: Mapping[str, Role] | None = None, summed: bool | None = None,
-) -> list[Fault]:  # fmt: skip
+def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
     """Shapes, types, communication, padding of a build's programs, and where they may round: from these and the
-    captured graph alone. Where several ``roles`` share the step out, ``programs`` are those that theirs join to."""
-    roles = roles or {SINGLE: Role(SINGLE, programs, tuple(actions))}
-    faults = mesh_faults(programs, mesh)
+    captured graph alone."""
+    programs, roles, reference = build.programs, build.roles, build.reference
+    faults = mesh_faults(programs, build.mesh)
     for program in programs.values():
         faults += check_program(program)
-    axis = "" if faults else next(iter(roles.values())).axis
+    axis = "" if faults else build.axis
     if axis:
-        for program in {program_file(p): p for role in roles.values() for p in role.programs.values()}.values():
+        for program in build.files():
             faults += check_program(program)
-        faults += check_stages({name: role.programs for name, role in roles.items()}, mesh, axis)
+        faults += check_stages({name: role.programs for name, role in roles.items()}, build.mesh, axis)
     if not faults:
-        faults += check_bindings(programs, types)
-        faults += check_reference(programs, reference, microbatches, pads, summed)
+        faults += check_bindings(programs, build.types)
+        faults += check_reference(programs, reference, build.microbatches, build.pads, summed)
         faults += check_reduce(programs["SCALE"], programs["REDUCE"])
         faults += (*check_integers(programs, reference), *check_bounds(programs, reference))
-        faults += check_precision(programs, reference, rounding or Rounding())
-        faults += check_padding(programs, pads, types)
-        faults += check_schedule(roles, microbatches, counts="COUNT" in programs)
+        faults += check_precision(programs, reference, build.rounding)
+        faults += check_padding(programs, build.pads, build.types)
+        faults += check_schedule(roles, build.microbatches, counts="COUNT" in programs)
     return faults
 
 
@@ -105,44 +92,57 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
     """
     start = time.perf_counter()
     progress("shapes, types, communication")
-    checked = Checked(report_of(compiled, stored(compiled)), prove(compiled))
-    pads = compiled.resolved.pads
+    checked = Checked(report_of(compiled), prove(compiled))
     if not checked.faults:
         progress("numbers")
         check_numbers(compiled, checked)
     if checked.faults:
         hold_template(compiled)
     else:
-        checked.report["checks"] = {
-            "shapes": "proved", "types": "proved", "communication": "proved", **({"padding": "proved"} if pads else {}),
-            "numbers": "tested", "memory": "estimated",
-        }  # fmt: skip
+        checked.report["checks"] = {**dict.fromkeys(proved(compiled.build), "proved"),
+                                    "numbers": "tested", "memory": "estimated"}  # fmt: skip
     checked.seconds = round(time.perf_counter() - start, 3)
     return checked
+
+
+def proved(build: Build) -> tuple[str, ...]:
+    """What is proved of a build without faults."""
+    return ("shapes", "types", "communication", *(("padding",) if build.pads else ()))
 
 
 def prove(compiled: Compiled) -> list[Fault]:
     """Shapes, types and communication of a compiled plan, from the texts of its programs.
 
-    Where sizes have ranges: that everything divides for all of them, and the rest at the largest, the smallest and some
-    in between.
-
     Raises:
         PlanError: something does not divide at a size that the plan declares.
     """
-    template = compiled.template
-    errors = template.faults(compiled.mesh) or size_faults(template, compiled.mesh) if template is not None else []
-    if errors:
+    if errors := range_faults(compiled.build):
         raise PlanError([fault_diagnostic(compiled.plan, fault) for fault in errors])
-    faults, plan = [], compiled.plan
-    summed = plan.microbatches > 1 and combination(compiled.built.reference, plan.unbatched) == "sum"
-    for at in compiled.cases():
-        roles = reread_roles(at)
-        programs = join_roles({name: role.programs for name, role in roles.items()})
-        faults += static_faults(
-            programs, stored(at), at.mesh, (), at.plan.microbatches, at.built.reference, at.resolved.pads,
-            rounding_of(at), roles, summed,
-        )  # fmt: skip
+    return program_faults(compiled.build, compiled.plan)
+
+
+def check_files(build: Build) -> list[Fault]:
+    """Re-prove a build from its files alone: its manifest and its report, then shapes, types and communication."""
+    plan = plan_of(build)
+    if faults := [*build.fact_faults(), *plan_faults(build.manifest, plan)]:
+        return faults
+    faults = [fault.fault() for fault in range_faults(build)] or program_faults(build, plan)
+    return faults or report_faults(build, plan)
+
+
+def range_faults(build: Build) -> list[ShapeFault]:
+    """What does not divide, or is no whole number, at some of the sizes that a plan declares: for all of them."""
+    template = build.template
+    return [] if template is None else template.faults(build.mesh) or size_faults(template, build.mesh)
+
+
+def program_faults(build: Build, plan: Plan) -> list[Fault]:
+    """Shapes, types and communication of a build's programs; where sizes have ranges, at the largest, the smallest and
+    some in between."""
+    faults = check_lines(build.reference)
+    summed = not faults and build.microbatches > 1 and combination(build.reference, plan.unbatched) == "sum"
+    for at in build.cases() if not faults else ():
+        faults += static_faults(at, summed)
     return faults
 
 
@@ -152,30 +152,15 @@ def hold_template(compiled: Compiled) -> None:
     Raises:
         PlanError: at sizes that are checked the model is another than the template's.
     """
-    template = compiled.template
+    template = compiled.build.template
     for at in compiled.cases()[1:] if template is not None else ():
         made = compile_plan(at.plan, at.folder, overrides=at.overrides, copies=at.copies, longer=at.resolved.pads)
         assert template is not None
         captured = replace(template, texts={REFERENCE_FILE: template.texts[REFERENCE_FILE]})
         sizes = {name: at.sizes[name] for name in template.ranges}
-        misfit = captured.misfit(sizes, {REFERENCE_FILE: made.built.reference.text()})
+        misfit = captured.misfit(sizes, {REFERENCE_FILE: made.build.texts[REFERENCE_FILE]})
         if misfit is not None:
             raise PlanError([misfit_diagnostic(compiled.plan, misfit)])
-
-
-def rounding_of(compiled: Compiled) -> Rounding:
-    """Where a plan's programs may round."""
-    return Rounding(regions(compiled.resolved.precision), getattr(torch, ACCUMULATE[compiled.plan.accumulate]))
-
-
-def reread(programs: Mapping[str, Program]) -> dict[str, Program]:
-    """The programs as their texts say them."""
-    return {action: parse_program(program.text(), program.action) for action, program in programs.items()}
-
-
-def reread_roles(compiled: Compiled) -> dict[str, Role]:
-    """The roles, with their programs as their texts say them."""
-    return {name: replace(role, programs=reread(role.programs)) for name, role in compiled.roles().items()}
 
 
 def check_numbers(compiled: Compiled, checked: Checked) -> None:
@@ -195,9 +180,7 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
         on += f", at {'; '.join(sizes_text(at.sizes) for at in cases)}"
     found: dict[str, Any] = {"on": on, "tolerance": TOLERANCE}
     for at in cases:
-        roles = reread_roles(at)
-        whole = join_roles({name: role.programs for name, role in roles.items()})
-        case = case_of(at, whole, roles if at.pipeline is not None else None)
+        case = case_of(at)
         with one_thread():
             eager = compare_with_eager(at, case)
             agreement = compare(case, 1 if checked.agreement else chosen.steps)
@@ -244,32 +227,25 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def case_of(compiled: Compiled, programs: Mapping[str, Program], roles: Mapping[str, Role] | None = None) -> Case:
-    """What the simulator needs of a compiled plan; of a pipeline's also what its ``roles`` run."""
-    types = stored_types(compiled)
-    recipes = compiled.recorded.recipes
+def case_of(compiled: Compiled) -> Case:
+    """What the simulator needs of a compiled plan; of a pipeline's also what its roles run."""
+    build, recipes = compiled.build, compiled.recorded.recipes
     constants = compiled.captured.constants  # which capture found in the code
     buffers = {name: recipes[name].whole() if name in recipes else constants[name]
-               for name in parameters_of(programs["F"].main, *BUFFERS)}  # fmt: skip
+               for name in parameters_of(build.programs["F"].main, *BUFFERS)}  # fmt: skip
+    roles = build.roles if build.axis else {}
     return Case(
-        programs, parse_program(compiled.built.reference.text(), "model"), () if roles else compiled.actions,
-        compiled.mesh,
-        compiled.plan.microbatches, optimizer_facts(compiled), {name: recipes[name].whole() for name in types},
-        buffers, types, compiled.resolved.pads, roles or {},
+        build.programs, build.reference, () if roles else build.roles[SINGLE].actions, build.mesh, build.microbatches,
+        build.manifest["optimizer"], {name: recipes[name].whole() for name in build.types}, buffers,
+        build.manifest["parameters"], build.pads, roles,
     )  # fmt: skip
 
 
-def memory_of(compiled: Compiled, role: Role, types: Mapping[str, TensorType]) -> Memory:
-    """The memory of a rank of a role."""
-    return rank_memory(compiled.plan, role, types, compiled.frozen)
-
-
-def report_of(compiled: Compiled, types: Mapping[str, TensorType]) -> dict[str, Any]:
+def report_of(compiled: Compiled) -> dict[str, Any]:
     """``report.json``: what others rely on, nothing that differs between two builds of one plan."""
-    plan = compiled.plan
-    roles, pads = compiled.roles(), compiled.resolved.pads
+    plan, pads = compiled.plan, compiled.resolved.pads
     return {
-        **program_rows(plan, compiled.mesh, roles, types, compiled.frozen, pads),
+        **program_rows(compiled.build, plan),
         "pipeline": _pipeline_row(compiled),
         "placed": {seed.value: place_text(seed.span) for seed in compiled.resolved.seeds},
         "padding": [
@@ -296,11 +272,12 @@ def place_text(span: Span) -> str:
 def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
     """The schedule, and what part of a step ranks idle where all stages take the same time."""
     pipeline, microbatches = compiled.pipeline, compiled.plan.microbatches
+    timelines = {name: role.actions for name, role in compiled.build.roles.items()}
     if pipeline is None or compiled.plan.schedule is None:
         return {"schedule": "accumulation", "stages": 1, "microbatches": microbatches, "bubble": 0.0}
     return {
         "schedule": compiled.plan.schedule.name, "stages": pipeline.stages, "chunks": pipeline.chunks,
-        "microbatches": microbatches, "axis": pipeline.axis, "bubble": round(simulate(compiled.timelines).bubble, 4),
+        "microbatches": microbatches, "axis": pipeline.axis, "bubble": round(simulate(timelines).bubble, 4),
     }  # fmt: skip
 
 
@@ -313,24 +290,3 @@ def _numerics(plan: Plan) -> list[dict[str, Any]]:
         {"class": "lossy", "directive": " ".join(format_statements((found,)).split()), "line": found.span.root.line}
         for found in wanted
     ]
-
-
-def check_files(build: Build) -> list[Fault]:
-    """Re-prove a build from its files alone: its manifest and its report, then shapes, types and communication."""
-    mesh, plan = build.programs["F"].mesh, plan_of(build)
-    if faults := [*build.fact_faults(), *plan_faults(build.manifest, plan)]:
-        return faults
-    types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
-    microbatches = int(build.manifest["microbatches"])
-    pads = pads_from(build.manifest["padding"])
-    lines = regions((line["type"], line["modules"], line["line"]) for line in build.manifest["precision"])
-    rounding = Rounding(lines, getattr(torch, build.manifest["accumulate"]))
-    template = build.template
-    errors = template.faults(mesh) or size_faults(template, mesh) if template is not None else []
-    faults = [fault.fault() for fault in errors] or check_lines(build.reference)
-    summed = not faults and microbatches > 1 and combination(build.reference, plan.unbatched) == "sum"
-    for at in build.cases() if not faults else ():
-        faults += static_faults(
-            at.programs, types, mesh, (), microbatches, at.reference, pads, rounding, at.roles, summed
-        )
-    return faults or report_faults(build, plan, types)

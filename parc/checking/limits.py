@@ -7,19 +7,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from parc.checking.checks import memory_of
 from parc.compiler.build.communication import Communication, messages
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.plan.limits import Promise
 from parc.compiler.program.cost import VIEWS, local_bytes
 from parc.compiler.resolve.names import find_modules
 from parc.compiler.schedules import EARLY, problem
-from parc.compiling.driver import Compiled, stored
+from parc.compiling.driver import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import size_text
 from parc.passes.pipeline import names_of
+from parc.report import memory_of
 from parc.runtime.owners import parameters_of
 
 _ACTIONS = ("COUNT", "SCALE", "F", "B", "REDUCE")
@@ -49,13 +49,13 @@ def hold_promises(compiled: Compiled) -> None:
 
 
 def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
-    programs = compiled.built.programs
+    programs = compiled.build.programs
     found = [message for action in _ACTIONS if action in programs for message in messages(programs[action])]
     among: Counter[Communication] = (
         Counter()
     )  # sums among roles, which joined programs do not have; each role says the same
-    for role in compiled.built.roles.values():
-        among |= Counter(m for m in messages(role["REDUCE"]) if m.op == "all_reduce_among")
+    for role in compiled.build.roles.values():
+        among |= Counter(m for m in messages(role.programs["REDUCE"]) if m.op == "all_reduce_among")
     found += among.elements()
     names = names_of(compiled.captured)
 
@@ -165,8 +165,8 @@ def _budget(compiled: Compiled) -> Iterator[Diagnostic]:
     line = compiled.plan.budget
     if line is None:
         return
-    types = stored(compiled)
-    memory = max((memory_of(compiled, role, types) for role in compiled.roles().values()), key=lambda m: m.peak_bytes)
+    build, types = compiled.build, compiled.build.types
+    memory = max((memory_of(build, compiled.plan, role) for role in build.roles.values()), key=lambda m: m.peak_bytes)
     over = memory.peak_bytes - line.memory
     if over <= 0:
         return
@@ -180,7 +180,7 @@ def _budget(compiled: Compiled) -> Iterator[Diagnostic]:
 
 
 def _parameters(compiled: Compiled, types: Mapping[str, TensorType]) -> Iterator[_Held]:
-    forward = compiled.built.programs["F"]
+    forward = compiled.build.programs["F"]
     for name, type_ in types.items():
         yield _Held(f"`{name}`", type_.text(compiled.mesh), local_bytes(type_, forward))
 
@@ -189,7 +189,7 @@ def _values(compiled: Compiled) -> Iterator[_Held]:
     """The largest value that lines of each module make; a module's own are enough to find it."""
     largest: dict[str, _Held] = {}
     for action in ("F", "B"):
-        program = compiled.built.programs[action]
+        program = compiled.build.programs[action]
         lines = [line for function in program.functions for line in function.lines]
         for line in lines:
             if line.calls_function or line.op in VIEWS:
@@ -220,7 +220,7 @@ def _way_out(compiled: Compiled, types: Mapping[str, TensorType], activations: b
     data = {axis for type_ in _inputs(compiled) for axis in type_.placement.split_axes()}
     taken = data | ({compiled.pipeline.axis} if compiled.pipeline is not None else set())
     free = [axis for axis in compiled.mesh.names if compiled.mesh.size(axis) > 1 and axis not in taken]
-    sizes = {name: local_bytes(type_, compiled.built.programs["F"]) for name, type_ in types.items()}
+    sizes = {name: local_bytes(type_, compiled.build.programs["F"]) for name, type_ in types.items()}
     for name in sorted(types, key=lambda n: -sizes[n]):
         if sizes[name] * _WORTH < sum(sizes.values()):
             break
@@ -250,4 +250,4 @@ def _cuts(compiled: Compiled, microbatches: int) -> bool:
 
 
 def _inputs(compiled: Compiled) -> Iterator[TensorType]:
-    return (value.type for value in parameters_of(compiled.built.programs["F"].main, "input").values())
+    return (value.type for value in parameters_of(compiled.build.programs["F"].main, "input").values())

@@ -8,40 +8,38 @@ from itertools import zip_longest
 from typing import Any
 
 from parc.checking.checks import report_of
-from parc.compiler.build.directory import Build, json_text
+from parc.compiler.build.build import Build
+from parc.compiler.build.directory import json_text
 from parc.compiler.program.faults import Fault
-from parc.compiling.driver import Compiled, files_of, manifest_of, stored
+from parc.compiling.driver import Compiled
 from parc.report import LINES, unlined
 
-_MOVING = ("files", "folder", "format", "model_lines")
-"""Facts of where and how files lie, and lines in them: other code holds these."""
+_MOVING = ("files", "folder", "format", "model_lines", "model_source")
+"""Facts of where and how files lie, and of the code in them: other code holds these."""
 _MEASURED = ("checks", "numbers", "placed")
 
 
 def differences(build: Build, compiled: Compiled) -> list[Fault]:
     """Where a build is not what its plan compiles to."""
-    report = _as_read(report_of(compiled, stored(compiled)))
+    wanted = compiled.build
     return [
-        *_file_faults(build, files_of(compiled)),
-        *_key_faults("manifest.json", build.manifest, _as_read(manifest_of(compiled, build.path)), _MOVING),
-        *_key_faults("report.json", build.report, report, _MEASURED),
+        *_text_faults(build.texts, wanted.texts),
+        *_key_faults("manifest.json", build.manifest, _as_read(wanted.manifest), _MOVING),
+        *_key_faults("report.json", build.report, _as_read(report_of(compiled)), _MEASURED),
     ]
 
 
-def _file_faults(build: Build, expected: Mapping[str, str]) -> Iterator[Fault]:
-    for name in build.manifest["files"]:
-        if name not in expected and name != "report.json":
-            yield Fault("recompilation", name, "the plan compiles to no such file")
-    for name, text in expected.items():
-        place = build.path / name
-        if not place.is_file():
+def _text_faults(found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[Fault]:
+    for name in found.keys() - wanted.keys():
+        yield Fault("recompilation", name, "the plan compiles to no such file")
+    for name, text in wanted.items():
+        if name not in found:
             yield Fault("recompilation", name, "it is missing")
             continue
-        found = place.read_text(encoding="utf-8")
-        for number, (have, wanted) in enumerate(zip_longest(_rows(found), _rows(text)), 1):
-            if have != wanted:
-                shown = [f"`{row.strip()}`" if row is not None else "nothing" for row in (have, wanted)]
-                yield Fault("recompilation", f"{name}:{number}", f"is {shown[0]}, but the plan compiles to {shown[1]}")
+        for number, rows in enumerate(zip_longest(_rows(found[name]), _rows(text)), 1):
+            if rows[0] != rows[1]:
+                have, want = (f"`{row.strip()}`" if row is not None else "nothing" for row in rows)
+                yield Fault("recompilation", f"{name}:{number}", f"is {have}, but the plan compiles to {want}")
                 break
 
 

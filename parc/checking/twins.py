@@ -68,10 +68,10 @@ def subject_of(compiled: Compiled) -> Subject:
                 made = _compiled(compiled, compiled.mesh, sizes, {})
             except PlanError:
                 continue  # the model does not take these
-            if not _differences(compiled, made, compiled.built.programs):
+            if not _differences(compiled, made, compiled.build.programs):
                 return Subject(made, f"the same programs at {sizes_text(sizes)}")
     if work > _LARGE_WORK or not few_ranks:
-        twin, differences = find_twin(compiled, compiled.built.programs)
+        twin, differences = find_twin(compiled, compiled.build.programs)
         few = work_of(twin) > _MOST_WORK // _STEPS
         return Subject(twin, twin_text(twin, few), 1 if few else _STEPS, tuple(differences))
     return Subject(compiled, "the build itself")
@@ -116,7 +116,7 @@ def _many_axes(compiled: Compiled) -> PlanError:
 
 
 def _differences(compiled: Compiled, twin: Compiled, programs: Mapping[str, Program]) -> list[Fault]:
-    return compare_structure(programs, compiled.built.reference, twin.built.programs, twin.built.reference)
+    return compare_structure(programs, compiled.build.reference, twin.build.programs, twin.build.reference)
 
 
 def _meshes(mesh: Mesh) -> Iterator[Mesh]:
@@ -140,7 +140,7 @@ def _smaller_sizes(compiled: Compiled, mesh: Mesh, given: Mapping[str, int]) -> 
     ``given`` is that."""
     plan = compiled.plan
     pieces = dict.fromkeys(plan.sizes, 1)
-    for program in compiled.built.programs.values():
+    for program in compiled.build.programs.values():
         placed = parameters_of(program.main, "input")
         for line in plan.inputs:
             for dim, name in enumerate(line.dims):

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parc.checking.checks import Checked, case_of, check_files, check_numbers
+from parc.checking.checks import Checked, case_of, check_files, check_numbers, proved
 from parc.checking.difference import first_difference
 from parc.checking.limits import hold_promises
 from parc.checking.recompilation import differences
 from parc.checking.twins import subject_of
-from parc.compiler.build.directory import Build, read_build
+from parc.compiler.build.build import Build
+from parc.compiler.build.directory import read_build
 from parc.compiler.program.faults import Fault
 from parc.compiling.driver import Progress, compile_plan
 from parc.report import plan_of
@@ -40,13 +41,8 @@ def verify_static(path: Path) -> Verified:
     build = read_build(path, altered=altered, imports=False)
     found = Verified(build, check_files(build), altered)
     if not found.faults:
-        found.checks = _proved(build)
+        found.checks = dict.fromkeys(proved(build), "proved")
     return found
-
-
-def _proved(build: Build) -> dict[str, str]:
-    padding = ("padding",) if build.manifest["padding"] else ()
-    return dict.fromkeys(("shapes", "types", "communication", *padding), "proved")
 
 
 def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: bool = False) -> Verified:
@@ -69,13 +65,11 @@ def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: boo
     found = Verified(build, check_files(build), altered)
     if found.faults:
         return found
-    found.checks = _proved(build)
+    found.checks = dict.fromkeys(proved(build), "proved")
     progress("numbers")
     compiled = compile_plan(plan_of(build), build.folder)
     found.faults += differences(build, compiled)
-    roles = {name: role.programs for name, role in build.roles.items()}
-    built = replace(compiled.built, programs=dict(build.programs), roles=roles)
-    compiled = replace(compiled, built=built, template=build.template)
+    compiled = replace(compiled, written=build)
     hold_promises(compiled)
     checked = Checked({}, [])
     check_numbers(compiled, checked)
@@ -86,10 +80,7 @@ def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: boo
     elif locate and checked.faults:
         progress("first difference")
         subject = subject_of(compiled).compiled
-        differing = (
-            first_difference(case_of(at, at.built.programs, at.roles() if at.pipeline else None))
-            for at in subject.cases()
-        )
+        differing = (first_difference(case_of(at)) for at in subject.cases())
         found.difference = str(
             next(filter(None, differing), "no line of the forward differs: look at the backward of what is named above")
         )

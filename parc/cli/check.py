@@ -52,7 +52,7 @@ def check_command(given: argparse.Namespace) -> int:
     show(warnings_of(compiled))
     check_weights(plan, compiled.folder, compiled.recorded, compiled.captured)
     hold_promises(compiled)
-    check_sample(plan, compiled.folder, compiled.built)
+    check_sample(plan, compiled.folder, compiled.build)
     if faults:
         return show_refusal(faults)
     say(

@@ -18,7 +18,7 @@ from parc.cli.terminal import say
 if TYPE_CHECKING:
     import torch
 
-    from parc.compiler.build.directory import Build
+    from parc.compiler.build.build import Build
     from parc.runtime.launch.train import Options
 
 

@@ -16,7 +16,7 @@ from parc.grammar.syntax import size_text
 from parc.placement_words import in_words
 
 if TYPE_CHECKING:
-    from parc.compiler.build.directory import Build
+    from parc.compiler.build.build import Build
 
 
 def show_options(parser: argparse.ArgumentParser) -> None:

@@ -47,7 +47,7 @@ def show_error(error: BaseException) -> int | None:
         return 1
     if "torch" not in sys.modules:  # the errors below come from modules that need it
         return None
-    from parc.compiler.build.directory import BuildError
+    from parc.compiler.build.build import BuildError
     from parc.grammar.codes_build import BAD_BUILD
     from parc.runtime.faults import RunError
 

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import parc
-from parc.compiler.build.directory import program_file, read_programs
-from parc.compiler.build.facts import program_facts, stored_in
+from parc.compiler.build.build import Build, program_file
+from parc.compiler.build.facts import program_facts
 from parc.compiler.build.plan_facts import plan_facts
 from parc.compiler.capture.capture import Captured
 from parc.compiler.capture.model_calls import TaskLines
 from parc.compiler.capture.model_code import target_hashes
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import TensorType
 from parc.compiler.ops.precision import regions
 from parc.compiler.padding.pads import Pads, facts_of
 from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import Action, schedule_text
 from parc.compiler.program.program import REFERENCE_FILE
-from parc.compiler.program.roles import Role, join_roles
 from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.compiler.sizes.polynomials import check_points, moving
 from parc.compiler.sizes.template import Template
@@ -69,23 +67,26 @@ class Compiled:
     copies: Copies = field(default_factory=Copies)
     template: Template | None = None
     """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
+    written: Build | None = None
+    """The build whose files it is held to be, where there are files."""
 
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        """What the one role of a plan without stages does."""
-        (actions,) = self.timelines.values()
-        return actions
+    @cached_property
+    def build(self) -> Build:
+        """What a reader makes of the files that the plan compiles to; every check looks at this."""
+        return self.written or Build.of(self.folder, files_of(self), manifest_of(self), {})
 
-    def roles(self) -> dict[str, Role]:
-        """What ranks run."""
-        return {name: Role(name, self.built.roles[name], actions) for name, actions in self.timelines.items()}
+    def to_write(self, report: Mapping[str, Any]) -> Build:
+        """The build with its report, and hashes of the code that it was compiled of."""
+        code = target_hashes(self.lines.sources, self.folder)
+        hashes = {name: code_hash for name, (code_hash, _) in code.items()}
+        lines = {name: lines for name, (_, lines) in code.items()}
+        manifest = {**self.build.manifest, "model_source": hashes, "model_lines": lines}
+        return replace(self.build, manifest=manifest, report=report)
 
     def at(self, sizes: Mapping[str, int]) -> Compiled:
         """The plan compiled for some of its sizes, from the template."""
-        assert self.template is not None
-        roles, reference = read_programs(self.template.at(sizes))
-        built = replace(self.built, programs=join_roles(roles), roles=dict(roles), reference=reference)
-        return replace(self, plan=fixed(self.plan, sizes), built=built, sizes={**self.sizes, **sizes}, template=None)
+        build = self.build.at(sizes)
+        return replace(self, plan=fixed(self.plan, sizes), written=build, sizes={**self.sizes, **sizes}, template=None)
 
     def cases(self) -> list[Compiled]:
         """What is checked: the plan compiled for its sizes; of ranges, for the largest and a few others."""
@@ -260,20 +261,18 @@ def files_of(compiled: Compiled) -> dict[str, str]:
     return {"plan.parc": compiled.plan.text(), **programs_of(compiled), "schedule.txt": schedule}
 
 
-def manifest_of(compiled: Compiled, out: Path) -> dict[str, Any]:
-    """The facts a run needs beside the programs."""
+def manifest_of(compiled: Compiled) -> dict[str, Any]:
+    """The facts a run needs beside the programs, of a build in the plan's folder; hashes of code are
+    added where it is written."""
     plan, built = compiled.plan, compiled.built
-    code = target_hashes(compiled.lines.sources, compiled.folder)
     facts, precision = plan_facts(plan), regions(compiled.resolved.precision)
     return {
         **facts,
         **program_facts(built.programs, built.reference),
         "parc": parc.__version__,
         "torch": torch.__version__.split("+")[0],
-        "folder": os.path.relpath(compiled.folder.resolve(), out.resolve()),
-        "model_source": {name: code_hash for name, (code_hash, _) in code.items()},
-        "model_lines": {name: lines for name, (_, lines) in code.items()},
-        "optimizer": optimizer_facts(compiled),
+        "folder": ".",
+        "optimizer": {**facts["optimizer"], "no_decay": sorted(compiled.resolved.no_decay)},
         "frozen": sorted(compiled.frozen),
         "precision": [{**fact, "modules": list(line.modules), "line": line.line}
                       for fact, line in zip(facts["precision"], precision, strict=True)],
@@ -290,18 +289,3 @@ def constant_facts(compiled: Compiled) -> dict[str, Any]:
         name: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
         for name, value in sorted(compiled.captured.constants.items())
     }
-
-
-def optimizer_facts(compiled: Compiled) -> dict[str, Any]:
-    """The optimizer line as the manifest has it."""
-    return {**plan_facts(compiled.plan)["optimizer"], "no_decay": sorted(compiled.resolved.no_decay)}
-
-
-def stored(compiled: Compiled) -> dict[str, TensorType]:
-    """Each parameter's type as a rank stores it."""
-    return stored_in(compiled.built.programs)
-
-
-def stored_types(compiled: Compiled) -> dict[str, str]:
-    """The types of ``stored`` as text."""
-    return {name: type_.text(compiled.mesh) for name, type_ in stored(compiled).items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from parc.compiler.build.build import Build
 from parc.compiler.build.plan_facts import data_facts, input_facts
 from parc.compiler.capture.callables import CallableError
 from parc.compiler.plan.plan import Plan
@@ -16,7 +17,6 @@ from parc.compiling.callable_faults import callable_diagnostic
 from parc.grammar.codes_build import BAD_DATA, CAPTURE_FAILED
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import String
-from parc.passes.pipeline import Built
 from parc.runtime.data.feed import MISFIT_HELP, input_types
 from parc.runtime.data.random_batch import beyond, beyond_help, class_bounds
 from parc.runtime.data.samples import DataError, sample_misfit
@@ -58,14 +58,14 @@ def sample_said(plan: Plan, folder: Path) -> Iterator[None]:
         raise
 
 
-def check_sample(plan: Plan, folder: Path, built: Built) -> None:
+def check_sample(plan: Plan, folder: Path, build: Build) -> None:
     """Hold the first sample against the ``input`` lines of what programs read, where any size of a range will do; and
     its whole numbers against the rows or classes that the model has.
 
     Raises:
         PlanError: it is no dict of tensors, lacks an input, or one has another dtype, shape or number.
     """
-    read = input_types(built.programs)
+    read = input_types(build.programs)
     sample = _first_sample(plan, folder)
     if sample is None:
         return
@@ -76,7 +76,7 @@ def check_sample(plan: Plan, folder: Path, built: Built) -> None:
         raise PlanError([_fault(plan, f"{held}, and no `{missing[0]}`", "name inputs as the data does")])
     if wrong := _misfits(plan, sample, inputs):
         raise PlanError(wrong)
-    for name, (bound, ignore) in class_bounds(built.reference).items():
+    for name, (bound, ignore) in class_bounds(build.reference).items():
         if message := beyond(name, sample[name], bound, ignore):
             raise PlanError([_fault(plan, f"sample 0: {message}", beyond_help(bound, ignore), name)])
 

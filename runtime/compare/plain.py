@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...compiler.build.directory import Build
+from ...compiler.build.build import Build
 from ...compiler.capture.complex_numbers import own_form, real_form
 from ...compiler.capture.model_calls import caller, loss_function, model_builder
 from ...compiler.initial.counter import dropped, keep_mask, random, stream

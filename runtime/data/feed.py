@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from ...compiler.build.directory import Build
+from ...compiler.build.build import Build
 from ...compiler.initial.counter import digest
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType, dim_index, take

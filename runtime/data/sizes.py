@@ -9,7 +9,7 @@ from typing import Generic, TypeVar, final
 
 import torch
 
-from ...compiler.build.directory import Build
+from ...compiler.build.build import Build
 from ...compiler.sizes.size_range import SizeRange
 from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_build import BAD_DATA, OUT_OF_RANGE

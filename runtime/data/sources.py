@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...compiler.build.directory import Build
+from ...compiler.build.build import Build
 from ...compiler.capture.callables import CallableError, check_arguments, load_callable
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError

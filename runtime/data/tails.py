@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from ...compiler.build.directory import Build
+from ...compiler.build.build import Build
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
 from .random_batch import class_bounds

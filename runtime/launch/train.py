@@ -17,7 +17,7 @@ from typing import Any, Self, final
 
 import torch
 
-from ...compiler.build.directory import Build
+from ...compiler.build.build import Build
 from ..faults import RunError
 from ..processes import launched
 from ..session import Session

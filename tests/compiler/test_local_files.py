@@ -13,7 +13,7 @@ import parc
 from parc.checking.recompilation import differences
 from parc.compiler.capture.model_code import changed_files, file_hashes, local_files, target_hashes
 from parc.compiler.plan.plan import read_plan
-from parc.compiling.driver import compile_plan, files_of
+from parc.compiling.driver import compile_plan
 from parc.grammar.codes_build import BAD_BUILD
 from parc.runtime.faults import RunError
 from parc.runtime.opening import check_source_of, open_build
@@ -201,7 +201,7 @@ def test_a_build_whose_models_lines_moved_runs_verifies_and_says_so(tmp_path: Pa
     for name in [name for name in sys.modules if name.startswith("parc_user_gpt_")]:
         del sys.modules[name]  # as in a process of its own
     again = compile_plan(read_plan(made / "plan.parc"), tmp_path)
-    assert files_of(again)["programs/stage0.F.py"] != (made / "programs" / "stage0.F.py").read_text()
+    assert again.build.texts["programs/stage0.F.py"] != (made / "programs" / "stage0.F.py").read_text()
     assert differences(found, again) == []
     place.write_text(before.replace("y.transpose(1, 2)", "y.mT.transpose(1, 2)"))
     assert found.moved() == ""

@@ -41,7 +41,7 @@ def test_what_is_wrong_with_one_repetition_of_a_large_build_is_seen_beside_its_t
 def test_a_twin_is_nowhere_larger_than_its_build() -> None:
     lines = TENSOR + "verify layers=4, width=8, S=16\n"
     made = compiled(PLAN.replace("layers=2", "layers=1") + lines)
-    twin, differences = find_twin(made, made.built.programs)
+    twin, differences = find_twin(made, made.build.programs)
     assert not differences
     assert twin_text(twin).startswith("the twin: layers=1, width=8, S=8, B=4, mesh tp=2")
 
@@ -49,7 +49,7 @@ def test_a_twin_is_nowhere_larger_than_its_build() -> None:
 def test_a_mesh_of_six_axes_has_a_twin() -> None:
     made = compiled(SIX, ROOT / "tests")
     assert made.mesh.world == 64
-    twin, differences = find_twin(made, made.built.programs)
+    twin, differences = find_twin(made, made.build.programs)
     assert not differences and twin.mesh == made.mesh
 
 

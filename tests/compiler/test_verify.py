@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from parc.checking.checks import static_faults
+from parc.compiler.build.build import Build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import TensorType, parse_type
 from parc.compiler.program.actions import accumulation
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import Program
+from parc.compiler.program.roles import SINGLE, Role
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.lines import check_program
 from parc.compiler.verify.scaling import degrees
@@ -261,7 +265,10 @@ def test_programs_of_another_mesh_or_action_or_role_are_refused() -> None:
 def test_a_step_without_one_of_its_programs_is_refused(lacking: str) -> None:
     programs = {action: program for action, program in step().items() if action != lacking}
     reference = parse_program(MODEL)
-    found = static_faults(programs, STORED, MESH, accumulation(1, counts=False), 1, reference)
+    facts = {"microbatches": 1, "parameters": {name: type_.text(MESH) for name, type_ in STORED.items()},
+             "padding": {}, "precision": [], "accumulate": "float32"}  # fmt: skip
+    roles = {SINGLE: Role(SINGLE, programs, accumulation(1, counts=False))}
+    found = static_faults(Build(Path(), {}, facts, programs, reference, roles, {}))
     assert any(f"has no program {lacking}" in str(fault) for fault in found), found
 
 

@@ -29,7 +29,7 @@ def sent(made: Compiled) -> tuple[Counter[tuple[str, str, str]], Counter[tuple[s
     """How often a step runs each collective, by axis, phase and operator, and the bytes of a rank in all of them."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
-    for row in communication_table(*made.roles().values()):
+    for row in communication_table(*made.build.roles.values()):
         key = row["axis"], row["phase"], row["op"].removeprefix("parc.")
         counts[key] += row["count_per_step"]
         sizes[key] += row["count_per_step"] * row["bytes"]
@@ -38,7 +38,7 @@ def sent(made: Compiled) -> tuple[Counter[tuple[str, str, str]], Counter[tuple[s
 
 def local_parameters(made: Compiled) -> list[int]:
     """Elements of each parameter on a rank."""
-    values = [v for v in made.built.programs["REDUCE"].main.parameters if v.role.startswith("gradient ")]
+    values = [v for v in made.build.programs["REDUCE"].main.parameters if v.role.startswith("gradient ")]
     return [math.prod(value.type.local(made.mesh)) for value in values]
 
 
@@ -97,13 +97,13 @@ def test_a_layer_adds_two_and_two(layers: int) -> None:
 @pytest.mark.parametrize("plan", ["llama.parc", "gpt.parc"])
 def test_no_rank_holds_whole_logits_or_the_global_batch(plan: str) -> None:
     made = compiled(plan, 2, 2)
-    captured = [value for line in made.built.reference.main.lines for value in line.results if value is not None]
+    captured = [value for line in made.build.reference.main.lines for value in line.results if value is not None]
     batch = {"llama.parc": BATCH, "gpt.parc": 8}[plan]
     vocab = {"llama.parc": VOCAB, "gpt.parc": 256}[plan]
     rows = batch * LENGTH
     assert any(value.type.shape[-1:] == (vocab,) and math.prod(value.type.shape) == rows * vocab for value in captured)
     seen = 0
-    for program in made.built.programs.values():
+    for program in made.build.programs.values():
         for function in program.functions:
             for value in function.values().values():
                 whole, local = value.type.shape, value.type.local(made.mesh)

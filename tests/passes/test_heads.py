@@ -10,6 +10,7 @@ import pytest
 from parc.advice import warnings_of
 from parc.checking.twins import find_twin
 from parc.compiler.build.communication import messages
+from parc.compiler.program.roles import SINGLE
 from parc.compiling.driver import Compiled
 from parc.desugar import desugar
 from parc.grammar.diagnostics import PlanError, Severity
@@ -50,8 +51,13 @@ def build(model: str, arguments: str, lines: str, tp: int, dp: int = 1) -> Compi
 
 def moved(made: Compiled) -> Counter[tuple[str, str]]:
     """Collectives over `tp` in the forward and the backward, by phase and operator."""
-    programs = made.built.programs
-    found = [m for action in made.actions if action.kind in programs for m in messages(programs[action.kind])]
+    programs = made.build.programs
+    found = [
+        m
+        for action in made.build.roles[SINGLE].actions
+        if action.kind in programs
+        for m in messages(programs[action.kind])
+    ]
     return Counter((m.phase, m.op) for m in found if m.phase != "step" and m.axes != ("dp",))
 
 
@@ -84,11 +90,11 @@ def test_few_keys_that_are_fused_with_queries_are_gathered_once_where_they_are_t
     arguments = f"heads=8, groups={groups}, size=8, gated={str(gated).lower()}"
     made = build("grouped", arguments, WITH_GATES if gated else CONCATENATED, tp)
     rows = f'"f32[(64/tp + {8 * groups}/tp + {8 * groups}/tp{" + 8/tp" * gated}), 32]"'
-    assert rows in made.built.programs["F"].text()
+    assert rows in made.build.programs["F"].text()
     sums = {("forward", "all_reduce"): 3, ("forward", "row_max"): 1, ("backward", "all_reduce"): 2}
     assert moved(made) == {**sums, ("forward", "all_gather"): 2, ("backward", "reduce_scatter"): 2}
     assert [warning.code.name for warning in warnings_of(made)] == ["P0220"]
-    twin, differences = find_twin(made, made.built.programs)
+    twin, differences = find_twin(made, made.build.programs)
     assert not differences
     checked(twin)
 
@@ -109,8 +115,8 @@ def test_the_encoder_layer_of_torch_moves_sums_alone() -> None:
 
 def test_parts_are_read_in_programs_and_plans_as_they_are_written() -> None:
     made = build("grouped", "heads=8, groups=2", CONCATENATED, 2)
-    assert '"f32[(32/tp + 8/tp + 8/tp), 32]"' in made.built.programs["F"].text()
-    assert "split_with_sizes" in made.built.programs["F"].text()
+    assert '"f32[(32/tp + 8/tp + 8/tp), 32]"' in made.build.programs["F"].text()
+    assert "split_with_sizes" in made.build.programs["F"].text()
     assert "[(_/tp=32 + _/tp=8 + _/tp=8), _]" in desugar(made)
 
 
@@ -118,7 +124,7 @@ def test_a_plan_in_primitives_and_a_twin_keep_the_copies() -> None:
     made = build("grouped", "heads=8, groups=2, fused=false", APART, 8)
     assert str(made.mesh) == "dp=1, tp=2*4"
     assert "attention.k.weight, attention.q.weight, attention.v.weight [_/tp, _]" in desugar(made)
-    twin, differences = find_twin(made, made.built.programs)
+    twin, differences = find_twin(made, made.build.programs)
     assert str(twin.mesh) == "dp=1, tp=2*2" and not differences
 
 

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from parc.checking.checks import static_faults
 from parc.checking.twins import find_twin
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.placement import Placement, Split, TensorType, parse_type, put_together, take
+from parc.compiler.layout.placement import Placement, Split, TensorType, put_together, take
 from parc.compiler.ops.factors import OpCall, Operand
 from parc.compiler.ops.infer import infer
 from parc.compiler.ops.neutral import LOOKUPS, REDUCTIONS, is_neutral
 from parc.compiler.padding.flow import Extra, PaddingFault, follow_padding
-from parc.compiler.padding.pads import Pad
+from parc.compiler.padding.pads import Pad, facts_of
 from parc.compiler.padding.point import UNKNOWN
 from parc.compiler.padding.tensors import grow, real_entries, shrink, spread
-from parc.compiling.driver import Compiled, stored_types
+from parc.compiling.driver import Compiled
 from parc.desugar import desugar
 from parc.runtime.machine.kernels import KERNELS, Site
 
@@ -57,7 +57,7 @@ def compiled(lines: str, arguments: str = "width=8", dp: int = 1, tp: int = 4, m
 
 def operators(made: Compiled) -> Counter[str]:
     """How often each operator stands in the forward and the backward."""
-    programs = [made.built.programs[action] for action in "FB"]
+    programs = [made.build.programs[action] for action in "FB"]
     lines = [line for program in programs for function in program.functions for line in function.lines]
     return Counter(line.op.split(".")[1] for line in lines if not line.calls_function)
 
@@ -152,7 +152,7 @@ def test_a_plan_in_primitives_says_pad() -> None:
     made = compiled(GATED, "gated=true, hidden=9", 2, 2)
     assert "up.weight [(2 _/tp) pad, _]" in desugar(made)
     again = checked_plans.compiled(desugar(made), TESTS)
-    assert (again.resolved.pads, stored_types(again)) == (made.resolved.pads, stored_types(made))
+    assert (again.build.pads, again.build.types) == (made.build.pads, made.build.types)
 
 
 def test_groups_of_a_sub_dim_stay_together() -> None:
@@ -164,7 +164,7 @@ def test_groups_of_a_sub_dim_stay_together() -> None:
 
 def test_a_twin_is_padded_where_its_build_is_even_if_it_divides() -> None:
     made = compiled(VOCAB + "\nverify vocab=8", "vocab=13", 1, 4)
-    twin, differences = find_twin(made, made.built.programs)
+    twin, differences = find_twin(made, made.build.programs)
     assert not differences and twin.mesh == Mesh((("dp", 1), ("tp", 2)))
     assert twin.resolved.pads["embed.weight"] == (Pad(0, 1, 8, 10),)
 
@@ -179,11 +179,10 @@ def test_what_divides_is_not_padded() -> None:
 
 def test_padding_that_a_manifest_denies_or_moves_is_refused() -> None:
     made = compiled(GATED, "gated=true")
-    stored = {name: parse_type(text, made.mesh) for name, text in stored_types(made).items()}
     (pad,) = made.resolved.pads["up.weight"]
     for other in ((), (Pad(0, 1, 20, 24),), (Pad(0, 2, 9, 12),), (Pad(1, 2, 10, 12),), (pad, pad)):
         pads = {**made.resolved.pads, "up.weight": other}
-        faults = static_faults(made.built.programs, stored, made.mesh, made.actions, 1, made.built.reference, pads)
+        faults = static_faults(replace(made.build, manifest={**made.build.manifest, "padding": facts_of(pads)}))
         assert faults, other
 
 

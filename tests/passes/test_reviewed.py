@@ -271,7 +271,7 @@ def test_multiples_of_a_mean_cross_entropy_count_targets_once(tmp_path: Path, fo
             return {form}
     """
     compiled, _ = made(tmp_path, body, f"{X}\n{T}\n{DATA.format('x, t')}\nschedule microbatches 2")
-    assert "COUNT" in compiled.built.programs and codes(compiled) == []
+    assert "COUNT" in compiled.build.programs and codes(compiled) == []
 
 
 LOSSES = {
@@ -288,7 +288,7 @@ LOSSES = {
 def test_microbatches_add_up_or_are_averaged_with_a_word(tmp_path: Path, name: str) -> None:
     loss, scale, warned = LOSSES[name]
     compiled, _ = made(tmp_path, f"def forward(self, x):\n    return {loss}", f"{X}\nschedule microbatches 2")
-    (line,) = compiled.built.programs["SCALE"].main.lines
+    (line,) = compiled.build.programs["SCALE"].main.lines
     assert line.args == ([], scale)
     assert codes(compiled) == ["P0217"] * warned
 
@@ -323,7 +323,7 @@ def test_parameters_of_several_dtypes_have_one_norm(tmp_path: Path, first: str, 
             return self.last(h.to(torch.{last})).float().square().mean()
     """
     compiled, _ = made(tmp_path, body, f"{X}\n{lines}".replace("sgd lr 0.1", "sgd lr 0.1 clip 0.01"))
-    for role in compiled.roles().values():
+    for role in compiled.build.roles.values():
         values = role.programs["REDUCE"].main.values()
         norm = values[dict(role.programs["REDUCE"].main.returns)["grad_norm"]]
         assert norm.type.dtype == (torch.float64 if last == "float64" else torch.float32)
@@ -333,9 +333,9 @@ def test_parameters_of_several_dtypes_have_one_norm(tmp_path: Path, first: str, 
 def test_custom_operators_without_a_rule_are_computed_whole(tmp_path: Path, lines: str) -> None:
     compiled, _ = made(tmp_path, OPERATORS, f"{X}\n{lines}")
     assert codes(compiled).count("P0208") == 2
-    text = compiled.built.programs["F"].text()
+    text = compiled.build.programs["F"].text()
     assert '\noperators("reviewed.scale.default", "reviewed.square.default")\n' in text
-    assert '\noperators("reviewed.scale_back.default")\n' in compiled.built.programs["B"].text()
+    assert '\noperators("reviewed.scale_back.default")\n' in compiled.build.programs["B"].text()
 
 
 def test_a_build_with_custom_operators_opens_in_another_process(tmp_path: Path) -> None:

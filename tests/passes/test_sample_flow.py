@@ -107,7 +107,7 @@ def loss_of(made: Compiled, microbatches: int) -> float:
     generator = torch.Generator().manual_seed(5)
     x, y = torch.randn(8, 8, generator=generator).double(), torch.randint(0, 5, (8,), generator=generator)
     parts = [{"x": a, "y": b} for a, b in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)]
-    return float(Simulation(case_of(made, made.built.programs)).step(parts, 0)[0][0])
+    return float(Simulation(case_of(made)).step(parts, 0)[0][0])
 
 
 @pytest.mark.parametrize("loss", [*ADDED, *MIXED])
@@ -122,7 +122,7 @@ def test_microbatches_make_the_whole_batchs_loss_or_a_warning(folder: Path, loss
 def test_batch_statistics_are_a_microbatchs_in_a_mean(folder: Path, loss: str) -> None:
     made = built(folder, loss, 2, norm=True)
     assert not warned(made)
-    assert ("COUNT" in made.built.programs) == (loss == "smoothed")
+    assert ("COUNT" in made.build.programs) == (loss == "smoothed")
 
 
 def test_batch_statistics_in_a_sum_are_warned_of(folder: Path) -> None:

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from parc.checking.checks import check_build, check_schedule, rounding_of, static_faults
-from parc.compiler.build.directory import read_programs
-from parc.compiler.layout.placement import TensorType, parse_type
+from parc.checking.checks import check_build, check_schedule, static_faults
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import parse_schedule, schedule_text
 from parc.compiler.program.roles import Role, group, join_roles
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.stages import check_stages
-from parc.compiling.driver import Compiled, compile_plan, files_of, stored_types
+from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.source import Source
 from tests.planted_builds import ROOT
 from tests.planted_stages import BUGS as STAGES
@@ -56,22 +54,19 @@ class Good:
     compiled: Compiled
     texts: Mapping[str, str]
     programs: Files
-    stored: Mapping[str, TensorType]
 
 
 @cache
 def good(name: str) -> Good:
     """One of the builds."""
     compiled = compile_plan(read_plan(Source("stages.parc", _PLANS[name])), ROOT / "tests")
-    roles, _ = read_programs(files_of(compiled))
-    programs = {file_of(p): p for own in roles.values() for p in own.values()}
-    stored = {name: parse_type(text, compiled.mesh) for name, text in stored_types(compiled).items()}
-    return Good(compiled, files_of(compiled), programs, stored)
+    programs = {file_of(p): p for role in compiled.build.roles.values() for p in role.programs.values()}
+    return Good(compiled, compiled.build.texts, programs)
 
 
 def refusals(build: Good, programs: Files | None = None, schedule: str | None = None) -> list[str]:
     """Why changed programs or actions are refused, as they are read back from their texts."""
-    compiled, reference = build.compiled, build.compiled.built.reference
+    compiled = build.compiled
     programs = build.programs if programs is None else programs
     same = set(map(id, build.programs.values()))
     try:
@@ -80,10 +75,7 @@ def refusals(build: Good, programs: Files | None = None, schedule: str | None = 
         roles = {name: Role(name, own, actions.get(name, ())) for name, own in found.items()}
         if schedule is not None:
             return list(map(str, check_schedule(roles, compiled.plan.microbatches, counts=False)))
-        faults = static_faults(
-            join_roles(found), build.stored, compiled.mesh, (), compiled.plan.microbatches, reference, {},
-            rounding_of(compiled), roles,
-        )  # fmt: skip
+        faults = static_faults(replace(compiled.build, programs=join_roles(found), roles=roles))
     except ValueError as error:
         return [str(error)]
     return [str(fault) for fault in faults]
@@ -137,7 +129,7 @@ def test_actions_out_of_turn_are_refused(name: str) -> None:
 def test_a_tied_gradient_of_two_stages_may_be_added_up_in_bfloat16() -> None:
     plan = _PLANS["two stages"].replace("microbatches 2", "microbatches 2 accumulate bf16")
     compiled = compile_plan(read_plan(Source("stages.parc", plan)), ROOT / "tests")
-    assert "all_reduce_among" in compiled.roles()["pp1"].programs["REDUCE"].text()
+    assert "all_reduce_among" in compiled.build.roles["pp1"].programs["REDUCE"].text()
     assert not check_build(compiled).faults
 
 
@@ -167,10 +159,10 @@ def test_a_key_is_made_in_every_stage_that_draws_of_it(tmp_path: Path) -> None:
     plan = _PLAN.format(layers=1, cuts="b", schedule="gpipe microbatches 2").replace('Tied" (layers=1)', 'Net" ()')
     plan = plan.replace("dp=2, pp=2", "pp=2, tp=2").replace("shard x, wanted [B/dp, _]", "column a over tp")
     compiled = compile_plan(read_plan(Source("stages.parc", plan)), tmp_path)
-    work = [role.programs[f"{stage}F"] for stage, role in enumerate(compiled.roles().values())]
+    work = [role.programs[f"{stage}F"] for stage, role in enumerate(compiled.build.roles.values())]
     assert ["parc.stream_key" in program.text() for program in work] == [True, True]
     assert not check_build(compiled).faults
-    made = {name: dict(role.programs) for name, role in compiled.roles().items()}
+    made = {name: dict(role.programs) for name, role in compiled.build.roles.items()}
     key = next(v for line in work[0].main.lines for v in line.results if v and "stream_key" in line.op)
     first = replace(work[0].main, returns=(*work[0].main.returns, (f"sent {key.name}", key.name)))
     made["pp0"]["0F"] = replace(work[0], functions=(*work[0].functions[:-1], first))

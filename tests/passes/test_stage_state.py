@@ -12,13 +12,12 @@ import torch
 import parc
 from parc.checking.checks import check_build
 from parc.cli import main
-from parc.compiler.layout.placement import parse_type
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import join_roles
 from parc.compiler.verify.stages import check_stages
 from parc.compiler.verify.step import check_bindings
-from parc.compiling.driver import Compiled, compile_plan, stored_types
+from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
 from tests.runtime.ranks import run_ranks
@@ -71,7 +70,7 @@ def compiled(folder: Path, lines: str, plan: str = _PLAN) -> Compiled:
 )
 def test_a_buffer_of_the_first_stage_stays_there(tmp_path: Path, lines: str) -> None:
     made = compiled(tmp_path, lines)
-    work = made.roles()["pp1"].programs
+    work = made.build.roles["pp1"].programs
     assert "buffer state" not in {key for key, _ in work["1F"].main.returns}
     assert not check_build(made).faults
 
@@ -87,14 +86,14 @@ def test_a_copy_of_a_buffer_that_another_stage_reads_is_a_reader(tmp_path: Path)
 def test_a_program_that_reads_a_buffer_after_its_update_is_refused(tmp_path: Path, key: str, what: str) -> None:
     lines = "h = torch.tanh(self.a(x)) * self.state.clone(); self.state.copy_(h.detach().sum(0)); return self.b(h)"
     made = compiled(tmp_path, lines)
-    roles = made.roles()
+    roles = made.build.roles
     read = next(v for v in roles["pp0"].programs["0F"].main.parameters if v.role == "buffer state")
     changed: dict[str, dict[str, Program]] = {name: dict(role.programs) for name, role in roles.items()}
     own = next(programs for programs in changed.values() if key in programs)
     main = own[key].main
     main = replace(main, parameters=(*(v for v in main.parameters if v.name != read.name), read))
     own[key] = replace(own[key], functions=(*own[key].functions[:-1], main))
-    stored = {name: parse_type(text, made.mesh) for name, text in stored_types(made).items()}
+    stored = made.build.types
     faults = [*check_stages(changed, made.mesh, "pp"), *check_bindings(join_roles(changed), stored)]
     assert any(what in str(fault) for fault in faults)
 
@@ -117,7 +116,7 @@ _WRITES = {
 def test_a_buffer_that_nobody_reads_is_kept(tmp_path: Path, lines: str, plan: str) -> None:
     made = compiled(tmp_path, lines, plan)
     assert not check_build(made).faults
-    writers = [key for role in made.roles().values() for key, program in role.programs.items()
+    writers = [key for role in made.build.roles.values() for key, program in role.programs.items()
                if "buffer state" in dict(program.main.returns)]  # fmt: skip
     assert len(writers) == 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from parc.compiler.build.directory import Build
+from parc.compiler.build.build import Build
 from parc.compiler.program.actions import Action
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import Role

@@ -11,7 +11,7 @@ import torch
 
 import parc
 from parc.checking.checks import case_of
-from parc.compiler.build.directory import Build
+from parc.compiler.build.build import Build
 from parc.compiler.initial import counter
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.torch_private import compile_graph, fake_mode
@@ -75,7 +75,7 @@ def gpt(folder: Path) -> Path:
 
 def train(made: Compiled, machine: Callable[..., Machine]) -> list[list[float]]:
     """The losses and norms of all ranks in this process over ``STEPS`` steps of plain descent."""
-    simulation = Simulation(case_of(made, made.built.programs), float64=False, machine=machine)
+    simulation = Simulation(case_of(made), float64=False, machine=machine)
     rows = []
     for step in range(STEPS):
         halves = zip(*(value.chunk(2) for value in batch(step).values()), strict=True)
@@ -129,7 +129,7 @@ def test_padded_parameters_on_all_ranks_of_one_process(folder: Path) -> None:
     lines = "mesh tp=2\nvocab embed, head over tp pad\ncolumn up over tp pad\nrow down over tp pad\n"
     made = compiled(plan + lines, folder)
     used = {
-        line.op for program in made.built.programs.values() for function in program.functions for line in function.lines
+        line.op for program in made.build.programs.values() for function in program.functions for line in function.lines
     }
     assert {"parc.fill_pad.default", "parc.cut_pad.default", "parc.grow_pad.default"} <= used
     hold(train(made, Regions(CPU).machine), train(made, Machine))

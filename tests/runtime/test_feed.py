@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parc.compiler.build.directory import Build
+from parc.compiler.build.build import Build
 from parc.grammar.codes_build import BAD_DATA
 from parc.runtime.data.feed import Feed
 from parc.runtime.faults import RunError

@@ -12,12 +12,12 @@ import torch
 
 import parc
 from parc.advice import warnings_of
-from parc.checking.checks import case_of, memory_of, prove
-from parc.compiler.layout.placement import parse_type
+from parc.checking.checks import case_of, prove
 from parc.compiler.ops.precision import base_name
 from parc.compiler.program.cost import Memory, local_bytes
 from parc.compiler.program.program import Line, Program
-from parc.compiling.driver import Compiled, stored_types
+from parc.compiling.driver import Compiled
+from parc.report import memory_of
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.step import Stepper, StepResult
 from tests.checked_plans import checked, compiled
@@ -76,12 +76,11 @@ def test_messages_and_activations_halve_and_what_a_step_sums_stays(tmp_path: Pat
 def test_what_is_kept_for_backward_takes_half_and_the_rest_as_much() -> None:
     def held(more: str) -> tuple[int, Memory]:
         made = compiled(PLAN.replace("B=8", "B=512").replace(", dropout=0.1", "") + BOTH + more)
-        stored = {name: parse_type(text, made.mesh) for name, text in stored_types(made).items()}
-        forward = made.built.programs["F"]
+        forward = made.build.programs["F"]
         values = forward.main.values()
         saved = [values[name].type for key, name in forward.main.returns if key.startswith("saved ")]
         return sum(local_bytes(type_, forward) for type_ in saved), memory_of(
-            made, next(iter(made.roles().values())), stored
+            made.build, made.plan, next(iter(made.build.roles.values()))
         )
 
     (half, less), (whole, more) = held(BF16), held("")
@@ -133,7 +132,7 @@ def at_their_types(made: Compiled, given: dict[str, torch.Tensor]) -> list[StepR
                 if value is not None:
                     assert environment[value.name].dtype == value.type.dtype, str(line)
 
-    case = case_of(made, made.built.programs)
+    case = case_of(made)
     chunks = {name: value.chunk(case.microbatches) for name, value in given.items()}
     batches = [{name: parts[i] for name, parts in chunks.items()} for i in range(case.microbatches)]
     return Simulation(case, hold, float64=False).run(Stepper.gradients, batches, 0)
@@ -292,7 +291,7 @@ def test_a_model_of_narrow_weights_gets_float32_ones_to_update(tmp_path: Path) -
     assert [found.code.name for found in warnings_of(kept)] == ["P0248"]
     for made, name in ((plain, "bf16"), (kept, "f32")):
         checked(made)
-        assert all(text.startswith(f"{name}[") for text in stored_types(made).values())
+        assert all(text.startswith(f"{name}[") for text in made.build.manifest["parameters"].values())
     (found, _) = at_their_types(kept, TOKENS)
     assert found.loss.dtype == torch.float32
     assert {value.dtype for value in found.gradients.values()} == {torch.float32}
@@ -303,7 +302,7 @@ def test_the_models_own_casts_stay(tmp_path: Path, line: str) -> None:
     made = small(tmp_path, "Cast", line)
     checked(made)
     at_their_types(made, TOKENS)
-    products = [makes for line, _, makes in lines(made.built.programs["F"]) if "mm" in line.op]
+    products = [makes for line, _, makes in lines(made.build.programs["F"]) if "mm" in line.op]
     assert products == [[torch.bfloat16], [torch.float32]]
 
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from parc.checking.checks import prove, rounding_of, static_faults
-from parc.compiler.layout.placement import parse_type
+from parc.checking.checks import prove, static_faults
 from parc.compiler.ops.precision import Rounding, base_name
 from parc.compiler.program.program import Function, Program
 from parc.compiler.verify.precision import check_precision
-from parc.compiling.driver import Compiled, stored_types
+from parc.compiling.driver import Compiled
 from tests.checked_plans import compiled
 from tests.planted_bugs import rounding_rows
 from tests.planted_sites import with_function
@@ -23,14 +22,15 @@ from tests.runtime.tiny import BOTH, PLAN
 
 def faults(made: Compiled, programs: dict[str, Program], rounding: Rounding) -> list[str]:
     """What the checks of types find."""
-    stored = {name: parse_type(text, made.mesh) for name, text in stored_types(made).items()}
-    found = static_faults(programs, stored, made.mesh, made.actions, 2, made.built.reference, rounding=rounding)
+    facts = {"precision": made.build.manifest["precision"] if rounding.lines else [],
+             "accumulate": str(rounding.sums).removeprefix("torch.")}  # fmt: skip
+    found = static_faults(replace(made.build, programs=programs, manifest={**made.build.manifest, **facts}))
     return [str(fault) for fault in found]
 
 
 def test_no_value_of_a_float32_plan_may_be_rounded() -> None:
     made = compiled(PLAN + BOTH)
-    programs = dict(made.built.programs)
+    programs = dict(made.build.programs)
     tried = 0
     for action, program in programs.items():
         for function in program.functions:
@@ -40,14 +40,14 @@ def test_no_value_of_a_float32_plan_may_be_rounded() -> None:
                     continue
                 tried += 1
                 mutant = with_function(programs, action, rounded(function, name))
-                found = check_precision(mutant, made.built.reference, Rounding())
+                found = check_precision(mutant, made.build.reference, Rounding())
                 assert any("rounds to bfloat16" in str(fault) for fault in found), name
     assert tried > 100
 
 
 def test_where_a_plan_rounds_losses_sums_and_gradients_may_not_be() -> None:
     made = compiled(PLAN + BOTH + BF16)
-    programs, rounding = dict(made.built.programs), rounding_of(made)
+    programs, rounding = dict(made.build.programs), made.build.rounding
     assert not faults(made, programs, rounding)
     assert any("no line of the plan" in fault for fault in faults(made, programs, Rounding()))
 
@@ -77,8 +77,8 @@ def test_where_a_plan_rounds_losses_sums_and_gradients_may_not_be() -> None:
 
 def test_gradients_are_added_up_in_a_narrow_type_only_where_the_plan_says() -> None:
     made = compiled(PLAN.replace("microbatches 2", "microbatches 2 accumulate bf16") + BOTH)
-    programs = dict(made.built.programs)
-    assert not faults(made, programs, rounding_of(made))
+    programs = dict(made.build.programs)
+    assert not faults(made, programs, made.build.rounding)
     assert any("added up over microbatches in bfloat16" in fault for fault in faults(made, programs, Rounding()))
 
 

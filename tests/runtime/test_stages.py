@@ -16,11 +16,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from parc.checking.checks import case_of, report_of
-from parc.compiler.build.directory import json_text, write_build
-from parc.compiler.layout.placement import parse_type
+from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import Action
-from parc.compiling.driver import Compiled, compile_plan, files_of, manifest_of, stored_types
+from parc.compiling.driver import Compiled, compile_plan
 from parc.runtime.backends.in_process import Stuck
 from parc.runtime.communication import PeerLost
 from parc.runtime.compare.model_run import Case
@@ -42,7 +41,7 @@ def case(mesh: str, ranks: int) -> Case:
     """The plan, run by stages."""
     with TemporaryDirectory() as folder:
         made = compiled(Path(folder), mesh)
-        return replace(case_of(made, made.built.programs), roles=roles(mesh, ranks))
+        return replace(case_of(made), roles=roles(mesh, ranks))
 
 
 def compiled(folder: Path, mesh: str) -> Compiled:
@@ -54,8 +53,7 @@ def built(folder: Path, mesh: str) -> Path:
     """A build of the plan without its stages."""
     made = compiled(folder, mesh)
     out = folder / "build"
-    stored = {key: parse_type(type_, made.mesh) for key, type_ in stored_types(made).items()}
-    write_build(out, {**files_of(made), "report.json": json_text(report_of(made, stored))}, manifest_of(made, out))
+    write_build(made.to_write(report_of(made)), out)
     return out
 
 

@@ -41,7 +41,7 @@ def net(folder: Path, arguments: str = "", stages: bool = False, lines: str = ""
 
 def sums(made: Compiled) -> list[list[str]]:
     """By role, during which action each sum of a step over the data ranks begins."""
-    case = case_of(made, made.built.programs, made.roles())
+    case = case_of(made)
     simulation, found = Simulation(case), []
     for stepper in simulation.steppers:
         begun: list[str] = []

@@ -96,7 +96,7 @@ def test_a_loss_that_sees_how_many_samples_there_are_takes_no_fewer(tmp_path: Pa
 
 def reference(made: Compiled) -> Program:
     """The reference as its text says it."""
-    return parse_program(made.built.reference.text(), "model")
+    return parse_program(made.build.reference.text(), "model")
 
 
 def test_samples_that_see_each_other_are_not_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,7 @@ import torch
 import parc
 from parc.checking.checks import static_faults
 from parc.compiler.build.directory import read_build
-from parc.compiler.layout.placement import parse_type
-from parc.compiling.driver import Compiled, stored_types
+from parc.compiling.driver import Compiled
 from parc.grammar.diagnostics import PlanError
 from parc.runtime.state.optimizer import make_optimizer, rate
 from tests.checked_plans import checked, compiled
@@ -22,7 +22,7 @@ FROZEN = "freeze blocks.0, embed\n"
 
 def gradients(made: Compiled) -> set[str]:
     """What the backward of a step returns."""
-    return {name for name, _ in made.built.programs["B"].main.returns}
+    return {name for name, _ in made.build.programs["B"].main.returns}
 
 
 @pytest.mark.parametrize("placements", [DATA, TENSOR, BOTH])
@@ -31,7 +31,7 @@ def test_frozen_parameters_have_no_gradient_on_any_plan(placements: str) -> None
     trained = gradients(made)
     assert trained and not any(name.startswith(("blocks.0.", "embed.")) for name in trained)
     assert "blocks.1.mlp.up.weight" in trained and "position.weight" in trained
-    roles = {value.role for value in made.built.programs["REDUCE"].main.parameters}
+    roles = {value.role for value in made.build.programs["REDUCE"].main.parameters}
     assert {role for role in roles if role.startswith("gradient ")} == {f"gradient {name}" for name in trained}
     (memory,) = checked(made).report["memory"]
     assert memory["optimizer"] == 2 * memory["gradients"] < 2 * memory["parameters"]
@@ -39,11 +39,9 @@ def test_frozen_parameters_have_no_gradient_on_any_plan(placements: str) -> None
 
 def test_a_gradient_of_what_is_frozen_is_refused() -> None:
     whole, frozen = compiled(PLAN + TENSOR), compiled(PLAN + TENSOR + FROZEN)
-    stored = {name: parse_type(text, whole.mesh) for name, text in stored_types(whole).items()}
 
     def faults(made: Compiled, captured: Compiled) -> str:
-        programs, reference = made.built.programs, captured.built.reference
-        found = static_faults(programs, stored, whole.mesh, whole.actions, 2, reference)
+        found = static_faults(replace(whole.build, programs=made.build.programs, reference=captured.build.reference))
         return "\n".join(map(str, found))
 
     assert not faults(frozen, frozen)
@@ -86,10 +84,10 @@ def test_gradients_are_added_up_in_the_plans_type(tmp_path: Path) -> None:
     narrow = PLAN.replace("microbatches 2", "microbatches 2 accumulate bf16")
     for placements in (TENSOR, BOTH):
         made = compiled(narrow + placements)
-        values = made.built.programs["B"].main.values()
-        returned = made.built.programs["B"].main.returns
+        values = made.build.programs["B"].main.values()
+        returned = made.build.programs["B"].main.returns
         assert {values[name].type.dtype for _, name in returned} == {torch.bfloat16}
-        reduce = made.built.programs["REDUCE"].main
+        reduce = made.build.programs["REDUCE"].main
         kept = {reduce.values()[name].type.dtype for key, name in reduce.returns if key.startswith("gradient")}
         assert kept == {torch.float32}
         (memory,) = checked(made).report["memory"]

@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 
 from parc.checking.checks import report_of
-from parc.compiler.build.directory import json_text, write_build
-from parc.compiler.layout.placement import parse_type
+from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.torch_private import quiet
-from parc.compiling.driver import compile_plan, files_of, manifest_of, stored_types
+from parc.compiling.driver import compile_plan
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
@@ -54,10 +53,7 @@ def build(folder: Path, placements: str, plan: str = PLAN, name: str = "build") 
     text.write_text(plan + placements)
     out = folder / name
     compiled = compile_plan(read_plan(text), folder)
-    stored = {key: parse_type(type_, compiled.mesh) for key, type_ in stored_types(compiled).items()}
-    report = report_of(compiled, stored)
-    files = {**files_of(compiled), "report.json": json_text(report)}
-    write_build(out, files, manifest_of(compiled, out))
+    write_build(compiled.to_write(report_of(compiled)), out)
     return out
 
 

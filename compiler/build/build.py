@@ -1,0 +1,179 @@
+"""A build in memory: its programs, schedule and facts, the same whether they were just made or read from files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...grammar.nearest import listed
+from ..capture.model_code import moved_files, sources
+from ..layout.mesh import Mesh
+from ..layout.placement import TensorType, parse_type
+from ..ops.precision import Rounding, regions
+from ..padding.pads import Pads, pads_from
+from ..program.actions import parse_schedule
+from ..program.faults import Fault
+from ..program.program import REFERENCE_FILE, Program
+from ..program.roles import SINGLE, Role, group, join_roles
+from ..program.text import ProgramError, parse_program
+from ..sizes.polynomials import check_points
+from ..sizes.size_range import SizeRange
+from ..sizes.template import Template, sizes_text
+from .facts import fact_faults
+
+_PROGRAMS = "programs/"
+
+
+class BuildError(Exception):
+    """A directory is not a build, or not the one that was checked; ``help`` says what to do where that is known."""
+
+    def __init__(self, message: str, help: str = "") -> None:
+        super().__init__(message)
+        self.help = help
+
+
+def program_file(program: Program) -> str:
+    """Where a build has a program."""
+    return f"{_PROGRAMS}{program.role}.{program.action}.py"
+
+
+@dataclass(frozen=True)
+class Build:
+    """A build: its roles, the reference, and the manifest's facts; ``programs`` are those of the whole step by action,
+    as if one role ran it. A compilation makes it of the texts that it is about to write, a reader of those in files."""
+
+    path: Path
+    texts: Mapping[str, str]
+    """Its files by name, but for the manifest."""
+    manifest: Mapping[str, Any]
+    programs: Mapping[str, Program]
+    reference: Program
+    roles: Mapping[str, Role]
+    report: Mapping[str, Any]
+    template: Template | None = None
+    """The programs for all sizes, where the plan declares ranges; ``programs`` and ``manifest`` are those of one."""
+
+    @classmethod
+    def of(cls, path: Path, texts: Mapping[str, str], manifest: Mapping[str, Any], report: Mapping[str, Any]) -> Build:
+        """The build that texts and a manifest of the right form are.
+
+        Raises:
+            ValueError: a program or the schedule is none, or they are not of one build.
+        """
+        template = None
+        if "ranges" in manifest:
+            ranges = {n: SizeRange(low, high, step) for n, (low, high, step) in manifest["ranges"].items()}
+            if any(size.problem or manifest["sizes"].get(name) != size.high for name, size in ranges.items()):
+                raise ValueError("its manifest has sizes that are not the largest of its ranges")
+            template = Template.read(ranges, {n: text for n, text in texts.items() if n.startswith(_PROGRAMS)})
+        found, reference = read_programs(texts if template is None else template.at(manifest["sizes"]))
+        programs, timelines = join_roles(found), parse_schedule(texts["schedule.txt"])
+        if list(timelines) != list(found):
+            raise ValueError(f"its schedule is of {', '.join(timelines)}, its programs are of {', '.join(found)}")
+        roles = {name: Role(name, found[name], timelines[name]) for name in found}
+        return cls(path, texts, manifest, programs, reference, roles, report, template)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of its ranks, axes factored as its programs need them."""
+        return next(iter(self.programs.values())).mesh
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many a step cuts its batch."""
+        return int(self.manifest["microbatches"])
+
+    @cached_property
+    def types(self) -> Mapping[str, TensorType]:
+        """Each parameter's type as a rank stores it."""
+        return {name: parse_type(text, self.mesh) for name, text in self.manifest["parameters"].items()}
+
+    @cached_property
+    def pads(self) -> Pads:
+        """Dims of parameters that are longer in programs than in the model."""
+        return pads_from(self.manifest["padding"])
+
+    @property
+    def rounding(self) -> Rounding:
+        """Where programs may round."""
+        lines = regions((line["type"], line["modules"], line["line"]) for line in self.manifest["precision"])
+        return Rounding(lines, getattr(torch, self.manifest["accumulate"]))
+
+    @property
+    def axis(self) -> str:
+        """The pipeline's axis; nothing where there are no stages."""
+        return next(iter(self.roles.values())).axis
+
+    def at(self, sizes: Mapping[str, int]) -> Build:
+        """The build for these sizes, the others as they are.
+
+        Raises:
+            BuildError: its programs are none there.
+        """
+        assert self.template is not None
+        sizes = {**self.manifest["sizes"], **sizes}
+        try:
+            texts = self.template.at(sizes)
+            programs, reference = read_programs(texts)
+            roles = {name: replace(role, programs=programs[name]) for name, role in self.roles.items()}
+            whole = join_roles(programs)
+        except (ProgramError, ValueError) as error:
+            raise BuildError(f"`{self.path}` at {sizes_text(sizes)}: {error}") from None
+        manifest = {**self.manifest, "sizes": sizes}
+        return replace(self, manifest=manifest, programs=whole, reference=reference, roles=roles)
+
+    def cases(self) -> list[Build]:
+        """What is checked: the build; where sizes have ranges, at the largest and a few others."""
+        return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
+
+    def fact_faults(self) -> list[Fault]:
+        """Where the manifest is not what the programs and the schedule say."""
+        return fact_faults(self.manifest, self.programs, self.reference, self.roles)
+
+    def role_at(self, coordinates: Mapping[str, int]) -> Role:
+        """The role of the ranks at some coordinates."""
+        return self.roles[f"{self.axis}{coordinates[self.axis]}"] if self.axis else self.roles[SINGLE]
+
+    def files(self) -> Iterator[Program]:
+        """Every program that the build has a file of."""
+        programs = (program for role in self.roles.values() for program in role.programs.values())
+        yield from {program_file(program): program for program in programs}.values()
+
+    def text(self, program: Program) -> str:
+        """A program as the build has it: a template where sizes have ranges."""
+        return program.text() if self.template is None else self.template.texts[program_file(program)]
+
+    def moved(self) -> str:
+        """A sentence that the lines of the model's files moved since the build, where they did; nothing is imported."""
+        of, lines = self.manifest["model_source"], self.manifest["model_lines"]
+        moved = moved_files(sources_of(self.manifest), self.folder, of, lines)
+        return f"lines of {listed(moved)} moved since the build, whose programs name the old ones" if moved else ""
+
+    @property
+    def folder(self) -> Path:
+        """The plan's folder, from which its names of files count."""
+        return (self.path / str(self.manifest["folder"])).resolve()
+
+
+def read_programs(texts: Mapping[str, str]) -> tuple[dict[str, dict[str, Program]], Program]:
+    """The programs of a build by role and key, and the reference.
+
+    Raises:
+        ValueError: they are not the programs of the roles of one build.
+    """
+    programs = [
+        parse_program(texts[name], name)
+        for name in sorted(texts)
+        if name.startswith(_PROGRAMS) and name != REFERENCE_FILE
+    ]
+    return group(programs), parse_program(texts[REFERENCE_FILE], REFERENCE_FILE)
+
+
+def sources_of(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """The callables of the plan whose code a build hashes."""
+    return sources(manifest["model"]["callable"], manifest["loss"]["kind"], manifest["loss"]["target"])
