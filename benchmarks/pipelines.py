@@ -91,7 +91,7 @@ def cut_of(build: Path) -> int:
     from parc.compiler.build.directory import read_build
 
     first = read_build(build).roles["pp0"].programs["0F"].main
-    return 1 + max(int(n) for v in first.parameters for n in re.findall(r"\.(\d+)\.", v.role))
+    return 1 + max(int(n) for v in first.parameters for n in re.findall(r"\.(\d+)\.", str(v.binding)))
 
 
 def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) -> None:

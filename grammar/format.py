@@ -65,7 +65,7 @@ def format_item(item: Item | Dim) -> str:
             return f"${name}"
         case syntax.Ellipsis():
             return "..."
-        case syntax.Binding(name, value):
+        case syntax.Setting(name, value):
             return f"{name.text}={format_item(value)}"
         case syntax.SplitItem(name, axes, size):
             after = "" if size is None else f"={format_item(size)}"

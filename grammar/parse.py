@@ -19,7 +19,6 @@ from .diagnostics import Diagnostic, Label
 from .mistakes import diagnose
 from .source import Source, Span
 from .syntax import (
-    Binding,
     Call,
     Dim,
     Ellipsis,
@@ -29,6 +28,7 @@ from .syntax import (
     Number,
     Phrase,
     Range,
+    Setting,
     SplitItem,
     Statement,
     String,
@@ -215,9 +215,9 @@ class _Builder(Transformer[Token, Statement]):
     def phrase(self, meta: Meta, items: list[Item]) -> Phrase:
         return Phrase(tuple(items), self._span(meta))
 
-    def binding(self, meta: Meta, children: list[Any]) -> Binding:
+    def binding(self, meta: Meta, children: list[Any]) -> Setting:
         name, value = children
-        return Binding(name, value, self._span(meta))
+        return Setting(name, value, self._span(meta))
 
     def split(self, meta: Meta, children: list[Any]) -> SplitItem:
         first, *axes, size = children

@@ -14,7 +14,6 @@ from .parse import LONGEST, parse_value
 from .source import Source, Span
 from .syntax import (
     KIND_NAMES,
-    Binding,
     Call,
     Group,
     Item,
@@ -22,6 +21,7 @@ from .syntax import (
     Number,
     Phrase,
     Range,
+    Setting,
     SplitItem,
     Statement,
     String,
@@ -45,7 +45,7 @@ class _Override:
 
 
 def substitute(
-    statements: Sequence[Statement], defines: Mapping[str, str], given: Sequence[Binding] = ()
+    statements: Sequence[Statement], defines: Mapping[str, str], given: Sequence[Setting] = ()
 ) -> tuple[tuple[Statement, ...], tuple[Diagnostic, ...]]:
     """Replaces every ``$name``; ``defines`` (from ``-D``) and ``given`` (the arguments of the ``include`` of this file)
     override the values of ``let`` and nothing else.
@@ -88,7 +88,7 @@ def _define(name: str, text: str) -> _Override:
     return _Override(String(text, span), span, said, help_)
 
 
-def _argument(binding: Binding) -> _Override:
+def _argument(binding: Setting) -> _Override:
     """The value of one argument of an ``include``."""
     name, value = binding.name.text, binding.value
     kept = value if isinstance(value, LetValue) else None
@@ -111,11 +111,11 @@ class _Scope:
         """Reads one ``let``; its values may use names of earlier ones."""
         phrases = []
         for phrase in statement.phrases:
-            items = (self._define(item, overrides) if isinstance(item, Binding) else item for item in phrase.items)
+            items = (self._define(item, overrides) if isinstance(item, Setting) else item for item in phrase.items)
             phrases.append(replace(phrase, items=tuple(items)))
         self.lets[id(statement)] = replace(statement, phrases=tuple(phrases))
 
-    def _define(self, binding: Binding, overrides: Mapping[str, LetValue | None]) -> Binding:
+    def _define(self, binding: Setting, overrides: Mapping[str, LetValue | None]) -> Setting:
         name = binding.name.text
         if name in self.values or name in self._failed:
             message = f"`{name}` is defined twice"
@@ -166,7 +166,7 @@ class _Scope:
             return item if value is None else replace(value, span=item.span)
         if isinstance(item, String):
             return self._string(item)
-        if isinstance(item, Binding):
+        if isinstance(item, Setting):
             return replace(item, value=self._item(item.value))
         if isinstance(item, SplitItem):
             axes = tuple(self._needed(axis, (Word, Var), "an axis name") for axis in item.axes)

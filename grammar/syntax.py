@@ -103,7 +103,7 @@ class Ellipsis:
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class Setting:
     """``name=value``."""
 
     name: Word
@@ -171,7 +171,7 @@ class Group:
     span: Span = field(compare=False, repr=False)
 
 
-Item: TypeAlias = Word | Number | String | Var | Ellipsis | Binding | SplitItem | Range | Call | Layout | Group
+Item: TypeAlias = Word | Number | String | Var | Ellipsis | Setting | SplitItem | Range | Call | Layout | Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ KIND_NAMES: dict[type, str] = {
     String: "a string",
     Var: "a name after `$`",
     Ellipsis: "`...`",
-    Binding: "`name=value`",
+    Setting: "`name=value`",
     SplitItem: "a split",
     Range: "a range",
     Call: "a call",

@@ -19,7 +19,7 @@ from .codes_language import MISSING_ARGUMENT, REPEATED, UNEXPECTED_ARGUMENT, WRO
 from .diagnostics import Diagnostic, Label
 from .nearest import did_you_mean
 from .source import Span
-from .syntax import KIND_NAMES, Binding, Call, Group, Item, Layout, Number, Phrase, Statement, String, Word
+from .syntax import KIND_NAMES, Call, Group, Item, Layout, Number, Phrase, Setting, Statement, String, Word
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ ARGUMENT_KINDS: dict[str, ArgumentKind] = {
     "TABLE": ArgumentKind("a file's name in double quotes", lambda item: isinstance(item, String | Word)),
     "GLOBS": ArgumentKind("strings", lambda item: isinstance(item, String), count=0),
     "NAME=VALUE,...": ArgumentKind(
-        "`name=value` pairs", lambda item: isinstance(item, Binding) and _name(item.name), count=0
+        "`name=value` pairs", lambda item: isinstance(item, Setting) and _name(item.name), count=0
     ),
     "NAME=SIZE,...": ArgumentKind("`NAME=SIZE` pairs", lambda item: True, count=0, rest=True),
 }
@@ -133,9 +133,9 @@ class Arguments:
         """The one number of an argument."""
         return next(iter(self.numbers(name)), default)
 
-    def bindings(self, name: str) -> tuple[Binding, ...]:
+    def bindings(self, name: str) -> tuple[Setting, ...]:
         """The ``name=value`` items of an argument, or of the one group in parentheses that it is."""
-        return tuple(item for item in self.flat(name) if isinstance(item, Binding))
+        return tuple(item for item in self.flat(name) if isinstance(item, Setting))
 
     def flat(self, name: str) -> tuple[Item, ...]:
         """The items of an argument, those of groups in place of the groups."""

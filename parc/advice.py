@@ -19,7 +19,6 @@ from parc.grammar.syntax import size_text
 from parc.meant import Meant, find_meant, is_gather
 from parc.passes.placing.partition import Reshard
 from parc.placement_words import in_words
-from parc.runtime.owners import parameters_of
 
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
@@ -128,7 +127,7 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
 
 def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
     """Trained weights that no float32 copy stands behind."""
-    values = parameters_of(compiled.build.programs["F"].main, "parameter")
+    values = compiled.build.programs["F"].main.bound("parameter")
     found = [name for name, value in values.items() if is_narrow(value.type.dtype)]
     if found:
         name = found[0]

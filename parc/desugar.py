@@ -11,7 +11,6 @@ from parc.compiler.layout.stretches import terms
 from parc.compiling.driver import Compiled
 from parc.grammar.format import VERB_WIDTH, format_statement
 from parc.grammar.source import Span
-from parc.runtime.owners import parameters_of
 
 PLACEMENTS = ("column", "replicate", "row", "shard", "vocab")
 
@@ -94,7 +93,7 @@ def _types(compiled: Compiled) -> dict[str, TensorType]:
     types = dict(compiled.build.types)
     for action in ("COUNT", "F"):
         if action in compiled.build.programs:
-            inputs = parameters_of(compiled.build.programs[action].main, "input")
+            inputs = compiled.build.programs[action].main.bound("input")
             types |= {name: value.type for name, value in inputs.items()}
     return types
 

@@ -49,7 +49,7 @@ _GIVEN = {
     **dict.fromkeys(("buffer", "constant"), _Flow.TABLE), **dict.fromkeys(("parameter", "frozen"), _Flow.STORED),
     "input": _Flow.WIDE,
 }  # fmt: skip
-"""What a value of the captured graph's placeholders is, by the kind of its role."""
+"""What a value of the captured graph's placeholders is, by the kind of its binding."""
 
 
 def narrow(graph: fx.Graph, lines: PrecisionRegions) -> None:
@@ -64,7 +64,7 @@ def narrow(graph: fx.Graph, lines: PrecisionRegions) -> None:
 
 def _keep_masters(graph: fx.Graph, lines: PrecisionRegions) -> None:
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.users]:
-        kind, _, name = node.meta["role"].partition(" ")
+        kind, name = node.meta["binding"]
         value, line = node.meta["val"], line_at(lines, name)
         if kind != "parameter" or line is None or not is_narrow(value.dtype):
             continue
@@ -100,8 +100,7 @@ class _Narrowing:
     def run(self) -> None:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
-                kind = node.meta["role"].split(" ")[0]
-                self.flow[node] = _GIVEN.get(kind, _Flow.MADE)
+                self.flow[node] = _GIVEN.get(node.meta["binding"].kind, _Flow.MADE)
             elif computes(node):
                 self.operator(node)
             elif node.target is operator.getitem:

@@ -19,8 +19,9 @@ from ..compiler.ops.neutral import COUNTED, LOOKUPS, REDUCTIONS
 from ..compiler.ops.rules import localize, pointwise
 from ..compiler.ops.torch_ops import OPS
 from ..compiler.padding.flow import Extra, Extras, PaddingFault, follow_padding, locate, place_of_part
-from ..compiler.padding.pads import Pads, padded_shape
+from ..compiler.padding.pads import Pad, padded_shape
 from ..compiler.padding.point import point
+from ..compiler.program.binding import BUFFERS, Binding
 from .calls import (
     ValueKey,
     call_of,
@@ -34,12 +35,14 @@ from .calls import (
     tensors_of,
 )
 
-_PURE = ("buffer", "constant", "key")
+BoundPads = Mapping[Binding, tuple[Pad, ...]]
+"""Paddings of placeholders."""
+_PURE = (*BUFFERS, "key")
 _SAFE = (1.0, 0.5)  # a point where an operator that is singular in its padding has a value and a slope
 
 
-def pad(graph: fx.Graph, pads: Pads) -> None:
-    """Rewrites a canonical graph in place; ``pads`` are those of placeholders, by role."""
+def pad(graph: fx.Graph, pads: BoundPads) -> None:
+    """Rewrites a canonical graph in place; ``pads`` are those of placeholders."""
     if pads:
         _Padder(graph).run(pads)
 
@@ -64,10 +67,10 @@ class _Padder:
         self.pure: set[fx.Node] = set()
         self.made: dict[tuple[Any, ...], fx.Node] = {}
 
-    def run(self, pads: Pads) -> None:
+    def run(self, pads: BoundPads) -> None:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
-                if node.meta["role"].split(" ")[0] in _PURE:
+                if node.meta["binding"].kind in _PURE:
                     self.pure.add(node)
                 self._placeholder(node, pads)
             elif computes(node):
@@ -79,8 +82,8 @@ class _Padder:
         out.args = (tuple(found),)
         self.graph.lint()
 
-    def _placeholder(self, node: fx.Node, pads: Pads) -> None:
-        rows, value = pads.get(node.meta["role"], ()), node.meta["val"]
+    def _placeholder(self, node: fx.Node, pads: BoundPads) -> None:
+        rows, value = pads.get(node.meta["binding"], ()), node.meta["val"]
         with value.fake_mode:
             node.meta["val"] = torch.empty(padded_shape(value.shape, rows), dtype=value.dtype) if rows else value
         self.extras[node, 0] = tuple(Extra(row.dim, row.outer, row.real, row.padded) for row in rows)

@@ -12,7 +12,7 @@ from ..compiler.capture.capture import Captured
 from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import Split
 from ..compiler.ops.precision import PrecisionRegions
-from ..compiler.padding.pads import Pads
+from ..compiler.program.binding import Binding
 from ..compiler.program.program import Program
 from ..compiler.program.roles import SINGLE as ROLE
 from ..compiler.program.roles import Programs, join_roles
@@ -26,7 +26,7 @@ from .canonical.loss import SplitLoss, split_loss, stop_gradients
 from .canonical.unruled import expand_unruled
 from .choices import Choices
 from .narrow import narrow
-from .pad import pad
+from .pad import BoundPads, pad
 from .placing.fuse import fuse_bias
 from .placing.heads import few_heads
 from .placing.lift import lift_parameters
@@ -44,18 +44,18 @@ __all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the passes need of a plan, beside the mesh: claims by the role of the value they speak of."""
+    """What the passes need of a plan, beside the mesh: claims by the binding of the value they speak of."""
 
-    claims: tuple[tuple[str, str, Split | None, int], ...]
-    """``(role, axis, split or None for whole, line)``, in order of the plan's lines."""
+    claims: tuple[tuple[Binding, str, Split | None, int], ...]
+    """``(binding, axis, split or None for whole, line)``, in order of the plan's lines."""
     microbatches: int
     seed: int
     frozen: frozenset[str] = frozenset()
     accumulate: torch.dtype = torch.float32
     fused: Sequence[tuple[PlacementSeed, Sequence[str]]] = ()
     """Splits of parameters in which few heads are fused with more, and over which axes these are gathered."""
-    pads: Pads = field(default_factory=dict)
-    """Dims of parameters, by role, that are longer in programs than in the model."""
+    pads: BoundPads = field(default_factory=dict)
+    """Dims of parameters that are longer in programs than in the model."""
     precision: PrecisionRegions = ()
     pipeline: Pipeline | None = None
     unbatched: frozenset[str] = frozenset()
@@ -126,8 +126,8 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     count_type = None
     if loss.count is not None:
         # what the count reads is placed as the forward has it
-        inputs = {n.meta["role"]: placed.splits[n, 0] for n in loss.graph.nodes if n.op == "placeholder"}
-        claims = tuple((role, axis, at.get(axis), 0) for role, at in inputs.items() for axis in mesh.names)
+        inputs = {n.meta["binding"]: placed.splits[n, 0] for n in loss.graph.nodes if n.op == "placeholder"}
+        claims = tuple((binding, axis, at.get(axis), 0) for binding, at in inputs.items() for axis in mesh.names)
         counted, _, _ = _place(loss.count, mesh, replace(request, claims=claims))
         programs["COUNT"] = assemble_count(counted, mesh, ROLE)
         count_type = node_type(outputs(counted)[0])
@@ -162,8 +162,8 @@ def _roles(shared: Programs, made: StepPrograms, mesh: Mesh, pipeline: Pipeline 
 
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:
-    nodes = {node.meta["role"]: node for node in graph.nodes if node.op == "placeholder"}
-    claims = [Claim((nodes[role], 0), axis, split, line) for role, axis, split, line in request.claims if role in nodes]
+    nodes = {node.meta["binding"]: node for node in graph.nodes if node.op == "placeholder"}
+    claims = [Claim((nodes[key], 0), axis, split, line) for key, axis, split, line in request.claims if key in nodes]
     placed = propagate(graph, mesh, claims, few_heads(graph, request.fused))
     partition = Partition(graph, mesh, placed, request.choices)
     typed = partition.run()
@@ -175,12 +175,12 @@ def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Pla
 
 
 def freeze_parameters(graph: fx.Graph, names: frozenset[str]) -> None:
-    """Parameters that are not trained have a role of their own, which no gradient flows to."""
+    """Parameters that are not trained have a binding of their own kind, which no gradient flows to."""
     for node in graph.nodes:
         if node.op == "placeholder":
-            kind, _, name = node.meta["role"].partition(" ")
+            kind, name = node.meta["binding"]
             if kind == "parameter" and name in names:
-                node.meta["role"] = f"frozen {name}"
+                node.meta["binding"] = Binding("frozen", name)
 
 
 def mark_blocks(graph: fx.Graph) -> None:

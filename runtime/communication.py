@@ -10,9 +10,12 @@ import torch
 
 from ..compiler.layout.mesh import Shape
 from ..compiler.program.actions import Action
+from ..compiler.program.binding import Binding
 
 Environment = dict[str, Any]
 """Values of a running program by name: tensors, and totals that something is added to."""
+BoundTensors = dict[Binding, Any]
+"""Tensors by what they are bound to: what a program is given, and what it returns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from ..compiler.capture.model_code import changed_files
 from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import TensorType, parse_type
 from ..compiler.padding.pads import pads_from, real_shape
+from ..compiler.program.binding import BUFFERS
 from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from ..grammar.nearest import listed
 from .faults import RunError
-from .owners import BUFFERS, parameters_of
 from .state.checkpoint import Checkpoint, read_checkpoint
 from .state.optimizer import restore_optimizer
 
@@ -101,7 +101,7 @@ def open_build(path: Path | str) -> Build:
 
 def constants_of(build: Build) -> dict[str, TensorType]:
     """The types of a model's buffers and constants by name."""
-    return {name: value.type for name, value in parameters_of(build.programs["F"].main, *BUFFERS).items()}
+    return {name: value.type for name, value in build.programs["F"].main.bound(*BUFFERS).items()}
 
 
 def checkpoint_bytes(build: Build) -> int:

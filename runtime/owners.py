@@ -8,22 +8,13 @@ import torch
 
 from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import Placement, put_together
-from ..compiler.program.program import Function, Value
+from ..compiler.program.binding import PARAMETERS, Binding, Kind
 from ..compiler.program.roles import Role
 
-PARAMETERS, BUFFERS = ("parameter", "frozen"), ("buffer", "constant")
-"""What roles of values that are bound to a model's tensors begin with."""
 
-
-def parameters_of(function: Function, *kinds: str) -> dict[str, Value]:
-    """What a function takes of values of some kinds (``input``, ``parameter``), by the values' own names."""
-    roles = ((value.role.partition(" "), value) for value in function.parameters)
-    return {name: value for (kind, _, name), value in roles if kind in kinds}
-
-
-def held(role: Role, kinds: Collection[str]) -> set[str]:
+def held(role: Role, kinds: Collection[Kind]) -> set[str]:
     """Names of the tensors of some kinds that a role's programs read."""
-    return {name for program in role.programs.values() for name in parameters_of(program.main, *kinds)}
+    return {name for program in role.programs.values() for name in program.main.bound(*kinds)}
 
 
 def owners_of(roles: Sequence[Role], parameters: Iterable[str]) -> dict[str, tuple[Role, ...]]:
@@ -35,7 +26,7 @@ def owners_of(roles: Sequence[Role], parameters: Iterable[str]) -> dict[str, tup
 def keepers_of(roles: Sequence[Role], buffers: Iterable[str]) -> dict[str, tuple[Role, ...]]:
     """The role that changes each buffer, which no other reads."""
     writes = [(role, {key for program in role.programs.values() for key, _ in program.main.returns}) for role in roles]
-    return {name: tuple(role for role, keys in writes if f"buffer {name}" in keys) for name in buffers}
+    return {name: tuple(role for role, keys in writes if Binding("buffer", name) in keys) for name in buffers}
 
 
 def piece_place(rank: int, placement: Placement, mesh: Mesh) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from ..compiler.capture.complex_numbers import real_form
 from ..compiler.layout.placement import TensorType, parse_type, take
 from ..compiler.padding.pads import pads_from
 from ..compiler.padding.tensors import grow
+from ..compiler.program.binding import BUFFERS
 from ..grammar.codes_build import BAD_STATE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
@@ -32,7 +33,7 @@ from .machine.execute import Machine
 from .machine.kernels import KERNELS, Kernel
 from .machine.products import kernels_for
 from .opening import build_mesh, check_fits, check_source_of, constants_of, open_build, open_checkpoint, task_of
-from .owners import BUFFERS, held, keepers_of, owners_of
+from .owners import held, keepers_of, owners_of
 from .processes import default_device, join_processes, launched
 from .state.checkpoint import save_tensors
 from .state.gather import Gatherer, everywhere, exchange

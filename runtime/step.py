@@ -12,11 +12,12 @@ import torch
 
 from ..compiler.layout.collectives import COLLECTIVES
 from ..compiler.program.actions import AHEAD, Action
+from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, SCALE, Binding
 from ..compiler.program.program import Program
-from .communication import Backend, Environment, Message, PeerLost, Sending
+from .communication import Backend, BoundTensors, Environment, Message, PeerLost, Sending
 from .machine.execute import Machine, Ready
 from .trace import Recorder
-from .work import Batch, RankState, Work, bind, strip
+from .work import Batch, RankState, Work, bind, named
 
 
 @dataclass(slots=True)
@@ -69,23 +70,23 @@ class Stepper:
         self._receives: dict[Message, Callable[[], list[list[torch.Tensor]]]] = {}
         self._sends: list[Sending] = []
         self._later: list[Callable[[], torch.Tensor]] = []
-        self._completing: Collection[str] = ()
+        self._completing: Collection[Binding] = ()
         options.setdefault("reuse", options.get("watch") is None)  # who watches may keep
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
         self._complete = self._completed()
 
-    def _completed(self) -> dict[Action, set[str]]:
-        """By ``B`` the parameters whose gradients are complete with it, if their sums over ranks can begin then."""
+    def _completed(self) -> dict[Action, set[Binding]]:
+        """By ``B`` the gradients that are complete with it, if their sums over ranks can begin then."""
         reduce = self.machines.get("REDUCE")
-        able = set(strip(dict.fromkeys(reduce.ahead), "gradient ")) if reduce is not None else set()
-        last: dict[str, Action] = {}
+        able = {key for key in reduce.ahead if key.kind == "gradient"} if reduce is not None else set[Binding]()
+        last: dict[Binding, Action] = {}
         for action in self.actions:
             if action.kind == "B" and able:
                 machine = self.machines[self._machine(action, "B")]
                 made = {key for key, _ in machine.program.main.returns}
                 able -= made - machine.addable
                 last.update(dict.fromkeys(made, action))
-        return {action: {name for name in able if last[name] == action} for action in last.values()}
+        return {action: {key for key in able if last[key] == action} for action in last.values()}
 
     @property
     def counts_apart(self) -> bool:
@@ -108,8 +109,8 @@ class Stepper:
 
     def share_counts(self, work: Work, rank: int, counts: Sequence[torch.Tensor]) -> None:
         """Give the counts of all ranks to the step of one of them, whose SCALE then meets no other."""
-        if "count" in self.machines["SCALE"].ahead:
-            work.counted = self.machines["SCALE"].summed("count", counts, rank)
+        if COUNT in self.machines["SCALE"].ahead:
+            work.counted = self.machines["SCALE"].summed(COUNT, counts, rank)
 
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Loss and gradients of a step."""
@@ -118,10 +119,10 @@ class Stepper:
     def finish(self, work: Sequence[Work], step: int) -> list[StepResult]:
         """Loss and gradients of a step that was begun."""
         self._walk([action for action in self._left(work) if action.kind != "STEP"], work, step)
-        return [StepResult(w.results["loss"], w.results.get("grad_norm"), strip(w.results, "gradient ")) for w in work]
+        return [StepResult(w.results[LOSS], w.results.get(GRAD_NORM), named(w.results, "gradient")) for w in work]
 
     def _left(self, work: Sequence[Work]) -> Iterator[Action]:
-        counted = any("count" in w.totals for w in work)
+        counted = any(COUNT in w.totals for w in work)
         return (action for action in self.actions if not (counted and action.kind == "COUNT"))
 
     def loss(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
@@ -133,7 +134,7 @@ class Stepper:
         self._walk([action for action in self._left(work) if action.kind in _FORWARD], work, step)
         self._settle(step)
         self._reduce_loss(work)
-        return [StepResult(w.results["loss"], None, {}) for w in work]
+        return [StepResult(w.results[LOSS], None, {}) for w in work]
 
     def _walk(self, actions: Sequence[Action], work: Sequence[Work], step: int) -> None:
         self._receives, self._sends, self._later = {}, [], []
@@ -171,16 +172,16 @@ class Stepper:
         if message in self._receives:
             return
         machine = self.machines[self._machine(action, message.kind)]
-        types = [value.type for value in machine.program.main.parameters if value.role.startswith("received ")]
+        types = [value.type for value in machine.program.main.bound("received").values()]
         like = [(type_.local(machine.mesh), machine.dtype(type_.dtype)) for type_ in types]
         self._receives[message] = self.backend.receive(message, like)
 
     def _recv(self, action: Action, step: int, work: Sequence[Work]) -> None:
         message = Message.of(action, self.axis)
         main = self.machines[self._machine(action, message.kind)].program.main
-        names = [value.role for value in main.parameters if value.role.startswith("received ")]
+        keys = [binding for binding in main.bindings if binding.kind == "received"]
         for w, tensors in zip(work, self._receives.pop(message)(), strict=True):
-            w.kept[action.stage, message.kind, action.microbatch] = dict(zip(names, tensors, strict=True))
+            w.kept[action.stage, message.kind, action.microbatch] = dict(zip(keys, tensors, strict=True))
         self._note_saved(action.stage, work)
 
     def _send(self, action: Action, step: int, work: Sequence[Work]) -> None:
@@ -191,20 +192,20 @@ class Stepper:
 
     def _finish_later(self, work: Sequence[Work]) -> None:
         """Add up what a backward left for after it has sent."""
-        names = {id(w.totals[f"gradient {name}"]): name for w in work for name in self._completing}
-        added: dict[str, list[torch.Tensor]] = {}
+        keys = {id(w.totals[key]): key for w in work for key in self._completing}
+        added: dict[Binding, list[torch.Tensor]] = {}
         for call in self._later:
             total = call()
-            if (name := names.get(id(total))) is not None:
-                pieces = added.setdefault(name, [])
+            if (key := keys.get(id(total))) is not None:
+                pieces = added.setdefault(key, [])
                 pieces.append(total)
                 if len(pieces) == len(work):
-                    self._begin(name, pieces, work)
+                    self._begin(key, pieces, work)
         self._later.clear()
 
-    def _begin(self, parameter: str, pieces: Sequence[torch.Tensor], work: Sequence[Work]) -> None:
+    def _begin(self, gradient: Binding, pieces: Sequence[torch.Tensor], work: Sequence[Work]) -> None:
         """Start the sum of a gradient over ranks; REDUCE waits for it."""
-        self.machines["REDUCE"].begin(f"gradient {parameter}", pieces, [w.begun for w in work])
+        self.machines["REDUCE"].begin(gradient, pieces, [w.begun for w in work])
 
     def _settle(self, step: int) -> None:
         """Wait until all that was sent was taken: the tensors may be written over then."""
@@ -232,17 +233,17 @@ class Stepper:
         self,
         name: str,
         work: Sequence[Work],
-        extra: Sequence[Environment] = (),
-        totals: Sequence[Mapping[str, torch.Tensor]] = (),
+        extra: Sequence[BoundTensors] = (),
+        totals: Sequence[BoundTensors] = (),
         later: list[Callable[[], torch.Tensor]] | None = None,
         ready: Ready | None = None,
         begun: Sequence[Environment] = (),
-    ) -> Iterator[tuple[Work, Environment]]:
+    ) -> Iterator[tuple[Work, BoundTensors]]:
         """Each rank with what a program returns on it; ``extra`` is bound beside what the rank holds, and to ``totals``
         results are added, ``later`` where there is such a list; ``ready`` is told of them. ``begun`` was begun."""
         machine = self.machines[name]
         given = [
-            {value.name: bind(value.role, w, more) for value in machine.program.main.parameters}
+            {value.name: bind(value.binding, w, more) for value in machine.program.main.parameters if value.binding}
             for w, more in zip(work, extra or [{}] * len(work), strict=True)
         ]
         for environment, ahead in zip(given, begun, strict=bool(begun)):
@@ -251,35 +252,34 @@ class Stepper:
             more.clear()  # values die within the program, after their last use
         return zip(work, machine.run(given, totals=totals, later=later, ready=ready), strict=True)
 
-    def _inputs(self, action: Action, step: int, work: Sequence[Work], *kinds: str) -> list[Environment]:
+    def _inputs(self, action: Action, step: int, work: Sequence[Work], *kinds: str) -> list[BoundTensors]:
         """What a microbatch's work reads: its random numbers' place, its inputs, and what was kept for it."""
         rng = torch.tensor([step, action.microbatch], dtype=torch.int64)
-        found: list[Environment] = []
+        found: list[BoundTensors] = []
         for w in work:
-            found.append({"rng": rng, **{f"input {name}": t for name, t in w.parts[action.microbatch].items()}})
+            found.append({RNG: rng, **{Binding("input", name): t for name, t in w.parts[action.microbatch].items()}})
             for kind in kinds:
                 found[-1] |= w.kept.pop((action.stage, kind, action.microbatch), {})
         return found
 
     def _count(self, action: Action, step: int, work: Sequence[Work]) -> None:
         for w, made in self._run("COUNT", work, self._inputs(action, step, work)):
-            w.total("count", made["count"])
+            w.total(COUNT, made[COUNT])
 
     def _scale(self, action: Action, step: int, work: Sequence[Work]) -> None:
         for w, made in self._run("SCALE", work, begun=[w.counted for w in work]):
-            w.totals["scale"] = made["scale"]
+            w.totals[SCALE] = made[SCALE]
 
     def _f(self, action: Action, step: int, work: Sequence[Work]) -> None:
         for w, made in self._run(self._machine(action, "F"), work, self._inputs(action, step, work, "F")):
-            if "loss" in made:
-                w.total("loss", made["loss"])
+            if LOSS in made:
+                w.total(LOSS, made[LOSS])
             # never a view of a parameter, which the update changes, or of a batch, which is its owner's
-            w.state.buffers.update((name, value.clone()) for name, value in strip(made, "buffer ").items())
+            w.state.buffers.update((name, value.clone()) for name, value in named(made, "buffer").items())
             w.hand_over((action.stage, "F", action.microbatch), made)
             if w.keep:
-                w.kept[action.stage, "saved", action.microbatch] = {
-                    k: v for k, v in made.items() if k.startswith("saved ")
-                }
+                saved = {key: value for key, value in made.items() if key.kind == "saved"}
+                w.kept[action.stage, "saved", action.microbatch] = saved
         self._note_saved(action.stage, work)
 
     def _b(self, action: Action, step: int, work: Sequence[Work]) -> None:
@@ -291,16 +291,18 @@ class Stepper:
         # a stage waits for what is sent, nobody for the weights' gradients; where other microbatches wait for their
         # backward, there may be no memory to keep what these are made of
         later = self._later if sends and not any(w.kept for w in work) else None
-        complete = self._complete.get(action, set())
+        complete = self._complete.get(action, set[Binding]())
         self._completing = complete.intersection(totals[0]) if later is not None else ()
 
-        def ready(parameter: str, pieces: list[torch.Tensor]) -> None:
-            if parameter in complete and parameter not in self._completing:
-                self._begin(parameter, pieces, work)
+        def ready(key: Binding, pieces: list[torch.Tensor]) -> None:
+            if key in complete and key not in self._completing:
+                self._begin(key, pieces, work)
 
         for w, made in self._run(name, work, inputs, totals, later, ready if complete else None):
-            for parameter, gradient in w.hand_over((action.stage, "B", action.microbatch), made).items():
-                w.total(f"gradient {parameter}", gradient, parameter in addable)
+            w.hand_over((action.stage, "B", action.microbatch), made)
+            for key, value in made.items():
+                if key.kind == "gradient":
+                    w.total(key, value, key in addable)
 
     def _reduce(self, action: Action, step: int, work: Sequence[Work]) -> None:
         self._settle(step)
@@ -313,10 +315,10 @@ class Stepper:
         """The loss's part of REDUCE, where there are no gradients."""
         machine = self.machines["REDUCE"]
         main = machine.program.main
-        result = main.values()[dict(main.returns)["loss"]].type
+        result = main.values()[dict(main.returns)[LOSS]].type
         nothing = torch.zeros((), dtype=machine.dtype(result.dtype), device=self.device)
-        pieces = [w.totals.get("loss", nothing) for w in work]
-        partial = [value.type.placement.partial for value in main.parameters if value.role == "loss"]
+        pieces = [w.totals.get(LOSS, nothing) for w in work]
+        partial = [value.type.placement.partial for value in main.parameters if value.binding == LOSS]
         own = [axis for axes in partial for axis in axes if axis != self.axis]
         for axes in (",".join(own), self.axis):
             if axes:
@@ -324,4 +326,4 @@ class Stepper:
                 if arrival is not None:
                     arrival()
         for w, piece in zip(work, pieces, strict=True):
-            w.results = {"loss": piece * w.totals["scale"]}
+            w.results = {LOSS: piece * w.totals[SCALE]}

@@ -89,8 +89,7 @@ def prepare(folder: Path, names: Collection[str] = tuple(BUILDS)) -> None:
     for name in names:
         build(folder / name, *BUILDS[name])
     made = open_build(folder / "tensor" / "build")
-    values = {value.role.split(" ", 1)[1]: value.type.shape for value in made.programs["F"].main.parameters
-              if value.role.startswith("parameter ")}  # fmt: skip
+    values = {name: value.type.shape for name, value in made.programs["F"].main.bound("parameter").items()}
     tensors = {f"parameter.{name}": torch.zeros(shape) for name, shape in values.items()}
     save_tensors(folder / "checkpoint", tensors, {"step": 2, "optimizer": "adamw"})
 

@@ -10,6 +10,7 @@ from typing import Any
 from parc.compiler.layout.collectives import COLLECTIVES
 from parc.compiler.layout.placement import Split, TensorType
 from parc.compiler.layout.stretches import nest
+from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Ref
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, Programs, Site, sites, with_function
@@ -123,19 +124,19 @@ def misplaced(build: GoodBuild) -> Iterator[Mutant]:
                 options[place - 1] = other
                 yield from swapped_in(kind, "put", site, site.line.op, options)
     for value in programs["F"].main.parameters:
-        if value.role.split(" ")[0] not in ("parameter", "input"):
+        if value.kind not in ("parameter", "input"):
             continue
         for moved in _moved(value.type, build):
-            here = _with_role(programs, ("F",), value.role, moved)
-            yield from both(kind, f"F takes {value.role} as {moved.text(build.case.mesh)}", here, programs)
-            everywhere = carried(_with_role(programs, tuple(programs), value.role, moved), programs)
-            yield Mutant(kind, f"all take {value.role} as {moved.text(build.case.mesh)}", everywhere)
+            here = _with_binding(programs, ("F",), value.binding, moved)
+            yield from both(kind, f"F takes {value.binding} as {moved.text(build.case.mesh)}", here, programs)
+            everywhere = carried(_with_binding(programs, tuple(programs), value.binding, moved), programs)
+            yield Mutant(kind, f"all take {value.binding} as {moved.text(build.case.mesh)}", everywhere)
 
 
-def _with_role(programs: Programs, actions: Sequence[str], role: str, type_: TensorType) -> Programs:
+def _with_binding(programs: Programs, actions: Sequence[str], binding: Binding | None, type_: TensorType) -> Programs:
     for action in actions:
         main = programs[action].main
-        parameters = tuple(replace(v, type=type_) if v.role == role else v for v in main.parameters)
+        parameters = tuple(replace(v, type=type_) if v.binding == binding else v for v in main.parameters)
         programs = with_function(programs, action, replace(main, parameters=parameters))
     return programs
 

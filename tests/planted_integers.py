@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from parc.compiler.program.binding import RNG
 from parc.compiler.program.program import Function, Line, Ref, Value, map_references
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, with_function
@@ -43,7 +44,7 @@ def shortened(build: GoodBuild) -> Iterator[Mutant]:
     for action, program in programs.items():
         for function in program.functions:
             for name, value in function.values().items():
-                if value.type.dtype is not torch.int64 or value.role.startswith("saved"):
+                if value.type.dtype is not torch.int64 or value.kind == "saved":
                     continue
                 if any(value in line.results and line.calls_function for line in function.lines):
                     continue
@@ -58,7 +59,7 @@ def shortened(build: GoodBuild) -> Iterator[Mutant]:
                     yield Mutant(kind, what, with_function(programs, action, _through(function, name, [there, back])))
     for function in programs["F"].functions:
         for value in function.values().values():
-            if value.role == "rng":
+            if value.binding == RNG:
                 changed = _through(function, value.name, [("aten.flip.default", ([0],), (), torch.int64)])
                 yield Mutant(kind, f"F: {value.name} flipped", with_function(programs, "F", changed))
 

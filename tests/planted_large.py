@@ -164,7 +164,7 @@ CLASSES: Mapping[str, Sequence[Maker]] = {
     "exchange weights in B": [
         _of_programs(partial(exchanged, "B", "parameter", False)), _of_programs(partial(within, "B", "parameter"))
     ],
-    "exchange gradients in B": [_of_programs(partial(results, "B", ""))],
+    "exchange gradients in B": [_of_programs(partial(results, "B", "gradient"))],
     "exchange what two calls of B give": [_of_programs(partial(exchanged_results, "B"))],
     "add another call's gradient": [_of_programs(partial(within, "B", ""))],
     "exchange gradients in REDUCE": [_of_programs(partial(results, "REDUCE", "gradient")), _of_programs(reduced)],

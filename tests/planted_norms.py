@@ -41,7 +41,7 @@ def wrong_norms(build: GoodBuild) -> Iterator[Mutant]:
                 scaled = replace(site.result, name="scaled")
                 more = Line((scaled,), "aten.mul.Scalar", (Ref(site.result.name), factor))
                 yield Mutant(kind, site.named(f"{factor} times"), site.replaced(site.line, more, read="scaled"))
-    gradients = [(key, name) for key, name in main.returns if key.startswith("gradient ")]
+    gradients = [(key, name) for key, name in main.returns if key.kind == "gradient"]
     values = main.values()
     for (key, name), (_, other) in pairwise(gradients):
         if values[name].type == values[other].type:

@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from parc.compiler.layout.collectives import COLLECTIVES
+from parc.compiler.program.binding import Binding, Kind
 from parc.compiler.program.program import Function, Line, Ref, map_references
 from tests.planted_sites import Programs, with_function
 from tests.planted_slips import unreduced
@@ -44,7 +45,7 @@ def _roles(programs: Programs, action: str) -> dict[str, str]:
     """The role of each of a main function's parameters; keys of streams have one too."""
     main = programs[action].main
     keys = {v.name: "stream" for line in main.lines if line.op == "parc.stream_key.default" for v in line.made}
-    return {v.name: v.role for v in main.parameters} | keys
+    return {v.name: str(v.binding) for v in main.parameters} | keys
 
 
 def exchanged(action: str, kind: str, every: bool, programs: Programs) -> Mutants:
@@ -96,10 +97,11 @@ def skipped(programs: Programs) -> Mutants:
 def inputs(programs: Programs) -> Mutants:
     """Two inputs of one type are read in each other's place, in all calls."""
     main = programs["F"].main
-    found = [v for v in main.parameters if v.role.startswith("input")]
+    found = [v for v in main.parameters if v.kind == "input"]
     for one, other in combinations(found, 2):
         if one.type == other.type:
-            parameters = tuple({one: replace(one, role=other.role), other: replace(other, role=one.role)}.get(v, v)
+            swapped = {one: replace(one, binding=other.binding), other: replace(other, binding=one.binding)}
+            parameters = tuple(swapped.get(v, v)
                                for v in main.parameters)  # fmt: skip
             yield f"{one.name} and {other.name}", _main(programs, "F", parameters=parameters)
 
@@ -132,11 +134,11 @@ def streams(programs: Programs) -> Mutants:
         yield f"{a.args[1]} and {b.args[1]}", _with_lines(programs, "F", changed)
 
 
-def results(action: str, kind: str, programs: Programs) -> Mutants:
+def results(action: str, kind: Kind, programs: Programs) -> Mutants:
     """Two values that a program returns change places, and one is returned for both."""
     main = programs[action].main
     values = main.values()
-    found = [(key, name) for key, name in main.returns if key.startswith(kind)]
+    found = [(key, name) for key, name in main.returns if key.kind == kind]
     for (one, x), (other, y) in combinations(found, 2):
         if values[x].type == values[y].type and x != y:
             swap = {one: y, other: x}
@@ -234,8 +236,8 @@ def dropped(programs: Programs) -> Mutants:
         place = list(b.uses()).index(name)
         mine = {v.name for v in a.made}
         forward = programs["F"].main
-        saved = {f"saved {v}" for v in mine}
-        gone = [key.removeprefix("saved ") for key, _ in forward.returns if key in saved]
+        saved = {Binding("saved", v) for v in mine}
+        gone = [key.name for key, _ in forward.returns if key in saved]
         lines = [_reading(line, name, a.args[place].name) for line in forward.lines if line is not a]
         returns = [pair for pair in forward.returns if pair[0] not in saved]
         made = _main(programs, "F", lines=tuple(lines), returns=tuple(returns))
@@ -247,7 +249,7 @@ def dropped(programs: Programs) -> Mutants:
         made = _main(made, "B", lines=tuple(lines), returns=tuple(kept))
         for key, v in backward.returns:
             if (key, v) not in kept:
-                made = unreduced(made, f"gradient {key}")
+                made = unreduced(made, key)
         yield a.origin.module, _main(_main(made, "F", parameters=_read(made, "F")), "B", parameters=_read(made, "B"))
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from parc.compiler.program.actions import Action
+from parc.compiler.program.binding import SCALE, Binding
 from parc.compiler.program.program import Line, LocalSize, Ref, Value
 from tests.planted_builds import GoodBuild
 from tests.planted_sites import Mutant, Programs, sites, with_function
@@ -42,7 +43,7 @@ def unscaled(build: GoodBuild) -> Iterator[Mutant]:
 
 def _backward_scale(build: GoodBuild, kind: str) -> Iterator[Mutant]:
     programs, main = build.case.programs, build.case.programs["B"].main
-    scale = next(value for value in main.parameters if value.role == "scale")
+    scale = next(value for value in main.parameters if value.binding == SCALE)
     made = Value("another_scale", scale.type)
     squared = Line((made,), "aten.mul.Tensor", (Ref(scale.name), Ref(scale.name)))
     one = Line((made,), "aten.full.default", ([], 1.0), (("dtype", scale.type.dtype),))
@@ -50,7 +51,7 @@ def _backward_scale(build: GoodBuild, kind: str) -> Iterator[Mutant]:
         lines = tuple(_renamed(old, scale.name, made.name) for old in main.lines)
         yield Mutant(kind, what, _main(programs, "B", lines=(line, *lines)))
     name, value = next((n, v) for n, v in main.returns if main.values()[v].type.dtype == scale.type.dtype)
-    again = replace(main.values()[value], name="scaled_again", role="")
+    again = replace(main.values()[value], name="scaled_again", binding=None)
     line = Line((again,), "aten.mul.Tensor", (Ref(value), Ref(scale.name)))
     returns = tuple((n, again.name if n == name else v) for n, v in main.returns)
     yield Mutant(kind, f"{name} is scaled twice", _main(programs, "B", lines=(*main.lines, line), returns=returns))
@@ -79,7 +80,7 @@ def split_sums(build: GoodBuild) -> Iterator[Mutant]:
                 lines=tuple(line for line in main.lines if line is not site.line),
                 returns=(
                     *((k, first if v == site.result.name else v) for k, v in main.returns),
-                    ("head.weight", second),
+                    (Binding("gradient", "head.weight"), second),
                 ),
             )
             yield Mutant(kind, site.named("return both parts of"), apart)
@@ -92,7 +93,7 @@ def wrong_gradients(build: GoodBuild) -> Iterator[Mutant]:
     for position, (name, value) in enumerate(main.returns):
         without = _main(programs, "B", returns=tuple(pair for pair in main.returns if pair[0] != name))
         yield Mutant("leave out a gradient", f"B: {name}", without)
-        yield Mutant("leave out a gradient", f"B, REDUCE: {name}", unreduced(without, f"gradient {name}"))
+        yield Mutant("leave out a gradient", f"B, REDUCE: {name}", unreduced(without, name))
         alike = [(n, v) for n, v in main.returns if n > name and values[v].type == values[value].type]
         for other, theirs in alike[: position % 3 == 0]:
             swap = {name: theirs, other: value}
@@ -105,10 +106,10 @@ def wrong_gradients(build: GoodBuild) -> Iterator[Mutant]:
             )
 
 
-def unreduced(programs: Programs, role: str) -> Programs:
+def unreduced(programs: Programs, gradient: Binding) -> Programs:
     """REDUCE without one gradient, its sum and its part of the norm."""
     main = programs["REDUCE"].main
-    gone = {value.name for value in main.parameters if value.role == role}
+    gone = {value.name for value in main.parameters if value.binding == gradient}
     lines = []
     for line in main.lines:
         (result,) = line.results
@@ -121,8 +122,8 @@ def unreduced(programs: Programs, role: str) -> Programs:
             gone.add(result.name)
         else:
             lines.append(line)
-    parameters = tuple(value for value in main.parameters if value.role != role)
-    returns = tuple(pair for pair in main.returns if pair[0] != role)
+    parameters = tuple(value for value in main.parameters if value.binding != gradient)
+    returns = tuple(pair for pair in main.returns if pair[0] != gradient)
     return _main(programs, "REDUCE", parameters=parameters, lines=tuple(lines), returns=returns)
 
 
@@ -130,7 +131,7 @@ def wrong_values(build: GoodBuild) -> Iterator[Mutant]:
     """F hands B another value of equal type, one too few, or one too many."""
     kind, programs, main = "save another value", build.case.programs, build.case.programs["F"].main
     values = main.values()
-    saved = [(key, name) for key, name in main.returns if key.startswith("saved ")]
+    saved = [(key, name) for key, name in main.returns if key.kind == "saved"]
     for key, name in saved:
         returns = tuple(pair for pair in main.returns if pair[0] != key)
         yield Mutant(kind, f"not {name}", _main(programs, "F", returns=returns))
@@ -139,8 +140,8 @@ def wrong_values(build: GoodBuild) -> Iterator[Mutant]:
             returns = tuple((k, other if k == key else v) for k, v in main.returns)
             yield Mutant(kind, f"{other} as {name}", _main(programs, "F", returns=returns))
     kept = {name for _, name in main.returns}
-    for name in [name for name in values if name not in kept and values[name].role == ""][:3]:
-        yield Mutant(kind, f"{name} too", _main(programs, "F", returns=(*main.returns, (f"saved {name}", name))))
+    for name in [name for name in values if name not in kept and values[name].binding is None][:3]:
+        yield Mutant(kind, f"{name} too", _main(programs, "F", returns=(*main.returns, (Binding("saved", name), name))))
     for position, line in enumerate(main.lines):
         names = [value for value in line.results if value is not None]
         pair = next(((a, b) for a in names for b in names if a.name < b.name and a.type == b.type), None)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from parc.compiler.layout.placement import Placement
+from parc.compiler.program.binding import LOSS, SCALE, Binding, Kind
 from parc.compiler.program.program import Line, Program, Ref, Value
 
 Files = dict[str, Program]
@@ -34,7 +35,7 @@ def changed_main(programs: Files, name: str, **changes: object) -> Files:
     return {**programs, name: replace(program, functions=(*program.functions[:-1], main))}
 
 
-def _each(programs: Files, field: str, word: str) -> Iterator[tuple[str, Any, Callable[..., Files]]]:
+def _each(programs: Files, field: str, kind: Kind) -> Iterator[tuple[str, Any, Callable[..., Files]]]:
     """Every return or parameter of a kind: its file, itself, and what makes programs in which others stand for it."""
 
     def put(name: str, before: Sequence[Any], behind: Sequence[Any], *others: Any) -> Files:
@@ -43,22 +44,23 @@ def _each(programs: Files, field: str, word: str) -> Iterator[tuple[str, Any, Ca
     for name, program in programs.items():
         rows = getattr(program.main, field)
         for at, row in enumerate(rows):
-            if _key(row).startswith(word):
+            if _key(row).kind == kind:
                 yield name, row, partial(put, name, rows[:at], rows[at + 1 :])
 
 
-def _key(row: Any) -> str:
-    """That of a return, or a parameter's role."""
-    return str(row.role if isinstance(row, Value) else row[0])
+def _key(row: Any) -> Binding:
+    """That of a return, or what a parameter is bound to."""
+    key: Any = row.binding if isinstance(row, Value) else row[0]
+    return key
 
 
-def _moved(programs: Files, field: str, word: str) -> Bugs:
+def _moved(programs: Files, field: str, kind: Kind) -> Bugs:
     """A return or parameter of a kind is left out, or changes places with the next of its kind."""
-    for name, row, put in _each(programs, field, word):
+    for name, row, put in _each(programs, field, kind):
         yield f"{name} leaves out {_key(row)}", put()
     for name, program in programs.items():
         rows = getattr(program.main, field)
-        for one, two in pairwise([at for at, row in enumerate(rows) if _key(row).startswith(word)]):
+        for one, two in pairwise([at for at, row in enumerate(rows) if _key(row).kind == kind]):
             changed = list(rows)
             changed[one], changed[two] = rows[two], rows[one]
             yield f"{name} swaps {_key(rows[one])}", changed_main(programs, name, **{field: tuple(changed)})
@@ -66,9 +68,9 @@ def _moved(programs: Files, field: str, word: str) -> Bugs:
 
 def sent(programs: Files) -> Bugs:
     """What is sent is left out, goes in another order, under another name, or is another value of the same type."""
-    yield from _moved(programs, "returns", "sent ")
-    for name, (key, value), put in _each(programs, "returns", "sent "):
-        yield f"{name} renames {key}", put(("sent other", value))
+    yield from _moved(programs, "returns", "sent")
+    for name, (key, value), put in _each(programs, "returns", "sent"):
+        yield f"{name} renames {key}", put((Binding("sent", "other"), value))
         yield f"{name} sends {key} twice", put((key, value), (key, value))
         values = programs[name].main.values()
         alike = [other for other, found in values.items() if other != value and found.type == values[value].type]
@@ -78,31 +80,31 @@ def sent(programs: Files) -> Bugs:
 
 def received(programs: Files) -> Bugs:
     """What is received is left out, or has another type, name or place."""
-    yield from _moved(programs, "parameters", "received ")
-    for name, value, put in _each(programs, "parameters", "received "):
+    yield from _moved(programs, "parameters", "received")
+    for name, value, put in _each(programs, "parameters", "received"):
         type_, mesh = value.type, programs[name].mesh
         others = {
             "f64": replace(value, type=replace(type_, dtype=torch.float64)),
             "longer": replace(value, type=replace(type_, shape=(2 * type_.shape[0], *type_.shape[1:]))),
             "whole": replace(value, type=replace(type_, placement=Placement.whole(mesh))),
             "partial": replace(value, type=replace(type_, placement=Placement.of(mesh, {"dp": "P"}))),
-            "renamed": replace(value, role="received other"),
-            "an input": replace(value, role="input x"),
-            "saved": replace(value, role=f"saved {value.name}"),
+            "renamed": replace(value, binding=Binding("received", "other")),
+            "an input": replace(value, binding=Binding("input", "x")),
+            "saved": replace(value, binding=Binding("saved", value.name)),
         }
         for what, other in others.items():
-            yield f"{name} {value.role} {what}", put(other)
+            yield f"{name} {value.binding} {what}", put(other)
 
 
 def saved(programs: Files) -> Bugs:
     """What B reads of F is not there, or is that of another stage."""
-    for name, (key, _), put in _each(programs, "returns", "saved "):
+    for name, (key, _), put in _each(programs, "returns", "saved"):
         yield f"{name} leaves out {key}", put()
-    for name, value, put in _each(programs, "parameters", "saved "):
+    for name, value, put in _each(programs, "parameters", "saved"):
         for other in programs.values():
-            foreign = [key for key, _ in other.main.returns if key.startswith("saved ") and other.action == "F"]
+            foreign = [key for key, _ in other.main.returns if key.kind == "saved" and other.action == "F"]
             if other.role != programs[name].role and foreign:
-                yield f"{name} reads {foreign[0]} of {other.role}", put(replace(value, role=foreign[0]))
+                yield f"{name} reads {foreign[0]} of {other.role}", put(replace(value, binding=foreign[0]))
 
 
 def places(programs: Files) -> Bugs:
@@ -179,9 +181,11 @@ def constants(programs: Files) -> Bugs:
                 other = replace(line, args=(line.args[0], 1.0))
                 lines = (*program.main.lines[:at], other, *program.main.lines[at + 1 :])
                 yield f"{name} adds one as {line.results[0]}", changed_main(programs, name, lines=lines)
-        made = Value("nothing", next(v.type for p in programs.values() for v in p.main.parameters if v.role == "scale"))
+        made = Value(
+            "nothing", next(v.type for p in programs.values() for v in p.main.parameters if v.binding == SCALE)
+        )
         nothing = Line((made,), "aten.full.default", ([], 0.0), (("dtype", made.type.dtype),))
-        total = dict(program.main.returns).get("loss")
+        total = dict(program.main.returns).get(LOSS)
         for at, line in enumerate(program.main.lines if program.action == "REDUCE" else ()):
             if line.results[0] is not None and line.results[0].name == total:
                 zero = replace(line, args=(Ref("nothing"), *line.args[1:]))
@@ -211,7 +215,7 @@ def norms(programs: Files) -> Bugs:
                     other = replace(line, results=(longer,), args=(items,))
                     lines = (*main.lines[:at], other, *main.lines[at + 1 :])
                     yield f"{name} counts {item} {what}", changed_main(programs, name, lines=lines)
-        gradients = [value for key, value in main.returns if key.startswith("gradient ")]
+        gradients = main.returned("gradient").values() if program.action == "REDUCE" else ()
         counted = {next(iter(line.uses())) for line in squares}
         for missing in [value for value in gradients if value not in counted]:
             line = next(line for line in squares)
@@ -230,24 +234,24 @@ def norms(programs: Files) -> Bugs:
 def gradients(programs: Files) -> Bugs:
     """A stage returns no gradient of what it trains, or scales a gradient that it received or made again."""
     scale = next(value for program in programs.values() if program.action == "B" for value in program.main.parameters
-                 if value.role == "scale")  # fmt: skip
+                 if value.binding == SCALE)  # fmt: skip
     for name, program in programs.items():
         main, values = program.main, program.main.values()
         if program.action != "B":
             continue
         given = main.parameters if scale in main.parameters else (*main.parameters, scale)
         for at, (key, value) in enumerate(main.returns):
-            if key.startswith("sent "):
+            if key.kind == "sent":
                 continue
             before, behind = main.returns[:at], main.returns[at + 1 :]
             yield f"{name} leaves out {key}", changed_main(programs, name, returns=(*before, *behind))
             again = Line((Value("again", values[value].type),), "aten.mul.Tensor", (Ref(value), Ref(scale.name)))
             changes = {"lines": (*main.lines, again), "returns": (*before, (key, "again"), *behind)}
             yield f"{name} scales {key} again", changed_main(programs, name, parameters=given, **changes)
-        for taken in (value for value in main.parameters if value.role.startswith("received ")):
+        for taken in (value for value in main.parameters if value.kind == "received"):
             again = Line((Value("again", taken.type),), "aten.mul.Tensor", (Ref(taken.name), Ref(scale.name)))
             lines = (again, *_reading(main.lines, taken.name, "again"))
-            yield f"{name} scales {taken.role}", changed_main(programs, name, parameters=given, lines=lines)
+            yield f"{name} scales {taken.binding}", changed_main(programs, name, parameters=given, lines=lines)
 
 
 def meetings(programs: Files) -> Bugs:

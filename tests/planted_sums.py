@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from parc.compiler.layout.placement import TensorType
+from parc.compiler.program.binding import SCALE, Binding
 from parc.compiler.program.program import Line, Ref, Value
 
 from .planted_stages import Bugs, Files, changed_main
@@ -17,11 +18,11 @@ AMONG, CAST = "parc.all_reduce_among", "aten._to_copy.default"
 
 def before(programs: Files) -> Bugs:
     """One role scales or rounds its part of a gradient before roles sum it, or counts it in the norm."""
-    scale = next(v for p in programs.values() for v in p.main.parameters if v.role == "scale")
+    scale = next(v for p in programs.values() for v in p.main.parameters if v.binding == SCALE)
     for name in ROLES:
         main, values = programs[name].main, programs[name].main.values()
-        given = main.parameters if any(v.role == "scale" for v in main.parameters) else (*main.parameters, scale)
-        own = next(v.name for v in given if v.role == "scale")
+        given = main.parameters if any(v.binding == SCALE for v in main.parameters) else (*main.parameters, scale)
+        own = next(v.name for v in given if v.binding == SCALE)
         summed: dict[str, str] = {}
         for at, line in enumerate(main.lines):
             earlier, later, operand = main.lines[:at], main.lines[at + 1 :], next(iter(line.uses()), "")
@@ -45,11 +46,11 @@ def before(programs: Files) -> Bugs:
 
 def mixed(programs: Files) -> Bugs:
     """Gradients of different parameters are summed, and the sum is passed on as it is or summed again."""
-    alone: list[dict[str, tuple[str, str]]] = []
+    alone: list[dict[str, tuple[Binding, str]]] = []
     for name in ROLES:
         main = programs[name].main
         met = {v.name for line in main.lines if line.op == AMONG for v in line.results if v is not None}
-        ends = [(key, value) for key, value in main.returns if key.startswith("gradient ") and value not in met]
+        ends = [(key, value) for key, value in main.returns if key.kind == "gradient" and value not in met]
         alone.append({str(main.values()[value].type): (key, value) for key, value in ends})
     for text in sorted(alone[0].keys() & alone[1].keys()):
         for op, args in ((AMONG, ("pp", [0, 1])), ("aten.mul.Scalar", (1.0,))):
@@ -70,14 +71,16 @@ def twice(programs: Files) -> Bugs:
         work = {int(name[5:-2]): name for name in programs if name.endswith(f".{kind}")}
         for stage, name in work.items():
             for key, value in programs[name].main.returns:
-                if key.startswith(("sent ", "saved ")) or stage + far not in work:
+                if key.kind in ("sent", "saved") or stage + far not in work:
                     continue
                 made, last = programs, stage
-                given = Value(value, programs[name].main.values()[value].type, f"received {value}")
+                given = Value(value, programs[name].main.values()[value].type, Binding("received", value))
                 while last + far in work:
                     last += far
                     giver, taker = made[work[last - far]].main, made[work[last]].main
-                    made = changed_main(made, work[last - far], returns=(*giver.returns, (f"sent {value}", value)))
+                    made = changed_main(
+                        made, work[last - far], returns=(*giver.returns, (Binding("sent", value), value))
+                    )
                     made = changed_main(made, work[last], parameters=(*taker.parameters, given))
                 end = made[work[last]].main
                 if key not in dict(end.returns):

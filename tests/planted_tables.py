@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from parc.compiler.ops.precision import may_narrow
+from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.program import Function, Line, Program, Ref, Value, map_references
 from parc.compiling.driver import Compiled
 from tests.checked_plans import compiled
@@ -74,7 +75,7 @@ def early_roundings(made: Compiled) -> Iterator[Mutant]:
     """Each such value in F, and each buffer, rounded to bfloat16 and back in a module that computes so."""
     programs: dict[str, Program] = dict(made.build.programs)
     lines, main = made.build.rounding.lines, programs["F"].main
-    buffers = {value.name for value in main.parameters if value.role.startswith(("buffer ", "constant "))}
+    buffers = {value.name for value in main.parameters if value.kind in BUFFERS}
     given: dict[str, set[str]] = {main.name: buffers}
     for call in (line for line in main.lines if line.calls_function):
         taken = programs["F"].function(call.op).parameters

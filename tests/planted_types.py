@@ -8,6 +8,7 @@ from dataclasses import replace
 from parc.compiler.layout.collectives import COLLECTIVES
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.ops.infer import infer
+from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Function, Line, Program, Value
 from parc.compiler.verify.lines import line_call
 
@@ -19,17 +20,16 @@ def carried(programs: Programs, good: Programs) -> dict[str, Program]:
 
     A line of the ``good`` programs whose operands are what they were there keeps its types too.
     """
-    made: dict[str, TensorType] = {}
+    made: dict[Binding | None, TensorType] = {}
     result = {}
     for action, program in programs.items():
-        found = {value.role: made[value.role] for value in program.main.parameters if value.role in made}
-        given = [found.get(value.role, value.type) for value in program.main.parameters]
+        found = {value.binding: made[value.binding] for value in program.main.parameters if value.binding in made}
+        given = [found.get(value.binding, value.type) for value in program.main.parameters]
         carrier = _Carrier(program, good[action])
         main = carrier.carry(program.main, given)
         carrier.functions[main.name] = main
         values = main.values()
-        for key, name in main.returns:
-            made[f"gradient {key}" if action == "B" else key] = values[name].type
+        made.update((key, values[name].type) for key, name in main.returns)
         functions = tuple(carrier.functions.values())
         same = all(a is b for a, b in zip(functions, program.functions, strict=True))
         result[action] = program if same else replace(program, functions=functions)

@@ -42,7 +42,7 @@ def error(made: Compiled) -> float:
 
 def test_seven_layers_on_three_ranks_are_naive_model_parallelism() -> None:
     made = compiled("seven")
-    held = [{value.role.split(".")[1] for value in role.programs[f"{stage}F"].main.parameters if "layers" in value.role}
+    held = [{b.name.split(".")[1] for b in role.programs[f"{stage}F"].main.bindings if "layers" in b.name}
             for stage, role in enumerate(made.build.roles.values())]  # fmt: skip
     assert held == [{"0", "1"}, {"2", "3", "4"}, {"5", "6"}]
     timeline = simulate(made.timelines)

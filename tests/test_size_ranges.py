@@ -24,7 +24,7 @@ from parc.compiler.build.directory import read_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.program.text import parse_program
 from parc.compiler.sizes.polynomials import check_points, sample_points
-from parc.compiler.verify.numbers import role_faults
+from parc.compiler.verify.numbers import binding_faults
 from parc.compiler.verify.sizes import size_faults
 from parc.compiling.driver import Compiled, compile_plan, programs_of
 from parc.compiling.size_ranges import fixed
@@ -104,9 +104,9 @@ def test_a_number_that_is_right_wherever_it_is_looked_at_is_refused(how: str) ->
         assert size_faults(mutant, compiled.mesh), what
     assert not size_faults(template, compiled.mesh)
     programs = {file: parse_program(text, file) for file, text in template.at({"B": 8, "S": 12}).items()}
-    assert not list(role_faults(programs))
+    assert not list(binding_faults(programs))
     other = parse_program(template.at({"B": 8, "S": 16})["programs/stage0.COUNT.py"])
-    (fault,) = role_faults({**programs, "programs/stage0.COUNT.py": other})
+    (fault,) = binding_faults({**programs, "programs/stage0.COUNT.py": other})
     assert fault.message == "`input targets` has other sizes where it is made"
 
 
@@ -212,8 +212,7 @@ def test_a_build_reads_at_its_largest_sizes_and_binds_to_others(gpt: Path) -> No
     assert made.manifest["sizes"] == {"B": 16, "S": 32}
     other = made.at({"S": 8})
     assert other.manifest["sizes"] == {"B": 16, "S": 8}
-    shapes = {value.role: value.type.shape for value in other.programs["F"].main.parameters}
-    assert shapes["input tokens"] == (8, 8)
+    assert other.programs["F"].main.bound("input")["tokens"].type.shape == (8, 8)
     assert {"{B/2}", "{S}"} <= set(re.findall(r"\{[^{}\s]+\}", made.text(made.programs["F"])))
 
 

@@ -82,9 +82,8 @@ def _place(item: tuple[str, Program]) -> tuple[int, int]:
 def _sent(program: Program, axis: str) -> Iterator[Communication]:
     """What a stage hands to its neighbour."""
     values = program.main.values()
-    for key, name in program.main.returns:
-        if key.startswith("sent "):
-            type_ = values[name].type
-            size = local_bytes(type_, program)
-            dtype = str(type_.dtype).removeprefix("torch.")
-            yield Communication("send", (axis,), dtype, size, _PHASES[program.action], Origin())
+    for name in program.main.returned("sent").values():
+        type_ = values[name].type
+        size = local_bytes(type_, program)
+        dtype = str(type_.dtype).removeprefix("torch.")
+        yield Communication("send", (axis,), dtype, size, _PHASES[program.action], Origin())

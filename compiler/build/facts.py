@@ -14,8 +14,9 @@ import torch
 from ..layout.placement import TensorType, parse_type
 from ..padding.pads import pads_from
 from ..program.actions import WORK
+from ..program.binding import PARAMETERS
 from ..program.faults import Fault
-from ..program.program import Program, Value
+from ..program.program import Program
 from ..program.roles import Role
 from ..sizes.size_range import BATCH
 
@@ -23,10 +24,10 @@ from ..sizes.size_range import BATCH
 def program_facts(programs: Mapping[str, Program], reference: Program) -> dict[str, Any]:
     """The facts of a manifest that follow from its programs alone: how parameters are stored, which buffers a step
     updates, what role the programs are of."""
-    mesh, ends = programs["F"].mesh, reference.functions[-1].returns
+    mesh = programs["F"].mesh
     return {
         "parameters": {name: type_.text(mesh) for name, type_ in stored_in(programs).items()},
-        "updates": [key.removeprefix("buffer ") for key, _ in ends if key.startswith("buffer ")],
+        "updates": list(reference.main.returned("buffer")),
         "role": programs["F"].role,
     }
 
@@ -35,14 +36,9 @@ def stored_in(programs: Mapping[str, Program]) -> dict[str, TensorType]:
     """Each parameter's type as a rank stores it."""
     forward, reduce = programs["F"].main, programs["REDUCE"].main
     values = reduce.values()
-    kept = {key.removeprefix("gradient "): values[name] for key, name in reduce.returns if key.startswith("gradient ")}
-    found = {**_bound(forward.parameters, "parameter", "frozen"), **kept}
+    kept = {name: values[made] for name, made in reduce.returned("gradient").items()}
+    found = {**forward.bound(*PARAMETERS), **kept}
     return {name: found[name].type for name in sorted(found)}
-
-
-def _bound(values: tuple[Value, ...], *kinds: str) -> dict[str, Value]:
-    roles = ((value.role.partition(" "), value) for value in values)
-    return {name: value for (kind, _, name), value in roles if kind in kinds}
 
 
 def fact_faults(
@@ -85,7 +81,7 @@ def _part(have: Any, wanted: Any) -> Any:
 
 def _input_faults(manifest: Mapping[str, Any], reference: Program) -> Iterator[Fault]:
     """Inputs of a microbatch, by the manifest's sizes."""
-    read = _bound(tuple(value for function in reference.functions for value in function.parameters), "input")
+    read = {name: value for function in reference.functions for name, value in function.bound("input").items()}
     sizes, microbatches = manifest["sizes"], manifest["microbatches"]
     for line in manifest["inputs"]:
         value, name = read.get(line["name"]), line["name"]
@@ -101,12 +97,12 @@ def _input_faults(manifest: Mapping[str, Any], reference: Program) -> Iterator[F
 
 def _state_faults(manifest: Mapping[str, Any], program: Program) -> Iterator[Fault]:
     """What a manifest says of the model's tensors that the programs read."""
-    mesh, values, stored = program.mesh, program.main.parameters, manifest["parameters"]
-    wrong = sorted(_bound(values, "frozen").keys() - set(manifest["frozen"]))
-    wrong += sorted(_bound(values, "parameter").keys() & set(manifest["frozen"]))
+    mesh, main, stored = program.mesh, program.main, manifest["parameters"]
+    wrong = sorted(main.bound("frozen").keys() - set(manifest["frozen"]))
+    wrong += sorted(main.bound("parameter").keys() & set(manifest["frozen"]))
     for name in wrong:
         yield fact_fault(f"`frozen` does not say of `{name}` what the programs say")
-    for name, value in _bound(values, "constant").items():
+    for name, value in main.bound("constant").items():
         found = manifest["constants"].get(name)
         if found is None or f"torch.{found['dtype']}" != str(value.type.dtype):
             yield fact_fault(f"`constants` has no `{name}` of {value.type.text(mesh)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..layout.placement import is_supported
 from ..ops.torch_ops import aten
+from ..program.binding import Binding, Kind
 from ..program.program import Origin
 from ..torch_private import (
     detach_without_gradients,
@@ -49,7 +50,7 @@ class InputSpec:
 class Captured:
     """The forward graph of model and loss.
 
-    Every placeholder has ``meta["role"]``: ``parameter NAME``, ``buffer NAME``, ``constant NAME`` or ``input NAME``;
+    Every placeholder has ``meta["binding"]``, a parameter, a buffer, a constant or an input;
     every other node ``meta["origin"]``, and in ``meta["loss"]`` whether it is outside the model, in the loss. The
     outputs are the loss, then the new value of each buffer in ``updates``.
     """
@@ -60,10 +61,10 @@ class Captured:
     modules: frozenset[str]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def placeholders(self, kind: str) -> dict[str, fx.Node]:
+    def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
         """Placeholders of one kind by name."""
-        roles = ((node.meta["role"].partition(" "), node) for node in self.graph.nodes if node.op == "placeholder")
-        return {name: node for (found, _, name), node in roles if found == kind}
+        nodes = self.graph.find_nodes(op="placeholder")
+        return {node.meta["binding"].name: node for node in nodes if node.meta["binding"].kind == kind}
 
     def trainable(self) -> set[str]:
         """Parameters to which a gradient of the loss flows."""
@@ -240,8 +241,8 @@ def check_values(graph: fx.Graph) -> None:
                 what, help_ = _DEPENDS[isinstance(value, torch.Tensor)]
                 raise _at(node, f"{node.target} gives {what} depends on the values of tensors", "control", help_)
             if isinstance(value, torch.Tensor) and not is_supported(value.dtype):
-                role = node.meta.get("role", "")
-                made = f"the {role.replace(' ', ' `', 1)}` is" if role else f"{node.target} gives"
+                binding: Binding | None = node.meta.get("binding")
+                made = f"the {binding.words} is" if binding is not None else f"{node.target} gives"
                 raise _at(node, f"{made} {_name(value.dtype)}, a dtype that programs do not hold")
         if _PRODUCTS.match(str(node.target)):
             given = node.args[:3] if "attention" in str(node.target) else node.args
@@ -273,14 +274,13 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     outputs = graph.graph_copy(exported.graph, mapping)
-    canonical_nodes: dict[str, fx.Node] = {}
-    roles = _roles(signature, aliases, names)
+    canonical_nodes: dict[Binding, fx.Node] = {}
+    bindings = _bindings(signature, aliases, names)
     for old, new in mapping.items():
         new.meta = {"val": old.meta.get("val")}
         if old.op == "placeholder":
-            role = roles[old.name]
-            new.meta["role"] = role
-            kept = canonical_nodes.setdefault(role, new)
+            new.meta["binding"] = bindings[old.name]
+            kept = canonical_nodes.setdefault(bindings[old.name], new)
             if kept is not new:
                 new.replace_all_uses_with(kept)
                 graph.erase_node(new)
@@ -296,7 +296,7 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
         elif spec.kind is OutputKind.USER_OUTPUT:
             values[""] = value
     updates = tuple(name for name in values if name)
-    buffers = {role.removeprefix("buffer "): node for role, node in canonical_nodes.items()}
+    buffers = {binding.name: node for binding, node in canonical_nodes.items() if binding.kind == "buffer"}
     beside_makers({name: values[name] for name in updates}, buffers, graph)
     graph.output((values[""], *(values[name] for name in updates)))
     modules = frozenset(name for name, _ in step.model.named_modules() if name)
@@ -307,16 +307,17 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
     return Captured(graph, updates, aliases, modules, constants)
 
 
-def _roles(signature: ExportGraphSignature, aliases: Mapping[str, str], inputs: tuple[str, ...]) -> dict[str, str]:
-    """What each placeholder is, by its name."""
-    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
+def _bindings(signature: ExportGraphSignature, aliases: Mapping[str, str], inputs: Sequence[str]) -> dict[str, Binding]:
+    """What each placeholder is bound to, by its name."""
+    kinds: dict[InputKind, Kind] = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
+    kinds[InputKind.CONSTANT_TENSOR] = "constant"
     given = iter(inputs)
-    roles = {}
+    bindings = {}
     for spec in signature.input_specs:
-        kind = kinds.get(spec.kind, "input")
+        kind: Kind = kinds.get(spec.kind, "input")
         name = next(given) if kind == "input" else str(spec.target).removeprefix("model.")
-        roles[spec.arg.name] = f"{kind} {aliases.get(name, name) if kind == 'parameter' else name}"
-    return roles
+        bindings[spec.arg.name] = Binding(kind, aliases.get(name, name) if kind == "parameter" else name)
+    return bindings
 
 
 def _module_path(node: fx.Node) -> str:

@@ -11,7 +11,7 @@ from ...grammar.codes_placement import UNKNOWN_AXIS
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import did_you_mean, listed
 from ...grammar.source import Span
-from ...grammar.syntax import Binding, Number, String, Word
+from ...grammar.syntax import Number, Setting, String, Word
 from ...grammar.usage import Arguments
 from ..layout.mesh import Mesh
 
@@ -99,7 +99,7 @@ def check_unique(words: tuple[Word, ...], what: str) -> Iterator[Diagnostic]:
         first.setdefault(word.text, word)
 
 
-def read_literals(bindings: tuple[Binding, ...]) -> tuple[tuple[str, Literal], ...]:
+def read_literals(bindings: tuple[Setting, ...]) -> tuple[tuple[str, Literal], ...]:
     """The names and values of ``name=value`` pairs; pairs with another kind of value are left to ``check_literals``."""
     pairs: list[tuple[str, Literal]] = []
     for binding in bindings:
@@ -116,7 +116,7 @@ def read_literals(bindings: tuple[Binding, ...]) -> tuple[tuple[str, Literal], .
 def check_literals(arguments: Arguments, name: str) -> Iterator[Diagnostic]:
     """Errors for items that are not ``name=value`` with a number, a string, ``true``, ``false`` or ``none``."""
     for item in arguments.flat(name):
-        if not isinstance(item, Binding) or not item.name.text.isidentifier():
+        if not isinstance(item, Setting) or not item.name.text.isidentifier():
             message = "arguments are given by name"
             yield Diagnostic(WRONG_KIND, message, Label(item.span), help="write `name=value`")
         elif not read_literals((item,)):

@@ -14,7 +14,7 @@ from ...grammar.nearest import listed, nearest, path_meant
 from ...grammar.parse import parse
 from ...grammar.source import Source, Span
 from ...grammar.substitute import substitute
-from ...grammar.syntax import Binding, Statement
+from ...grammar.syntax import Setting, Statement
 from ...grammar.usage import parse_usage
 from ..layout.mesh import Mesh
 from .directive import Scope
@@ -89,7 +89,7 @@ class Expanded:
         self.complete = True
         self.statements = tuple(self._read(source, defines, ()))
 
-    def _read(self, source: Source, defines: Mapping[str, str], given: Sequence[Binding]) -> Iterator[Statement]:
+    def _read(self, source: Source, defines: Mapping[str, str], given: Sequence[Setting]) -> Iterator[Statement]:
         """The statements of one file, includes replaced."""
         self._count(source)
         statements, malformed = parse(source)
@@ -131,7 +131,7 @@ class Expanded:
         line = Include.read(arguments)
         self.diagnostics += line.check(Scope((), Mesh(), frozenset()))
         for item in arguments.flat("args"):
-            if not isinstance(item, Binding):
+            if not isinstance(item, Setting):
                 self._fail(Diagnostic(WRONG_KIND, "arguments are given by name", Label(item.span), help="`name=value`"))
         found = self._open(line, arguments.span("file"))
         if found is not None:

@@ -9,7 +9,7 @@ from ...grammar.codes_language import BAD_VALUE, WRONG_KIND
 from ...grammar.codes_placement import AXIS_TWICE, NOT_PADDED, PARTS_UNKNOWN, WRONG_DIM
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.source import Span
-from ...grammar.syntax import KIND_NAMES, Binding, Dim, Ellipsis, Group, Item, Layout, Number, SplitItem, Word
+from ...grammar.syntax import KIND_NAMES, Dim, Ellipsis, Group, Item, Layout, Number, Setting, SplitItem, Word
 from ...grammar.usage import Arguments
 from .directive import Directive, Scope, argument
 
@@ -182,7 +182,7 @@ def _factor(item: Item) -> Factor | None:
         return Factor(None if item.text == "_" else item.text, None, (), item.span)
     if isinstance(item, Number) and item.is_integer:
         return Factor(None, int(item.value), (), item.span)
-    if isinstance(item, Binding) and isinstance(item.value, Number) and item.value.is_integer:
+    if isinstance(item, Setting) and isinstance(item.value, Number) and item.value.is_integer:
         return Factor(item.name.text, int(item.value.value), (), item.span)
     if isinstance(item, SplitItem) and (item.size is None or (isinstance(item.size, Number) and item.size.is_integer)):
         name = item.name.text if item.name is not None and item.name.text != "_" else None

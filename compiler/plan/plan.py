@@ -14,7 +14,7 @@ from ...grammar.format import format_statements
 from ...grammar.nearest import did_you_mean, listed, path_meant
 from ...grammar.source import Source, Span
 from ...grammar.substitute import IN_STRING, LET
-from ...grammar.syntax import Binding, Phrase, Statement, Word
+from ...grammar.syntax import Phrase, Setting, Statement, Word
 from ...grammar.usage import parse_usage
 from ..layout.mesh import Mesh
 from ..sizes.size_range import BATCH, SizeRange
@@ -129,7 +129,7 @@ def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnos
     return replace(diagnostic, related=(*labels, *diagnostic.related))
 
 
-def _kept(statements: Sequence[Statement], axes: tuple[Binding, ...]) -> tuple[Statement, ...]:
+def _kept(statements: Sequence[Statement], axes: tuple[Setting, ...]) -> tuple[Statement, ...]:
     """What the plan says when nothing is included: no ``let``, and one ``mesh`` line of all axes."""
     kept: list[Statement] = []
     for statement in statements:
@@ -212,7 +212,7 @@ def _assemble(
     statements: tuple[Statement, ...],
     defines: Mapping[str, str],
     scope: Scope,
-    axes: tuple[Binding, ...],
+    axes: tuple[Setting, ...],
     warnings: tuple[Diagnostic, ...],
 ) -> Plan:
     one = scope.one

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..layout.placement import TensorType
 from .actions import AHEAD, Action
+from .binding import PARAMETERS
 from .program import Function, Program
 from .totals import addable, lasting
 
@@ -94,8 +95,7 @@ def estimate_memory(
     run one after the other: what is saved for backward, received, and sent until the next such message; ``moments``
     says how many tensors of optimizer state each parameter has."""
     work = [program for program in programs.values() if program.action in ("F", "B")]
-    own = {value.role.partition(" ")[2] for program in work for value in program.main.parameters
-           if value.role.startswith(("parameter ", "frozen "))}  # fmt: skip
+    own = {name for program in work for name in program.main.bound(*PARAMETERS)}
     sizes = {name: local_bytes(type_, work[0]) for name, type_ in stored.items() if name in own}
     optimizer = sum(moments.get(name, 0) * size for name, size in sizes.items())
     gradients: dict[str, int] = {}
@@ -106,14 +106,12 @@ def estimate_memory(
     for key, program in programs.items():
         values = program.main.values()
         if program.action == "B":
-            gradients.update((name, local_bytes(values[value].type, program)) for name, value in program.main.returns
-                             if not name.startswith("sent "))  # fmt: skip
-        keeps, sends = ({name for word, name in program.main.returns if word.startswith(kind)}
-                        for kind in ("saved ", "sent "))  # fmt: skip
+            made = program.main.returned("gradient")
+            gradients.update((name, local_bytes(values[value].type, program)) for name, value in made.items())
+        keeps, sends = {*program.main.returned("saved").values()}, {*program.main.returned("sent").values()}
         saved[key] = sum(local_bytes(values[name].type, program) for name in keeps)
         sent[key] = sum(local_bytes(values[name].type, program) for name in sends - keeps)
-        received[key] = sum(local_bytes(value.type, program) for value in program.main.parameters
-                            if value.role.startswith("received "))  # fmt: skip
+        received[key] = sum(local_bytes(value.type, program) for value in program.main.bound("received").values())
         peaks[key] = _peak(program, program.main, {}, {})[0] if program in work else 0
         if program.action == "B" and sent[key]:  # with the weights' gradients made one by one after it sends
             late = addable(program)

@@ -20,6 +20,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import TABLE
 from ..ops.torch_ops import OPS
+from .binding import Binding, Kind
 
 REFERENCE_FILE = "programs/model.py"
 """The captured graph's program in a build."""
@@ -46,11 +47,16 @@ class LocalSize:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A named, typed value; ``role`` tells what a program's parameter is bound to, e.g. ``parameter blocks.0.w``."""
+    """A named, typed value, with its ``binding`` where it is a program's parameter."""
 
     name: str
     type: TensorType
-    role: str = ""
+    binding: Binding | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of what it is bound to: a ``value`` of a function alone where it is bound to nothing."""
+        return "value" if self.binding is None else self.binding.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +140,12 @@ def map_references(item: Any, change: Callable[[str], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Function:
-    """Parameters, lines, and what is returned: pairs of a key and a value's name."""
+    """Parameters, lines, and what is returned: pairs of what a value is for and its name."""
 
     name: str
     parameters: tuple[Value, ...]
     lines: tuple[Line, ...]
-    returns: tuple[tuple[str, str], ...]
+    returns: tuple[tuple[Binding, str], ...]
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Results computed from the function, by kind; they are kept, because a function never changes."""
 
@@ -152,11 +158,24 @@ class Function:
         made = (value for line in self.lines for value in line.results if value is not None)
         return MappingProxyType({value.name: value for value in (*self.parameters, *made)})
 
-    def text(self, mesh: Mesh) -> str:
-        """The function as it stands in a program."""
-        if ("text", mesh) not in self.derived:
-            self.derived["text", mesh] = _function_text(self, mesh)
-        text: str = self.derived["text", mesh]
+    @property
+    def bindings(self) -> list[Binding]:
+        """What its parameters are bound to, in order."""
+        return [value.binding for value in self.parameters if value.binding is not None]
+
+    def bound(self, *kinds: Kind) -> dict[str, Value]:
+        """Parameters that are bound to something of these kinds, by the name of that."""
+        return {v.binding.name: v for v in self.parameters if v.binding is not None and v.binding.kind in kinds}
+
+    def returned(self, *kinds: Kind) -> dict[str, str]:
+        """Names of the values that are returned as something of these kinds, by the name of that."""
+        return {key.name: name for key, name in self.returns if key.kind in kinds}
+
+    def text(self, mesh: Mesh, action: str) -> str:
+        """The function as it stands in a program of an action."""
+        if ("text", mesh, action) not in self.derived:
+            self.derived["text", mesh, action] = _function_text(self, mesh, action)
+        text: str = self.derived["text", mesh, action]
         return text
 
 
@@ -187,14 +206,14 @@ class Program:
         head = f'"""parc program: role {self.role}, action {self.action}"""\n\nmesh({self.mesh})\n'
         if self.operators:
             head += f"operators({', '.join(map(json.dumps, self.operators))})\n"
-        return head + "".join(f"\n\n{function.text(self.mesh)}" for function in self.functions)
+        return head + "".join(f"\n\n{function.text(self.mesh, self.action)}" for function in self.functions)
 
 
-def _function_text(function: Function, mesh: Mesh) -> str:
+def _function_text(function: Function, mesh: Mesh, action: str) -> str:
     rows = [f"def {function.name}("]
     for value in function.parameters:
-        role = f"  # {value.role}" if value.role else ""
-        rows.append(f'    {value.name}: "{value.type.text(mesh)}",{role}')
+        behind = f"  # {value.binding}" if value.binding is not None else ""
+        rows.append(f'    {value.name}: "{value.type.text(mesh)}",{behind}')
     rows.append("):")
     for line in function.lines:
         names = ", ".join("_" if value is None else value.name for value in line.results)
@@ -206,9 +225,8 @@ def _function_text(function: Function, mesh: Mesh) -> str:
         types = "; ".join("-" if value is None else value.type.text(mesh) for value in line.results)
         rows.append(f"    {names} = {line.op}({', '.join(words)})  # {types} | {line.origin}")
     rows.append("    return {")
-    rows += [
-        f"        {json.dumps(key, ensure_ascii=not key.isprintable())}: {name}," for key, name in function.returns
-    ]
+    ends = [(key.key_in(action), name) for key, name in function.returns]
+    rows += [f"        {json.dumps(key, ensure_ascii=not key.isprintable())}: {name}," for key, name in ends]
     return "\n".join([*rows, "    }", ""])
 
 

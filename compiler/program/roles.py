@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from .actions import Action
+from .binding import GRAD_NORM, LOSS, Binding
 from .program import Function, Line, Program, Ref, Value, map_references
 
 Programs = Mapping[str, Program]
@@ -82,20 +83,20 @@ def _chain(programs: Sequence[Program]) -> Program:
     """Main functions one after the other. Several stages may save one value, or make the key of one random stream, by
     the same line; gradients of one name are summed."""
     functions: dict[str, Function] = {}
-    parameters: dict[str, Value] = {}
+    parameters: dict[Binding | None, Value] = {}
     lines: list[Line] = []
     makers: dict[str, Value | Line] = {}
-    returns: dict[str, str] = {}
+    returns: dict[Binding, str] = {}
     for program in programs:
         for function in program.functions[:-1]:
             if functions.setdefault(function.name, function) != function:
                 raise JoinFault(f"`{function.name}` of {program.role} is another function in an earlier stage")
         for value in program.main.parameters:
-            if value.role.startswith("received "):
+            if value.kind == "received":
                 if not isinstance(makers.get(value.name), Line):
                     raise JoinFault(f"{program.role}.{program.action} receives `{value.name}`, which no stage makes")
-            elif makers.setdefault(value.name, value) != value or parameters.setdefault(value.role, value) != value:
-                raise JoinFault(f"`{value.role}` of {program.role} is another value in an earlier stage")
+            elif makers.setdefault(value.name, value) != value or parameters.setdefault(value.binding, value) != value:
+                raise JoinFault(f"`{value.binding}` of {program.role} is another value in an earlier stage")
         for line in program.main.lines:
             names = [value.name for value in line.results if value is not None]
             if not any(name in makers for name in names):
@@ -106,10 +107,11 @@ def _chain(programs: Sequence[Program]) -> Program:
     types = {v.name: v.type for v in (*parameters.values(), *(v for line in lines for v in line.results if v))}
     for program in programs:
         for key, name in program.main.returns:
-            if key.startswith("sent ") or (key.startswith("saved ") and returns.get(key) == name):
+            if key.kind == "sent" or (key.kind == "saved" and returns.get(key) == name):
                 continue
             if key in returns and (program.action == "F" or returns[key] == name):
-                raise JoinFault(f"{program.role}.{program.action} returns `{key}`, which another stage returns too")
+                text = key.key_in(program.action)
+                raise JoinFault(f"{program.role}.{program.action} returns `{text}`, which another stage returns too")
             if key in returns:
                 fresh = next(f"tied_{number}" for number in count() if f"tied_{number}" not in types)
                 types[fresh] = types[name]
@@ -124,17 +126,17 @@ def _chain(programs: Sequence[Program]) -> Program:
 def _joined_reduce(programs: Sequence[Program]) -> Program:
     """REDUCE of all roles in one: gradients of the first role that makes them, which the others make by the same lines;
     the loss and the norm's square are sums over roles."""
-    parameters: dict[str, Value] = {}
+    parameters: dict[Binding | None, Value] = {}
     lines: list[Line] = []
-    returns: dict[str, str] = {}
-    summed: dict[str, list[str]] = {}
+    returns: dict[Binding, str] = {}
+    summed: dict[Binding, list[str]] = {}
     values: dict[str, Value] = {}
-    ways: dict[str, object] = {}
+    ways: dict[Binding, object] = {}
     for index, program in enumerate(programs):
         names: dict[str, str] = {}
         for value in program.main.parameters:
-            names[value.name] = parameters.setdefault(value.role, replace(value, name=f"{value.name}_{index}")).name
-        ends, made = dict(program.main.returns), {value.role for value in program.main.parameters}
+            names[value.name] = parameters.setdefault(value.binding, replace(value, name=f"{value.name}_{index}")).name
+        ends, made = dict(program.main.returns), set(program.main.bindings)
         for line in program.main.lines:
             if line.op == "parc.all_reduce_among" and isinstance(line.args[0], Ref) and line.results[0] is not None:
                 names[line.results[0].name] = names[line.args[0].name]
@@ -144,29 +146,29 @@ def _joined_reduce(programs: Sequence[Program]) -> Program:
             values.update((v.name, v) for v in results if v is not None)
             lines.append(_renamed(replace(line, results=results), names))
         for key, name in ends.items():
-            if key in ("loss", "grad_norm"):
+            if key in (LOSS, GRAD_NORM):
                 summed.setdefault(key, []).append(names[name])
             elif key in made:
                 if ways.setdefault(key, way := _way(program.main, name)) != way:
                     raise JoinFault(f"{program.role}.REDUCE makes `{key}` otherwise than an earlier role")
                 returns.setdefault(key, names[name])
-    squares = [line for line in lines if line.results[0] and line.results[0].name in summed.get("grad_norm", ())]
-    if len(summed.get("loss", ())) != len(programs) or len(squares) != len(programs):
+    squares = [line for line in lines if line.results[0] and line.results[0].name in summed.get(GRAD_NORM, ())]
+    if len(summed.get(LOSS, ())) != len(programs) or len(squares) != len(programs):
         raise JoinFault("a role's REDUCE makes no loss or no norm of gradients")
-    returns["loss"] = _added(summed["loss"], values, lines, "loss")
+    returns[LOSS] = _added(summed[LOSS], values, lines, "loss")
     lines = [line for line in lines if line not in squares]
     inner = [name for line in squares for name in line.uses()]
     total = _added(inner, values, lines, "square")
-    root = replace(values[summed["grad_norm"][0]], name="grad_norm")
+    root = replace(values[summed[GRAD_NORM][0]], name="grad_norm")
     lines.append(replace(squares[0], results=(root,), args=(Ref(total),)))
-    returns["grad_norm"] = "grad_norm"
+    returns[GRAD_NORM] = "grad_norm"
     main = Function("reduce", tuple(parameters.values()), _read(lines, returns.values()), tuple(returns.items()))
     return replace(programs[0], role=SINGLE, functions=(main,))
 
 
 def _way(function: Function, name: str) -> object:
     """How a value is made of a function's parameters, whatever values are called."""
-    known: dict[str, object] = {value.name: value.role for value in function.parameters}
+    known: dict[str, object] = {value.name: value.binding for value in function.parameters}
     for line in function.lines:
         made = line.op, map_references([*line.args, *line.kwargs], known.__getitem__)
         known.update((v.name, (index, made)) for index, v in enumerate(line.results) if v is not None)

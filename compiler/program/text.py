@@ -20,6 +20,7 @@ import torch
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
+from .binding import Binding
 from .program import Function, Line, LocalSize, Origin, Program, Ref, Value, allowed
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -82,7 +83,7 @@ def _read(text: str, name: str) -> Program:
     functions: dict[str, Function] = {}
     row = head.count("\n") + 2
     for each in texts:
-        part = _Part(each, mesh, custom, frozenset(functions), name, row)
+        part = _Part(each, mesh, custom, frozenset(functions), action, each is texts[-1], name, row)
         function = _read_function(part)
         if function.name in functions:
             raise part.fail(None, f"`{function.name}` is defined twice")
@@ -98,12 +99,15 @@ _ONLY_FUNCTIONS = "only functions stand here"
 @dataclass(frozen=True)
 class _Part:
     """The text of a program's head or of one function, and what it rests on: the mesh, the ``custom`` operators, the
-    functions before it. Equal parts are read once, wherever they stand."""
+    functions before it, the action, and whether it is the ``main`` function. Equal parts are read once, wherever they
+    stand."""
 
     text: str
     mesh: Mesh = field(default_factory=Mesh)
     custom: frozenset[str] = frozenset()
     before: frozenset[str] = frozenset()
+    action: str = ""
+    main: bool = False
     name: str = field(default="", compare=False)
     row: int = field(default=0, compare=False)
 
@@ -173,33 +177,42 @@ class _Reader:
         for argument in node.args.args:
             match argument.annotation:
                 case ast.Constant(value=str() as text):
-                    _, _, role = self.behind(argument).partition("  # ")
-                    self._define(argument, argument.arg, text, role)
+                    _, _, binding = self.behind(argument).partition("  # ")
+                    self._define(argument, argument.arg, text, binding)
                 case _:
                     raise self.fail(argument, f"`{argument.arg}` has no type")
         parameters = tuple(self.defined.values())
         lines = tuple(self._line(statement) for statement in node.body[:-1])
-        return Function(node.name, parameters, lines, self._returns(node.body[-1]))
+        outside = self.part.main or any(value.binding is not None for value in parameters)
+        return Function(node.name, parameters, lines, self._returns(node.body[-1], outside))
 
-    def _returns(self, node: ast.stmt) -> tuple[tuple[str, str], ...]:
+    def _returns(self, node: ast.stmt, outside: bool) -> tuple[tuple[Binding, str], ...]:
+        """What a function returns: to the ``outside`` of the program, or to the function that calls it."""
         if not isinstance(node, ast.Return) or not isinstance(node.value, ast.Dict):
             raise self.fail(node, "a function ends in `return {…}`")
-        returns: dict[str, str] = {}
+        returns: dict[Binding, str] = {}
         for pair in zip(node.value.keys, node.value.values, strict=True):
             match pair:
-                case (ast.Constant(value=str() as key), ast.Name(id=name)) if (
-                    name in self.defined and key not in returns
-                ):
+                case (ast.Constant(value=str() as text), ast.Name(id=name)) if name in self.defined:
+                    key = self._key(node, text) if outside else Binding("value", text)
+                    if key in returns:
+                        raise self.fail(node, f"returns two values as `{text}`")
                     returns[key] = name
-                case _:
-                    raise self.fail(pair[1], "returns an unknown value, or two under one key")
+                case (_, value):
+                    raise self.fail(value, "returns what is no value of the function")
         return tuple(returns.items())
 
-    def _define(self, at: ast.AST, label: str, text: str, role: str = "") -> Value:
+    def _key(self, at: ast.AST, text: str) -> Binding:
+        try:
+            return Binding.parse_key(text, self.part.action)
+        except ValueError as error:
+            raise self.fail(at, str(error)) from None
+
+    def _define(self, at: ast.AST, label: str, text: str, binding: str = "") -> Value:
         if label in self.defined or label in _NUMBERS or label == "_":
             raise self.fail(at, f"`{label}` is defined twice, or is no name for a value")
         try:
-            value = Value(label, self.type(text), role)
+            value = Value(label, self.type(text), Binding.parse(binding) if binding else None)
         except ValueError as error:
             raise self.fail(at, str(error)) from None
         self.defined[label] = value

@@ -20,9 +20,7 @@ def uses_of(function: Function) -> Counter[str]:
 def addable(program: Program, operators: Collection[str] = ADDABLE) -> dict[str, frozenset[str]]:
     """For each function the values that may be added to a total as they are made: made by one of these operators, here
     or in a function that is called, and given back and nothing else; not sent."""
-    read: set[tuple[str, str]] = {
-        (program.main.name, name) for key, name in program.main.returns if key.startswith("sent ")
-    }
+    read = {(program.main.name, name) for name in program.main.returned("sent").values()}
     while True:
         found: dict[str, frozenset[str]] = {}
         for function in program.functions:

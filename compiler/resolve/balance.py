@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor, fx
 
+from ..program.binding import PARAMETERS, Binding
 from ..program.cost import VIEWS
 
 FLOPS_PER_BYTE = 100
@@ -99,9 +100,9 @@ def piece_of(nodes: Sequence[fx.Node], states: int) -> BalancedPiece:
         operations += work
         kept += sum(v.numel() * v.element_size() for v in _tensors(node) if v.is_floating_point()) if work else 0
         for operand in node.all_input_nodes:
-            kind, _, name = str(operand.meta.get("role", "")).partition(" ")
-            if kind in ("parameter", "frozen"):
-                parameters[name] = _bytes(operand) * states
+            binding: Binding | None = operand.meta.get("binding")
+            if binding is not None and binding.kind in PARAMETERS:
+                parameters[binding.name] = _bytes(operand) * states
     return BalancedPiece(operations, kept, parameters)
 
 

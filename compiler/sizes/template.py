@@ -16,6 +16,7 @@ from functools import lru_cache
 from itertools import zip_longest
 
 from ..layout.mesh import Mesh
+from ..program.binding import STORED, Binding
 from ..program.faults import Fault
 from ..program.program import Origin
 from .polynomials import Polynomial, Ranges, Sizes, constraint, fit, is_whole
@@ -24,7 +25,6 @@ _PLACE = re.compile(r"\{([^{}\s]+)\}")
 _CUT_PLACE = re.compile(r"\{([^{}\s]+)\}((?:/[A-Za-z_]\w*)*)")
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])")
 _REAL = re.compile(r"1\.0([*/])\((.+)\)")
-_STORED = ("parameter ", "frozen ", "buffer ", "constant ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +249,9 @@ def _row_faults(file: str, row: str, ranges: Ranges, mesh: Mesh) -> Iterator[Sha
     head, origin = _parted(row)
     at = Origin.parse(origin) if origin else Origin()
     value = re.split(r" = |: ", row.strip())[0]
-    role = "" if origin else row.rpartition("  # ")[2]
-    if role.startswith(_STORED):
-        message = f"the {role.replace(' ', ' `', 1)}` would have other shapes at other sizes"
+    _, _, text = row.partition("  # ") if not origin else ("", "", "")
+    if text and (binding := Binding.parse(text)).kind in STORED:
+        message = f"the {binding.words} would have other shapes at other sizes"
         yield ShapeFault(file, value, "", 0, message, divides=False)
         return
     for match in _CUT_PLACE.finditer(head):

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from ..program.binding import GRAD_NORM, LOSS, SCALE, Binding
 from ..program.program import Line, LocalSize, Program, Ref
 from .bodies import sizeless, star
 from .wiring import NONE, Forward, PieceCall, PieceFact, PieceSource, WiringFault
 
-_Term = tuple[PieceCall, int] | str
-"""A result of a call of B, by the call of F that it undoes; or the role of a parameter of B or REDUCE."""
+_Term = tuple[PieceCall, int] | Binding
+"""A result of a call of B, by the call of F that it undoes; or what a parameter of B or REDUCE is bound to."""
 _Sum = tuple[tuple[_Term, tuple[str, ...]], ...]
 """The terms of a sum, each with the operators that it went through."""
 
@@ -24,10 +25,13 @@ class Backward:
         self.given: dict[str, PieceSource] = {}
         self.sums: dict[str, _Sum] = {}
         for value in program.main.parameters:
-            saved = value.role.removeprefix("saved ")
-            self.given[value.name] = ("role", value.role) if saved == value.role else forward.sources[saved]
-            if value.role == "scale":
-                self.sums[value.name] = (("scale", ()),)
+            binding = value.binding
+            if binding is not None and binding.kind == "saved":
+                self.given[value.name] = forward.sources[binding.name]
+            else:
+                self.given[value.name] = "bound", binding
+            if binding == SCALE:
+                self.sums[value.name] = ((SCALE, ()),)
         self.goes: dict[tuple[PieceCall, int], list[list[int]]] = {}
 
     def facts(self) -> Iterator[PieceFact]:
@@ -54,10 +58,10 @@ class Backward:
                     self.goes[call, at] = []
         if turn:
             raise WiringFault(f"B does not call `{turn[0].line.op}_backward` of {turn[0].place}")
-        for name, value in self.program.main.returns:
+        for name, value in self.program.main.returned("gradient").items():
             found = self.sums[value]
-            self._note(found, ("role", f"parameter {name}"), f"B {name}")
-            yield PieceFact(("gradient of", star(name)), frozenset(way for _, way in found), NONE, f"B {name}")
+            self._note(found, ("bound", Binding("parameter", name)), f"B {name}")
+            yield PieceFact(("whole gradient", star(name)), frozenset(way for _, way in found), NONE, f"B {name}")
         for (call, at), slots in self.goes.items():
             choices = frozenset(tuple(sorted(choice)) for choice in product(*slots))
             yield PieceFact(("goes", call.sort, at), len(slots), choices, f"B {call.place} result {at}")
@@ -84,7 +88,7 @@ class Backward:
             if not fits:
                 raise WiringFault(f"{where}, `{name}`, is the gradient of something else")
             for term, _ in terms:
-                if not isinstance(term, str):
+                if not isinstance(term, Binding):
                     self.goes[term].append([slot for _, source in fits for slot in self._slots(term, source)])
             ways = frozenset(way for _, way in terms)
             yield PieceFact(("gradient", call.sort, at), ways, frozenset(name for name, _ in fits), where)
@@ -93,14 +97,14 @@ class Backward:
         """Note that a sum is the gradient of a value of F."""
         for term, _ in terms:
             slots = self._slots(term, source)
-            if not slots or isinstance(term, str):
+            if not slots or isinstance(term, Binding):
                 raise WiringFault(f"{where} is given what is no gradient of it")
             self.goes[term].append(slots)
 
     def _slots(self, term: _Term, source: PieceSource) -> list[int]:
         """Where the call whose gradient a term is reads a value of F; what is the loss is read by nobody."""
-        if isinstance(term, str):
-            return [0] * (source == self.forward.returned.get("loss"))
+        if isinstance(term, Binding):
+            return [0] * (source == self.forward.returned.get(LOSS))
         return [slot for slot, read in enumerate(term[0].reads) if read == source]
 
 
@@ -111,18 +115,18 @@ def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
         WiringFault: a gradient is made of another parameter's, or the norm is not of all gradients, each once.
     """
     main = reduce.main
-    sums: dict[str, _Sum] = {value.name: ((value.role, ()),) for value in main.parameters}
+    sums: dict[str, _Sum] = {value.name: ((value.binding, ()),) for value in main.parameters if value.binding}
     for line in main.lines:
         sums[line.made[0].name] = _sum_of(line, sums, reduce)
-    gradients = sorted(value.role for value in main.parameters if value.role.startswith("gradient "))
+    gradients = sorted(str(binding) for binding in main.bindings if binding.kind == "gradient")
     for key, name in main.returns:
         made = sorted(str(term) for term, _ in sums[name])
-        if key.startswith("gradient ") and made != [key]:
+        if key.kind == "gradient" and made != [str(key)]:
             raise WiringFault(f"REDUCE makes `{key}` of {', '.join(made) or 'nothing'}")
-        if key == "grad_norm" and made != gradients:
+        if key == GRAD_NORM and made != gradients:
             raise WiringFault("the norm in REDUCE is not of every gradient once")
         for term, way in sums[name]:
-            yield PieceFact(("reduced", star(key), star(str(term))), way, NONE, f"REDUCE {key}")
+            yield PieceFact(("reduced", star(str(key)), star(str(term))), way, NONE, f"REDUCE {key}")
 
 
 def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:

@@ -135,5 +135,5 @@ def _scale_fault(full: Program, twin: Program) -> Fault | None:
     for program in (full, twin):
         body = function_body(program.main, program.mesh)
         given = [numbers.given for numbers in body.numbers]
-        bodies.append(([value.role for value in program.main.parameters], body.rows, given))
+        bodies.append((program.main.bindings, body.rows, given))
     return None if bodies[0] == bodies[1] else Fault("numbers", "SCALE", "is not as in the twin")

@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from ..layout.mesh import Mesh
+from ..program.binding import Binding
 from ..program.program import Function, Line, Program, Value
 from .bodies import Body, Numbers, function_body, lines_body, sizeless, star
 
@@ -22,8 +23,8 @@ _NUMBER = re.compile(r"\d+")
 _KEY = "parc.stream_key.default"
 
 PieceSource = tuple[Any, ...]
-"""Where a value comes from: ``("role", role)``, ``("stream", name, seed)``; ``("made", place, line, result)`` of the
-captured graph and ``("made", call, result)`` of F."""
+"""Where a value comes from: ``("bound", binding)``, ``("stream", name, seed)``; ``("made", place, line, result)`` of
+the captured graph and ``("made", call, result)`` of F."""
 
 
 class WiringFault(ValueError):
@@ -61,7 +62,7 @@ class GraphPiece:
     numbers: tuple[Numbers, ...]
     kind: int
     numbers_kind: int
-    returned: list[str] = field(default_factory=list)
+    returned: list[Binding] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +104,7 @@ class Graph:
 
     def __init__(self, captured: Function, kinds: Kinds) -> None:
         lines = [line for line in captured.lines if line.op != _KEY]
-        self.sources: dict[str, PieceSource] = {v.name: ("role", v.role) for v in captured.parameters}
+        self.sources: dict[str, PieceSource] = {v.name: ("bound", v.binding) for v in captured.parameters}
         for line in captured.lines:
             self.sources.update((v.name, ("stream", *line.args[1:])) for v in line.made if line.op == _KEY)
         runs: dict[str, list[Line]] = {}
@@ -142,7 +143,7 @@ class Forward:
             name: kinds.of((body.rows, self.backward[name].rows if name in self.backward else None))
             for name, body in self.bodies.items()
         }
-        self.sources: dict[str, PieceSource] = {v.name: ("role", v.role) for v in program.main.parameters}
+        self.sources: dict[str, PieceSource] = {v.name: ("bound", v.binding) for v in program.main.parameters}
         self.calls: list[PieceCall] = []
         self.values = program.main.values()
         called = [line for line in program.main.lines if line.calls_function]
@@ -175,7 +176,7 @@ class Forward:
             for at, (source, name) in enumerate(zip(call.reads, call.line.uses(), strict=True)):
                 yield from self._read(call, at, source, self.values[name])
         for key, name in self.program.main.returns:
-            if not key.startswith("saved "):
+            if key.kind != "saved":
                 yield from self._returned(key, self.sources[name])
 
     def _read(self, call: PieceCall, at: int, source: PieceSource, value: Value) -> Iterator[PieceFact]:
@@ -184,8 +185,8 @@ class Forward:
         wanted = call.piece.reads if call.piece is not None else []
         if source[0] != "made":
             found = frozenset(index for index, (other, _) in enumerate(wanted) if other == source)
-            kind = source[1].partition(" ")[0] if source[0] == "role" else "stream"
-            yield PieceFact(slot, (kind, bool(found)), found or _names(source[1], call.place), where)
+            kind = source[1].kind if source[0] == "bound" else "stream"
+            yield PieceFact(slot, (kind, bool(found)), found or _names(str(source[1]), call.place), where)
             return
         maker = self.calls[source[1]]
         made = maker.kind, source[2]
@@ -213,11 +214,10 @@ class Forward:
         given = tuple(self._said(read) for read in maker.reads)
         return None if None in given else (maker.kind, source[2], given)
 
-    def _returned(self, key: str, source: PieceSource) -> Iterator[PieceFact]:
+    def _returned(self, key: Binding, source: PieceSource) -> Iterator[PieceFact]:
         wanted = self.graph.returns.get(key)
         if wanted is None:
             raise WiringFault(f"F returns `{key}`, which the model does not")
-        kind = key.partition(" ")[0]
         if source[0] != "made" or wanted[0] != "made":
             if source != wanted:
                 raise WiringFault(f"F returns as `{key}` what the model does not")
@@ -226,10 +226,9 @@ class Forward:
         piece = self.graph.pieces[wanted[1]]
         own = call.place == wanted[1]
         options = frozenset({piece.returned.index(key)}) if own else _names(wanted[1], call.place)
-        yield PieceFact(("returns", kind, call.sort, source[2]), own, options, f"F {key}")
-        yield PieceFact(
-            ("returned", kind, piece.kind, piece.returned.index(key)), (*call.sort, source[2], own), NONE, f"F {key}"
-        )
+        place = piece.returned.index(key)
+        yield PieceFact(("returns", key.kind, call.sort, source[2]), own, options, f"F {key}")
+        yield PieceFact(("returned", key.kind, piece.kind, place), (*call.sort, source[2], own), NONE, f"F {key}")
 
 
 NONE: frozenset[Hashable] = frozenset({None})
@@ -252,6 +251,6 @@ def _backward_bodies(backward: Program, forward: dict[str, Body]) -> dict[str, B
             raise WiringFault(f"B has a function `{function.name}`, which is of none of F's")
         names: dict[str, str] = {}
         for value in function.parameters:
-            names[value.name] = forward[name].names.get(value.name, f"gradient {len(names)}")
+            names[value.name] = forward[name].names.get(value.name, f"tangent {len(names)}")
         found[name] = function_body(function, backward.mesh, names)
     return found

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..layout.collectives import COLLECTIVES
 from ..ops.factors import fill_operands
 from ..ops.precision import base_name
+from ..program.binding import BUFFERS
 from ..program.faults import Fault
 from ..program.program import Program, Value, operator
 from ..torch_private import is_composite
@@ -61,11 +62,11 @@ class _Expressions:
 
     def source(self, value: Value, saved: Mapping[str, int]) -> int:
         """What a program is given: what is counted or named is exact, weights and activations are not followed."""
-        kind, _, name = value.role.partition(" ")
-        if kind == "saved":
-            return saved.get(name, _ACTIVATION)  # what is never saved, others refuse
-        exact = kind in ("buffer", "constant") or (kind == "input" and not value.type.dtype.is_floating_point)
-        return self(value.role) if exact else self.rng if kind == "rng" else _ACTIVATION
+        kind = value.kind
+        if value.binding is not None and kind == "saved":
+            return saved.get(value.binding.name, _ACTIVATION)  # what is never saved, others refuse
+        exact = kind in BUFFERS or (kind == "input" and not value.type.dtype.is_floating_point)
+        return self(value.binding) if exact else self.rng if kind == "rng" else _ACTIVATION
 
     def answer(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
         """Expressions of a line's results, and of the arithmetic of its parts: with whole numbers, and without."""
@@ -171,8 +172,8 @@ def check_integers(programs: Mapping[str, Program], reference: Program) -> Itera
     saved: dict[str, int] = {}
     for program in [programs[action] for action in ("COUNT", "F", "B") if action in programs]:
         made, faults = _held(program, express, known, saved)
-        keys = (key.removeprefix("saved ") for key, _ in program.main.returns)
-        saved.update(zip(keys, made, strict=True))
+        ends = zip(program.main.returns, made, strict=True)
+        saved.update((key.name, expression) for (key, _), expression in ends if key.kind == "saved")
         yield from faults
 
 

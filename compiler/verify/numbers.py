@@ -22,11 +22,12 @@ from typing import Any
 
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Shape
+from ..program.binding import Binding, Kind
 from ..program.program import REFERENCE_FILE, Function, Line, Program, numbers_in
 from ..sizes.polynomials import Polynomial, Sizes, check_points, choices_of
 from ..sizes.template import ShapeFault, Template
 
-_MADE = ("saved ", "received ", "input ", "buffer ")
+_MADE: tuple[Kind, ...] = ("saved", "received", "input", "buffer")
 _AROUND = "aten.roll.default"
 """An operator that counts around: its numbers may be others at all sizes that are looked at, and do the same."""
 _ONE = Polynomial.of({(): Fraction(1)})
@@ -164,23 +165,24 @@ def _courses(shapes: Sequence[Sequence[Polynomial]]) -> Iterator[Polynomial]:
             yield difference.course
 
 
-def role_faults(programs: Mapping[str, Program]) -> Iterator[ShapeFault]:
+def binding_faults(programs: Mapping[str, Program]) -> Iterator[ShapeFault]:
     """Parameters of programs that have other sizes than the captured graph's inputs, or the results of others, have."""
     reference = programs.get(REFERENCE_FILE)
     if reference is None:
         return
-    shapes = {value.role: value.type.shape for function in reference.functions for value in function.parameters}
+    parameters = (value for function in reference.functions for value in function.parameters)
+    shapes = {("", value.binding): value.type.shape for value in parameters}
     for program in programs.values():
         values = program.main.values()
         for key, name in program.main.returns:
-            kind, _, word = key.partition(" ")
-            if kind in ("saved", "sent"):  # what a stage saves it reads itself
-                place = f"{program.role} {key}" if kind == "saved" else f"{program.action} received {word}"
-                shapes[place] = values[name].type.shape
+            if key.kind == "saved":  # what a stage saves it reads itself
+                shapes[program.role, key] = values[name].type.shape
+            if key.kind == "sent":
+                shapes[program.action, Binding("received", key.name)] = values[name].type.shape
     for file, program in programs.items():
         for value in program.main.parameters if program is not reference else ():
-            places = (value.role, f"{program.role} {value.role}", f"{program.action} {value.role}")
+            places = (("", value.binding), (program.role, value.binding), (program.action, value.binding))
             made = [shapes[place] for place in places if place in shapes]
-            if value.role.startswith(_MADE) and made[:1] != [value.type.shape]:
-                message = f"`{value.role}` has other sizes where it is made"
+            if value.kind in _MADE and made[:1] != [value.type.shape]:
+                message = f"`{value.binding}` has other sizes where it is made"
                 yield ShapeFault(file, value.name, "", 0, message, divides=False)

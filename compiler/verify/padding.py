@@ -14,6 +14,7 @@ from ..layout.placement import TensorType
 from ..ops.neutral import REDUCTIONS, is_neutral
 from ..padding.flow import Extra, Extras, PaddingFault, follow_padding
 from ..padding.pads import Pad, Pads
+from ..program.binding import PARAMETERS, Binding
 from ..program.faults import Fault
 from ..program.program import Program
 from .lines import Question, follow, line_call
@@ -26,23 +27,20 @@ def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[s
     if not pads:
         return []
     faults = list(_stored_faults(pads, stored))
-    known: dict[str, Extras] = {}
+    known: dict[Binding | None, Extras] = {}
     for action in ("F", "B", "REDUCE") if not faults else ():
         program = programs[action]
-        given = [_role(value.role, pads, known) for value in program.main.parameters]
+        given = [_given(value.binding, pads, known) for value in program.main.parameters]
         try:
             made = follow(program, program.main, given, _made)
         except PaddingFault as fault:
             faults.append(Fault("padding", f"{program.role}.{action} {fault.where}", str(fault)))
             break
         for (key, _), extras in zip(program.main.returns, made, strict=True):
-            name = f"gradient {key}" if action == "B" else key
-            known[name] = extras
-            kind, _, value = name.partition(" ")
-            if kind != "saved" and not _same(extras, pads.get(value, ()) if kind == "gradient" else ()):
-                faults.append(
-                    Fault("padding", f"{action} {key}", "does not have zeros for padding, where its value is padded")
-                )
+            known[key] = extras
+            if key.kind != "saved" and not _same(extras, pads.get(key.name, ()) if key.kind == "gradient" else ()):
+                where = f"{action} {key.key_in(action)}"
+                faults.append(Fault("padding", where, "does not have zeros for padding, where its value is padded"))
     return faults
 
 
@@ -55,11 +53,11 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
     if not any(function.name == "count" for function in reference.functions):
         return "its loss is no mean over targets, of which some can be left out"
     for function in reference.functions:
-        given = []
+        given, inputs = [], {value.name: name for name, value in function.bound("input").items()}
         for value in function.parameters:
-            kind, _, name = value.role.partition(" ")
+            name = inputs.get(value.name, "")
             held = float(ignored[name]) if name in ignored else None
-            tail = value.type.shape[:1] if kind == "input" else ()
+            tail = value.type.shape[:1] if name else ()
             given.append(tuple(Extra(0, 1, 1, size, held) for size in tail if size > 1))
         try:
             made = follow(reference, function, given, _made)
@@ -82,12 +80,11 @@ def _stored_faults(pads: Pads, stored: Mapping[str, TensorType]) -> Iterator[Fau
             yield Fault("padding", name, "is not padded as its type says")
 
 
-def _role(role: str, pads: Pads, known: Mapping[str, Extras]) -> Extras:
+def _given(binding: Binding | None, pads: Pads, known: Mapping[Binding | None, Extras]) -> Extras:
     """The padding of what a program's parameter is bound to."""
-    kind, _, name = role.partition(" ")
-    if kind in ("parameter", "frozen"):
-        return tuple(Extra(pad.dim, pad.outer, pad.real, pad.padded) for pad in pads.get(name, ()))
-    return known.get(role, ())
+    if binding is not None and binding.kind in PARAMETERS:
+        return tuple(Extra(pad.dim, pad.outer, pad.real, pad.padded) for pad in pads.get(binding.name, ()))
+    return known.get(binding, ())
 
 
 def _same(extras: Extras, pads: Sequence[Pad]) -> bool:

@@ -18,6 +18,7 @@ import torch
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Shape
 from ..ops.precision import LOSSES, Rounding, base_name, is_narrow, is_sensitive, may_narrow
+from ..program.binding import BUFFERS, LOSS, Binding
 from ..program.faults import Fault
 from ..program.program import Function, Line, Program, Value
 from .integers import VALUE_MOVES
@@ -74,21 +75,21 @@ def _floats(function: Function) -> Iterator[tuple[Line, list[Value], list[Value]
 
 def _outside_faults(programs: Mapping[str, Program], reference: Program, rounding: Rounding) -> Iterator[Fault]:
     """What a step reads and gives has the model's own types."""
-    known = {v.role: v.type.dtype for function in reference.functions for v in function.parameters}
+    known = {v.binding: v.type.dtype for function in reference.functions for v in function.parameters}
     main = reference.main.values()
     known.update((key, main[name].type.dtype) for key, name in reference.main.returns)
     for action, program in programs.items():
         values = program.main.values()
-        given = [(value.role, value.type.dtype) for value in program.main.parameters]
-        made = [(key, values[name].type.dtype) for key, name in program.main.returns if key == "loss"]
-        for role, dtype in given + made:
+        given = [(value.binding, value.type.dtype) for value in program.main.parameters]
+        made = [(key, values[name].type.dtype) for key, name in program.main.returns if key == LOSS]
+        for key, dtype in (*given, *made):
             kept = rounding.lines and dtype == torch.float32  # what is narrow in the model itself may be kept whole
-            if dtype != known.get(role, dtype) and not (kept and is_narrow(known[role])):
-                yield Fault("types", f"{action} {role}", f"is {_text(dtype)}, but {_text(known[role])} in the model")
+            if dtype != known.get(key, dtype) and not (kept and is_narrow(known[key])):
+                yield Fault("types", f"{action} {key}", f"is {_text(dtype)}, but {_text(known[key])} in the model")
     values = programs["B"].main.values()
-    for name, made_as in programs["B"].main.returns:
+    for name, made_as in programs["B"].main.returned("gradient").items():
         dtype = values[made_as].type.dtype
-        if is_narrow(dtype) and dtype not in (known.get(f"parameter {name}"), rounding.sums):
+        if is_narrow(dtype) and dtype not in (known.get(Binding("parameter", name)), rounding.sums):
             yield Fault("types", f"B {name}", f"is added up over microbatches in {_text(dtype)}")
 
 
@@ -162,13 +163,14 @@ def _table_faults(programs: Mapping[str, Program], own: _Own) -> Iterator[Fault]
     saved: dict[str, _Table] = {}
     for program in (programs["F"], programs["B"]):
         main = program.main
-        given = [saved.get(value.name, _Table.OTHER) if value.role.startswith("saved ") else _source(value)
+        given = [saved.get(value.name, _Table.OTHER) if value.kind == "saved" else _source(value)
                  for value in main.parameters]  # fmt: skip
         made, faults = _followed(program, given, own)
         yield from faults
         for (key, _), found in zip(main.returns, made, strict=True):
-            saved[key.removeprefix("saved ")] = found
-            if key.startswith("buffer ") and found is _Table.ROUNDED:
+            if key.kind == "saved":
+                saved[key.name] = found
+            if key.kind == "buffer" and found is _Table.ROUNDED:
                 yield Fault("types", f"{program.action} {key}", "is kept rounded from step to step")
 
 
@@ -188,8 +190,7 @@ def _followed(program: Program, given: Sequence[_Table], own: _Own) -> tuple[lis
 
 
 def _source(value: Value) -> _Table:
-    kind = value.role.partition(" ")[0]
-    exact = kind in ("buffer", "constant") or (kind == "input" and not value.type.dtype.is_floating_point)
+    exact = value.kind in BUFFERS or (value.kind == "input" and not value.type.dtype.is_floating_point)
     return _Table.EXACT if exact else _Table.OTHER
 
 

@@ -10,18 +10,20 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..program.binding import COUNT, GRAD_NORM, LOSS, SCALE, Binding
 from ..program.faults import Fault
 from ..program.program import Line, Program, Ref
 
-_GRADIENT = "gradient "
+_MEAN = Binding("loss", "mean")
+"""The loss, scaled: no binding of a program is called so."""
 _KEEPS = frozenset({"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a value is: one of some role, or ``squares`` (their ``root``) of values by name."""
+    """What a value is: what is bound, or ``squares`` (their ``root``) of values by name."""
 
-    role: str = ""
+    binding: Binding | None = None
     squares: tuple[str, ...] = ()
     root: bool = False
 
@@ -31,16 +33,16 @@ def check_reduce(scale: Program, reduce: Program) -> Iterator[Fault]:
     if scale.main.parameters:  # else it is a number, which the captured graph gives
         known = _followed(scale)
         for key, name in scale.main.returns:
-            if known[name] != _Made("scale"):
+            if known[name] != _Made(SCALE):
                 yield Fault("types", f"SCALE {key}", "is not proved to be one over the count of targets")
     main, known = reduce.main, _followed(reduce)
     gradients = {}
     for key, name in main.returns:
-        if key.startswith(_GRADIENT):
+        if key.kind == "gradient":
             gradients[name] = key
-        if key != "grad_norm" and known[name] != _Made("mean" if key == "loss" else key):
+        if key != GRAD_NORM and known[name] != _Made(_MEAN if key == LOSS else key):
             yield Fault("types", f"REDUCE {key}", "is not proved to be its own sum")
-    norm = known.get(dict(main.returns).get("grad_norm", ""))
+    norm = known.get(dict(main.returns).get(GRAD_NORM, ""))
     if norm is None or not norm.root:
         if gradients:
             yield Fault("types", "REDUCE grad_norm", "is not proved to be the root of the gradients' squares")
@@ -48,13 +50,13 @@ def check_reduce(scale: Program, reduce: Program) -> Iterator[Fault]:
     times = Counter(norm.squares)
     for name in {**gradients, **times}:
         if times[name] != (name in gradients):
-            what = gradients.get(name, f"value {name}").replace(" ", " `", 1)
-            yield Fault("types", "REDUCE grad_norm", f"counts the {what}` {times[name]} times")
+            what = gradients[name].words if name in gradients else f"value `{name}`"
+            yield Fault("types", "REDUCE grad_norm", f"counts the {what} {times[name]} times")
 
 
 def _followed(program: Program) -> dict[str, _Made | None]:
     """What the values of a program of one function are; None is nothing that it is there for."""
-    known: dict[str, _Made | None] = {value.name: _Made(value.role) for value in program.main.parameters}
+    known: dict[str, _Made | None] = {value.name: _Made(value.binding) for value in program.main.parameters}
     for line in program.main.lines:
         found = _made(line, [known[name] for name in line.uses()])
         known.update((value.name, found) for value in line.made)
@@ -70,16 +72,16 @@ def _made(line: Line, given: list[_Made | None]) -> _Made | None:
     to_float = line.op == "aten._to_copy.default" and line.made[0].type.dtype.is_floating_point
     if line.op in _KEEPS or to_float:
         return known[0]
-    roles = [made.role for made in known]
-    if line.op == "aten.reciprocal.default" and roles == ["count"]:
-        return _Made("scale")
-    if line.op == "aten.mul.Tensor" and roles == ["loss", "scale"]:
-        return _Made("mean")
-    if line.op == "parc.square_sum.default" and known[0].role.startswith(_GRADIENT):
+    bindings = [made.binding for made in known]
+    if line.op == "aten.reciprocal.default" and bindings == [COUNT]:
+        return _Made(SCALE)
+    if line.op == "aten.mul.Tensor" and bindings == [LOSS, SCALE]:
+        return _Made(_MEAN)
+    if line.op == "parc.square_sum.default" and bindings[0] is not None and bindings[0].kind == "gradient":
         return _Made(squares=tuple(line.uses()))
     summed = line.op in ("aten.stack.default", "aten.sum.default", "aten.sqrt.default") and len(line.args) == 1
     if line.op == "aten.add.Tensor" and not line.kwargs:
         summed = all(isinstance(item, Ref) for item in line.args)
-    if not summed or any(made.role or made.root for made in known):
+    if not summed or any(made.binding or made.root for made in known):
         return None
     return _Made(squares=tuple(name for made in known for name in made.squares), root=line.op == "aten.sqrt.default")

@@ -20,6 +20,7 @@ from ..ops.factors import OpCall
 from ..ops.infer import infer, place_created
 from ..ops.op_row import normal_dims
 from ..ops.rules import TABLE, creation, indexing, views
+from ..program.binding import LOSS
 from ..program.program import Program
 from .lines import Question, follow, line_call
 
@@ -57,15 +58,13 @@ def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
     to be meant in a mean, and in what a count divides. In microbatches of one sample only sums over samples are seen.
     """
     function = reference.functions[-1]
-    batched = [
-        value.name for value in function.parameters
-        if value.role.startswith("input ") and value.role.removeprefix("input ") not in unbatched and value.type.shape
-    ]  # fmt: skip
+    inputs = function.bound("input").items()
+    batched = {value.name for name, value in inputs if name not in unbatched and value.type.shape}
     size = min((value.type.shape[0] for value in function.parameters if value.name in batched), default=1)
     start = Samples(Split(0) if size > 1 else _SOMEWHERE)  # dims of size 1 belong to no factor
     given = [start if value.name in batched else _FREE for value in function.parameters]
     found = follow(reference, function, given, lambda _, line, read: _made(line, read, size))
-    loss = dict(zip((key for key, _ in function.returns), found, strict=True))["loss"]
+    loss = dict(zip((key for key, _ in function.returns), found, strict=True))[LOSS]
     if loss == _FREE:
         return "mean"
     if loss.kind != "P":

@@ -12,6 +12,7 @@ from math import isnan
 from ..layout.collectives import COLLECTIVES
 from ..ops.factors import OpCall
 from ..ops.infer import rule_or_opaque
+from ..program.binding import Kind
 from ..program.faults import Fault
 from ..program.program import Program, Ref
 from .lines import Question, follow, line_call
@@ -20,7 +21,7 @@ Degree = float | None
 """None is not known."""
 _ZERO = float("inf")
 """The degree of zeros: whatever is asked of them."""
-_ROLES = {"count": -1.0, "scale": 1.0, "gradient": 1.0, "received": 1.0}
+_GIVEN: Mapping[Kind, float] = {"count": -1.0, "scale": 1.0, "gradient": 1.0, "received": 1.0}
 """The degrees of what a program is given, if not 0."""
 _MIXED = float("nan")
 """The degree of a sum of parts that have different ones."""
@@ -35,10 +36,10 @@ def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
 
 def scaled_once(program: Program, where: str) -> list[Fault]:
     """All that a program returns has the scale once; gradients that B receives of another stage have it already."""
-    given = [_ROLES.get(value.role.partition(" ")[0], 0.0) for value in program.main.parameters]
+    given = [_GIVEN.get(value.kind, 0.0) for value in program.main.parameters]
     found = zip(program.main.returns, degrees(program, given), strict=True)
     return [
-        Fault("types", f"{where} {key}", f"has the loss's scale {_times(degree)}, not once")
+        Fault("types", f"{where} {key.key_in(program.action)}", f"has the loss's scale {_times(degree)}, not once")
         for (key, _), degree in found
         if degree not in (1.0, None, _ZERO)
     ]

@@ -26,7 +26,7 @@ from ..sizes.polynomials import Polynomial
 from ..sizes.template import ShapeFault, Template
 from ..torch_private import SymbolicSizes
 from .lines import Question, call_faults, collective_faults, forms_of, line_call, questions
-from .numbers import number_faults, role_faults
+from .numbers import binding_faults, number_faults
 
 _MOST_CHOICES = 1 << 20
 _MOST_WAYS = 16
@@ -45,7 +45,7 @@ def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
     sizes, numbers = _generic(template, mesh)
     proof = _Proof(template, numbers)
     programs = {file: parse_program(text, file) for file, text in template.at(sizes).items()}
-    found = (*number_faults(template, programs, sizes, numbers), *role_faults(programs))
+    found = (*number_faults(template, programs, sizes, numbers), *binding_faults(programs))
     faults = {fault.message: fault for fault in found}
     for file, program in programs.items():
         for line, message in proof.faults(program):

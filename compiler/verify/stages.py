@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
+from ..program.binding import GRAD_NORM, LOSS, Binding
 from ..program.faults import Fault
 from ..program.program import Program, Value
 from ..program.roles import JoinFault, Programs, neighbours, work_programs
@@ -31,15 +32,14 @@ def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[F
         faults += _message_faults(sender, receiver)
     last = len(work) - 1
     ends = ((work[0][0], "received"), (work[last][0], "sent"), (work[last][1], "received"), (work[0][1], "sent"))
-    for program, word in ends:
-        keys = [v.role for v in program.main.parameters] + [key for key, _ in program.main.returns]
+    for program, kind in ends:
+        keys = [*program.main.bindings, *(key for key, _ in program.main.returns)]
         faults += [Fault("types", f"{program.role}.{program.action} {key}", "goes beyond the ends of the pipeline")
-                   for key in keys if key.startswith(f"{word} ")]  # fmt: skip
+                   for key in keys if key.kind == kind]  # fmt: skip
     for forward, backward in work.values():
-        given = {key for key, _ in forward.main.returns if key.startswith("saved ")}
-        read = {value.role for value in backward.main.parameters if value.role.startswith("saved ")}
-        for key in sorted(given ^ read):
-            faults.append(Fault("types", f"{forward.role} {key}", "is saved or read in this stage, not both"))
+        for name in sorted(forward.main.returned("saved").keys() ^ backward.main.bound("saved").keys()):
+            where = f"{forward.role} {Binding('saved', name)}"
+            faults.append(Fault("types", where, "is saved or read in this stage, not both"))
         faults += scaled_once(backward, f"{backward.role}.B")
     faults += _buffer_faults(work)
     faults += _meeting_faults(roles, axis)
@@ -49,9 +49,9 @@ def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[F
 def _buffer_faults(work: Mapping[int, tuple[Program, Program]]) -> Iterator[Fault]:
     """A buffer that one stage updates is as it was on the others."""
     for stage, (forward, _) in work.items():
-        updated = {key for key, _ in forward.main.returns if key.startswith("buffer ")}
+        updated = {key for key, _ in forward.main.returns if key.kind == "buffer"}
         for other in (program for at, pair in work.items() if at != stage for program in pair):
-            for key in sorted(updated & {value.role for value in other.main.parameters}):
+            for key in sorted(updated.intersection(other.main.bindings)):
                 yield Fault("types", f"{other.role}.{other.action} {key}", f"is updated in stage {stage}")
 
 
@@ -85,12 +85,11 @@ def _message_faults(sender: Program, receiver: Program) -> Iterator[Fault]:
     values = sender.main.values()
     keys = {v and v.name for line in sender.main.lines if line.op == "parc.stream_key.default" for v in line.results}
     for key, name in sender.main.returns:
-        if key.startswith("sent ") and name in keys:
+        if key.kind == "sent" and name in keys:
             yield Fault("communication", f"{sender.role} {key}", "is a random stream's key, which lies on the CPU")
-    sent = [(key.removeprefix("sent "), name, values[name].type) for key, name in sender.main.returns
-            if key.startswith("sent ")]  # fmt: skip
-    received = [(value.role.removeprefix("received "), value.name, value.type) for value in receiver.main.parameters
-                if value.role.startswith("received ")]  # fmt: skip
+    sent = [(key.name, name, values[name].type) for key, name in sender.main.returns if key.kind == "sent"]
+    received = [(value.binding.name, value.name, value.type) for value in receiver.main.parameters
+                if value.binding is not None and value.binding.kind == "received"]  # fmt: skip
     if sent == received and all(key == name for key, name, _ in sent):
         return
     names, others = ([row[0] for row in rows] for rows in (sent, received))
@@ -110,18 +109,15 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
     """Sums among roles, followed from the gradients of each role's stages."""
     owners: dict[str, list[int]] = {}
     makes = [
-        {key for name, program in programs.items() if name.endswith("B")
-         for key, _ in program.main.returns if not key.startswith("sent ")}
+        {key for name, program in programs.items() if name.endswith("B") for key in program.main.returned("gradient")}
         for programs in roles.values()
-    ]  # fmt: skip
+    ]
     trained = set().union(*makes)
     for rank, (made, programs) in enumerate(zip(makes, roles.values(), strict=True)):
-        taken = {v.role.removeprefix("gradient ") for v in programs["REDUCE"].main.parameters
-                 if v.role.startswith("gradient ")}  # fmt: skip
-        for name in sorted(made ^ taken):
+        for name in sorted(made ^ programs["REDUCE"].main.bound("gradient").keys()):
             yield Fault("types", f"{programs['REDUCE'].role}.REDUCE {name}", "is no gradient of the role's stages")
-        reads = {value.role.removeprefix("parameter ") for name, program in programs.items() if name.endswith("F")
-                 for value in program.main.parameters if value.role.startswith("parameter ")}  # fmt: skip
+        forwards = [program for name, program in programs.items() if name.endswith("F")]
+        reads = {name for program in forwards for name in program.main.bound("parameter")}
         for name in made | (reads & trained):  # a role that only reads it keeps it up to date
             owners.setdefault(name, []).append(rank)
     everyone = tuple(range(mesh.size(axis)))
@@ -136,15 +132,15 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
         ends = dict(program.main.returns)
         lines = {v.name: line for line in program.main.lines for v in line.results if v is not None}
         for name in (name for name, found in owners.items() if rank in found):
-            end, alone = ends.get(f"gradient {name}", ""), len(owners[name]) == 1
+            end, alone = ends.get(Binding("gradient", name), ""), len(owners[name]) == 1
             last = alone or (end in lines and lines[end].op == AMONG)
             if not last or parts.get(end) != Counter([_summed(name, owners)]):
                 yield Fault(
                     "types", f"{program.role}.REDUCE {name}", f"is not summed once over the roles {owners[name]}"
                 )
-        root = lines.get(ends.get("grad_norm", ""))
+        root = lines.get(ends.get(GRAD_NORM, ""))
         square = next(iter(root.uses()), "") if root is not None and root.op == "aten.sqrt.default" else ""
-        for what, value, found in (("loss", ends.get("loss", ""), losses), ("grad_norm", square, counted)):
+        for what, value, found in ((LOSS, ends.get(LOSS, ""), losses), (GRAD_NORM, square, counted)):
             line = lines.get(value)
             if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
                 yield Fault("types", f"{program.role}.REDUCE {what}", "is not summed once over all roles")
@@ -154,9 +150,9 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
         times = counted.pop(_summed(name, owners), 0)
         if times != 1:
             yield Fault("types", f"REDUCE {name}", f"counts {times} times in the gradients' norm, not once")
-    for name, _ in counted:
-        yield Fault("types", f"REDUCE {name}", "counts in the gradients' norm as it is not")
-    if losses != Counter([("loss", ())]):
+    for key, _ in counted:
+        yield Fault("types", f"REDUCE {key}", "counts in the gradients' norm as it is not")
+    if losses != Counter([(LOSS, ())]):
         yield Fault("types", "REDUCE loss", "is not the loss of one role")
     yield from _order_faults(roles, axis)
 
@@ -174,13 +170,13 @@ def _order_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]:
                 )
 
 
-_Part = tuple[str, tuple[int, ...]]
-"""The loss or a gradient, by its role, and the roles over which it was summed, those of every such sum."""
+_Part = tuple[Binding, tuple[int, ...]]
+"""The loss or a gradient, and the roles over which it was summed, those of every such sum."""
 
 
 def _summed(name: str, owners: Mapping[str, list[int]]) -> _Part:
     """A gradient that was summed over its owners, if there are several."""
-    return f"gradient {name}", tuple(owners[name]) if len(owners[name]) > 1 else ()
+    return Binding("gradient", name), tuple(owners[name]) if len(owners[name]) > 1 else ()
 
 
 def _parts(program: Program, makes: Collection[str]) -> tuple[dict[str, Counter[_Part]], list[str]]:
@@ -188,8 +184,7 @@ def _parts(program: Program, makes: Collection[str]) -> tuple[dict[str, Counter[
     made of these nor zero. For a gradient that is not among what it ``makes``, a role adds zeros."""
     parts = {v.name: _source(v) for v in program.main.parameters}
     zeros: set[str] = set()
-    others = {value: key for key, value in program.main.returns
-              if key.startswith("gradient ") and key.removeprefix("gradient ") not in makes}  # fmt: skip
+    others = {value: key for key, value in program.main.returns if key.kind == "gradient" and key.name not in makes}
     made_up: list[str] = []
     for line in program.main.lines:
         uses = list(line.uses())
@@ -208,4 +203,5 @@ def _parts(program: Program, makes: Collection[str]) -> tuple[dict[str, Counter[
 
 
 def _source(value: Value) -> Counter[_Part]:
-    return Counter([(value.role, ())] if value.role.partition(" ")[0] in ("gradient", "loss") else ())
+    binding = value.binding
+    return Counter([(binding, ())] if binding is not None and binding.kind in ("gradient", "loss") else ())

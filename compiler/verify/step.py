@@ -8,15 +8,14 @@ from types import MappingProxyType
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..padding.pads import Pads, padded_shape
+from ..program.binding import COUNT, GRAD_NORM, KINDS, LOSS, OUTSIDE, PARAMETERS, SCALE, Binding
 from ..program.faults import Fault
 from ..program.program import Function, LocalSize, Program, Value
 from .samples import combination
 from .scaling import check_scaling
 
 _ORDER = ("COUNT", "SCALE", "F", "B", "REDUCE")
-_HANDED_OVER = frozenset({"saved", "count", "scale", "loss", "gradient"})
-_OUTSIDE = frozenset({"input", "parameter", "frozen", "buffer", "constant", "rng"})
-_STORED = ("parameter", "frozen")
+_HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("stage", "step"))
 
 
 def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
@@ -42,52 +41,50 @@ def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorT
 
 def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
     """Every parameter of a program is made before it, once, with its type."""
-    made: dict[str, TensorType] = {}
+    made: dict[Binding, TensorType] = {}
     updated = {key for key, _ in programs["F"].main.returns}
     for action in _ORDER:
         if action not in programs:
             continue
         main, values = programs[action].main, programs[action].main.values()
-        roles = [value.role for value in main.parameters]
-        for role in {role for role in roles if roles.count(role) > 1}:
-            yield Fault("types", action, f"takes `{role}` twice")
+        for twice in {binding for binding in main.bindings if main.bindings.count(binding) > 1}:
+            yield Fault("types", action, f"takes `{twice}` twice")
         for value in main.parameters:
-            kind, _, name = value.role.partition(" ")
-            if kind not in _HANDED_OVER | _OUTSIDE or (action == "F" and kind == "scale"):
-                yield Fault("types", f"{action} {value.name}", f"nothing is bound to `{value.role}`")
+            kind, binding = value.kind, value.binding
+            if binding is None or kind not in _HANDED_OVER.union(OUTSIDE) or (action == "F" and kind == "scale"):
+                yield Fault("types", f"{action} {value.name}", f"nothing is bound to `{binding or ''}`")
                 continue
-            expected = stored.get(name) if kind in _STORED else made.get(value.role)
-            if expected is None and kind in (*_HANDED_OVER, *_STORED):
-                yield Fault("types", f"{action} {value.name}", f"nothing makes `{value.role}` before it")
+            expected = stored.get(binding.name) if kind in PARAMETERS else made.get(binding)
+            if expected is None and kind in (*_HANDED_OVER, *PARAMETERS):
+                yield Fault("types", f"{action} {value.name}", f"nothing makes `{binding}` before it")
             elif expected is not None and expected != value.type:
-                yield Fault("types", f"{action} {value.name}", f"`{value.role}` has another type where it is made")
-            if action == "B" and kind == "buffer" and value.role in updated:
-                yield Fault("types", f"B {value.name}", f"`{value.role}` is another since F")
-            if kind in _OUTSIDE:
-                made.setdefault(value.role, value.type)
-        for key, name in main.returns:
-            made[f"gradient {key}" if action == "B" else key] = values[name].type
+                yield Fault("types", f"{action} {value.name}", f"`{binding}` has another type where it is made")
+            if action == "B" and kind == "buffer" and binding in updated:
+                yield Fault("types", f"B {value.name}", f"`{binding}` is another since F")
+            if kind in OUTSIDE:
+                made.setdefault(binding, value.type)
+        made.update((key, values[name].type) for key, name in main.returns)
 
 
 def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
     """Every program returns what it is there for, placed as those who take it expect."""
     returned = {action: [key for key, _ in programs[action].main.returns] for action in _ORDER if action in programs}
-    buffers = [v.role for v in programs["F"].main.parameters if v.role.startswith("buffer ")]
+    given = programs["F"].main.bindings
     expected = {
-        "COUNT": ["count"],
-        "SCALE": ["scale"],
-        "F": ["loss", *(key for key in returned["F"] if key.startswith("saved ") or key in buffers)],
-        "B": [name for name in returned["B"] if name in stored],
-        "REDUCE": [*(f"gradient {name}" for name in returned["B"]), "loss", *(["grad_norm"] if returned["B"] else [])],
+        "COUNT": [COUNT],
+        "SCALE": [SCALE],
+        "F": [LOSS, *(key for key in returned["F"] if key.kind == "saved" or (key.kind == "buffer" and key in given))],
+        "B": [key for key in returned["B"] if key.kind == "gradient" and key.name in stored],
+        "REDUCE": [*returned["B"], LOSS, *([GRAD_NORM] if returned["B"] else [])],
     }
     for action, keys in returned.items():
         for key in dict.fromkeys([*expected[action], *keys]):
             if (key in keys) != (key in expected[action]):
                 why = "is not returned" if key in expected[action] else "is returned, but nobody takes it"
-                yield Fault("types", action, f"`{key}` {why}")
+                yield Fault("types", action, f"`{key.key_in(action)}` {why}")
     values = programs["F"].main.values()
     for key, name in programs["F"].main.returns:
-        before = next((v.type for v in programs["F"].main.parameters if v.role == key), None)
+        before = next((v.type for v in programs["F"].main.parameters if v.binding == key), None)
         if before is not None and before != values[name].type:
             yield Fault("types", f"F {key}", "is not placed as the buffer that it updates")
     values = programs["REDUCE"].main.values()
@@ -95,32 +92,31 @@ def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorT
         yield from _final_faults(key, values[name].type, stored)
 
 
-def _final_faults(key: str, type_: TensorType, stored: Mapping[str, TensorType]) -> Iterator[Fault]:
-    kind, _, name = key.partition(" ")
+def _final_faults(key: Binding, type_: TensorType, stored: Mapping[str, TensorType]) -> Iterator[Fault]:
     if type_.placement.partial:
         yield Fault("types", f"REDUCE {key}", f"is still to be summed over {', '.join(type_.placement.partial)}")
-    elif kind == "gradient" and stored.get(name) != type_:
+    elif key.kind == "gradient" and stored.get(key.name) != type_:
         yield Fault("types", f"REDUCE {key}", "is not placed as its parameter is stored")
-    elif kind in ("loss", "grad_norm") and (type_.placement.split_axes() or type_.shape):
+    elif key in (LOSS, GRAD_NORM) and (type_.placement.split_axes() or type_.shape):
         yield Fault("types", f"REDUCE {key}", "is not one number, whole on every rank")
 
 
 def _saved_faults(programs: Mapping[str, Program]) -> Iterator[Fault]:
     """A saved value keeps its name from the line that makes it to the program that reads it, and is read."""
     forward, backward = programs["F"].main, programs["B"].main
-    read = {value.role for value in backward.parameters}
+    read = backward.bound("saved")
     for key, name in forward.returns:
-        if key.startswith("saved ") and key != f"saved {name}":
+        if key.kind == "saved" and key.name != name:
             yield Fault("types", f"F {key}", f"is not `{name}`")
-        if key.startswith("saved ") and key not in read:
+        if key.kind == "saved" and key.name not in read:
             yield Fault("types", f"F {key}", "is saved and never read")
-    for value in backward.parameters:
-        if value.role.startswith("saved ") and value.role != f"saved {value.name}":
-            yield Fault("types", f"B {value.name}", f"is not `{value.role}`")
+    for label, value in read.items():
+        if label != value.name:
+            yield Fault("types", f"B {value.name}", f"is not `{value.binding}`")
     for program in (programs["F"], programs["B"]):
         for function in program.functions[:-1]:
             for key, name in function.returns:
-                if key != name:
+                if key != Binding("value", name):
                     yield Fault("types", f"{program.action} {function.name}", f"returns `{name}` as `{key}`")
 
 
@@ -142,25 +138,24 @@ def check_reference(
 
 
 def _outside_faults(programs: Mapping[str, Program], reference: Program, pads: Pads) -> Iterator[Fault]:
-    known = {value.role: value.type for function in reference.functions for value in function.parameters}
+    known = {value.binding: value.type for function in reference.functions for value in function.parameters}
     for action, program in programs.items():
         for value in program.main.parameters:
-            if value.role.partition(" ")[0] not in _OUTSIDE:
+            binding = value.binding
+            if binding is None or binding.kind not in OUTSIDE:
                 continue
-            if value.role not in known:
-                yield Fault("types", f"{action} {value.name}", f"the model reads no `{value.role}`")
-            elif value.type.shape != _expected(known[value.role].shape, value.role, pads):
-                yield Fault("shapes", f"{action} {value.name}", f"`{value.role}` has another shape in the model")
-    ours = {key for key, _ in programs["F"].main.returns if key.startswith("buffer ")}
-    theirs = {key for key, _ in reference.functions[-1].returns if key.startswith("buffer ")}
-    for key in sorted(ours ^ theirs):
-        yield Fault("types", f"F {key}", "is updated in one of the model and the programs alone")
+            if binding not in known:
+                yield Fault("types", f"{action} {value.name}", f"the model reads no `{binding}`")
+            elif value.type.shape != _expected(known[binding].shape, binding, pads):
+                yield Fault("shapes", f"{action} {value.name}", f"`{binding}` has another shape in the model")
+    ours, theirs = (function.returned("buffer") for function in (programs["F"].main, reference.main))
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        yield Fault("types", f"F {Binding('buffer', name)}", "is updated in one of the model and the programs alone")
 
 
-def _expected(shape: Sequence[int], role: str, pads: Pads) -> tuple[int, ...] | None:
+def _expected(shape: Sequence[int], binding: Binding, pads: Pads) -> tuple[int, ...] | None:
     """The shape in programs of what the model has in ``shape``; None where that is not what is padded."""
-    kind, _, name = role.partition(" ")
-    rows = pads.get(name, ()) if kind in _STORED else ()
+    rows = pads.get(binding.name, ()) if binding.kind in PARAMETERS else ()
     fits = all(pad.dim < len(shape) and shape[pad.dim] == pad.outer * pad.real for pad in rows)
     return padded_shape(shape, rows) if fits else None
 
@@ -200,16 +195,16 @@ _STOPS = frozenset({
 
 def trained(captured: Function) -> list[str]:
     """The parameters that the loss of a captured graph depends on by differentiable operators."""
-    given = [value for value in captured.parameters if value.role.startswith("parameter ") and _real(value)]
-    reach = {value.name: 1 << index for index, value in enumerate(given)}  # a set of parameters, as bits
+    given = {name: value for name, value in captured.bound("parameter").items() if _real(value)}
+    reach = {value.name: 1 << index for index, value in enumerate(given.values())}  # a set of parameters, as bits
     for line in captured.lines:
         found = 0
         for name in line.uses():
             found |= reach.get(name, 0)
         if line.op not in _STOPS:
             reach.update((value.name, found) for value in line.made if _real(value))
-    loss = reach.get(dict(captured.returns)["loss"], 0)
-    return [value.role.removeprefix("parameter ") for index, value in enumerate(given) if loss >> index & 1]
+    loss = reach.get(dict(captured.returns)[LOSS], 0)
+    return [name for index, name in enumerate(given) if loss >> index & 1]
 
 
 def _real(value: Value) -> bool:
@@ -217,7 +212,7 @@ def _real(value: Value) -> bool:
 
 
 def _gradient_faults(backward: Program, captured: Function) -> Iterator[Fault]:
-    ours, theirs = {key for key, _ in backward.main.returns}, set(trained(captured))
+    ours, theirs = set(backward.main.returned("gradient")), set(trained(captured))
     for name in sorted(theirs - ours):
         yield Fault("types", f"B {name}", "the loss depends on it, but it gets no gradient")
     for name in sorted(ours - theirs):
@@ -228,7 +223,7 @@ def _average_faults(scale: Program, reference: Program, microbatches: int, summe
     """Where no count of targets divides the loss, a sum over samples is added up over microbatches, and any other loss
     averaged."""
     if len(reference.functions) > 1:
-        if not any(value.role == "count" for value in scale.main.parameters):
+        if COUNT not in scale.main.bindings:
             yield Fault("types", "SCALE", "does not read the count of targets")
         return
     summed = combination(reference) == "sum" if summed is None else summed

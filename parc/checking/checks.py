@@ -16,6 +16,7 @@ from parc.compiler.build.build import Build
 from parc.compiler.build.plan_facts import plan_faults
 from parc.compiler.plan.directives.precision import WHOLE
 from parc.compiler.plan.plan import Plan
+from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.program.roles import SINGLE, Role
@@ -40,7 +41,6 @@ from parc.grammar.source import Span
 from parc.report import plan_of, program_rows, report_faults
 from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.simulate import TOLERANCE, Agreement, compare
-from parc.runtime.owners import BUFFERS, parameters_of
 
 
 @dataclass
@@ -232,7 +232,7 @@ def case_of(compiled: Compiled) -> Case:
     build, recipes = compiled.build, compiled.recorded.recipes
     constants = compiled.captured.constants  # which capture found in the code
     buffers = {name: recipes[name].whole() if name in recipes else constants[name]
-               for name in parameters_of(build.programs["F"].main, *BUFFERS)}  # fmt: skip
+               for name in build.programs["F"].main.bound(*BUFFERS)}  # fmt: skip
     roles = build.roles if build.axis else {}
     return Case(
         build.programs, build.reference, () if roles else build.roles[SINGLE].actions, build.mesh, build.microbatches,

@@ -20,7 +20,6 @@ from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.syntax import size_text
 from parc.passes.pipeline import names_of
 from parc.report import memory_of
-from parc.runtime.owners import parameters_of
 
 _ACTIONS = ("COUNT", "SCALE", "F", "B", "REDUCE")
 _SHOWN = 5
@@ -250,4 +249,4 @@ def _cuts(compiled: Compiled, microbatches: int) -> bool:
 
 
 def _inputs(compiled: Compiled) -> Iterator[TensorType]:
-    return (value.type for value in parameters_of(compiled.build.programs["F"].main, "input").values())
+    return (value.type for value in compiled.build.programs["F"].main.bound("input").values())

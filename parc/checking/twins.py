@@ -19,7 +19,6 @@ from parc.compiler.twin.structure import compare_structure
 from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.codes_build import MANY_AXES, NO_TWIN
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
-from parc.runtime.owners import parameters_of
 
 _SMALL_WORK = 200_000_000  # multiply-adds of a step's forward: half a second of tests, less than a twin costs
 _LARGE_WORK = 2_000_000_000
@@ -141,7 +140,7 @@ def _smaller_sizes(compiled: Compiled, mesh: Mesh, given: Mapping[str, int]) -> 
     plan = compiled.plan
     pieces = dict.fromkeys(plan.sizes, 1)
     for program in compiled.build.programs.values():
-        placed = parameters_of(program.main, "input")
+        placed = program.main.bound("input")
         for line in plan.inputs:
             for dim, name in enumerate(line.dims):
                 if line.name in placed and name in pieces:

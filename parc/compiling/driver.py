@@ -27,6 +27,7 @@ from parc.compiler.padding.pads import Pads, facts_of
 from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import Action, schedule_text
+from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.compiler.sizes.polynomials import check_points, moving
@@ -209,13 +210,15 @@ def ask(
         resolve(declared, names, longer, copies.parts(mesh))
     resolved = resolve(plan, names, longer, copies.parts(mesh))
     frozen = frozen_parameters(plan, recorded, captured, resolved)
-    kinds = {**dict.fromkeys(frozen, "frozen"), **dict.fromkeys(lines.inputs, "input")}
+    bindings = {
+        **{name: Binding("frozen", name) for name in frozen}, **{name: Binding("input", name) for name in lines.inputs}
+    }  # fmt: skip
     claims = tuple(
-        (f"{kinds.get(seed.value, 'parameter')} {seed.value}", axis, split, seed.span.root.line)
+        (bindings.get(seed.value, Binding("parameter", seed.value)), axis, split, seed.span.root.line)
         for seed in resolved.seeds
         for axis, split in copies.splits(seed, mesh).items()
     )
-    pads = {f"{kinds.get(name, 'parameter')} {name}": rows for name, rows in resolved.pads.items()}
+    pads = {bindings.get(name, Binding("parameter", name)): rows for name, rows in resolved.pads.items()}
     return Asked(mesh, resolved, copies, Request(
         claims, plan.microbatches, plan.seed, frozen, getattr(torch, ACCUMULATE[plan.accumulate]),
         copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline, plan.unbatched, choices,

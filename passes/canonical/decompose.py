@@ -236,7 +236,7 @@ def depends_on_parameter(node: fx.Node) -> bool:
     while pending:
         current = pending.pop()
         if current not in seen and current.target is not aten.detach.default and is_floating(current):
-            if current.op == "placeholder" and current.meta["role"].startswith("parameter"):
+            if current.op == "placeholder" and current.meta["binding"].kind == "parameter":
                 return True
             seen.add(current)
             pending.extend(current.all_input_nodes)

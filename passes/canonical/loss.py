@@ -59,7 +59,7 @@ def stop_gradients(graph: fx.Graph) -> None:
     for node in [node for node in graph.nodes if node.op != "output"]:
         from_parameters = [operand for operand in node.all_input_nodes if operand in flows]
         if node.op == "placeholder":
-            if node.meta["role"].startswith("parameter") and is_floating(node):
+            if node.meta["binding"].kind == "parameter" and is_floating(node):
                 flows.add(node)
         elif not computes(node) or node in reached:
             if from_parameters and is_floating(node):
@@ -108,7 +108,7 @@ def _denominator(loss: fx.Node) -> fx.Node | None:
     total, count = loss.args
     if not isinstance(total, fx.Node) or not isinstance(count, fx.Node) or total.target is not aten.sum.default:
         return None
-    read = (node.meta["role"] for node in ancestors([count]) if node.op == "placeholder")
-    inputs_only = all(role.startswith("input") for role in read)
+    read = (node.meta["binding"].kind for node in ancestors([count]) if node.op == "placeholder")
+    inputs_only = all(kind == "input" for kind in read)
     losses: Any = total.args[0]
     return count if losses.meta.get("token_losses") and inputs_only else None

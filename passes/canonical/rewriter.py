@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from ...compiler.ops.results import example_of, results_of
+from ...compiler.program.binding import Binding
 from ...compiler.program.program import Origin
 
 
@@ -57,7 +58,7 @@ class Canonicalizer:
         self.keys[module] = ordinal + 1
         with self.graph.inserting_after(rng):
             key = self.graph.placeholder(f"key_{module.replace('.', '_')}_{ordinal}")
-        key.meta = {"role": f"key {module}.{ordinal}", "val": _fake_like(node, (), torch.int64)}
+        key.meta = {"binding": Binding("key", f"{module}.{ordinal}"), "val": _fake_like(node, (), torch.int64)}
         return key
 
     def rewrite(self, table: Mapping[Any, Rewrite]) -> None:

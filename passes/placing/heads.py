@@ -17,6 +17,7 @@ from ...compiler.ops.factors import OpRule
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.padding.pads import Pads
 from ...compiler.plan.plan import Plan
+from ...compiler.program.binding import PARAMETERS
 from ...compiler.resolve.seeds import PlacementSeed
 from ...grammar.codes_build import KEPT_TWICE
 from ...grammar.codes_placement import UNEVEN_HEADS
@@ -142,13 +143,11 @@ class Follower:
     """Follows a dim of a parameter forward through a canonical graph, by the rules of its operators."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        roles = [(*node.meta["role"].split(" ", 1), node) for node in graph.nodes if node.op == "placeholder"]
-        self.parameters = {name: node for kind, name, node in roles if kind in ("parameter", "frozen")}
+        bound = [(node.meta["binding"], node) for node in graph.find_nodes(op="placeholder")]
+        self.parameters = {binding.name: node for binding, node in bound if binding.kind in PARAMETERS}
         self.rules: dict[fx.Node, OpRule] = {}
         self.readers: dict[ValueKey, list[fx.Node]] = {}
-        self.computed: set[fx.Node] = {
-            node for node in graph.nodes if node.op == "placeholder" and node.meta["role"].startswith("input ")
-        }
+        self.computed = {node for binding, node in bound if binding.kind == "input"}
         for node in graph.nodes:
             if any(operand in self.computed for operand in node.all_input_nodes):
                 self.computed.add(node)

@@ -13,7 +13,7 @@ def lift_parameters(graph: fx.Graph) -> None:
     """A parameter that every reader marks ``I→R`` enters the graph as ``R``: its gradient stays partial over the
     microbatches and is summed once a step, by REDUCE."""
     for node in graph.nodes:
-        if node.op != "placeholder" or not node.meta["role"].startswith("parameter") or not node.users:
+        if node.op != "placeholder" or node.meta["binding"].kind != "parameter" or not node.users:
             continue
         marks = [user for user in node.users if user.target is OPS.convert.default and user.args[2:4] == ("I", "R")]
         if len(marks) != len(node.users):

@@ -19,6 +19,7 @@ from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
 from ...compiler.ops.infer import Part
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.ops.torch_ops import OPS
+from ...compiler.program.binding import BUFFERS, Binding
 from ...compiler.program.program import Origin
 from ..calls import ValueKey, computes, fake, key_of, operands_of, outputs, substitute_nodes, tensors_of
 from ..choices import Choices
@@ -66,8 +67,8 @@ class Partition:
     def _find_gradients(self) -> Mapping[ValueKey, bool]:
         for node in self.source.nodes:
             if node.op == "placeholder":
-                self.grad[node, 0] = node.meta["role"].startswith("parameter") and fake((node, 0)).is_floating_point()
-                self.pure[node, 0] = node.meta["role"].split(" ")[0] in ("buffer", "constant", "key")
+                self.grad[node, 0] = node.meta["binding"].kind == "parameter" and fake((node, 0)).is_floating_point()
+                self.pure[node, 0] = node.meta["binding"].kind in (*BUFFERS, "key")
             elif computes(node):
                 keys = [key_of(n) for n in operands_of(node)]
                 detached = node.target is torch.ops.aten.detach.default
@@ -150,7 +151,7 @@ class Partition:
             for name in self.mesh.joined(axes):
                 axis = self.mesh.parts(name)[0]
                 heads = (key, axis) in self.placed.gathered
-                named = key[0].meta["role"].partition(" ")[2] if key[0].op == "placeholder" else key[0].name
+                named = key[0].meta["binding"].name if key[0].op == "placeholder" else key[0].name
                 self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, heads))
         return node
 
@@ -302,7 +303,7 @@ class Partition:
         key = (node, 0)
         placement = Placement.of(self.mesh, dict(self.placed.splits[key]))
         made = self.graph.placeholder(node.name)
-        made.meta = {"types": [self.type_of(key, placement)], "role": node.meta["role"], "origin": Origin(),
+        made.meta = {"types": [self.type_of(key, placement)], "binding": node.meta["binding"], "origin": Origin(),
                      "block": None, "stored": placement, "line": self.placed.lines.get(node, 0)}  # fmt: skip
         self.state[key] = placement
         self.forms[key] = {placement: made}
@@ -323,11 +324,11 @@ class Partition:
         state = self.state[key_of(loss)]
         target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
         results = [self.convert(key_of(loss), target)]
-        buffers = {n.meta["role"]: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
+        bound = {n.meta["binding"]: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
         names = self.source.output_node().meta.get("updates", ())
         for name, update in zip(names, updates, strict=True):
             # placed as the buffer, so that the next microbatch reads what this one wrote
-            stored = Placement.of(self.mesh, dict(self.placed.splits[buffers[f"buffer {name}"]]))
+            stored = Placement.of(self.mesh, dict(self.placed.splits[bound[Binding("buffer", name)]]))
             results.append(self.convert(key_of(update), stored))
         self.graph.output(tuple(results)).meta["updates"] = names
         self.graph.eliminate_dead_code()

@@ -11,6 +11,7 @@ from torch import fx
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
+from ...compiler.program.binding import COUNT, LOSS, RNG, SCALE, Binding
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ..calls import outputs
 from .cut import Pipeline, StagePiece, split_lines
@@ -42,7 +43,7 @@ class _Main:
     seed: int
     names: FreshNames = field(default_factory=FreshNames)
     values: dict[fx.Node, Value] = field(default_factory=dict)
-    parameters: dict[str, Value] = field(default_factory=dict)
+    parameters: dict[Binding, Value] = field(default_factory=dict)
     forward: _Lines = field(default_factory=_Lines)
     keys: set[tuple[str, int]] = field(default_factory=set)
     """Keys of random streams, and the stages in which they are made."""
@@ -59,21 +60,21 @@ class _Main:
     def bind(self, node: fx.Node) -> Value:
         """The value of a placeholder or of an earlier call's result. A key is made in every stage that reads it: it
         lies on the CPU, where no message comes from."""
-        kind, _, name = node.meta.get("role", "").partition(" ")
+        binding: Binding = node.meta.get("binding", Binding("value"))
+        kind, name = binding
         if node not in self.values:
             type_ = replace(node_type(node), placement=node_type(node).placement.data())
             if kind == "key":
                 self.values[node] = Value(self.names.fresh(f"key_{identifier(name)}"), type_)
             else:
-                role = node.meta["role"]
-                self.values[node] = self.parameters[role] = Value(self.names.fresh(identifier(name)), type_, role)
+                self.values[node] = self.parameters[binding] = Value(self.names.fresh(identifier(name)), type_, binding)
         value = self.values[node]
         if kind == "key" and (value.name, self.forward.stage) not in self.keys:
             self.keys.add((value.name, self.forward.stage))
-            if "rng" not in self.parameters:
+            if RNG not in self.parameters:
                 type_ = whole_type(self.mesh, torch.int64, (2,))
-                self.parameters["rng"] = Value(self.names.fresh("rng"), type_, "rng")
-            args = (Ref(self.parameters["rng"].name), name, self.seed)
+                self.parameters[RNG] = Value(self.names.fresh("rng"), type_, RNG)
+            args = (Ref(self.parameters[RNG].name), name, self.seed)
             self.forward.append(Line((value,), "parc.stream_key.default", args, (), Origin(name.rsplit(".", 1)[0])))
         return value
 
@@ -100,7 +101,7 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[s
         table = {name: main.bind(node) for name, node in zip(pair.inputs, segment.inputs, strict=True)}
         inner = pair.forward.values()
         results = []
-        for label, _ in pair.forward.returns:
+        for _, label in pair.forward.returns:
             value = Value(main.names.fresh(f"{prefix}_{label}"), inner[label].type)
             table[label] = value
             results.append(value)
@@ -114,7 +115,7 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[s
 
 def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], list[tuple[int, str, Value]]]:
     """B's lines, what it reads, and each parameter's gradient in every stage that has one, segments in reverse."""
-    scale = Value(main.names.fresh("scale"), whole_type(main.mesh, node_type(loss).dtype), "scale")
+    scale = Value(main.names.fresh("scale"), whole_type(main.mesh, node_type(loss).dtype), SCALE)
     lines = _Lines()
     reads: dict[str, Value] = {scale.name: scale}
     gradients: dict[tuple[fx.Node, int], Value] = {(loss, 0): scale}
@@ -131,7 +132,7 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], lis
         inner = pair.backward.values()
         made = {
             label: Value(main.names.fresh(f"grad_{index}_{label}"), inner[label].type)
-            for index, (label, _) in enumerate(pair.backward.returns)
+            for index, (_, label) in enumerate(pair.backward.returns)
         }
         lines.append(Line(tuple(made.values()), pair.backward.name, tuple(arguments), (), Origin(segment.block or "")))
         for index, label in pair.gradients:
@@ -143,7 +144,7 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], lis
                 total = main.emit(lines, "sum", gradients[key].type, "aten.add.Tensor", args)
             gradients[key] = total
     found = [
-        (stage, node.meta["role"].removeprefix("parameter "), value)
+        (stage, node.meta["binding"].name, value)
         for (node, stage), value in gradients.items()
         if node.op == "placeholder"
     ]
@@ -185,10 +186,10 @@ def assemble(
         lines.stage = stage
         gradients.append((stage, name, _narrowed(main, value, sums, lines)))
     buffers = graph.output_node().meta.get("updates", ())
-    results = [("loss", main.bind(loss).name)]
-    results += [(f"buffer {name}", main.bind(node).name) for name, node in zip(buffers, updates, strict=True)]
+    results = {LOSS: main.bind(loss).name}
+    results |= {Binding("buffer", name): main.bind(node).name for name, node in zip(buffers, updates, strict=True)}
     for node in graph.find_nodes(op="placeholder"):
-        if node.meta["role"] in dict(results):  # it has a type and a first value, also if nobody reads it
+        if node.meta["binding"] in results:  # it has a type and a first value, also if nobody reads it
             main.bind(node)
     count = pipeline.stages if pipeline is not None else 1
     made_in = {v.name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True)
@@ -196,20 +197,22 @@ def assemble(
     read_in = {name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True) for name in line.uses()}
     # a buffer that becomes what the program is given does so where its old value is read
     lying = [made_in.get(name, read_in.get(main.parameters[key].name, 0) if key in main.parameters else 0)
-             for key, name in results]  # fmt: skip
-    kept = {f"buffer {name}" for name in buffers}  # B has them as F read them, not as it left them
+             for key, name in results.items()]  # fmt: skip
+    # B has the buffers that F updates as F read them, not as it left them
     backward_parameters = [
-        replace(v, role=f"saved {v.name}") if not v.role or v.role in kept else v for v in reads.values()
+        replace(v, binding=Binding("saved", v.name)) if v.binding is None or v.binding in results else v
+        for v in reads.values()
     ]
     backwards = split_lines(
         backward_parameters, lines.lines, [count - 1 - stage for stage in lines.stages],
-        [[(name, value.name) for at, name, value in gradients if at == stage] for stage in reversed(range(count))],
+        [[(Binding("gradient", name), value.name) for at, name, value in gradients if at == stage]
+         for stage in reversed(range(count))],
     )[::-1]  # fmt: skip
-    saved = [[(value.role, value.name) for value in piece.parameters if value.role.startswith("saved ")]
+    saved = [[(Binding("saved", name), name) for name in piece.function("backward").bound("saved")]
              for piece in backwards]  # fmt: skip
     forwards = split_lines(
         list(main.parameters.values()), main.forward.lines, main.forward.stages,
-        [[*(pair for pair, at in zip(results, lying, strict=True) if at == stage), *saved[stage]]
+        [[*(pair for pair, at in zip(results.items(), lying, strict=True) if at == stage), *saved[stage]]
          for stage in range(count)],
     )  # fmt: skip
     unique = list({pair.forward.name: pair for pair in pairs.values()}.values())
@@ -224,7 +227,7 @@ def assemble(
             )
         ]  # fmt: skip
         work.append((programs[0], programs[1]))
-    reads_of = [{value.role for value in piece.parameters} for piece in forwards]
+    reads_of = [piece.function("forward").bound("parameter") for piece in forwards]
     reduce = reductions(graph, mesh, gradients, main.bind(loss), reads_of, lying[0], pipeline)
     return StepPrograms(tuple(work), tuple(reduce))
 
@@ -246,7 +249,7 @@ def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
     """COUNT: what one microbatch adds to the loss's denominator, on one rank still partial."""
     main, pairs = call_segments(graph, mesh, 0)
     (count,) = outputs(graph)
-    returns = (("count", main.bind(count).name),)
+    returns = ((COUNT, main.bind(count).name),)
     function = Function("count", tuple(main.parameters.values()), tuple(main.forward.lines), returns)
     return Program(role, "COUNT", mesh, (*(pair.forward for pair in pairs.values()), function))
 
@@ -257,7 +260,7 @@ def assemble_scale(count: TensorType | None, dtype: torch.dtype, parts: int, mes
     if count is None:
         made = write.emit("aten.full.default", ([], 1.0 / parts), whole, name="scale", dtype=dtype)
     else:
-        total = write.total(write.take("count", count, "count"))
+        total = write.total(write.take("count", count, COUNT))
         real = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
         made = write.emit("aten.reciprocal.default", (Ref(real.name),), whole)
-    return write.program(role, "SCALE", [("scale", made.name)])
+    return write.program(role, "SCALE", [(SCALE, made.name)])

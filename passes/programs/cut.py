@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from ...compiler.program.binding import BUFFERS, Binding
 from ...compiler.program.program import Function, Line, Value
 from ..calls import computes, outputs
 
@@ -69,8 +70,8 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
 def _homes(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> list[tuple[fx.Node, int]]:
     """Each buffer's new value, which may be another's too, and the stage that reads the old one."""
     _, *values = outputs(graph)
-    buffers = {node.meta["role"]: node for node in graph.find_nodes(op="placeholder")}
-    readers = (buffers[f"buffer {name}"].users for name in graph.output_node().meta.get("updates", ()))
+    bound = {node.meta["binding"]: node for node in graph.find_nodes(op="placeholder")}
+    readers = (bound[Binding("buffer", name)].users for name in graph.output_node().meta.get("updates", ()))
     return [(value, max((stages.get(user, 0) for user in users), default=0))
             for value, users in zip(values, readers, strict=True)]  # fmt: skip
 
@@ -85,12 +86,12 @@ def _seen_from(copies: Mapping[tuple[fx.Node, int], fx.Node], operand: fx.Node, 
 
 def _free(graph: fx.Graph) -> set[fx.Node]:
     """Operators that no parameter, no random stream and no buffer that the step updates reaches."""
-    updated = {f"buffer {name}" for name in graph.output_node().meta.get("updates", ())}
+    updated = {Binding("buffer", name) for name in graph.output_node().meta.get("updates", ())}
     free: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            role = node.meta["role"]
-            known = role.split(" ")[0] in ("input", "buffer", "constant") and role not in updated
+            binding = node.meta["binding"]
+            known = binding.kind in ("input", *BUFFERS) and binding not in updated
         else:
             known = node.op == "call_function" and free.issuperset(node.all_input_nodes)
         if known:
@@ -131,7 +132,7 @@ class StagePiece:
 
     parameters: tuple[Value, ...]
     lines: tuple[Line, ...]
-    returns: tuple[tuple[str, str], ...]
+    returns: tuple[tuple[Binding, str], ...]
 
     def function(self, name: str) -> Function:
         """The piece as a function."""
@@ -139,8 +140,9 @@ class StagePiece:
 
 
 def split_lines(
-    parameters: Sequence[Value], lines: Sequence[Line], at: Sequence[int], returns: Sequence[Sequence[tuple[str, str]]]
-) -> list[StagePiece]:
+    parameters: Sequence[Value], lines: Sequence[Line], at: Sequence[int],
+    returns: Sequence[Sequence[tuple[Binding, str]]],
+) -> list[StagePiece]:  # fmt: skip
     """A main function's lines as one piece for every place in order; ``at`` has each line's place, ``returns`` what
     each piece returns.
 
@@ -161,9 +163,10 @@ def split_lines(
     last = {name: max((here for here in places if name in reads[here]), default=0) for name in home}
     pieces = []
     for here in places:
-        received = [replace(value, role=f"received {n}") for n, value in values.items() if home[n] < here <= last[n]]
-        sent = [(f"sent {name}", name) for name in values if home[name] <= here < last[name]]
-        updated = {key for key, _ in returns[here] if key.startswith("buffer ")}
-        given = [v for v in parameters if v.name in reads[here] or v.role in updated or len(places) == 1]
+        received = [replace(value, binding=Binding("received", name)) for name, value in values.items()
+                    if home[name] < here <= last[name]]  # fmt: skip
+        sent = [(Binding("sent", name), name) for name in values if home[name] <= here < last[name]]
+        updated = {key for key, _ in returns[here] if key.kind == "buffer"}
+        given = [v for v in parameters if v.name in reads[here] or v.binding in updated or len(places) == 1]
         pieces.append(StagePiece((*given, *received), tuple(own[here]), (*returns[here], *sent)))
     return pieces

@@ -17,6 +17,7 @@ from ...compiler.layout.placement import TensorType
 from ...compiler.ops.factors import OpCall, fill_operands
 from ...compiler.ops.rules import localize
 from ...compiler.ops.torch_ops import OPS, aten
+from ...compiler.program.binding import Binding
 from ...compiler.program.program import Function, Line, LocalSize, Origin, Ref, Value
 from ...compiler.program.program import operator as torch_operator
 from ..calls import call_of, operands_of
@@ -93,9 +94,9 @@ class Emitter:
     differentiated: bool = False
     """Whether autograd will run over the lines, so that ``detach`` means something."""
 
-    def define(self, node: fx.Node, base: str, role: str = "") -> Value:
+    def define(self, node: fx.Node, base: str, binding: Binding | None = None) -> Value:
         """The value of a node with one tensor."""
-        value = self.value_of[node] = Value(self.names.fresh(base), node_type(node), role)
+        value = self.value_of[node] = Value(self.names.fresh(base), node_type(node), binding)
         return value
 
     def lines(self, nodes: Sequence[fx.Node]) -> list[Line]:
@@ -211,9 +212,7 @@ def emit_pair(joint: Joint, name: str, mesh: Mesh, shared: str | None) -> BlockP
         kept[value.name] = value
     known = tuple(value.name for value in inputs)
     returns = dict.fromkeys([*outputs, *(label for label in kept if label not in known)])
-    forward = Function(
-        name, tuple(inputs), tuple(_shared(forward_lines, shared)), tuple((label, label) for label in returns)
-    )
+    forward = Function(name, tuple(inputs), tuple(_shared(forward_lines, shared)), _given_back(returns))
     if not joint.gradients:
         return BlockPair(forward, None, known, outputs, (), (), ())
     tangents = [emitter.define(node, "grad") for node in joint.tangents.values()]
@@ -224,9 +223,14 @@ def emit_pair(joint: Joint, name: str, mesh: Mesh, shared: str | None) -> BlockP
         f"{name}_backward",
         (*kept.values(), *tangents),
         tuple(_shared(backward_lines, shared)),
-        tuple((label, label) for label in labels),
+        _given_back(labels),
     )
     return BlockPair(forward, backward, known, outputs, tuple(kept), tuple(joint.tangents), gradients)
+
+
+def _given_back(labels: Iterable[str]) -> tuple[tuple[Binding, str], ...]:
+    """What a block's function returns, each value by its own name."""
+    return tuple((Binding("value", label), label) for label in labels)
 
 
 def _shared(lines: Sequence[Line], block: str | None) -> list[Line]:

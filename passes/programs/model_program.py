@@ -6,6 +6,7 @@ from torch import fx
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, TensorType
+from ...compiler.program.binding import COUNT, LOSS, RNG, Binding
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ..calls import outputs, tensors_of
 from .emit import Emitter, identifier
@@ -13,12 +14,12 @@ from .emit import Emitter, identifier
 
 def reference_program(graph: fx.Graph, count: fx.Graph | None, updates: tuple[str, ...], seed: int) -> Program:
     """``model.py``: functions ``count`` (where the loss has one) and ``forward``, on global shapes."""
-    functions = [_function("count", count, ("count",), seed)] if count is not None else []
-    keys = ("loss", *(f"buffer {name}" for name in updates))
+    functions = [_function("count", count, (COUNT,), seed)] if count is not None else []
+    keys = (LOSS, *(Binding("buffer", name) for name in updates))
     return Program("model", "reference", Mesh(), (*functions, _function("forward", graph, keys, seed)))
 
 
-def _function(name: str, graph: fx.Graph, keys: tuple[str, ...], seed: int) -> Function:
+def _function(name: str, graph: fx.Graph, keys: tuple[Binding, ...], seed: int) -> Function:
     emitter = Emitter(Mesh(), differentiated=True)
     parameters: list[Value] = []
     streams: list[Line] = []
@@ -32,15 +33,15 @@ def _function(name: str, graph: fx.Graph, keys: tuple[str, ...], seed: int) -> F
             ]
         if node.op == "call_function":
             nodes.append(node)
-        elif node.op == "placeholder" and (node.users or node.meta["role"] in keys):
-            role = node.meta["role"]
-            kind, path = role.split(" ", 1)
-            if kind != "key":
-                parameters.append(emitter.define(node, identifier(path), role))
+        elif node.op == "placeholder" and (node.users or node.meta["binding"] in keys):
+            binding: Binding = node.meta["binding"]
+            path = binding.name
+            if binding.kind != "key":
+                parameters.append(emitter.define(node, identifier(path), binding))
                 continue
             if rng is None:
                 value = TensorType(node.meta["val"].dtype, (2,), Placement(()))
-                rng = Value(emitter.names.fresh("rng"), value, "rng")
+                rng = Value(emitter.names.fresh("rng"), value, RNG)
                 parameters.append(rng)
             key = emitter.define(node, f"key_{identifier(path)}")
             args = (Ref(rng.name), path, seed)

@@ -11,6 +11,7 @@ from torch import fx
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, TensorType
+from ...compiler.program.binding import GRAD_NORM, LOSS, SCALE, Binding
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ..calls import outputs
 from .cut import Pipeline
@@ -30,14 +31,14 @@ def reductions(
     graph: fx.Graph, mesh: Mesh, gradients: Sequence[tuple[int, str, Value]], loss: Value,
     reads: Sequence[Collection[str]], last: int, pipeline: Pipeline | None,
 ) -> Iterator[Program]:  # fmt: skip
-    """REDUCE of every role; ``gradients`` come with their stage and the parameter's name, ``reads`` is what each stage
-    reads, ``last`` is the stage that makes the loss."""
+    """REDUCE of every role; ``gradients`` come with their stage and the parameter's name, ``reads`` are each stage's
+    parameters, ``last`` is the stage that makes the loss."""
     if pipeline is None:
         yield _reduce(graph, mesh, {name: value for _, name, value in gradients}, loss, "stage0")
         return
     ranks = mesh.size(pipeline.axis)
     types = {name: value.type for _, name, value in gradients}
-    owners = {name: sorted({stage % ranks for stage, roles in enumerate(reads) if f"parameter {name}" in roles})
+    owners = {name: sorted({stage % ranks for stage, names in enumerate(reads) if name in names})
               for name in sorted(types)}  # fmt: skip
     counts = {name: min(stage % ranks for stage, made, _ in gradients if made == name) for name in types}
     for rank in range(ranks):
@@ -72,9 +73,9 @@ class Writer:
     parameters: list[Value] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
 
-    def take(self, base: str, type_: TensorType, role: str) -> Value:
+    def take(self, base: str, type_: TensorType, binding: Binding) -> Value:
         """A parameter."""
-        self.parameters.append(Value(self.names.fresh(base), type_, role))
+        self.parameters.append(Value(self.names.fresh(base), type_, binding))
         return self.parameters[-1]
 
     def emit(self, op: str, args: tuple[object, ...], type_: TensorType, origin: Origin = ORIGIN, name: str = "",
@@ -113,13 +114,13 @@ class Writer:
         """A gradient's sum over this role's ranks; of one whose type alone is given, zeros."""
         if isinstance(made, TensorType):  # its stages read the parameter where no gradient flows
             return self.zeros(replace(_summed(made), dtype=dtype), origin)
-        value = self.take(identifier(name), made.type, f"gradient {name}")
+        value = self.take(identifier(name), made.type, Binding("gradient", name))
         if made.type.dtype != dtype:
             wide = replace(made.type, dtype=dtype)
             value = self.emit("aten._to_copy.default", (Ref(value.name),), wide, origin, "widen", dtype=dtype)
         return self.total(value, origin)
 
-    def program(self, role: str, action: str, returns: Sequence[tuple[str, str]]) -> Program:
+    def program(self, role: str, action: str, returns: Sequence[tuple[Binding, str]]) -> Program:
         """What was written, as the one function of an action's program."""
         function = Function(action.lower(), tuple(self.parameters), tuple(self.lines), tuple(returns))
         return Program(role, action, self.mesh, (function,))
@@ -136,9 +137,10 @@ def _reduce(
     """Sum gradients and the loss over the axes on which they are partial, and over the roles that have a part of them,
     once a step; and the global norm. Of a gradient that this role's stages do not make, the type is given."""
     write, returns = Writer(mesh, across), []
-    stored = {n.meta["role"].removeprefix("parameter "): n for n in graph.nodes if n.op == "placeholder"}
+    stored = {node.meta["binding"].name: node for node in graph.find_nodes(op="placeholder")
+              if node.meta["binding"].kind == "parameter"}  # fmt: skip
     squares: dict[tuple[str, ...], list[Value]] = {}
-    trained = (node_type(node).dtype for node in stored.values() if node.meta["role"].startswith("parameter "))
+    trained = (node_type(node).dtype for node in stored.values())
     dtype = reduce(torch.promote_types, trained, torch.float32)  # of the norm, alike in all roles
     # all sums first: on a real network they run side by side
     reduced = []
@@ -148,7 +150,7 @@ def _reduce(
     for at, (name, value, origin) in enumerate(reduced):
         if across is not None and name in across.tied:
             reduced[at] = name, write.among(value, across.tied[name], origin), origin
-    returns += [(f"gradient {name}", value.name) for name, value, _ in reduced]
+    returns += [(Binding("gradient", name), value.name) for name, value, _ in reduced]
     for name, value, origin in reduced:
         if across is not None and name in across.elsewhere:
             continue
@@ -164,16 +166,16 @@ def _reduce(
     if loss is None:
         mean = write.zeros(whole)
     else:
-        numerator = write.take("loss", loss.type, "loss")
-        scale = write.take("scale", whole_type(mesh, loss.type.dtype), "scale")
+        numerator = write.take("loss", loss.type, LOSS)
+        scale = write.take("scale", whole_type(mesh, loss.type.dtype), SCALE)
         summed = write.total(numerator)
         mean = write.emit("aten.mul.Tensor", (Ref(summed.name), Ref(scale.name)), summed.type)
     everyone = across.ranks if across is not None else ()
-    returns.append(("loss", write.among(mean, everyone).name))
+    returns.append((LOSS, write.among(mean, everyone).name))
     if squares or across is not None:
         # each group of equally split gradients is summed over its axes once
         sums = [write.total(write.stacked_sum(group)) for group in squares.values()]
         square = write.among(write.stacked_sum(sums) if sums else write.zeros(whole_type(mesh, dtype)), everyone)
         root = write.emit("aten.sqrt.default", (Ref(square.name),), square.type)
-        returns.append(("grad_norm", root.name))
+        returns.append((GRAD_NORM, root.name))
     return write.program(role, "REDUCE", returns)

@@ -94,7 +94,7 @@ def gradient_flows(node: fx.Node) -> bool:
     cached = node.meta.get("flows")
     if cached is None:
         if node.op == "placeholder":
-            cached = node.meta["role"].startswith("parameter")
+            cached = node.meta["binding"].kind == "parameter"
         else:
             stops = node.target in (torch.ops.aten.detach.default, torch.ops.parc.row_max.default)
             cached = not stops and any(gradient_flows(operand) for operand in node.all_input_nodes)

@@ -11,6 +11,7 @@ import torch
 from ...compiler.layout.mesh import Mesh
 from ...compiler.padding.pads import Pads
 from ...compiler.program.actions import Action
+from ...compiler.program.binding import BUFFERS, COUNT, LOSS, PARAMETERS
 from ...compiler.program.program import Line, Program
 from ...compiler.program.roles import Role
 from ..backends.in_process import InProcess
@@ -72,11 +73,10 @@ class ReferenceRun:
             case.reference, InProcess(Mesh()), CPU, wide=float64, kernels=REFERENCE_KERNELS, watch=watch
         )
         self.counts = any(function.name == "count" for function in case.reference.functions)
-        frozen = {value.role for value in case.reference.main.parameters}
+        frozen = case.reference.main.bound("frozen")
         self._copied = wide if float64 else lambda value: value.detach().clone()
         self.parameters = {
-            name: self._copied(value).requires_grad_(f"frozen {name}" not in frozen)
-            for name, value in case.parameters.items()
+            name: self._copied(value).requires_grad_(name not in frozen) for name, value in case.parameters.items()
         }
         self.buffers = {name: self._copied(value) for name, value in case.buffers.items()}
         self.optimizer = make_optimizer(self.parameters, case.optimizer)
@@ -84,14 +84,11 @@ class ReferenceRun:
     def _environment(
         self, function: str, batch: Mapping[str, torch.Tensor], step: int, microbatch: int
     ) -> dict[str, Any]:
-        given: dict[str, Any] = {}
-        for value in self.case.reference.function(function).parameters:
-            kind, _, name = value.role.partition(" ")
-            if kind == "rng":
-                given[value.name] = torch.tensor([step, microbatch])
-            else:
-                bound = {"input": batch, "parameter": self.parameters, "frozen": self.parameters}
-                given[value.name] = bound.get(kind, self.buffers)[name]
+        called = self.case.reference.function(function)
+        given: dict[str, Any] = {value.name: torch.tensor([step, microbatch]) for value in called.bound("rng").values()}
+        sources = ((("input",), batch), (PARAMETERS, self.parameters), (BUFFERS, self.buffers))
+        for kinds, source in sources:
+            given.update((value.name, source[name]) for name, value in called.bound(*kinds).items())
         return given
 
     def gradients(
@@ -103,15 +100,13 @@ class ReferenceRun:
             made = [
                 self.machine.run([self._environment("count", b, step, i)], "count")[0] for i, b in enumerate(batches)
             ]
-            scale = 1.0 / sum(m["count"].double() for m in made)
+            scale = 1.0 / sum(m[COUNT].double() for m in made)
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(batches):
             (made_,) = self.machine.run([self._environment("forward", batch, step, index)])
-            (made_["loss"] * scale).backward()
-            total += made_["loss"].detach() * scale
-            self.buffers.update(
-                {k.removeprefix("buffer "): self._copied(v) for k, v in made_.items() if k.startswith("buffer ")}
-            )
+            (made_[LOSS] * scale).backward()
+            total += made_[LOSS].detach() * scale
+            self.buffers.update({key.name: self._copied(value) for key, value in made_.items() if key.kind == "buffer"})
         return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
 
     def step(self, batches: Microbatches, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

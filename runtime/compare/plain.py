@@ -20,6 +20,7 @@ from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh
 from ...compiler.ops.torch_ops import aten
+from ...compiler.program.binding import COUNT
 from ..backends.in_process import InProcess
 from ..data.feed import Feed
 from ..data.sizes import BySizes
@@ -210,12 +211,12 @@ class Plain:
             (scale,) = at.programs["SCALE"].main.lines
             return [float(scale.args[1])] * len(parts)
         machine = Machine(at.reference, InProcess(Mesh()), CPU, kernels=REFERENCE_KERNELS)
-        needed = at.reference.function("count").parameters
+        needed = at.reference.function("count").bound("input")
         counts = []
         for part in parts:
-            given = {value.name: part[value.role.removeprefix("input ")] for value in needed}
+            given = {value.name: part[name] for name, value in needed.items()}
             (made,) = machine.run([given], "count")
-            counts.append(float(made["count"]))
+            counts.append(float(made[COUNT]))
         return [count / sum(counts) for count in counts]
 
     def close(self) -> None:

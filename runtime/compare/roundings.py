@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...compiler.program.binding import LOSS, Binding
 from .model_run import Case, Microbatches, ReferenceRun, largest_difference
 
 _TIMES = 16
@@ -41,7 +42,7 @@ class Roundings:
         self._case, self._steps = case, list[_Begin]()
         self._run: ReferenceRun | None = None
         self._taken = 0
-        self._found: dict[str, torch.Tensor] = {}
+        self._found: dict[Binding, torch.Tensor] = {}
         self.amplified = ""
         """The first of what one rounding moves further than can be tested."""
 
@@ -50,17 +51,18 @@ class Roundings:
         parameters = {name: value.detach().clone() for name, value in reference.parameters.items()}
         self._steps.append(_Begin(parameters, dict(reference.buffers), batches, step))
 
-    def beyond(self, what: str, expected: torch.Tensor, apart: float, least: float, top: float) -> float:
+    def beyond(self, what: Binding, expected: torch.Tensor, apart: float, least: float, top: float) -> float:
         """How much of an error is more than rounding explains; all of one of at most ``least``, which is small enough.
         ``expected`` is what the reference's last step made of ``what``; errors are relative to ``top``."""
         if not least < apart < float("inf"):
             return apart
         moved = _TIMES * largest_difference(self._made()[what], expected)
         if moved > _MOST * top and not self.amplified:
-            self.amplified = f"one rounding of weights and inputs moves the {what} by more than a test can allow"
+            text = f"gradient of {what.name}" if what.kind == "gradient" else str(what)
+            self.amplified = f"one rounding of weights and inputs moves the {text} by more than a test can allow"
         return max(0.0, apart - min(moved, _MOST * top))
 
-    def _made(self) -> Mapping[str, torch.Tensor]:
+    def _made(self) -> Mapping[Binding, torch.Tensor]:
         """The last step's results from a state that is moved by one rounding."""
         run = self._run = self._run or ReferenceRun(self._case)
         while self._taken < len(self._steps):
@@ -73,10 +75,10 @@ class Roundings:
             batches = [{name: _moved(value, generator) for name, value in batch.items()} for batch in begin.batches]
             loss, gradients = run.step(batches, begin.step)
             self._found = {
-                "loss": loss,
-                **{f"gradient of {name}": value for name, value in gradients.items()},
-                **{f"parameter {name}": value.detach().clone() for name, value in run.parameters.items()},
-                **{f"buffer {name}": value for name, value in run.buffers.items()},
+                LOSS: loss,
+                **{Binding("gradient", name): value for name, value in gradients.items()},
+                **{Binding("parameter", name): value.detach().clone() for name, value in run.parameters.items()},
+                **{Binding("buffer", name): value for name, value in run.buffers.items()},
             }
             self._taken += 1
         return self._found

@@ -14,11 +14,12 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType, parse_type, take
 from ...compiler.padding.pads import Pad
 from ...compiler.padding.tensors import grow, shrink
+from ...compiler.program.binding import BUFFERS, LOSS, RNG, Binding, Kind
 from ...compiler.program.program import Line
 from ...compiler.program.roles import SINGLE, Role
 from ..backends.in_process import InProcess, Meeting
 from ..data.random_batch import random_batch
-from ..owners import BUFFERS, held, owners_of, parameters_of, piece_place, whole_tensor
+from ..owners import held, owners_of, piece_place, whole_tensor
 from ..state.optimizer import make_optimizer, rate, update
 from ..step import Stepper, StepResult
 from ..work import RankState
@@ -104,16 +105,14 @@ class Simulation:
         """What a rank has of a whole tensor."""
         return take(whole, type_.placement, self.case.mesh, self.case.mesh.coordinates(rank))
 
-    def _buffer_types(self, kinds: Sequence[str] = BUFFERS) -> dict[str, TensorType]:
+    def _buffer_types(self, kinds: Sequence[Kind] = BUFFERS) -> dict[str, TensorType]:
         forwards = (program for role in self.roles for program in role.programs.values() if program.action == "F")
-        return {name: value.type for program in forwards for name, value in parameters_of(program.main, *kinds).items()}
+        return {name: value.type for program in forwards for name, value in program.main.bound(*kinds).items()}
 
     def local_batches(self, batches: Microbatches) -> list[list[dict[str, torch.Tensor]]]:
         """Each rank's part of each microbatch."""
         programs = [self.case.programs[action] for action in ("F", "COUNT") if action in self.case.programs]
-        types = {
-            name: value.type for program in programs for name, value in parameters_of(program.main, "input").items()
-        }
+        types = {name: value.type for program in programs for name, value in program.main.bound("input").items()}
         given = [[(name, whole, types[name]) for name, whole in batch.items() if name in types] for batch in batches]
         return [[{name: self.part(whole, type_, rank) for name, whole, type_ in batch} for batch in given]
                 for rank in range(self.case.mesh.world)]  # fmt: skip
@@ -209,7 +208,7 @@ def compare(case: Case, steps: int = 3) -> Agreement:
     agreement = Agreement()
     reference, simulation, roundings = ReferenceRun(case), Simulation(case), Roundings(case)
     generator = torch.Generator().manual_seed(0)
-    draws = any(value.role == "rng" for value in case.reference.main.parameters)
+    draws = RNG in case.reference.main.bindings
     for index in range(steps):
         step = _LATE if draws and 0 < index == steps - 1 else index
         batches = random_batch(case.reference, case.microbatches, generator)
@@ -225,7 +224,7 @@ def compare(case: Case, steps: int = 3) -> Agreement:
         losses, found = simulation.step(batches, step)
         top = float(loss.abs().clamp_min(1e-30))
         for rank, value in enumerate(losses):
-            apart = roundings.beyond("loss", loss, float((value - loss).abs()), TOLERANCE * top, top)
+            apart = roundings.beyond(LOSS, loss, float((value - loss).abs()), TOLERANCE * top, top)
             agreement.note("loss", apart / top, f"step {step}, rank {rank}")
         norm = _norm(found.values())  # of gradients that are compared themselves, so cancelling changes nothing here
         for rank, returned in enumerate(simulation.norms if found else ()):
@@ -240,7 +239,7 @@ def compare(case: Case, steps: int = 3) -> Agreement:
             expected = gradients.get(name, torch.zeros_like(value))
             top, apart = max(_largest(expected), floor, 1e-30), _largest(value - expected)
             if name in gradients:
-                apart = roundings.beyond(f"gradient of {name}", expected, apart, TOLERANCE * top, top)
+                apart = roundings.beyond(Binding("gradient", name), expected, apart, TOLERANCE * top, top)
             apart = max(apart, simulation.spread.get(name, 0.0), 0.0 if kept else float("inf"))
             agreement.note("gradient", apart / top, f"step {step}, {name}")
         _compare_state(agreement, reference, simulation, roundings, step)
@@ -273,9 +272,9 @@ def _compare_state(
         expected = reference.parameters[name].detach()
         raw = _largest(value - expected) if kept else float("inf")
         agreement.updated = max(agreement.updated, raw / top)
-        apart = roundings.beyond(f"parameter {name}", expected, raw, TOLERANCE * top, top)
+        apart = roundings.beyond(Binding("parameter", name), expected, raw, TOLERANCE * top, top)
         agreement.note("parameter", max(apart, spread[name]) / top, f"step {step}, {name}")
-    moved = [name.removeprefix("buffer ") for name, _ in case.reference.function("forward").returns[1:]]
+    moved = list(case.reference.main.returned("buffer"))
     floor = 1e-3 * max((largest(reference.buffers[name]) for name in moved), default=0.0)
     floor = max(floor, 1e-3 * top)  # of a mean that is 0 rounding is all there is
     for name, pieces, type_ in simulation.buffers():
@@ -283,5 +282,5 @@ def _compare_state(
         size = max(largest(expected), floor, 1e-30)
         for rank, piece in pieces.items():
             raw = largest_difference(piece, simulation.part(expected, type_, rank))
-            apart = roundings.beyond(f"buffer {name}", expected, raw, TOLERANCE * size, size) / size
+            apart = roundings.beyond(Binding("buffer", name), expected, raw, TOLERANCE * size, size) / size
             agreement.note("parameter", apart, f"step {step}, buffer {name}, rank {rank}")

@@ -11,6 +11,7 @@ import torch
 
 from ...compiler.initial.counter import stream
 from ...compiler.layout.mesh import Mesh
+from ...compiler.program.binding import COUNT
 from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_run import BATCHES_DIFFER
 from ..faults import RunError
@@ -64,13 +65,13 @@ class Batches:
             found = at.feed.read(step, last) if given is None else at.feed.given(given, kind == _LOCAL, not alone)
             begun = Begun(at, found.parts, at.stepper.begin([state], [found.parts], step, keep))
             sizes = stream(0, str(sorted(at.build.manifest["sizes"].items())))
-            return begun, [kind, sizes, *found.prints, _as_integer(begun.work[0].totals.get("count"))]
+            return begun, [kind, sizes, *found.prints, _as_integer(begun.work[0].totals.get(COUNT))]
 
         if alone:
             return make()[0]
         begun, rows = self._together.exchanged(make, _FIRST + len(self._feed.types) + 1)
         self._hold(rows, begun.at)
-        if (own := begun.work[0].totals.get("count")) is not None:
+        if (own := begun.work[0].totals.get(COUNT)) is not None:
             counts = torch.tensor([row[-1] for row in rows], device=own.device)
             counts = counts.view(torch.float64).to(own.dtype) if own.is_floating_point() else counts.to(own.dtype)
             begun.at.stepper.share_counts(begun.work[0], self._together.rank, counts.unbind())

@@ -22,7 +22,6 @@ from ...compiler.sizes.size_range import SizeRange
 from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
-from ..owners import parameters_of
 from .random_batch import beyond, beyond_help, class_bounds
 from .samples import DataError, SampleSource, read_batch, sample_misfit
 from .sources import line_of, make_data, raised_at
@@ -254,4 +253,4 @@ def _end_reading() -> None:
 def input_types(programs: Mapping[str, Program]) -> dict[str, TensorType]:
     """The type of each input that the programs read, in one microbatch."""
     found = [programs[action] for action in ("F", "COUNT") if action in programs]
-    return {name: value.type for program in found for name, value in parameters_of(program.main, "input").items()}
+    return {name: value.type for program in found for name, value in program.main.bound("input").items()}

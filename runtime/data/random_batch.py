@@ -6,7 +6,6 @@ import torch
 
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.program import Program, Ref
-from ..owners import parameters_of
 
 
 def random_batch(reference: Program, microbatches: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
@@ -15,7 +14,7 @@ def random_batch(reference: Program, microbatches: int, generator: torch.Generat
     batches = []
     for index in range(microbatches):
         batch = {}
-        for name, value in parameters_of(reference.main, "input").items():
+        for name, value in reference.main.bound("input").items():
             bound, ignore = bounds.get(name, (2, None))
             batch[name] = _random(value.type, bound, generator)
             if ignore is not None:
@@ -58,7 +57,7 @@ def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
     """For each input that holds numbers of rows or classes: how many there are, and the number that is ignored."""
     main = program.main
     values = main.values()
-    origin = {value.name: name for name, value in parameters_of(main, "input").items()}
+    origin = {value.name: name for name, value in main.bound("input").items()}
     found: dict[str, tuple[int, int | None]] = {}
     for line in main.lines:
         names = [item.name if isinstance(item, Ref) else "" for item in line.args]

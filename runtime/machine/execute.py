@@ -11,9 +11,10 @@ import torch
 
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
+from ...compiler.program.binding import Binding
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
 from ...compiler.program.totals import addable, lasting, uses_of
-from ..communication import Backend, Environment
+from ..communication import Backend, BoundTensors, Environment
 from .fusion import ADDING, fused
 from .kernels import KERNELS, Kernel, Site, binding
 from .reuse import in_place, last_uses, spare_operands, summed
@@ -29,8 +30,8 @@ class _Step:
     dead: tuple[str, ...]
 
 
-Ready = Callable[[str, list[torch.Tensor]], None]
-"""Takes the key of a result that is made, and its pieces on the ranks of this process."""
+Ready = Callable[[Binding, list[torch.Tensor]], None]
+"""Takes what a result that is made is for, and its pieces on the ranks of this process."""
 
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
@@ -62,43 +63,43 @@ class Machine:
         self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
         self._addable = addable(program, self._adding)
         self._later: list[Callable[[], torch.Tensor]] | None = None
-        self._ready: Ready | None = None
+        self._ready: Callable[[str, list[torch.Tensor]], None] | None = None  # by the name that a value has
         self._steps = {function.name: self._prepare(function) for function in program.functions}
         self._ahead = self._sums_ahead(program.main)
 
     @property
-    def ahead(self) -> Collection[str]:
-        """Roles of parameters that ``begin`` takes."""
+    def ahead(self) -> Collection[Binding]:
+        """What parameters are bound to that ``begin`` takes."""
         return self._ahead.keys()
 
-    def begin(self, role: str, pieces: Sequence[torch.Tensor], begun: Sequence[Environment]) -> None:
+    def begin(self, key: Binding, pieces: Sequence[torch.Tensor], begun: Sequence[Environment]) -> None:
         """Start the sum that alone reads a parameter, ahead of ``run``, which is given what is ``begun`` beside its
         inputs."""
-        name, step = self._ahead[role]
+        name, step = self._ahead[key]
         for environment, piece in zip(begun, pieces, strict=True):
             environment[name] = piece
         step.run(begun)
 
-    def summed(self, role: str, pieces: Sequence[torch.Tensor], rank: int) -> Environment:
+    def summed(self, key: Binding, pieces: Sequence[torch.Tensor], rank: int) -> Environment:
         """The sum that ``begin`` would start, for one rank, of the pieces that all ranks of the mesh have."""
-        line = self._ahead[role][1].line
+        line = self._ahead[key][1].line
         row, args = COLLECTIVES[line.op], line.args[1:]
         group = next(group for group in row.groups(self.mesh, args) if rank in group)
         return {line.made[0].name: row.group([pieces[other] for other in group], args)[group.index(rank)]}
 
-    def _sums_ahead(self, main: Function) -> dict[str, tuple[str, _Step]]:
-        roles, uses = {value.name: value.role for value in main.parameters}, uses_of(main)
+    def _sums_ahead(self, main: Function) -> dict[Binding, tuple[str, _Step]]:
+        bound, uses = {value.name: value.binding for value in main.parameters}, uses_of(main)
         found = {}
         for step in self._steps[main.name]:
             if step.line.op == "parc.all_reduce":
                 (name,) = step.line.uses()
-                if name in roles and uses[name] == 1:
-                    found[roles[name]] = name, step
+                if (key := bound.get(name)) is not None and uses[name] == 1:
+                    found[key] = name, step
         return found
 
     @property
-    def addable(self) -> frozenset[str]:
-        """Keys of results that ``run`` can add to a total; without one they have storage of their own."""
+    def addable(self) -> frozenset[Binding]:
+        """Of results those that ``run`` can add to a total; without one they have storage of their own."""
         main = self.program.main
         return frozenset(key for key, name in main.returns if name in self._addable[main.name])
 
@@ -106,14 +107,14 @@ class Machine:
         self,
         inputs: Sequence[Environment],
         function: str | None = None,
-        totals: Sequence[Mapping[str, torch.Tensor]] = (),
+        totals: Sequence[BoundTensors] = (),
         later: list[Callable[[], torch.Tensor]] | None = None,
         ready: Ready | None = None,
-    ) -> list[Environment]:
-        """The results by key of the main function, or of another; one a rank of this process. A result of a key that
-        ``totals`` has, one of ``addable``, is that total with what was made added to it, now or by calls in ``later``,
-        which return it. ``ready`` is told of each result of ``addable`` when nothing here reads or writes it any more,
-        but for those calls.
+    ) -> list[BoundTensors]:
+        """The results of the main function, or of another; one a rank of this process. A result that ``totals`` has
+        too, one of ``addable``, is that total with what was made added to it, now or by calls in ``later``, which
+        return it. ``ready`` is told of each result of ``addable`` when nothing here reads or writes it any more, but
+        for those calls.
 
         ``inputs`` are taken apart while the program runs, so that values die after their last use.
         """
@@ -128,7 +129,7 @@ class Machine:
         self._ready = None if ready is None else lambda name, pieces: ready(keys[name], pieces)
         return self._call(main, environments)
 
-    def _call(self, function: Function, environments: list[Environment]) -> list[Environment]:
+    def _call(self, function: Function, environments: list[Environment]) -> list[BoundTensors]:
         for step in self._steps[function.name]:
             for name in step.awaited:
                 environments[0].pop(f"arrival of {name}", _here)()
@@ -149,7 +150,7 @@ class Machine:
     def _prepare(self, function: Function) -> list[_Step]:
         if self.reuse:
             function = fused(function, self.mesh, products="aten.mm.default" not in self.kernels)
-        owned = [value.name for value in function.parameters if value.role.startswith("gradient ")]
+        owned = [value.name for value in function.bound("gradient").values()]
         late = lasting(function, self._addable[function.name])
         spares = spare_operands(function, owned, late) if self.reuse else [frozenset[str]()] * len(function.lines)
         sums, dying = summed(function.lines), last_uses(function, [(line,) for line in function.lines])
@@ -195,7 +196,6 @@ class Machine:
         function = self.program.function(line.op)
         pairs = [(value.name, item.name) for value, item in zip(function.parameters, line.args, strict=True)]
         names = [value.name for value in line.results if value is not None]
-        keys = [key for key, _ in function.returns]
         outer = {
             inner: name
             for name, (_, inner) in zip(names, function.returns, strict=True)
@@ -212,7 +212,7 @@ class Machine:
             if (ready := self._ready) is not None:
                 self._ready = lambda name, pieces: ready(outer[name], pieces)
             for environment, results in zip(environments, self._call(function, inner), strict=True):
-                environment.update(zip(names, (results[key] for key in keys), strict=True))
+                environment.update(zip(names, results.values(), strict=True))
             self._ready = ready
 
         return run

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType
 from parc.compiler.layout.stretches import joined_stretches
+from parc.compiler.program.binding import Binding, Kind
 from parc.compiler.program.program import Function, Line, LocalSize, Origin, Program, Ref, Value
 
 AXES = ("dp", "tp", "cp")
@@ -82,6 +83,8 @@ _names = st.from_regex(r"[a-z][a-z_0-9]{0,5}", fullmatch=True).filter(
     lambda name: not keyword.iskeyword(name) and name not in ("inf", "nan")
 )
 _paths = st.from_regex(r"[a-z0-9_.%/ -]{0,8}", fullmatch=True)
+_BOUND = (None, Binding("input", "x"), Binding("parameter", "a.b  # c"))
+_RETURNED: tuple[Kind, ...] = ("saved", "sent", "buffer", "gradient")
 _keys = st.text(st.characters(max_codepoint=0x2FF), max_size=4)
 _numbers = st.one_of(
     st.integers(-(10**6), 10**6), st.booleans(), st.none(), st.text(max_size=5), st.sampled_from(DTYPES),
@@ -94,24 +97,26 @@ _OPERATORS = ("aten.mm.default", "aten.add.Tensor", "parc.all_reduce", "parc.iot
 def programs(draw: Any) -> Program:
     """A program that its text must give back. Its lines make no sense: reading does not judge."""
     mesh = draw(meshes)
+    action = draw(st.sampled_from(("F", "B", "REDUCE")))
     functions: list[Function] = []
-    for label in draw(st.lists(_names, min_size=1, max_size=3, unique=True)):
-        functions.append(_function(draw, mesh, label, functions))
-    return Program(draw(_names), draw(st.sampled_from(("F", "B", "REDUCE"))), mesh, tuple(functions))
+    labels = draw(st.lists(_names, min_size=1, max_size=3, unique=True))
+    for label in labels:
+        functions.append(_function(draw, mesh, label, functions, action, main=label == labels[-1]))
+    return Program(draw(_names), action, mesh, tuple(functions))
 
 
-def _function(draw: Any, mesh: Mesh, label: str, known: Sequence[Function]) -> Function:
+def _function(draw: Any, mesh: Mesh, label: str, known: Sequence[Function], action: str, main: bool) -> Function:
     names = iter(draw(st.lists(_names, min_size=8, max_size=8, unique=True)))
 
-    def value(role: str = "") -> Value:
-        return Value(next(names), draw(placed(mesh)), role)
+    def value(binding: Binding | None = None) -> Value:
+        return Value(next(names), draw(placed(mesh)), binding)
 
     def cut() -> LocalSize:
         axes = tuple(draw(st.lists(st.sampled_from(mesh.names), min_size=1, unique=True)))
         return LocalSize(draw(st.integers(0, 9)) * math.prod(mesh.size(axis) for axis in axes), axes)
 
-    roles = [draw(st.sampled_from(("", "input x", "parameter a.b  # c"))) for _ in range(draw(st.integers(0, 2)))]
-    parameters = tuple(value(role) for role in roles)
+    bindings = [draw(st.sampled_from(_BOUND)) for _ in range(draw(st.integers(0, 2)))]
+    parameters = tuple(value(binding) for binding in bindings)
     defined = [item.name for item in parameters]
     lines = []
     for _ in range(draw(st.integers(0, 2))):
@@ -126,5 +131,9 @@ def _function(draw: Any, mesh: Mesh, label: str, known: Sequence[Function]) -> F
             kwargs = (("dtype", draw(_numbers)),)
             lines.append(Line(results, draw(st.sampled_from(_OPERATORS)), (*refs, *literals), kwargs, origin))
         defined += [item.name for item in results if item is not None]
-    keys = draw(st.lists(_keys, unique=True, max_size=2)) if defined else []
-    return Function(label, parameters, tuple(lines), tuple((key, draw(st.sampled_from(defined))) for key in keys))
+    outside = main or any(bindings)
+    kinds = ("gradient", "sent") if outside and action == "B" else _RETURNED if outside else ("value",)
+    keys = [Binding(draw(st.sampled_from(kinds)), name) for name in draw(st.lists(_keys, unique=True, max_size=2))]
+    return Function(
+        label, parameters, tuple(lines), tuple((key, draw(st.sampled_from(defined))) for key in keys if defined)
+    )

@@ -23,8 +23,8 @@ def test_a_gradient_of_two_stages_that_one_stage_is_given_is_summed() -> None:
     made = joined("B", LAST, ("m:received m", "kept:saved kept", "w kept")).main
     total = next(line for line in made.lines if line.op == "aten.add.Tensor")
     assert total.args == (Ref("m"), Ref("kept"))
-    assert [v.name for v in total.results if v] == [dict(made.returns)["w"]]
-    assert total.results[0] is not None and not total.results[0].role
+    assert [v.name for v in total.results if v] == [made.returned("gradient")["w"]]
+    assert total.results[0] is not None and not total.results[0].binding
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ PROGRAM = (
     moved = aten.slice.Tensor(scaled, 0, {-S}, 9223372036854775807)  # f32[{S}, 24] | a.0 m.py:5
     wide = aten.add.Tensor(moved, {1.0*(3*S/2)})  # f32[{S}, 24] | - -
     return {
-        "out": wide,
+        "loss": wide,
     }
 """
 )
@@ -77,7 +77,7 @@ def test_nothing_else_stands_in_braces(words: str) -> None:
         ("plan:7->plan:8", "view"),
         ("m.py:4->m.py:5", "scaled"),
         ("(3 8/tp)->24/tp", "x:"),
-        ('"out": wide->"out": moved', '"out"'),
+        ('"loss": wide->"loss": moved', '"loss"'),
     ],
 )
 def test_another_program_is_named_by_its_first_line(change: str, row: str) -> None:

@@ -176,9 +176,9 @@ WRONG = [
     ("F", '"saved tanh": tanh', '"saved tanh": add', "is not `add`"),
     ("F", '"saved tanh": tanh', '"saved tanh": tanh,\n        "saved add": add', "is saved and never read"),
     ("F", "# parameter b", "# gradient b", "nothing makes `gradient b` before it"),
-    ("F", "# parameter b", "# elsewhere b", "nothing is bound to"),
+    ("F", "# parameter b", "# key b", "nothing is bound to"),
     ("F", 'w: "f32[4, 4/tp]"', 'w: "f32[4/tp, 4]"', "`parameter w` has another type"),
-    ("F", '"loss": sum', '"lost": sum', "`loss` is not returned"),
+    ("F", '"loss": sum', '"count": sum', "`loss` is not returned"),
     ("F", "# rng", "# input x", "takes `input x` twice"),
     ("B", "(grad, [8/dp, 4])", "(grad, [8, 4])",
      "sizes of aten.expand.default on a rank are not those its rule derives"),
@@ -195,10 +195,10 @@ WRONG = [
      "is still to be summed"),
     ("REDUCE", '"loss": mul', '"loss": all_reduce_3', "has the loss's scale 0 times"),
     ("REDUCE", "aten.sqrt.default(add)", "aten.neg.default(add)", "has the loss's scale 2 times"),
-    ("REDUCE", '"grad_norm": sqrt', '"norm": sqrt', "`norm` is returned, but nobody takes it"),
+    ("REDUCE", '"grad_norm": sqrt', '"scale": sqrt', "`scale` is returned, but nobody takes it"),
     ("REDUCE", '        "gradient b": all_reduce_1,\n', "", "`gradient b` is not returned"),
     ("SCALE", "1.0", "0.5", "is to be scaled by 1.0"),
-    ("SCALE", '"scale": full', '"size": full', "nothing makes `scale` before it"),
+    ("SCALE", '"scale": full', '"count": full', "nothing makes `scale` before it"),
 ]  # fmt: skip
 
 

@@ -39,8 +39,8 @@ def forward(
     rows, more = block(placed)  # f32[{B*S}/dp, (4 8/tp)]; f32[{B}/dp, {2*S}, (4 8/tp)] | blocks.0 plan:7
     whole = parc.all_gather(more, 'dp', 0, 1)  # f32[{B}, {2*S}, (4 8/tp)] | - -
     return {
-        "rows": rows,
-        "whole": whole,
+        "saved rows": rows,
+        "saved whole": whole,
     }
 """
 )
@@ -93,7 +93,7 @@ def test_a_number_that_is_rounded_is_held_at_every_size() -> None:
     program = HEAD + (
         'def forward(\n    x: "f32[{S}]",  # input x\n):\n'
         "    half = aten.unfold.default(x, 0, 3, 2)  # f32[SIZE, 3] | a m.py:3\n"
-        '    return {\n        "half": half,\n    }\n'
+        '    return {\n        "saved half": half,\n    }\n'
     )
     few = {"S": SizeRange(8, 16, 8)}
     assert found(program.replace("SIZE", "{S/2-1}"), few) == []

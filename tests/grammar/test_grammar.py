@@ -19,7 +19,6 @@ from parc.grammar.mistakes import MISTAKES, diagnose
 from parc.grammar.parse import parse, parse_lines
 from parc.grammar.source import Source, Span
 from parc.grammar.syntax import (
-    Binding,
     Call,
     Dim,
     Ellipsis,
@@ -29,6 +28,7 @@ from parc.grammar.syntax import (
     Number,
     Phrase,
     Range,
+    Setting,
     SplitItem,
     Statement,
     String,
@@ -116,7 +116,7 @@ def phrases(items: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 
 def deeper(values: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
-    items = values | st.builds(Binding, plain, values, st.just(NOWHERE))
+    items = values | st.builds(Setting, plain, values, st.just(NOWHERE))
     dims = st.builds(Dim, frozen(st.lists(items, min_size=1, max_size=2)), st.just(NOWHERE))
     terms = frozen(st.lists(frozen(st.lists(phrases(items), min_size=1, max_size=2)), min_size=0, max_size=2))
     return (
@@ -127,7 +127,7 @@ def deeper(values: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
 
 
 values = st.recursive(simple, deeper, max_leaves=6)
-items = values | st.builds(Binding, plain, values, st.just(NOWHERE))
+items = values | st.builds(Setting, plain, values, st.just(NOWHERE))
 statements = st.builds(Statement, plain, frozen(st.lists(phrases(items), max_size=4)), st.just(NOWHERE))
 
 
@@ -200,7 +200,7 @@ def test_spans_point_into_the_source() -> None:
     source = Source("p", "# first\n  mesh dp=2,\ttp=$x\n")
     (statement,), _ = parse(source)
     binding = statement.phrases[0].items[1]
-    assert isinstance(binding, Binding)
+    assert isinstance(binding, Setting)
     assert (binding.span.text, binding.span.line, binding.span.column) == ("tp=$x", 2, 14)
     assert statement.span.text == "mesh dp=2,\ttp=$x"
 

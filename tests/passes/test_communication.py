@@ -38,7 +38,7 @@ def sent(made: Compiled) -> tuple[Counter[tuple[str, str, str]], Counter[tuple[s
 
 def local_parameters(made: Compiled) -> list[int]:
     """Elements of each parameter on a rank."""
-    values = [v for v in made.build.programs["REDUCE"].main.parameters if v.role.startswith("gradient ")]
+    values = list(made.build.programs["REDUCE"].main.bound("gradient").values())
     return [math.prod(value.type.local(made.mesh)) for value in values]
 
 

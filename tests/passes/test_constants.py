@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from parc.compiler.program.binding import Binding
 from parc.compiler.torch_private import quiet
 from parc.passes.canonical import constants
 from parc.passes.canonical.canonicalize import canonicalize
@@ -34,7 +35,7 @@ def folded(mask: Mask, length: int = 6) -> fx.Node:
         program = torch.export.export(Attention(mask), (x,), strict=False).run_decompositions({})
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            node.meta["role"] = "input x"
+            node.meta["binding"] = Binding("input", "x")
     graph = canonicalize(program.graph)
     constants.fold_constants(graph)
     found: fx.Node

@@ -325,7 +325,7 @@ def test_parameters_of_several_dtypes_have_one_norm(tmp_path: Path, first: str, 
     compiled, _ = made(tmp_path, body, f"{X}\n{lines}".replace("sgd lr 0.1", "sgd lr 0.1 clip 0.01"))
     for role in compiled.build.roles.values():
         values = role.programs["REDUCE"].main.values()
-        norm = values[dict(role.programs["REDUCE"].main.returns)["grad_norm"]]
+        norm = values[role.programs["REDUCE"].main.returned("grad_norm")[""]]
         assert norm.type.dtype == (torch.float64 if last == "float64" else torch.float32)
 
 

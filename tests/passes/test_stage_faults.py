@@ -13,6 +13,7 @@ import pytest
 from parc.checking.checks import check_build, check_schedule, static_faults
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import parse_schedule, schedule_text
+from parc.compiler.program.binding import Binding
 from parc.compiler.program.roles import Role, group, join_roles
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.stages import check_stages
@@ -164,7 +165,7 @@ def test_a_key_is_made_in_every_stage_that_draws_of_it(tmp_path: Path) -> None:
     assert not check_build(compiled).faults
     made = {name: dict(role.programs) for name, role in compiled.build.roles.items()}
     key = next(v for line in work[0].main.lines for v in line.results if v and "stream_key" in line.op)
-    first = replace(work[0].main, returns=(*work[0].main.returns, (f"sent {key.name}", key.name)))
+    first = replace(work[0].main, returns=(*work[0].main.returns, (Binding("sent", key.name), key.name)))
     made["pp0"]["0F"] = replace(work[0], functions=(*work[0].functions[:-1], first))
     faults = [str(fault) for fault in check_stages(made, compiled.mesh, "pp")]
     assert any("is a random stream's key" in fault for fault in faults), faults

@@ -71,7 +71,7 @@ def compiled(folder: Path, lines: str, plan: str = _PLAN) -> Compiled:
 def test_a_buffer_of_the_first_stage_stays_there(tmp_path: Path, lines: str) -> None:
     made = compiled(tmp_path, lines)
     work = made.build.roles["pp1"].programs
-    assert "buffer state" not in {key for key, _ in work["1F"].main.returns}
+    assert "state" not in work["1F"].main.returned("buffer")
     assert not check_build(made).faults
 
 
@@ -87,7 +87,7 @@ def test_a_program_that_reads_a_buffer_after_its_update_is_refused(tmp_path: Pat
     lines = "h = torch.tanh(self.a(x)) * self.state.clone(); self.state.copy_(h.detach().sum(0)); return self.b(h)"
     made = compiled(tmp_path, lines)
     roles = made.build.roles
-    read = next(v for v in roles["pp0"].programs["0F"].main.parameters if v.role == "buffer state")
+    read = roles["pp0"].programs["0F"].main.bound("buffer")["state"]
     changed: dict[str, dict[str, Program]] = {name: dict(role.programs) for name, role in roles.items()}
     own = next(programs for programs in changed.values() if key in programs)
     main = own[key].main
@@ -117,7 +117,7 @@ def test_a_buffer_that_nobody_reads_is_kept(tmp_path: Path, lines: str, plan: st
     made = compiled(tmp_path, lines, plan)
     assert not check_build(made).faults
     writers = [key for role in made.build.roles.values() for key, program in role.programs.items()
-               if "buffer state" in dict(program.main.returns)]  # fmt: skip
+               if "state" in program.main.returned("buffer")]  # fmt: skip
     assert len(writers) == 1
 
 

@@ -11,6 +11,7 @@ import torch
 
 from parc.checking.checks import check_build
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.cost import estimate_memory
 from parc.compiler.program.program import Line, Program, Ref
 from parc.compiler.program.totals import ADDABLE, addable
@@ -42,7 +43,7 @@ def test_a_product_that_is_added_to_something_is_one_line_with_the_sum() -> None
     assert lines_of(made) == ["exp", "reshape", "add_product"]
     x, w = torch.randn(2, 4, 4), torch.randn(4, 4)
     (found,) = Machine(made, InProcess(Mesh()), CPU, reuse=True).run([{"x": x, "w": w}])
-    torch.testing.assert_close(found["loss"], x.exp() @ w + x.exp())
+    torch.testing.assert_close(found[LOSS], x.exp() @ w + x.exp())
 
 
 @pytest.mark.parametrize(("more", "types", "ops"), [
@@ -55,7 +56,7 @@ def test_a_product_entry_by_entry_is_one_line_with_its_sum(
     more: tuple[str, ...], types: dict[str, str], ops: list[str]
 ) -> None:
     words = ("x:input x", "exp = exp(x)", "product = mul.Tensor(x, exp)", "sum = add.Tensor(exp, product)")
-    assert lines_of(program("stage0", "F", "", (*words, "sum sum", *more), {"product": "f32[2, 4]", **types})) == ops
+    assert lines_of(program("stage0", "F", "", (*words, "saved sum", *more), {"product": "f32[2, 4]", **types})) == ops
 
 
 FAR = (
@@ -108,6 +109,7 @@ def test_a_sum_that_waits_for_ranks_does_not_hold_its_product_up() -> None:
     assert lines_of(made) == ["all_reduce", "mm", "add"]
 
 
+W = Binding("gradient", "w")
 BACKWARD = program("stage1", "B", "", (
     "g:received g", "x:saved x", "w:parameter w", "t = t(x)", "twice = mul.Scalar(g, 2.0)", "dw = mm(t, twice)",
     "h = mul.Tensor(twice, x)", "w dw", "sent h h",
@@ -119,29 +121,29 @@ BACKWARD = program("stage1", "B", "", (
 def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: bool, kernels: dict[str, Kernel]) -> None:
     """``twice`` dies in the line after the gradient's, which must not write over what is still to be read."""
     machine = Machine(BACKWARD, InProcess(Mesh()), CPU, reuse=True, kernels=kernels)
-    assert machine.addable == {"w"}
+    assert machine.addable == {W}
     g, x, w, before = torch.randn(2, 4), torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)
     later: list[Callable[[], torch.Tensor]] = []
     total = before.clone()
-    (found,) = machine.run([{"g": g, "x": x, "w": w}], totals=[{"w": total}], later=later if late else None)
-    assert found["w"] is total and len(later) == late
+    (found,) = machine.run([{"g": g, "x": x, "w": w}], totals=[{W: total}], later=later if late else None)
+    assert found[W] is total and len(later) == late
     assert torch.equal(total, before) == late
     for call in later:
         call()
     torch.testing.assert_close(total, before + x.t() @ (2 * g))
-    torch.testing.assert_close(found["sent h"], 2 * g * x)
+    torch.testing.assert_close(found[Binding("sent", "h")], 2 * g * x)
 
 
 def test_a_gradient_is_told_of_where_a_function_makes_it() -> None:
     inner = replace(BACKWARD.main, name="block")
     call = Line(tuple(replace(inner.values()[name], name=f"{name}_1") for name in ("dw", "h")), "block",
                 tuple(Ref(value.name) for value in inner.parameters))  # fmt: skip
-    main = replace(BACKWARD.main, lines=(call,), returns=(("w", "dw_1"), ("sent h", "h_1")))
+    main = replace(BACKWARD.main, lines=(call,), returns=((W, "dw_1"), (Binding("sent", "h"), "h_1")))
     machine = Machine(replace(BACKWARD, functions=(inner, main)), InProcess(Mesh()), CPU, reuse=True)
     seen: list[str] = []
     machine.watch = lambda line, environments: seen.append(line.op.split(".")[-2] if "." in line.op else line.op)
     given = {"g": torch.randn(2, 4), "x": torch.randn(2, 4), "w": torch.randn(4, 4)}
-    machine.run([given], ready=lambda key, pieces: seen.append(f"{key} is ready"))
+    machine.run([given], ready=lambda key, pieces: seen.append(f"{key.name} is ready"))
     assert seen == ["t", "mul", "mm", "w is ready", "mul", "block"]
 
 
@@ -167,7 +169,7 @@ def test_what_one_of_two_callers_reads_is_added_for_neither() -> None:
     calls = [Line((replace(value, name=name),), "block", (Ref("x"),)) for name in ("first", "second")]
     read = Line((replace(value, name="e"),), "aten.exp.default", (Ref("first"),))
     for more, names in (([], {"first", "second"}), ([read], set())):
-        returns = (("w", "e" if more else "first"), ("v", "second"))
+        returns = ((W, "e" if more else "first"), (Binding("gradient", "v"), "second"))
         main = replace(outer.main, lines=(*calls, *more), returns=returns)
         found = addable(replace(outer, functions=(inner, main)))
         assert found == {"block": {"dw"} if names else set(), "main": names}
@@ -179,9 +181,9 @@ def test_rows_of_an_embedding_are_added_to_their_total() -> None:
     ), {"g": "f32[2, 3, 4]", "index": "i64[2, 3]", "dw": "f32[5, 4]"})  # fmt: skip
     g, index, before = torch.randn(2, 3, 4), torch.tensor([[0, 1, 1], [4, 0, 1]]), torch.randn(5, 4)
     machine = Machine(made, InProcess(Mesh()), CPU, reuse=True)
-    (found,) = machine.run([{"g": g, "index": index}], totals=[{"w": before.clone()}])
+    (found,) = machine.run([{"g": g, "index": index}], totals=[{W: before.clone()}])
     wanted = torch.ops.aten.embedding_dense_backward(g, index, 5, -1, False)
-    torch.testing.assert_close(found["w"], before + wanted)
+    torch.testing.assert_close(found[W], before + wanted)
 
 
 def test_a_stage_sends_before_it_computes_the_last_gradients_of_its_weights() -> None:

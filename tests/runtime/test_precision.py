@@ -78,7 +78,7 @@ def test_what_is_kept_for_backward_takes_half_and_the_rest_as_much() -> None:
         made = compiled(PLAN.replace("B=8", "B=512").replace(", dropout=0.1", "") + BOTH + more)
         forward = made.build.programs["F"]
         values = forward.main.values()
-        saved = [values[name].type for key, name in forward.main.returns if key.startswith("saved ")]
+        saved = [values[name].type for name in forward.main.returned("saved").values()]
         return sum(local_bytes(type_, forward) for type_ in saved), memory_of(
             made.build, made.plan, next(iter(made.build.roles.values()))
         )
@@ -104,7 +104,7 @@ def test_products_are_narrow_and_sums_norms_and_the_loss_are_not() -> None:
             sensitive += 1
             assert set(reads) == set(makes) == set(wide), line.op
     assert products == 5 and sensitive == 2 + 1 + 4  # of one block for all, and of the rest
-    rounded = [v.role for v in made["F"].main.parameters if v.type.dtype == torch.bfloat16]
+    rounded = [v.binding for v in made["F"].main.parameters if v.type.dtype == torch.bfloat16]
     assert not rounded  # weights come in float32
     for action in ("SCALE", "COUNT", "REDUCE"):
         assert all(torch.bfloat16 not in (*reads, *makes) for _, reads, makes in lines(made[action]))

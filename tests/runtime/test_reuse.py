@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.text import parse_program
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.machine.execute import Machine
@@ -84,8 +85,9 @@ def test_reuse_changes_no_bit() -> None:
         found.append(machine.run([{"x": given}])[0])
         assert torch.equal(given, x)
     plain, reused = found
-    assert torch.equal(plain["loss"], reused["loss"])
-    assert torch.equal(plain["buffer exp"], reused["buffer exp"])
+    exp = Binding("buffer", "exp")
+    assert torch.equal(plain[LOSS], reused[LOSS])
+    assert torch.equal(plain[exp], reused[exp])
 
 
 def storages(text: str) -> dict[str, int]:

@@ -35,7 +35,7 @@ def test_no_value_of_a_float32_plan_may_be_rounded() -> None:
     for action, program in programs.items():
         for function in program.functions:
             for name, value in function.values().items():
-                inner = value.role.startswith("saved") or not value.type.dtype.is_floating_point
+                inner = value.kind == "saved" or not value.type.dtype.is_floating_point
                 if inner or any(value in line.results and line.calls_function for line in function.lines):
                     continue
                 tried += 1

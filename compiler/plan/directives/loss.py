@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ....grammar.codes_language import BAD_VALUE, NOT_SUPPORTED, UNKNOWN_INPUT, WRONG_KIND
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.nearest import did_you_mean, listed
-from ....grammar.syntax import Binding, Call, Item, Number, Word
+from ....grammar.syntax import Call, Item, Number, Setting, Word
 from ....grammar.usage import Arguments
 from ..directive import Directive, Scope, argument, check_callable
 from .input import Input
@@ -50,7 +50,7 @@ class Loss(Directive):
             yield from self._check_call()
         known = [found.name for found in scope.all(Input)]
         for item in _operands(self.arguments):
-            if isinstance(item, Binding) and self.kind == CROSS_ENTROPY:
+            if isinstance(item, Setting) and self.kind == CROSS_ENTROPY:
                 continue
             if not isinstance(item, Word):
                 message = "the loss takes `output` and inputs"
@@ -78,12 +78,12 @@ class Loss(Directive):
             return
         items = _operands(self.arguments)
         for item in items:
-            if isinstance(item, Binding) and not (
+            if isinstance(item, Setting) and not (
                 item.name.text == "ignore" and isinstance(item.value, Number) and item.value.is_integer
             ):
                 message = "`cross_entropy` takes by name only `ignore`, a whole number"
                 yield Diagnostic(WRONG_KIND, message, Label(item.span), help=usage)
-        if len([item for item in items if not isinstance(item, Binding)]) != 2 or len(items) > 3:
+        if len([item for item in items if not isinstance(item, Setting)]) != 2 or len(items) > 3:
             yield Diagnostic(WRONG_KIND, "`cross_entropy` takes the output and the targets", Label(span), help=usage)
 
 
@@ -100,5 +100,5 @@ def _target(arguments: Arguments) -> str:
 
 
 def _ignore(arguments: Arguments) -> int:
-    value = next((item.value for item in _operands(arguments) if isinstance(item, Binding)), None)
+    value = next((item.value for item in _operands(arguments) if isinstance(item, Setting)), None)
     return int(value.value) if isinstance(value, Number) and value.is_integer else -100

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ....grammar.codes_language import BAD_VALUE, MESH_DIFFERS, REPEATED, WRONG_KIND
 from ....grammar.diagnostics import Diagnostic, Label
-from ....grammar.syntax import Binding, Number
+from ....grammar.syntax import Number, Setting
 from ...layout.mesh import Mesh
 from ..directive import Directive, Scope, argument, check_unique
 
@@ -80,7 +80,7 @@ class MeshLine(Directive):
                 yield Diagnostic(MESH_DIFFERS, message, Label(self.span.root), related, help=help_)
 
 
-def declared_mesh(bindings: Sequence[Binding]) -> Mesh:
+def declared_mesh(bindings: Sequence[Setting]) -> Mesh:
     """The mesh of these axes, with size 1 where none makes sense."""
     axes: dict[str, int] = {}
     for binding in bindings:
@@ -95,9 +95,9 @@ def outer_first(lines: Sequence[MeshLine]) -> list[MeshLine]:
     return sorted(lines, key=lambda line: sum(1 for _ in line.span.includes))
 
 
-def merged(lines: Sequence[MeshLine]) -> tuple[Binding, ...]:
+def merged(lines: Sequence[MeshLine]) -> tuple[Setting, ...]:
     """Every axis once, as the first line that names it has it."""
-    found: dict[str, Binding] = {}
+    found: dict[str, Setting] = {}
     for line in outer_first(lines):
         for binding in line.arguments.bindings("name"):
             found.setdefault(binding.name.text, binding)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ....grammar.codes_language import BAD_VALUE, WRONG_KIND
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.source import Span
-from ....grammar.syntax import Binding, Item, Number, Range, Word
+from ....grammar.syntax import Item, Number, Range, Setting, Word
 from ...sizes.size_range import SizeRange
 from ..directive import Directive, Scope, argument, check_unique
 
@@ -38,7 +38,7 @@ def _read(items: tuple[Item, ...]) -> tuple[tuple[tuple[str, SizeRange], ...], t
     rest = list(items)
     while rest:
         item = rest.pop(0)
-        if not isinstance(item, Binding):
+        if not isinstance(item, Setting):
             errors.append(_error("sizes are `NAME=SIZE`", item.span))
             continue
         step: Number | None = None

@@ -1,0 +1,116 @@
+"""Bindings: what a value of a program is bound to, as ``parameter blocks.0.w`` or ``loss``, and what each kind is.
+
+A binding's text stands behind a parameter of a program, and as a key of what a program returns. It is read and written
+here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+Kind = Literal[
+    "parameter", "frozen", "buffer", "constant", "input", "rng", "key", "saved", "received", "sent", "count", "scale",
+    "loss", "gradient", "grad_norm", "value",
+]  # fmt: skip
+Home = Literal["parameters", "buffers", "batch", "stage", "neighbour", "step", "result", "program"]
+"""Where bound values are while no program runs: among a rank's ``parameters`` or ``buffers`` from step to step; in the
+``batch``, with each microbatch; kept by a ``stage`` for a later action of a microbatch; on the way to or from a
+``neighbour``, of a microbatch too; in a ``step``, once or as a sum over microbatches; in a step's ``result``; nowhere,
+because the ``program`` makes and reads them itself."""
+
+
+class KindRow(NamedTuple):
+    """What is so of every binding of a kind: its home, and what its text is made of."""
+
+    home: Home
+    text: Literal["kind name", "kind", "name"] = "kind name"
+
+
+KINDS: Mapping[Kind, KindRow] = MappingProxyType(
+    {
+        "parameter": KindRow("parameters"),
+        "frozen": KindRow("parameters"),  # a parameter that is not trained
+        "buffer": KindRow("buffers"),
+        "constant": KindRow("buffers"),
+        "input": KindRow("batch"),
+        "rng": KindRow("batch", "kind"),  # the numbers of the step and of the microbatch, which seed random streams
+        "key": KindRow("program"),  # of a random stream
+        "saved": KindRow("stage"),
+        "received": KindRow("neighbour"),
+        "sent": KindRow("neighbour"),
+        "count": KindRow("step", "kind"),
+        "scale": KindRow("step", "kind"),
+        "loss": KindRow("step", "kind"),
+        "gradient": KindRow("step"),
+        "grad_norm": KindRow("result", "kind"),
+        "value": KindRow("program", "name"),  # what a function gives to the one that calls it
+    }
+)
+"""All kinds of bindings: a new kind is a row."""
+
+PARAMETERS: tuple[Kind, ...] = tuple(kind for kind, row in KINDS.items() if row.home == "parameters")
+BUFFERS: tuple[Kind, ...] = tuple(kind for kind, row in KINDS.items() if row.home == "buffers")
+STORED = PARAMETERS + BUFFERS
+"""Kinds of the model's own tensors."""
+OUTSIDE: tuple[Kind, ...] = (*STORED, *(kind for kind, row in KINDS.items() if row.home == "batch"))
+"""Kinds of what no program of a step makes."""
+
+
+class Binding(NamedTuple):
+    """What a value is bound to: ``parameter blocks.0.w``, ``saved tanh``, ``loss``.
+
+    >>> Binding.parse("parameter blocks.0.w")
+    Binding(kind='parameter', name='blocks.0.w')
+    >>> str(LOSS), LOSS.home
+    ('loss', 'step')
+    """
+
+    kind: Kind
+    name: str = ""
+
+    @property
+    def home(self) -> Home:
+        """Where the value is while no program runs."""
+        return KINDS[self.kind].home
+
+    def __str__(self) -> str:
+        text = KINDS[self.kind].text
+        return f"{self.kind} {self.name}" if text == "kind name" else self.kind if text == "kind" else self.name
+
+    @property
+    def words(self) -> str:
+        """Its text in a sentence, as ``parameter `blocks.0.w` ``."""
+        return f"{self.kind} `{self.name}`" if KINDS[self.kind].text == "kind name" else str(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Binding:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: the text is of no kind.
+        """
+        word, _, name = text.partition(" ")
+        kind = next((kind for kind in KINDS if kind == word), None)
+        if kind is None or str(cls(kind, name)) != text:
+            raise ValueError(f"`{text}` is nothing that a value can be bound to")
+        return cls(kind, name)
+
+    def key_in(self, action: str) -> str:
+        """Its text as a key of what an action's program returns: B's gradients stand there by their names alone."""
+        return self.name if (self.kind, action) == ("gradient", "B") else str(self)
+
+    @classmethod
+    def parse_key(cls, text: str, action: str) -> Binding:
+        """The inverse of ``key_in``.
+
+        Raises:
+            ValueError: the text is of no kind.
+        """
+        return cls("gradient", text) if action == "B" and not text.startswith("sent ") else cls.parse(text)
+
+
+COUNT, SCALE, LOSS, GRAD_NORM, RNG = (
+    Binding("count"), Binding("scale"), Binding("loss"), Binding("grad_norm"), Binding("rng"),
+)  # fmt: skip
