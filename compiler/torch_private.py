@@ -60,7 +60,7 @@ def onednn_linear() -> Callable[..., torch.Tensor] | None:
 
 
 def missing_compiler(device: torch.device) -> str:
-    """What Inductor needs for a device and does not find; nothing where it is all there."""
+    """The compiler that Inductor needs for a device and does not find; empty where it is there."""
     with quiet():
         from torch._inductor import config
         from torch._inductor.cpp_builder import get_cpp_compiler
@@ -112,7 +112,7 @@ class SymbolicSizes:
             yield
 
     def size(self, expression: sympy.Expr) -> Any:
-        """What operators take for the number that an expression is."""
+        """The symbolic number of an expression, as operators take it."""
         return self._env.create_symintnode(expression, hint=int(expression.subs(self._ones)))
 
     def expression(self, size: Any) -> sympy.Expr:
@@ -122,7 +122,7 @@ class SymbolicSizes:
         return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
     def assumed(self) -> list[sympy.Basic]:
-        """What operators were told, beside the bounds."""
+        """The conditions that operators assumed, beside the bounds."""
         return [guard.expr for guard in self._env.guards]
 
 

@@ -16,7 +16,7 @@ CODES: dict[str, Code] = {
 
 
 def explain(code: Code) -> str:
-    """What a code means, with an example and the way out, as Markdown."""
+    """The meaning of a code, with an example and the way out, as Markdown."""
     return (
         f"## {code.name}: {code.title}\n\n{code.why[:1].upper()}{code.why[1:]}\n\n"
         f"```{code.language}\n{code.example}\n```\n\nInstead:\n\n```{code.language}\n{code.instead}\n```\n"

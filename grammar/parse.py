@@ -39,7 +39,7 @@ from .syntax import (
 MAX_NESTING = 16
 MAX_NUMBER = 40  # characters
 LARGEST_NUMBER = 2**63 - 1
-"""Of whole numbers: what a tensor's sizes and the counters of programs hold."""
+"""The largest whole number: what a tensor's sizes and the counters of programs hold."""
 LONGEST = 4096
 """Characters of a name or a string: what a path may have."""
 GLUED = re.compile(r'"[^"]*"|(?<![\w*.}])([\w*.}]*[\w*}])(\[[0-9]+\.\.[0-9]+(?::[0-9]+)?\])')
@@ -139,7 +139,7 @@ def _too_large(text: str, source: Source) -> bool:
 
 
 def _unbalanced(text: str) -> tuple[str, int, str] | None:
-    """What is wrong with the quotes and brackets of a line: message, where, help."""
+    """The fault of a line's quotes and brackets: message, where, help."""
     opened: list[tuple[str, int]] = []
     for token in re.finditer(r'"[^"]*"?|#.*|[()\[\]{}]', text):
         mark, at = token.group(), token.start()

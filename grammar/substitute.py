@@ -36,7 +36,7 @@ LetValue = Number | Word | String | Range
 
 @dataclass(frozen=True, slots=True)
 class _Override:
-    """What replaces the value of a ``let``, or None if it is no value; ``said`` is how messages call it."""
+    """The token that replaces the value of a ``let``, or None if it is no value; ``said`` is how messages call it."""
 
     value: LetValue | None
     span: Span

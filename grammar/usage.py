@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ArgumentKind:
-    """What a placeholder stands for: ``count`` items (0: one or more) that ``accepts`` takes."""
+    """A placeholder of a usage line: it stands for ``count`` items (0: one or more) that ``accepts`` takes."""
 
     text: str
     accepts: Callable[[Item], bool]
@@ -104,7 +104,7 @@ class Arguments:
 
     statement: Statement
     phrases: dict[str, Phrase]
-    """Of a flag, its own words."""
+    """The words of a flag."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.phrases

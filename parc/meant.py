@@ -1,4 +1,4 @@
-"""Which line of a plan was probably meant otherwise: the change after which nothing is gathered that no line asks for.
+"""A guess at a line that was meant otherwise: the change of a plan after which nothing is gathered unasked.
 
 A wrong claim shows where its values meet others, mostly at lines that are right. So each ``column`` and ``row`` line is
 changed for a try, as a person mistakes them (the other word, other groups of ``rows``), and the passes that place
@@ -22,11 +22,11 @@ from parc.passes.pipeline import reshards_of
 from parc.passes.placing.partition import Reshard
 
 _MOST_OPERATORS = 3000
-"""Of larger graphs nothing is tried: each try takes as long as placing them."""
+"""The most operators of a graph for which changes are tried: each try takes as long as placing it."""
 _TOGETHER = 2
 """How many lines may be wrong together."""
 _WORTH = 0.75
-"""What a second line must leave of what ranks send, where the first was enough for gathers."""
+"""The part of what ranks send that a second line may leave, where the first was enough for gathers."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _mistakes(text: str, line: SplitWeights, groups: set[int]) -> Iterator[str]:
 
 
 def _tried(compiled: Compiled, plan: Plan) -> Sequence[Reshard] | None:
-    """What another plan for the same model converts; None if it is none."""
+    """The conversions of another plan for the same model; None if it is no plan for it."""
     sizes = {name: size.high for name, size in plan.sizes.items()}
     try:
         asked = ask(fixed(plan, sizes), compiled.recorded, compiled.captured)

@@ -1,4 +1,4 @@
-"""What the short forms of placements mean, in words, where they are printed."""
+"""The short forms of placements explained in words, where they are printed."""
 
 from __future__ import annotations
 

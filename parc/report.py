@@ -1,4 +1,4 @@
-"""What of a build's report follows from its plan, its programs and its schedule, for reports made and held."""
+"""Rows of a build's report that follow from its plan, its programs and its schedule: made for one, held against one."""
 
 from __future__ import annotations
 

@@ -29,13 +29,13 @@ class RunError(Exception):
         self.code, self.message, self.help, self.notes = code, message, help, tuple(notes)
 
     def __str__(self) -> str:
-        """What a traceback of a person's own loop shows: the message with its code, its notes and the way out."""
+        """The error as a traceback of a person's own loop shows it: message with code, notes and the way out."""
         help_ = f"; {self.help}" if self.help else ""
         return f"[{self.code.name}] {self.message}{help_}" + "".join(f"\n  {note}" for note in self.notes)
 
     @property
     def exit_code(self) -> int:
-        """What a command that ends with this error returns."""
+        """The exit code of a command that ends with this error."""
         return {BAD_NUMBER: 4, WORLD_SIZE: 2}.get(self.code, 1)
 
     def diagnostic(self) -> Diagnostic:
@@ -101,7 +101,7 @@ class Watcher:
         return 1, action.microbatch, int(back), -action.stage if back else action.stage, self._count
 
     def found(self) -> Bad | None:
-        """What was seen, once the step was run."""
+        """The first bad number that was seen, once the step was run."""
         if self._line is None:
             return None
         order, action, line, kind = self._line

@@ -18,12 +18,12 @@ _Made = TypeVar("_Made")
 
 @final
 class Together:
-    """What one of ``world`` ranks does with the others."""
+    """One of ``world`` ranks, in all that it does together with the others."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank, self.world, self.device = rank, world, device
         self._left = ""
-        """What an error ended before it was done, where other ranks took part in it."""
+        """The name of work that an error ended before it was done, where other ranks took part in it."""
 
     def check(self) -> None:
         """See that no error has left the others alone.

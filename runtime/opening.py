@@ -78,7 +78,7 @@ def check_source_of(build: Build) -> None:
 
 
 def task_of(manifest: Mapping[str, Any]) -> TaskLines:
-    """What is trained, from a build's manifest."""
+    """The lines that say what is trained, from a build's manifest."""
     model, loss = manifest["model"], manifest["loss"]
     arguments, inputs = tuple(model["arguments"].items()), tuple(line["name"] for line in manifest["inputs"])
     operands, places = tuple(loss["operands"]), tuple((i["name"], i["as"]) for i in manifest["inputs"] if "as" in i)

@@ -33,7 +33,7 @@ class Holder(Protocol):
 
 
 HOLDERS: WeakSet[Holder] = WeakSet()
-"""What holds groups: a group ends only when nothing does."""
+"""The holders of process groups: a group ends only when none is left."""
 
 
 def launched() -> int:
@@ -44,7 +44,7 @@ def launched() -> int:
 
 
 def default_device() -> torch.device:
-    """What the person chose; else this process's GPU where there is one, else the CPU.
+    """The device that was chosen; else this process's GPU where there is one, else the CPU.
 
     Raises:
         RunError: a GPU was chosen, and there is none.

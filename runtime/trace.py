@@ -1,4 +1,4 @@
-"""What really ran, and when: spans of a step's actions on every rank, as a file for Perfetto or chrome://tracing."""
+"""Traces of a run: spans of a step's actions on every rank, as a file for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Build:
         return replace(self, manifest=manifest, programs=whole, reference=reference, roles=roles)
 
     def cases(self) -> list[Build]:
-        """What is checked: the build; where sizes have ranges, at the largest and a few others."""
+        """The builds that are checked: this one; where sizes have ranges, at the largest and a few others."""
         return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
 
     def fact_faults(self) -> list[Fault]:

@@ -71,7 +71,7 @@ def unlike(
 
 
 def _part(have: Any, wanted: Any) -> Any:
-    """Of a fact what another says of it."""
+    """The part of a fact of which another says something."""
     if isinstance(have, list) and isinstance(wanted, list):
         return [_part(*pair) for pair in zip(have, wanted, strict=True)] if len(have) == len(wanted) else have
     if isinstance(have, Mapping) and isinstance(wanted, Mapping):
@@ -96,7 +96,7 @@ def _input_faults(manifest: Mapping[str, Any], reference: Program) -> Iterator[F
 
 
 def _state_faults(manifest: Mapping[str, Any], program: Program) -> Iterator[Fault]:
-    """What a manifest says of the model's tensors that the programs read."""
+    """Faults of what a manifest says of the model's tensors that the programs read."""
     mesh, main, stored = program.mesh, program.main, manifest["parameters"]
     wrong = sorted(main.bound("frozen").keys() - set(manifest["frozen"]))
     wrong += sorted(main.bound("parameter").keys() & set(manifest["frozen"]))

@@ -80,7 +80,7 @@ def plan_faults(manifest: Mapping[str, Any], plan: Plan) -> list[Fault]:
 
 
 def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
-    """What the plan's patterns mean among the names that the manifest has."""
+    """Facts that name other parameters and modules than the plan's patterns, among the names that the manifest has."""
     stored, tied = manifest["parameters"], manifest["aliases"]
     paths = (name.split(".") for name in (*stored, *tied))
     modules = frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))

@@ -39,7 +39,7 @@ class AttributeTensors:
         """Attributes that a forward gave another tensor: their first may not be read."""
         self._kept: list[_Kept] = []
         self._own: dict[str, tuple[nn.Module, str]] = {}
-        """What was registered under its attribute's name."""
+        """The tensors that were registered under the name of their attribute."""
         known = {
             id(tensor): (module, name)
             for module in model.modules()

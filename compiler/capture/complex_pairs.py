@@ -173,7 +173,7 @@ def _place(node: fx.Node) -> dict[str, Any]:
 
 
 def _conform(made: Any, val: Any) -> Any:
-    """What a rule made, in the shapes and types that torch gives the complex operator's result."""
+    """The result of a rule, brought to the shape and type that torch gives the complex operator's result."""
     if isinstance(val, (list, tuple)):
         return [_conform(one, other) for one, other in zip(made, val, strict=True)]
     if not val.is_complex():

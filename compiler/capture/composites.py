@@ -1,4 +1,4 @@
-"""What ``torch.export`` traced, as operators that write nothing, and none of which may return a view or a copy."""
+"""A traced graph rewritten with operators that write nothing, and none of which may return either a view or a copy."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _is_view_or_copy(part: fx.Node) -> bool:
 
 
 def _call(node: fx.Node) -> str:
-    """What calls have in common that are made of the same parts."""
+    """The key that calls share if they are made of the same parts."""
     places = {operand: at for at, operand in enumerate(node.all_input_nodes)}
 
     def described(operand: fx.Node) -> str:

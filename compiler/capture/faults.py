@@ -20,7 +20,7 @@ class CaptureError(Exception):
 
 
 def explain_failure(error: Exception, in_loss: bool) -> CaptureError:
-    """What torch's export said, in a model's terms."""
+    """An error of torch's export, told in terms of the model."""
     name, text = type(error).__name__, str(error)
     source = user_frame(error)
     for cause in (error, error.__cause__, error.__context__):

@@ -23,7 +23,7 @@ from .model_output import tensor_at, value_at
 
 @dataclass(frozen=True, slots=True)
 class TaskLines:
-    """What of a plan says what is trained; it stands in a build's manifest, so that a run can make the model."""
+    """The lines of a plan that say what is trained; a build's manifest has them, so that a run can make the model."""
 
     model: str
     arguments: tuple[tuple[str, Any], ...]
@@ -33,7 +33,7 @@ class TaskLines:
     operands: tuple[str, ...]
     ignore: int | None
     places: tuple[tuple[str, str], ...] = ()
-    """Of inputs that are called otherwise than the parameter of forward that they go to: their names, and its."""
+    """Pairs of an input's name and the parameter of forward that it goes to, where the two names differ."""
 
     @property
     def sources(self) -> tuple[str, ...]:

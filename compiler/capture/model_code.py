@@ -1,4 +1,4 @@
-"""What a model is as code, held by hashes: of the plan's files, what its callables reach, without comments."""
+"""Hashes of a model's code: of the plan's files, the definitions that its callables reach, without comments."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def target_hashes(targets: Sequence[str], folder: Path) -> Hashes:
 
 
 def changed_files(targets: Sequence[str], folder: Path, built: Mapping[str, str]) -> list[str]:
-    """Which of ``target_hashes`` are not those of a build; where one of the plan's folder is not, none is imported.
+    """The files whose hash is not that of a build; where one of the plan's folder differs, nothing is imported.
 
     Raises:
         CallableError: the callable cannot be had.

@@ -1,4 +1,4 @@
-"""What a model returns, as a plan's loss reaches into it: ``output.loss``, ``output.1``, ``output.hidden.0``."""
+"""The model's output as a plan's loss reaches into it: ``output.loss``, ``output.1``, ``output.hidden.0``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensor_at(name: str, output: Any) -> torch.Tensor:
 
 
 def value_at(name: str, output: Any) -> Any:
-    """What stands at a dotted name that begins with ``output``: each part is an entry's key, an attribute, or the
+    """The value at a dotted name that begins with ``output``: each part is an entry's key, an attribute, or the
     number of an entry, from 0.
 
     Raises:
@@ -83,7 +83,7 @@ def _described(value: Any, shapes: bool = False) -> str:
 
 
 def _held(value: Any) -> dict[str, Any]:
-    """What a plan reaches in a value, by name or number; where names are none, empty fields are left out."""
+    """The parts of a value that a plan can reach, by name or number; empty fields are left out."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):

@@ -21,7 +21,7 @@ OPEN = re.compile(rb"import\s*\*|\b(globals|vars|exec)\(|\bsys\.modules\b|\bglob
 _READS_ANY = re.compile(rb"\b(eval|locals|__import__)\(|\b(importlib|pickle|__globals__)\b|\btorch\.load\b")
 """In a module's text, what may read names that its statements do not show."""
 _READS_TEXT = re.compile(rb"getsource|linecache|getdoc|getcomments|__doc__|currentframe|_getframe|co_firstlineno")
-"""What may read comments, docstrings or line numbers."""
+"""Names by which code may read comments, docstrings or line numbers."""
 _LIBRARIES = sys.stdlib_module_names - {"__future__", "this", "antigravity"} | {"torch", "numpy"}
 """Modules that are there before any model is imported, or whose import changes none."""
 
@@ -50,7 +50,7 @@ class ReachedCode:
     as_text: bool
 
     def binding(self, name: str) -> Iterator[int]:
-        """Which statements give a name a value."""
+        """The statements that give a name a value."""
         return (at for at, statement in enumerate(self.statements) if name in statement.binds)
 
     def hashes(self, kept: set[int]) -> tuple[str, str]:
@@ -73,7 +73,7 @@ def parsed(path: Path) -> ast.Module | None:
 
 
 def read_code(path: Path) -> ReachedCode:
-    """What a file says."""
+    """The syntax tree of a file."""
     text, tree = path.read_bytes(), parsed(path)
     if tree is None or _READS_TEXT.search(text):
         statements = () if tree is None else tuple(_statement(node, False) for node in tree.body)

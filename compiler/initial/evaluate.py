@@ -55,7 +55,7 @@ class Replay:
         return flat.reshape(read.sizes)
 
     def once(self, owner: object, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """What ``compute`` returns for ``owner``, kept for as long as this evaluation lives."""
+        """The result of ``compute`` for ``owner``, kept for as long as this evaluation lives."""
         if id(owner) not in self._wholes:
             self._wholes[id(owner)] = compute()
         return self._wholes[id(owner)]

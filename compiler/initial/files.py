@@ -61,7 +61,7 @@ class Weights:
     _stack: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
 
     def faults(self, expected: Sequence[Expected]) -> list[str]:
-        """What is missing, extra, misshapen, or of a type that would be rounded: everything at once."""
+        """Tensors that are missing, extra, misshapen, or of a type that would be rounded: everything at once."""
         known = {name for tensor in expected for name in tensor.names}
         missing = (tensor.names[0] for tensor in expected if self.tensors.keys().isdisjoint(tensor.names))
         faults = [f"`{name}` is missing" for name in missing]
@@ -170,7 +170,7 @@ def held_type(shape: Sequence[int], kind: str) -> tuple[Shape, torch.dtype | Non
 
 
 def open_weights(folder: Path, rounded: bool = False) -> Weights:
-    """What the safetensors files of a folder hold.
+    """The tensors that the safetensors files of a folder hold.
 
     Raises:
         WeightsError: there is no such folder, no such file in it, or one cannot be read.

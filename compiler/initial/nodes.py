@@ -139,7 +139,7 @@ class Write(Node):
         return out
 
     def find(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Which storage indices were overwritten, and the flat indices of ``source`` that they have now."""
+        """A mask of the storage indices that were overwritten, and the indices of ``source`` that they hold now."""
         sizes = self.source.sizes
         rest = index - self.offset
         hit = rest >= 0

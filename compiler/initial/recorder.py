@@ -74,7 +74,7 @@ class RecipeRecorder(TorchDispatchMode):
         return out
 
     def read(self, tensor: Tensor) -> Read:
-        """What a tensor holds now, as a look at the node of its storage.
+        """The present values of a tensor, as a look at the node of its storage.
 
         Raises:
             RecipeError: the tensor sees its storage as another dtype than the one it was written as.

@@ -27,7 +27,7 @@ class Collective:
     group: Callable[[Sequence[torch.Tensor], Sequence[Any]], list[torch.Tensor]]
     communicates: bool = True
     members: Callable[[Sequence[Any]], tuple[int, ...] | None] = lambda args: None
-    """Which places of a group take part, where it is not all: the others do not run the line."""
+    """The places of a group that take part, where not all do: the others do not run the line."""
 
     def groups(self, mesh: Mesh, args: Sequence[Any]) -> list[list[int]]:
         """The ranks that do it together."""
@@ -121,12 +121,12 @@ def _check_split(type_: TensorType, mesh: Mesh, args: Sequence[Any], what: str) 
 
 
 def _joined(what: str, kind: AxisType) -> Callable[[TensorType, Mesh, Sequence[Any]], TensorType]:
-    """What makes a dim that is split over the axes whole: the value is ``kind`` over them."""
+    """The result of a gather along a dim that is split over the axes: it is ``kind`` over them."""
     return lambda type_, mesh, args: _moved(type_, dict.fromkeys(_check_split(type_, mesh, args, what), kind))
 
 
 def _cut(what: str, kind: AxisType) -> Callable[[TensorType, Mesh, Sequence[Any]], TensorType]:
-    """What cuts a dim: a value that is ``kind`` over the axes is split over them."""
+    """The result of a cut along a dim of a value that is ``kind`` over the axes: it is split over them."""
 
     def result(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
         axes, dim, outer = axes_of(args), *args[1:]

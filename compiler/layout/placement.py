@@ -88,7 +88,7 @@ class Placement:
         return Placement(tuple((axis, dual(kind)) for axis, kind in self.types))
 
     def data(self) -> Placement:
-        """What the bytes say: ``R`` and ``I`` hold the same value, so both read ``I``."""
+        """The placement of the bytes alone: ``R`` and ``I`` hold the same value, so both read ``I``."""
         return Placement(tuple((axis, "I" if kind == "R" else kind) for axis, kind in self.types))
 
     def joined(self, mesh: Mesh) -> dict[str, AxisType]:
@@ -242,7 +242,7 @@ def is_supported(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """What a value is: dtype, global shape and placement. Its text is ``f32[8/dp, 64, (3 128/tp)] +tp``: global
+    """The type of a value: dtype, global shape and placement. Its text is ``f32[8/dp, 64, (3 128/tp)] +tp``: global
     sizes, each with the axes that split it, then the axes over which it is still to be summed."""
 
     dtype: torch.dtype

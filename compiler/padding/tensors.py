@@ -32,7 +32,7 @@ def shrink(tensor: torch.Tensor, pads: Iterable[Pad]) -> torch.Tensor:
 def real_entries(
     type_: TensorType, dim: int, pads: Iterable[Pad], mesh: Mesh, coordinates: Mapping[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of a rank's entries along ``dim`` are the model's, and the places of those in the model's dim."""
+    """The entries of a rank along ``dim`` that are the model's, and their places in the model's dim."""
     index = dim_index(type_.shape[dim], dim, type_.placement, mesh, coordinates, None)
     for pad in pads:
         if pad.dim == dim:

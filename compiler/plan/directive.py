@@ -1,4 +1,4 @@
-"""What every directive has: a usage line, typed fields, and checks that need no model."""
+"""The base of every directive: a usage line, typed fields, and checks that need no model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Literal: TypeAlias = int | float | str | bool | None
 WORD_VALUES: dict[str, Literal] = {"true": True, "false": False, "none": None}
 
 Limit = tuple[Callable[[int | float], bool], str]
-"""What holds for a number, and the words for it."""
+"""A condition on a number, and the words for it."""
 ONE_OR_MORE: Limit = (lambda value: value >= 1, "1 or more")
 NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
 
@@ -47,7 +47,7 @@ class Directive:
         return cls(arguments, **{name: read(arguments) for name, read in readers.items()})
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        """What is wrong with the statement, as far as the plan alone can tell."""
+        """Errors of the statement that the plan alone can tell."""
         for name, (holds, wanted) in self.LIMITS:
             called = self.arguments.statement.verb.text if name == "n" else name  # `steps N` is called by its verb
             for item in self.arguments.items(name):

@@ -25,11 +25,11 @@ INCLUDE = "include"
 FAMILY = "parc:"
 NAME_A_PLAN = "name a plan file, as `gpt.parc`"
 MOST_PLAN_BYTES = 1 << 20
-"""Of a plan's file, or of a schedule's table that a plan names."""
+"""The most bytes of a plan's file, or of a schedule's table that a plan names."""
 MOST_LINES = 10_000
-"""Of a plan with all that it includes, as often as it does: they take some seconds to read."""
+"""The most lines of a plan with all that it includes, as often as it does: so many take some seconds to read."""
 MOST_FILES = 256
-"""Of a plan and its includes, a file as often as it is included; each opens files anew, and looks up its own path."""
+"""The most files of a plan and its includes, a file as often as it is included: each is opened and looked up anew."""
 DEEPEST = 32
 
 

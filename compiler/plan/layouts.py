@@ -1,4 +1,4 @@
-"""What placement directives ask for before the model is known: layouts, and splits by a weight's role."""
+"""Placements as directives ask for them before the model is known: layouts, and splits by a weight's role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``forbid`` and ``expect`` lines ask for: numbers of collectives in modules."""
+"""Limits that ``forbid`` and ``expect`` lines set: numbers of collectives in modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("reduce_scatter",),
     "all_to_all": ("all_to_all",),
 }
-"""What a line may name, and the collectives of programs that it means; a row's maximum is an all-reduce
+"""Names that a line may use, and the collectives of programs that each means; a row's maximum is an all-reduce
 too, and so is a sum among some stages."""
 PHASES = ("forward", "backward", "step")
 

@@ -52,7 +52,7 @@ REQUIRED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan says, with its defaults; ``statements`` are without ``$name``, ``let`` and ``include``."""
+    """A plan, with its defaults; ``statements`` are without ``$name``, ``let`` and ``include``."""
 
     source: Source
     statements: tuple[Statement, ...]
@@ -130,7 +130,7 @@ def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnos
 
 
 def _kept(statements: Sequence[Statement], axes: tuple[Setting, ...]) -> tuple[Statement, ...]:
-    """What the plan says when nothing is included: no ``let``, and one ``mesh`` line of all axes."""
+    """The plan's text with nothing included: no ``let``, and one ``mesh`` line of all axes."""
     kept: list[Statement] = []
     for statement in statements:
         if statement.verb.text == MESH:

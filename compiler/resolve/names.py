@@ -29,7 +29,7 @@ class WeightUse:
 
 @dataclass(frozen=True, slots=True)
 class PlanNames:
-    """What a captured model calls things; shapes are global. ``tied`` maps other names of a parameter to its name."""
+    """The names that a captured model has; shapes are global. ``tied`` maps other names of a parameter to its name."""
 
     parameters: dict[str, Shape]
     inputs: dict[str, Shape] = field(default_factory=dict)

@@ -52,7 +52,7 @@ PartCounts = Mapping[tuple[str, str], int]
 def resolve(
     plan: Plan, names: PlanNames, longer: Pads | None = None, parts: PartCounts | None = MappingProxyType({})
 ) -> Resolved:
-    """What the plan's placement lines say about the values of a captured model.
+    """The plan's placement lines, as they apply to the values of a captured model.
 
     Dims that ``longer`` names are made longer even where they divide: in a twin of a build in which they do not.
     While ``parts`` are not known (None), dims of parameters need not divide: what does not is no error yet.
@@ -153,7 +153,7 @@ class _Resolver:
     def found(
         self, words: Iterable[Word], find: Callable[[Word, PlanNames], tuple[str, ...] | Diagnostic]
     ) -> list[str]:
-        """What words mean, each once."""
+        """The parameters that words name, each once."""
         found: list[str] = []
         for word in words:
             result = find(word, self._names)

@@ -73,7 +73,7 @@ class _View:
         self.nodes = [node for node in captured.graph.nodes if node.op == "call_function"]
         states = [node for name, node in captured.placeholders("buffer").items() if name in captured.updates]
         self.held: set[fx.Node] = {*captured.placeholders("parameter").values(), *states}
-        """What parameters reach, or buffers that the forward updates; all else can be computed anywhere."""
+        """Nodes that parameters reach, or buffers that the forward updates; all else can be computed anywhere."""
         self.ends: dict[str, tuple[int, int]] = {}
         """The first and the last held operator of every module, the whole model (``""``) included."""
         self.work = [0]

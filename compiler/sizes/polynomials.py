@@ -200,7 +200,7 @@ def _same(first: Polynomial, second: Polynomial, ranges: Ranges) -> bool:
 
 @lru_cache
 def _monomials(names: tuple[str, ...]) -> tuple[Monomial, ...]:
-    """Of rising degree; none first."""
+    """All products of powers of the names, by rising degree; the empty one first."""
     powers = itertools.product(range(_POWER + 1), repeat=len(names))
     kept = sorted((choice for choice in powers if sum(choice) <= _DEGREE), key=lambda choice: (sum(choice), choice))
     return tuple(tuple(sorted((n, p) for n, p in zip(names, choice, strict=True) if p)) for choice in kept)

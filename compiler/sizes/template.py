@@ -29,7 +29,7 @@ _REAL = re.compile(r"1\.0([*/])\((.+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """What stands in braces: a whole number; or, with the ``kind`` ``*`` or ``/``, a floating one: ``1.0/(B*S)``."""
+    """An expression in braces: a whole number; or, with the ``kind`` ``*`` or ``/``, a floating one: ``1.0/(B*S)``."""
 
     size: Polynomial
     kind: str = ""
@@ -161,7 +161,7 @@ class Template:
         return None
 
     def faults(self, mesh: Mesh) -> list[ShapeFault]:
-        """What is wrong with sizes for some of the declared sizes: nothing, if it is proved that everywhere a rank's
+        """Faults of sizes at some of the declared sizes: none, if it is proved that everywhere a rank's
         sizes are whole numbers, and what a rank keeps between steps does not depend on sizes."""
         found: dict[str, ShapeFault] = {}
         for name, text in self.texts.items():
@@ -227,7 +227,7 @@ def _numberless(row: str) -> tuple[str, str]:
 
 
 def _fitted(numbers: Sequence[str], ranges: Ranges, points: Sequence[Sizes]) -> str | None:
-    """What stands in a program for a number that has these texts at these sizes."""
+    """The template's text of a number that has these texts at these sizes."""
     whole = [re.fullmatch(r"-?\d+", number) is not None for number in numbers]
     if all(whole):
         sizes = fit(points, [Fraction(number) for number in numbers], ranges)

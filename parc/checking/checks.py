@@ -1,4 +1,4 @@
-"""What every build proves or tests before it is written, and the report that says which."""
+"""Checks of every build before it is written: proofs and tests, and the report that says which."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
 
 
 def proved(build: Build) -> tuple[str, ...]:
-    """What is proved of a build without faults."""
+    """The properties that are proved of a build without faults."""
     return ("shapes", "types", "communication", *(("padding",) if build.pads else ()))
 
 
@@ -131,7 +131,7 @@ def check_files(build: Build) -> list[Fault]:
 
 
 def range_faults(build: Build) -> list[ShapeFault]:
-    """What does not divide, or is no whole number, at some of the sizes that a plan declares: for all of them."""
+    """Sizes that do not divide, or are no whole numbers, somewhere in the ranges that a plan declares."""
     template = build.template
     return [] if template is None else template.faults(build.mesh) or size_faults(template, build.mesh)
 
@@ -228,7 +228,7 @@ def one_thread() -> Iterator[None]:
 
 
 def case_of(compiled: Compiled) -> Case:
-    """What the simulator needs of a compiled plan; of a pipeline's also what its roles run."""
+    """The simulator's case of a compiled plan; that of a pipeline has its roles."""
     build, recipes = compiled.build, compiled.recorded.recipes
     constants = compiled.captured.constants  # which capture found in the code
     buffers = {name: recipes[name].whole() if name in recipes else constants[name]

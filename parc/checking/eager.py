@@ -39,9 +39,9 @@ EAGER_TOLERANCE = 1e-4
 _COINS = 8
 """How often a forward that draws from Python or NumPy is run again: of a coin it throws, both sides are seen."""
 _MOST = 5e-2
-"""Of float32 results: eager and captured run the same operators, but not always the same kernels."""
+"""The largest error of float32 results: eager and captured run the same operators, not always the same kernels."""
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Of results through values that the model itself has in a narrow dtype."""
+"""Errors allowed of results through values that the model itself has in a narrow dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     buffers = {name: value.clone() for name, value in module.named_buffers(remove_duplicate=False)}
 
     def forward() -> tuple[torch.Tensor, ...]:
-        """What the model returns, and last the loss."""
+        """The tensors that the model returns, and last the loss."""
         given = {name: value.clone() for name, value in inputs.items()}
         with torch.random.fork_rng(devices=()), counted_dropout(module, compiled.plan.seed, 0, 0):
             torch.manual_seed(compiled.plan.seed)
@@ -221,7 +221,7 @@ def _python_draws() -> tuple[Any, ...]:
 
 
 def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> Diagnostic | None:
-    """What makes the eager module itself one that nothing can be held against."""
+    """The fault of an eager module against which nothing can be held, if it has one."""
     # what a model returns in a class of its own is not seen
     of_model = not eager.output or any(bool(value.isnan().any()) for value in eager.output)
     line = compiled.plan.model if of_model else compiled.plan.loss

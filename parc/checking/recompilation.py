@@ -1,4 +1,4 @@
-"""What a build's files say against what its plan compiles to: every program, line by line, and every fact of a run."""
+"""A build's files held against what its plan compiles to: every program, line by line, and every fact of a run."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _PASS = 10  # multiply-adds in the time in which a number is read and written
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What numbers are tested on instead of a build, or the build itself: how it is smaller in words, for how many
+    """The build on which numbers are tested, smaller or the build itself: how it is smaller in words, for how many
     steps, and where its programs are others."""
 
     compiled: Compiled
@@ -51,8 +51,8 @@ def work_of(compiled: Compiled) -> int:
 
 
 def subject_of(compiled: Compiled) -> Subject:
-    """What the numbers of a build are tested on: the same model at smaller sizes, where that takes less and gives the
-    same programs; of more ranks, or more work, than one process should take on, the twin; else the build itself.
+    """Choose the build on which numbers are tested: the same model at smaller sizes, where that takes less and gives
+    the same programs; of more ranks, or more work, than one process should take on, the twin; else the build itself.
 
     Raises:
         PlanError: nothing is small enough, or the twin cannot be made.

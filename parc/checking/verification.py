@@ -21,7 +21,7 @@ from parc.runtime.opening import check_fits, check_source_of
 
 @dataclass
 class Verified:
-    """What was found: faults of the programs, and files that are not as they were built."""
+    """The outcome of a verification: faults of the programs, and files that are not as they were built."""
 
     build: Build
     faults: list[Fault]

@@ -100,7 +100,7 @@ def schedule_words(pipeline: Mapping[str, Any]) -> str:
 
 
 def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    """What is longer than in the model; values of numbered modules that are alike share a line."""
+    """Lines on values that are longer than in the model; values of numbered modules that are alike share a line."""
     alike: dict[str, int] = {}
     for entry in entries:
         name = ".".join("*" if word.isdigit() else word for word in entry["value"].split("."))

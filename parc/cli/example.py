@@ -51,7 +51,7 @@ _MOST_RANKS = 8
 
 
 def _commands(folder: Path, name: str, texts: Mapping[str, str]) -> Iterator[str]:
-    """What to do next: what a plan for one machine trains with, and what shows one for many."""
+    """The next commands: those that train a plan for one machine, and those that show a plan for many."""
     plan = read_plan(Source(f"{name}.parc", texts[f"{name}.parc"]))
     missing = sorted({package for text in texts.values() for package in _imported(text) if find_spec(package) is None})
     if missing:

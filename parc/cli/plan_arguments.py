@@ -1,4 +1,4 @@
-"""What commands that take a plan have in common: `-D`, the plan's own faults before torch is there, where builds go."""
+"""Arguments of all commands that take a plan: `-D`, the plan's own faults before torch is there, where builds go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with the callables that a plan names, at the line that does; imports neither torch nor them."""
+"""Faults of the callables that a plan names, at the line that names them; imports neither torch nor the callables."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Compiled:
     resolved: Resolved
     built: Built
     timelines: dict[str, tuple[Action, ...]]
-    """What each role does in a step, in order."""
+    """The actions of each role in a step, in order."""
     pipeline: Pipeline | None
     sizes: dict[str, int]
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Compiled:
 
     @cached_property
     def build(self) -> Build:
-        """What a reader makes of the files that the plan compiles to; every check looks at this."""
+        """The build that a reader would make of the files that the plan compiles to; every check looks at this."""
         return self.written or Build.of(self.folder, files_of(self), manifest_of(self), {})
 
     def to_write(self, report: Mapping[str, Any]) -> Build:
@@ -90,12 +90,12 @@ class Compiled:
         return replace(self, plan=fixed(self.plan, sizes), written=build, sizes={**self.sizes, **sizes}, template=None)
 
     def cases(self) -> list[Compiled]:
-        """What is checked: the plan compiled for its sizes; of ranges, for the largest and a few others."""
+        """The compilations that are checked: this one; where sizes have ranges, the largest and a few others."""
         return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
 
 
 def task_lines(plan: Plan) -> TaskLines:
-    """What of the plan says what is trained."""
+    """The lines of the plan that say what is trained."""
     model, loss, inputs = plan.model, plan.loss, tuple(line.name for line in plan.inputs)
     places = tuple((line.name, line.parameter) for line in plan.inputs if line.parameter != line.name)
     return TaskLines(model.callable, model.values, inputs, loss.kind, loss.target, loss.operands, loss.ignore, places)
@@ -182,7 +182,7 @@ def compile_captured(
 
 @dataclass(frozen=True)
 class Asked:
-    """What a plan asks of the passes, of one captured model."""
+    """A plan's request to the passes, for one captured model."""
 
     mesh: Mesh
     resolved: Resolved
@@ -194,7 +194,7 @@ def ask(
     plan: Plan, recorded: Recorded, captured: Captured, copies: Copies | None = None, longer: Pads | None = None,
     declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
 ) -> Asked:  # fmt: skip
-    """What ``compile_captured`` gives the passes.
+    """Make the request that ``compile_captured`` gives the passes.
 
     Raises:
         PlanError: the plan is at fault.

@@ -29,7 +29,7 @@ def pipeline_of(plan: Plan, names: PlanNames, captured: Captured) -> Pipeline | 
 
 
 def timelines_of(plan: Plan, counts: bool, pipeline: Pipeline | None, folder: Path) -> dict[str, tuple[Action, ...]]:
-    """What each role does in a step, in order; ``counts`` where the loss is divided by a count of targets.
+    """The actions of each role in a step, in order; ``counts`` where the loss is divided by a count of targets.
 
     Raises:
         PlanError: the schedule's file cannot be read, or is no schedule of these stages.

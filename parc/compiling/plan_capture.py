@@ -97,7 +97,7 @@ def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
 
 
 def failure(plan: Plan, error: Exception) -> Diagnostic:
-    """What says that the model, run as it is written, failed."""
+    """The error of a model that fails when it is run as it is written."""
     source = user_frame(error)
     notes = [f"at {source}"] if source else []
     text = str(error).strip().split("\n")[0]

@@ -31,7 +31,7 @@ def compile_range(
     texts_of: Callable[[_Made], Mapping[str, str]],
     constants_of: Callable[[_Made], Mapping[str, object]],
 ) -> tuple[list[_Made], Template]:
-    """What a plan compiles to at a few of its sizes, the largest first, and the template of its programs: at more sizes
+    """Compile a plan at a few of its sizes, the largest first, and make the template of its programs: at more sizes
     until every number is a polynomial of them, and the programs of two more are to the letter the template's; at all,
     where they are few. Constants, which no program spells, are one.
 

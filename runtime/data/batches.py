@@ -1,4 +1,4 @@
-"""What the ranks of a run give to a step, compared before any of it is used: a whole batch that all have alike, samples
+"""Batches that the ranks of a run give to a step, compared before any is used: a whole one that all have alike, samples
 of each rank's own, or the plan's data. One exchange brings hashes of it and the counts of its targets."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .feed import LocalParts
 from .sizes import AtSizes, BySizes
 
 GIVEN_KINDS = ("nothing, so it reads the plan's data", "a whole batch", "samples of its own")
-"""What a rank may give to a step."""
+"""The kinds of batch that a rank may give to a step, in words."""
 _DATA, _WHOLE, _LOCAL = range(3)
 _SIZES, _FIRST = 1, 2
 """Places in a rank's row: the kind, a hash of the sizes, a hash of each input from the third on, the count."""
@@ -118,7 +118,7 @@ def _odd_one(numbers: Sequence[int], place: Callable[[int], Hashable] = lambda _
 
 
 def _every_rank(kind: int, samples: int, axes: Sequence[str] = ()) -> str:
-    """What ranks should have given."""
+    """A sentence that says what ranks should have given."""
     own = f"a rank's own {samples} sample{'s' * (samples != 1)} of it are `local=batch`"
     if kind == _WHOLE:
         return f"`batch` is a whole step's, the same on every rank; {own}"

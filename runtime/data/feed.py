@@ -33,7 +33,7 @@ LocalParts = list[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What one rank has of a step: its parts, and a hash of each input's samples before they were cut, by which ranks
+    """One rank's part of a step: its microbatches, and a hash of each input's samples before their cut, by which ranks
     that should have the same find out whether they do. Hashes are 0 where nothing else can be."""
 
     parts: LocalParts

@@ -33,14 +33,14 @@ class AtSizes:
 
 @final
 class BySizes(Generic[_Made]):
-    """What is made of a build for each choice of its sizes, when the first batch of them comes."""
+    """Things made of a build for each choice of its sizes, when the first batch of that choice comes."""
 
     def __init__(self, build: Build, make: Callable[[Build], _Made]) -> None:
         self._build, self._make = build, make
         self._made: dict[tuple[tuple[str, int], ...], _Made] = {}
 
     def __call__(self, batch: Mapping[str, torch.Tensor] | None = None, shares: Mapping[str, int] = NO_SHARES) -> _Made:
-        """What was made for a batch's sizes; without one for the build's own. ``shares``: among how many ranks the
+        """The thing made for a batch's sizes; without one for the build's own. ``shares``: among how many ranks the
         samples of an input are divided, where the batch is one rank's.
 
         Raises:

@@ -89,7 +89,7 @@ def open_data(
 
 
 def byte_inputs(inputs: Sequence[Mapping[str, Any]], operands: Sequence[str]) -> dict[str, str]:
-    """Which inputs bytes and the bytes after them are: by the inputs' names, else by what the plan does with them.
+    """The inputs that take bytes, and the bytes after them: by their names, else by what the plan does with them.
 
     >>> ids, labels = {"name": "input_ids", "dtype": "int64"}, {"name": "labels", "dtype": "int64"}
     >>> byte_inputs([labels, ids], ["output.logits", "labels"])

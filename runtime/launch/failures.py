@@ -1,4 +1,4 @@
-"""What a failed process leaves for its launcher: a small file that says which rank failed, when, and why."""
+"""Reports of failed processes to their launcher: a small file that says which rank failed, when, and why."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Failure:
     waited: str = ""
 
     def text(self) -> str:
-        """What a person is told."""
+        """The failure in words."""
         if self.rank is None or self.expected:
             return self.message
         return f"rank {self.rank} failed: {self.message}"
@@ -83,7 +83,7 @@ def began_file(folder: Path) -> Path:
 
 
 def unbegun(number: int) -> str:
-    """What is said of a run that a signal stopped before it trained."""
+    """The message of a run that a signal stopped before it trained."""
     return f"stopped by {signal.Signals(number).name} before the first step; nothing was saved"
 
 

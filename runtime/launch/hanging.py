@@ -72,7 +72,7 @@ class Hanging:
                 yield local, process, rank
 
     def _where(self, local: str, process: int) -> str:
-        """What a rank does; nothing of one that only waits for others."""
+        """A sentence on what a rank does; empty for one that only waits for others."""
         if _state(process) == "T":
             return "is stopped (SIGSTOP)"
         os.kill(process, signal.SIGUSR1)

@@ -148,7 +148,7 @@ it asks for large pages, of which the operands of a product take few."""
 
 
 def _variables(processes: Processes, folder: Path) -> dict[str, str]:
-    """What the processes find in their environment, beside what the agent says; the person's own settings stay."""
+    """Variables of the processes' environment beside those that the agent sets; the person's own settings stay."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     variables = {
         "OMP_NUM_THREADS": str(max(1, cores // processes.nproc)),

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: a JSON line for each step in a file, and progress on the terminal."""
+"""Reports of a run while it trains: a JSON line for each step in a file, and progress on the terminal."""
 
 from __future__ import annotations
 

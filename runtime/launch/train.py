@@ -29,7 +29,7 @@ from .metrics import MetricsFile, ProgressDisplay
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a person asks of a run; ``steps`` counts from the first step of training, also after ``resume``."""
+    """Options of a run; ``steps`` counts from the first step of training, also after ``resume``."""
 
     steps: int
     metrics: Path | None = None
@@ -129,7 +129,7 @@ def train(session: Session, options: Options) -> int:
 
 
 def _at_the_start(session: Session, options: Options) -> Iterator[str]:
-    """What a person is told before the first step."""
+    """The lines that are shown before the first step."""
     if session.step_number >= options.steps:
         done = f"`{options.resume}` is at step {session.step_number}, and the last is {options.steps}"
         yield f"{done}: nothing is left to train; `--steps K` trains on until step K"
@@ -157,7 +157,7 @@ def _kept(session: Session, folder: Path | None, error: RunError, saved: int) ->
 
 
 def work_per_step(build: Build) -> tuple[str, int]:
-    """What a step's whole batch has, and how many: ``tokens``, where the plan's first input holds whole numbers in two
+    """Unit and number of a step's whole batch: ``tokens``, where the plan's first input holds whole numbers in two
     dims, else ``samples``."""
     sizes, line = build.manifest["sizes"], build.manifest["inputs"][0]
     if len(line["dims"]) == 2 and line["dtype"] in ("int32", "int64"):
@@ -166,7 +166,7 @@ def work_per_step(build: Build) -> tuple[str, int]:
 
 
 def rate_ends(build: Build, steps: int) -> str:
-    """What to say of a run of more steps than the plan's, after some of which the learning rate moves no more."""
+    """A note on a run of more steps than the plan's, after some of which the learning rate moves no more."""
     line, planned = build.manifest["optimizer"], build.manifest["steps"] or 0
     if line["over"] is None or steps <= max(line["over"], planned):
         return ""

@@ -20,7 +20,7 @@ LOSS_KINDS = {"call": CROSS_ENTROPY, "path": "output", "callable": "callable"}
 
 @dataclass(frozen=True)
 class Loss(Directive):
-    """What is minimised. A mean cross entropy, or a multiple of one, is the mean over all unmasked targets of a step's
+    """The loss. A mean cross entropy, or a multiple of one, is the mean over all unmasked targets of a step's
     whole batch, however it is split; a sum is added up over microbatches, and any other loss is averaged over them.
 
     `cross_entropy(output, targets, ignore=-100)`: cross entropy of the model's output (logits, classes last) with an
@@ -37,7 +37,7 @@ class Loss(Directive):
     target: str = argument(lambda given: _target(given))
     """cross_entropy: the call's name; output: the dotted path after `output`; callable: "module:name"."""
     operands: tuple[str, ...] = argument(lambda given: tuple(i.text for i in _operands(given) if isinstance(i, Word)))
-    """Of a call: `output`, `output.logits`, `output.0`, or names of inputs."""
+    """The operands of a call: `output`, `output.logits`, `output.0`, or names of inputs."""
     ignore: int | None = argument(lambda given: _ignore(given) if "call" in given else None)
     """cross_entropy: the masked class number."""
 

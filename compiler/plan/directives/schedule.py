@@ -29,7 +29,7 @@ from .stage import Stage
 ACCUMULATE = TYPES
 """Types in which gradients of microbatches are added up."""
 TABLE_WORD = "table"
-"""What a schedule that a file gives is called."""
+"""The name of a schedule that a file gives."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Schedule(Directive):
             yield Diagnostic(SCHEDULE_MISFIT, message, Label(self.span), help="write fewer")
 
     def _ranks(self, scope: Scope) -> int:
-        """Of the axis of stages whose order a schedule of parc's own gives; else 1."""
+        """The ranks of the pipeline's axis, where a schedule of parc's own orders the stages; else 1."""
         axis = next((stage.axis.text for stage in scope.all(Stage)), "")
         return scope.mesh.size(axis) if self.name in SCHEDULES and self.chunks >= 1 and axis in scope.mesh else 1
 
