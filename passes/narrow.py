@@ -15,16 +15,14 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compiler.ops.precision import (
-    LOSSES,
-    PRODUCTS,
-    SENSITIVE,
     PrecisionLine,
     PrecisionRegions,
-    base_name,
     is_narrow,
+    is_sensitive,
     line_at,
 )
-from ..compiler.ops.torch_ops import aten
+from ..compiler.ops.rules import facts
+from ..compiler.ops.torch_ops import OPS, aten
 from ..compiler.program.program import Origin
 from .calls import computes, operands_of, outputs, substitute_nodes, tensors_of
 
@@ -77,14 +75,14 @@ def _keep_masters(graph: fx.Graph, lines: PrecisionRegions) -> None:
 
 
 class _Parts(TorchDispatchMode):
-    """The names of the operators that others are made of."""
+    """Whether one of the operators that others are made of never takes a narrow type."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.sensitive = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(base_name(str(func)))
+        self.sensitive |= is_sensitive(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -94,7 +92,7 @@ class _Narrowing:
         self.captured = {node: tensors_of(node) for node in graph.nodes if node.op != "output"}
         self.flow: dict[fx.Node, _Flow] = {}
         self.cast: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-        self.parts: dict[Any, set[str]] = {}
+        self.made_of_sensitive: dict[Any, bool] = {}
         self.mode = next(n.meta["val"].fake_mode for n in graph.nodes if n.op == "placeholder")
 
     def run(self) -> None:
@@ -145,18 +143,20 @@ class _Narrowing:
         asked = loss or (not floats and any(self.captured[n][0].is_floating_point() for n in reads))
         tensors = [n for n in floats if n.meta["val"].dim()] or floats  # beside one, a single number decides nothing
         flow = _Flow.KEPT if asked else max((self.flow[n] for n in tensors), default=_Flow.MADE)
-        name = base_name(str(node.target))
+        precision = facts(node.target).precision
         if line is None:
             flow = max(flow, _Flow.WIDE) if flow >= _Flow.NARROW else flow
             self.set(node, dict.fromkeys(floats, torch.float32))
         elif flow in (_Flow.MADE, _Flow.TABLE, _Flow.STORED, _Flow.KEPT):
             self.set(node, dict.fromkeys(floats, torch.float32))
-        elif name in PRODUCTS:
+        elif precision == "product":
             flow = _Flow.NARROW
-            rounded = node.args[:3] if name == "attention" else floats  # a mask is added to scores, which are float32
+            rounded = (
+                node.args[:3] if node.target is OPS.attention.default else floats
+            )  # a mask is added to scores, which are float32
             self.set(node, {n: line.dtype for n in floats if n in rounded})
         elif self.sensitive(node):
-            flow = _Flow.KEPT if name in LOSSES else _Flow.WIDE
+            flow = _Flow.KEPT if precision == "loss" else _Flow.WIDE
             self.set(node, dict.fromkeys(floats, torch.float32))
         elif flow is _Flow.WIDE or self.beyond(node, floats, line.dtype):
             self.set(node, dict.fromkeys(floats, torch.float32))
@@ -168,13 +168,13 @@ class _Narrowing:
     def sensitive(self, node: fx.Node) -> bool:
         """Whether an operator, or one that it is made of (``square``: ``pow``), never takes a narrow type."""
         target: Any = node.target
-        if target not in self.parts:
+        if target not in self.made_of_sensitive:
             with self.mode:  # of one type: some operators take no other
                 args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: _widened(n.meta["val"]))
                 with _Parts() as parts:
                     target(*args, **kwargs)
-            self.parts[target] = {base_name(str(target)), *parts.names}
-        return not self.parts[target].isdisjoint(SENSITIVE | LOSSES)
+            self.made_of_sensitive[target] = is_sensitive(str(target)) or parts.sensitive
+        return self.made_of_sensitive[target]
 
     def beyond(self, node: fx.Node, floats: list[fx.Node], dtype: torch.dtype) -> bool:
         """Whether an operator of narrow operands must compute wide: a number beyond the narrow type's range, which

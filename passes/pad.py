@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from ..compiler.ops.factors import OpCall, OpRule, fill_operands
-from ..compiler.ops.neutral import COUNTED, LOOKUPS, REDUCTIONS
-from ..compiler.ops.rules import localize, pointwise
+from ..compiler.ops.neutral import reduction_of
+from ..compiler.ops.rules import facts, localize
 from ..compiler.ops.torch_ops import OPS
 from ..compiler.padding.flow import Extra, Extras, PaddingFault, follow_padding, locate, place_of_part
 from ..compiler.padding.pads import Pad, padded_shape
@@ -113,7 +113,7 @@ class _Padder:
         for index, (operand, dims) in enumerate(zip(operands, rule.operands, strict=True)):
             for extra in self.extras.get(key_of(operand), ()):
                 found = locate(rule, dims, extra, real=True)
-                counted = extra.outer > 1 and COUNTED.get(str(node.target)) == (index, extra.dim)
+                counted = extra.outer > 1 and facts(node.target).counted == (index, extra.dim)
                 if found is None or found[0] in rule.whole or counted:
                     needs[index].cut.append(extra)
                 else:
@@ -141,10 +141,10 @@ class _Padder:
         if all(any(name in names for names in dims) for dims in rule.results):
             return self._safe(node, held)
         op = str(node.target)
-        if op in LOOKUPS:
+        if facts(op).looks_up:
             return {}
-        if op in REDUCTIONS:
-            return {0: REDUCTIONS[op].value} if list(held) == [0] else None
+        if (reduction := reduction_of(op)) is not None:
+            return {0: reduction.value} if list(held) == [0] else None
         alone = all(frozenset({index}) in rule.linear for index in held)
         if alone and len(held) > 1:  # a product: zeros on either side give the other no gradient
             return {index: 0.0 for index, value in held.items() if value != 0.0}
@@ -154,7 +154,7 @@ class _Padder:
     def _safe(self, node: fx.Node, held: Mapping[int, float | None]) -> dict[int, float] | None:
         """Fills for an operator that has no value or no slope at what its padding holds, such as a logarithm of 0."""
         call = self.calls[node]
-        if call.op not in pointwise.POINTWISE_RULES:
+        if not facts(call.op).elementwise:
             return {}
         dtypes = [fake(key_of(n)).dtype for n in operands_of(node)]
         values = [held.get(index) for index in range(len(dtypes))]

@@ -30,8 +30,9 @@ from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
 from .lockstep import Together
 from .machine.compiled import Regions
 from .machine.execute import Machine
-from .machine.kernels import KERNELS, Kernel
+from .machine.kernels import KERNELS
 from .machine.products import kernels_for
+from .machine.ways import Kernel
 from .opening import build_mesh, check_fits, check_source_of, constants_of, open_build, open_checkpoint, task_of
 from .owners import held, keepers_of, owners_of
 from .processes import default_device, join_processes, launched

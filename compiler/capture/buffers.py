@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..ops.rules import facts
 from ..ops.torch_ops import aten
 from .faults import CaptureError
-
-_WRITES = (aten.copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
 
 
 @contextmanager
@@ -47,7 +46,7 @@ def beside_makers(updates: Mapping[str, fx.Node], buffers: Mapping[str, fx.Node]
     makers = dict(updates)
     for name in updates:
         tails[name] = []
-        while makers[name].target in _WRITES and len(makers[name].users) < 2:
+        while _copies(makers[name]) and len(makers[name].users) < 2:
             node = makers[name]
             tails[name].append(node)
             makers[name] = node.args[-1 if node.target is aten.copy.default else 0]  # type: ignore[assignment]
@@ -63,6 +62,10 @@ def beside_makers(updates: Mapping[str, fx.Node], buffers: Mapping[str, fx.Node]
             last.append(node)
             node.meta |= meta
             last = node
+
+
+def _copies(node: fx.Node) -> bool:
+    return node.target is aten.copy.default or facts(node.target).moves == "copy"
 
 
 def _name_type(value: object) -> str:

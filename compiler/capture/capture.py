@@ -17,6 +17,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from torch.utils._pytree import tree_map_only
 
 from ..layout.placement import is_supported
+from ..ops.rules import facts
 from ..ops.torch_ops import aten
 from ..program.binding import Binding, Kind
 from ..program.program import Origin
@@ -215,10 +216,6 @@ def _in_its_own_place(value: FakeTensor) -> torch.Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-_PRODUCTS = re.compile(r"aten\.(linear|mm|bmm|addmm|baddbmm|matmul|mv|dot|bilinear|convolution|conv\dd"
-                       r"|scaled_dot_product_attention)\.")  # fmt: skip
-
-
 _DEPENDS = {
     True: ("a tensor whose shape", "keep all entries: multiply by a mask, or choose with `torch.where`"),
     False: ("a number that", "leave it a tensor: operators take one wherever they take a number"),
@@ -244,7 +241,7 @@ def check_values(graph: fx.Graph) -> None:
                 binding: Binding | None = node.meta.get("binding")
                 made = f"the {binding.words} is" if binding is not None else f"{node.target} gives"
                 raise _at(node, f"{made} {_name(value.dtype)}, a dtype that programs do not hold")
-        if _PRODUCTS.match(str(node.target)):
+        if facts(node.target).flops is not None:
             given = node.args[:3] if "attention" in str(node.target) else node.args
             found = [n.meta["val"].dtype for n in given if isinstance(n, fx.Node)]
             if len(set(found)) > 1:

@@ -13,14 +13,11 @@ from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
+from ..ops.rules import facts
 from ..ops.torch_ops import aten
 from ..torch_private import is_composite, trace
 
 _REGION: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
-_LEFT = frozenset({aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.view.dtype})
-"""Operators that torch does not leave as they are: a constant is copied, and what has no derivative detached."""
-_COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten._unsafe_view.default, aten.native_dropout.default,
-                     aten._assert_tensor_metadata.default})  # fmt: skip
 
 
 def functional(exported: ExportedProgram) -> ExportedProgram:
@@ -71,7 +68,7 @@ def _is_plain(node: fx.Node) -> bool:
     target: Any = node.target
     if node.op != "call_function" or target is operator.getitem:
         return node.op != "get_attr"
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or target in _LEFT:
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not facts(target).exported:
         return False
     made = [value for value in tree_leaves(node.meta.get("val")) if value is not None]
     return all(
@@ -82,9 +79,11 @@ def _is_plain(node: fx.Node) -> bool:
 
 def _is_view_or_copy(part: fx.Node) -> bool:
     target: Any = part.target
-    if part.op != "call_function" or target is operator.getitem or target in _COPIES:
+    if part.op != "call_function" or target is operator.getitem or target is aten._assert_tensor_metadata.default:
         return part.op != "get_attr"
-    return _is_plain(part) and any(result.alias_info is not None for result in target._schema.returns)
+    row = facts(target)
+    plain = row.moves in ("copy", "shape") or row.casts or row.law != ""
+    return _is_plain(part) and (plain or any(result.alias_info is not None for result in target._schema.returns))
 
 
 def _call(node: fx.Node) -> str:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..ops.rules import facts
 from . import counter
 from .evaluate import Node, Read, contiguous_strides, dense
-from .nodes import EXACT, Count, Elementwise, Fill, Write
+from .nodes import Count, Elementwise, Fill, Write
 
 Bound = dict[str, Any]
 Law = tuple[Callable[[int, Tensor], Tensor], float | None]
@@ -81,24 +82,25 @@ def _integers(bound: Bound) -> Law | None:
     return (lambda key, index: counter.uniform(key, index).mul_(float(high - low)).floor_().add_(float(low))), None
 
 
-LAWS: dict[str, Callable[[Bound], Law | None]] = {
-    **dict.fromkeys(("uniform", "rand", "rand_like"), _uniform),
-    **dict.fromkeys(("normal", "randn", "randn_like"), _normal),
-    **dict.fromkeys(("randint", "randint_like", "random"), _integers),
-    "bernoulli": _bernoulli,
-    "exponential": lambda bound: (lambda key, index: counter.exponential(key, index).mul_(1.0 / bound["lambd"]), None),
-}
-"""Distributions of random operators; None for one that is drawn whole."""
+def _exponential(bound: Bound) -> Law | None:
+    return (lambda key, index: counter.exponential(key, index).mul_(1.0 / bound["lambd"])), None
 
 
-def law_of(name: str, bound: Bound, dtype: torch.dtype) -> Law | None:
+_LAWS: dict[str, Callable[[Bound], Law | None]] = {
+    "uniform": _uniform, "normal": _normal, "integers": _integers, "bernoulli": _bernoulli, "exponential": _exponential,
+}  # fmt: skip
+"""The laws that rows name; None for a call that is drawn whole."""
+
+
+def law_of(func: Any, bound: Bound, dtype: torch.dtype) -> Law | None:
     """How an operator draws, if each number by itself; of complex numbers both parts, as torch does: of a normal one
     each part has half of the variance."""
-    if name not in LAWS or not dtype.is_complex:
-        return LAWS[name](bound) if name in LAWS else None
-    if LAWS[name] is _normal and not isinstance(std := bound.get("std", 1.0), Read):
+    name = facts(func).law
+    if not name or not dtype.is_complex:
+        return _LAWS[name](bound) if name else None
+    if name == "normal" and not isinstance(std := bound.get("std", 1.0), Read):
         bound = {**bound, "std": std * math.sqrt(0.5)}
-    if (law := LAWS[name](bound)) is None:
+    if (law := _LAWS[name](bound)) is None:
         return None
     draw, _ = law
     return (lambda key, index: torch.complex(draw(key, 2 * index), draw(key, 2 * index + 1))), None
@@ -106,26 +108,23 @@ def law_of(name: str, bound: Bound, dtype: torch.dtype) -> Law | None:
 
 def elements_of(call: Elements) -> Node | None:
     """The node of an operator whose element i needs only element i of each operand; None for any other."""
-    if call.name in FILLS:
-        value = FILLS[call.name](call.bound)
-        if not isinstance(value, Read):
-            return Fill(call.count, call.dtype, value)
-    if call.name in COPIES:
-        return call.each(lambda source: source, call.bound[COPIES[call.name]].expand(call.sizes))
+    row = facts(call.func)
+    if row.creates:
+        return _filled(call, row.number_in(list(call.bound.values())))
+    if row.moves == "copy" or row.casts:
+        return _copied(call, call.bound["self"])
     if call.name in ELEMENT_MOVES:
         return ELEMENT_MOVES[call.name](call)
     return _pointwise(call)
 
 
-_ZEROS = "zeros zeros_like new_zeros zero empty empty_like new_empty empty_strided new_empty_strided empty_permuted"
-FILLS: dict[str, Callable[[Bound], Any]] = {
-    **dict.fromkeys(_ZEROS.split(), lambda bound: 0),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda bound: 1),
-    **dict.fromkeys(("full", "full_like", "new_full"), lambda bound: bound["fill_value"]),
-    "fill": lambda bound: bound["value"],
-    "scalar_tensor": lambda bound: bound["s"],
-}
-COPIES = {"copy": "src", "clone": "self", "_to_copy": "self", "lift_fresh_copy": "self", "fill": "value"}
+def _filled(call: Elements, number: Any) -> Node | None:
+    """One number everywhere; a tensor of one number is a copy of it."""
+    return _copied(call, number) if isinstance(number, Read) else Fill(call.count, call.dtype, number)
+
+
+def _copied(call: Elements, source: Read) -> Node:
+    return call.each(lambda entry: entry, source.expand(call.sizes))
 
 
 def _arange(call: Elements) -> Node | None:
@@ -174,6 +173,8 @@ def _triangle(call: Elements) -> Node:
 
 
 ELEMENT_MOVES: dict[str, Callable[[Elements], Node | None]] = {
+    "copy": lambda call: _copied(call, call.bound["src"]),
+    "fill": lambda call: _filled(call, call.bound["value"]),
     "arange": _arange,
     "cat": _joined,
     "stack": _joined,
@@ -193,7 +194,7 @@ def _pointwise(call: Elements) -> Node | None:
         return None
     if call.name == "erfinv" and operands[0].dtype.is_floating_point:  # part of truncated normals: exact everywhere
         return call.each(counter.inverse_erf, operands[0])
-    exact = call.name in EXACT and not any(read.dtype.is_complex for read in operands)
+    exact = facts(call.func).exact and not any(read.dtype.is_complex for read in operands)
     exact = exact and call.bound.get("alpha") in (None, 1) and call.bound.get("rounding_mode") is None
     function = _on_copies(call.func, call.written) if call.written else call.func
     return Elementwise(call.count, call.dtype, function, exact, *call.reads, call.sizes)

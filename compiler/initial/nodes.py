@@ -15,16 +15,10 @@ from torch.utils import _pytree as pytree
 from . import counter
 from .evaluate import VECTOR, Node, Read, Replay, cast, dense
 
+# The last elements of a run, or of a thread's part of it, may be computed by other code than the rest, with another
+# last bit where a function is not exactly rounded: of operators with more than one right result, those see whole
+# vectors only, in runs short enough for one thread.
 ONE_THREAD_RUN = 1 << 14  # elements; torch's kernels give no thread less than twice this
-# Operators that have one right result, whatever kernel computes it. The last elements of a run, or of a thread's part
-# of it, may be computed by other code than the rest, with another last bit where a function is not exactly rounded:
-# those see whole vectors only, in runs short enough for one thread.
-EXACT = frozenset(
-    {"add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "reciprocal", "clamp", "clamp_min", "clamp_max"}
-    | {"minimum", "maximum", "where", "masked_fill", "sign", "floor", "ceil", "trunc", "isnan", "clone"}
-    | {"eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"}
-    | {"bitwise_and", "bitwise_or", "bitwise_not"}
-)
 
 
 @dataclass(frozen=True, eq=False)

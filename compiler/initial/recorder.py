@@ -149,7 +149,7 @@ class RecipeRecorder(TorchDispatchMode):
         """The node of an operator that gives each element by itself, or None."""
         name = func.overloadpacket.__name__.removesuffix("_")
         bound = bind_arguments(func, *reads)
-        law = law_of(name, bound, target.dtype)
+        law = law_of(func, bound, target.dtype)
         if law is not None:
             return self._draw(*law, target.numel(), target.dtype)
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -9,6 +9,8 @@ from functools import lru_cache
 
 import sympy
 
+from .rules import facts
+
 _n, _m, _i, _j = sympy.symbols("n m i j", integer=True, nonnegative=True)
 _s, _c = sympy.symbols("s c", real=True)
 
@@ -26,39 +28,31 @@ class Reduction:
     joins: bool = False
 
 
-_EXPONENTIALS = Reduction(-math.inf, lambda x: sympy.exp(x - _s))
-
-REDUCTIONS = {
+_WAYS = {
     "sum": Reduction(0.0, lambda x: _c * x),
-    "parc.square_sum.default": Reduction(0.0, lambda x: x**2),
-    "parc.row_max": Reduction(-math.inf, lambda x: sympy.Max(_s, x), joins=True),
-    "parc.token_loss.default": _EXPONENTIALS,
-    "parc.loss_parts.default": _EXPONENTIALS,
+    "squares": Reduction(0.0, lambda x: x**2),
+    "max": Reduction(-math.inf, lambda x: sympy.Max(_s, x), joins=True),
+    "exponentials": Reduction(-math.inf, lambda x: sympy.exp(x - _s)),
 }
-"""Operator → how its first operand is reduced over a factor that results lack; others sum what they are linear in."""
+"""The ways in which rows say that an operator reduces its first operand over a factor that results lack."""
 
-LOOKUPS = frozenset({"parc.lookup.default", "aten.embedding.default"})
-"""Operators that read rows of their first operand by numbers below how many the model has."""
 
-COUNTED = {
-    "aten.embedding.default": (0, 0),
-    "parc.lookup.default": (0, 0),
-    "parc.token_loss.default": (0, 1),
-    "parc.loss_parts.default": (0, 1),
-    "parc.loss_parts_backward.default": (1, 1),
-}
-"""Operator → the operand and its dim whose entries are named by their numbers, so that padding comes after them all."""
+def reduction_of(op: str) -> Reduction | None:
+    """How an operator reduces its first operand; None where it sums what it is linear in, or nothing."""
+    way = facts(op).reduces
+    return None if way in ("", "sum") else _WAYS[way]
 
 
 @lru_cache(maxsize=256)
 def is_neutral(op: str, held: float | None) -> bool:
     """Whether m entries that hold ``held`` leave a reduction of n others as it is, for all n and m: proved in sympy
     from what one entry does. None is data, of which nothing is known."""
-    if op in LOOKUPS:  # no row n + i is one of the numbers below n, which are n - 1 - j
+    if facts(op).looks_up:  # no row n + i is one of the numbers below n, which are n - 1 - j
         return ((_n + _i) - (_n - 1 - _j)).is_positive is True
     if held is None or math.isnan(held):
         return False
+    reduction = reduction_of(op) or _WAYS["sum"]
     entry = {math.inf: sympy.oo, -math.inf: -sympy.oo}.get(held)
-    made = REDUCTIONS[op].adds(sympy.Rational(held) if entry is None else entry)
-    left = made - _s if REDUCTIONS[op].joins else sympy.Sum(made, (_i, _n, _n + _m - 1)).doit()
+    made = reduction.adds(sympy.Rational(held) if entry is None else entry)
+    left = made - _s if reduction.joins else sympy.Sum(made, (_i, _n, _n + _m - 1)).doit()
     return bool(sympy.simplify(left) == 0)

@@ -1,8 +1,9 @@
 """A row of the operator table, and the pieces rows are made of."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..layout.mesh import Shape
 from .factors import Dims, OpCall, Operand, OpRule, apply_dims, linear_sets, quotient
@@ -13,16 +14,129 @@ Localize = Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], list[Change]
 Ruling = Callable[[OpCall], OpRule]
 
 
+Precision = Literal["", "product", "sensitive", "loss"]
+"""How an operator computes where a plan asks for a narrow type, as torch's autocast has it: a *product* takes and gives
+the narrow type, a *sensitive* operator takes and gives float32 (sums, statistics, norms, softmax and what amplifies
+rounding), and so does a *loss*, of which all that is made stays float32 too. Others follow their operands."""
+Moves = Literal["", "copy", "shape", "dims", "place", "join", "index", "scatter"]
+"""How an operator without arithmetic places entries: a *copy* of its operand; all of them in their order in another
+*shape*; in renamed or repeated *dims*; some of them, or at another *place*, maybe with a constant beside them; the
+entries of all operands, *joined*; entries that an *index* names, or entries *scattered* to where one says."""
+Storage = Literal["", "view", "fresh"]
+"""Where results lie: in the first operand's storage, or surely in none of the operands'. Else it is not known."""
+Reduces = Literal["", "sum", "squares", "max", "exponentials"]
+"""How the entries of the first operand are reduced over a factor that results lack."""
+Computes = Literal["", "total", "difference", "multiple", "ratio", "both", "either", "below", "at most", "above",
+                   "at least"]  # fmt: skip
+"""What an operator computes of two operands, whatever their types: `a + b`, `a - b`, `a * b`, `a / b`, `a & b`,
+`a | b` and the comparisons."""
+LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential"]
+"""The law of the numbers that an operator draws."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpFacts:
+    """All that parc knows of an operator beside its rule; positions count arguments, or operands where it says so."""
+
+    precision: Precision = ""
+    backward: bool = False
+    """It is the derivative of an operator of this precision, and computes as that does."""
+    flops: Callable[[OpCall], int] | None = None
+    """How many products of two numbers a call adds up; None where it makes none to speak of."""
+
+    moves: Moves = ""
+    storage: Storage = ""
+    casts: bool = False
+    """It gives its first operand in another type."""
+    stops_gradient: bool = False
+    exported: bool = True
+    """torch's functional form of a graph leaves it as it is, where it copies a constant, or detaches what has no
+    derivative."""
+
+    number: int | None = None
+    """The number that all entries of its result hold."""
+    number_at: int | None = None
+    """The argument that is that number."""
+    by_number: bool = False
+    """It makes entries by their numbers along the first dim, which more entries at its end do not change."""
+    law: LawName = ""
+    key_at: int | None = None
+    """The operand that is a random stream's key."""
+    chance_at: int | None = None
+    """The argument that is a probability: where it is not 0, entries are drawn by their numbers."""
+
+    counted: tuple[int, int] | None = None
+    """The operand, and its dim, whose entries are named by their numbers: rows of a table, classes of a loss."""
+    named_at: int = 1
+    """The operand that holds these numbers."""
+    ignored_at: int | None = None
+    """The argument that is the number to ignore."""
+    replaced: bool = False
+    """Another operator stands in its place where the counted dim is split: as it is, it needs that whole."""
+    unread_rows: bool = False
+    """Rows of its result that nothing looks up hold zeros."""
+    stands_for: str = ""
+    """The captured graph's operator in whose place programs have this one."""
+
+    elementwise: bool = False
+    """Entries of its results depend on those at their place alone."""
+    reduces: Reduces = ""
+    computes: Computes = ""
+    power: float | None = None
+    """It raises its operand to this power."""
+    exact: bool = False
+    """It has one right result, whatever kernel computes it."""
+    bounds: bool = False
+    """Numbers among its arguments decide at which values it does something else."""
+    limits: tuple[float, ...] = ()
+    """Such numbers that no argument says."""
+
+    reaches_outside: bool = False
+    """It does more than its results say, or reads more than its operands: a file, a number in Python, the screen."""
+    addable: bool = False
+    """It makes gradients of weights, and can add them to something."""
+    compiled: bool = True
+    """Inductor may be shown it; not what it would add up in the order in which threads arrive, where torch's own
+    operator repeats its bits, nor what reads a tensor's numbers or makes a shape of them."""
+    plain: bool = False
+    """torch's function, or tensor's method, of its name takes the same arguments."""
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether it reads rows of its first operand by numbers below how many there are."""
+        return self.moves == "index" and self.counted is not None
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether its results are entries of its first operand as they are."""
+        return self.moves in ("copy", "shape", "dims", "place")
+
+    @property
+    def creates(self) -> bool:
+        """Whether its result holds one number that is no operand's."""
+        return self.number is not None or self.number_at is not None
+
+    def number_in(self, args: Sequence[Any]) -> Any:
+        """The one number that its result holds, called with these arguments."""
+        return self.number if self.number_at is None else args[self.number_at]
+
+
 @dataclass(frozen=True, slots=True)
-class OpRow:
-    """An operator's rule and, where it has arguments that speak of sizes, how these become local.
+class OpRow(OpFacts):
+    """An operator's rule, if it has one, and, where it has arguments that speak of sizes, how these become local; and
+    its facts.
 
     `localize(call, operands, results)` takes the local shapes and returns the arguments that change; None leaves all as
     they are.
     """
 
-    rule: Ruling
+    rule: Ruling | None = None
     localize: Localize | None = None
+
+
+def contracted(ruling: Ruling) -> Callable[[OpCall], int]:
+    """The products of two numbers that a contraction adds up: one for each choice of an entry of each factor."""
+    return lambda call: math.prod(ruling(call).sizes.values())
 
 
 def result_shape(position: int, name: str) -> Localize:

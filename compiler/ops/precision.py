@@ -1,4 +1,4 @@
-"""Precision: where a plan computes in a narrow type, and which operators do so there."""
+"""Precision: where a plan computes in a narrow type, and which operators never do so there."""
 
 from __future__ import annotations
 
@@ -7,31 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-_PRODUCTS = """
-    mm bmm addmm addbmm baddbmm mv addmv dot vdot outer addr linear matmul einsum bilinear prelu attention
-    scaled_dot_product_attention convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
-    grouped_mm_fallback _grouped_mm lstm gru rnn_tanh rnn_relu
-"""
-_SENSITIVE = """
-    sum nansum mean prod cumsum cumprod logcumsumexp logsumexp softmax _softmax log_softmax _log_softmax
-    var var_mean std std_mean norm linalg_vector_norm dist cdist pdist renorm cosine_similarity
-    layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm
-    batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit _native_batch_norm_legit_no_training
-    pow exp exp2 expm1 log log10 log2 log1p reciprocal rsqrt softplus sinh cosh tan acos asin erfinv
-    row_max loss_parts square_sum
-"""
-_LOSSES = """
-    token_loss cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss kl_div
-    soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss hinge_embedding_loss
-    margin_ranking_loss cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss ctc_loss
-"""
-
-PRODUCTS = frozenset(_PRODUCTS.split())
-"""Operators that take and give the narrow type; this list and the next are those of torch's autocast."""
-SENSITIVE = frozenset(_SENSITIVE.split())
-"""Operators that take and give float32: sums, statistics and norms, softmax, and what amplifies rounding."""
-LOSSES = frozenset(_LOSSES.split())
-"""Losses: sensitive, and what is made of them stays float32 too."""
+from .rules import facts
 
 
 def base_name(op: str) -> str:
@@ -41,11 +17,8 @@ def base_name(op: str) -> str:
 
 def is_sensitive(op: str, *, backward: bool = False) -> bool:
     """Whether an operator of a forward never takes a narrow type; or one of a backward, as that of such an operator."""
-    name = base_name(op)
-    if backward:
-        forward = name.removesuffix("_data").removesuffix("_backward")
-        return name != forward and (forward in SENSITIVE or forward in LOSSES)
-    return name in SENSITIVE or name in LOSSES
+    row = facts(op)
+    return row.precision in ("sensitive", "loss") and row.backward == backward
 
 
 def is_narrow(dtype: torch.dtype) -> bool:

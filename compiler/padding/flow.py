@@ -8,16 +8,15 @@ results that have the factor, and a result that lacks it is a sum to which paddi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from ..ops.factors import Dims, OpCall, Operand, OpRule, quotient
 from ..ops.infer import rule_or_opaque
-from ..ops.neutral import COUNTED, LOOKUPS, REDUCTIONS, is_neutral
-from ..ops.rules import pointwise, views
+from ..ops.neutral import is_neutral, reduction_of
+from ..ops.rules import facts
 from ..program.program import Origin
 from .point import UNKNOWN, Held, point
 
@@ -115,25 +114,25 @@ def follow_padding(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[to
         return [OWN[call.op](call, operands[0])]
     if call.op == "aten.addmm.default" and not call.kwargs:
         return _biased(call, operands, dtypes)
-    count = len(call.results)
-    if call.op in _CREATED:
-        held = float(_CREATED[call.op](call))
+    count, row = len(call.results), facts(call.op)
+    if row.creates:
+        held = float(row.number_in(call.args))
         along = list(enumerate(call.results[0])) or [(-1, 1)]
         return [tuple(Extra(dim, 0, None, size, held) for dim, size in along)]
     made: list[list[Extra]] = [[] for _ in range(count)]
-    if call.op in _UNREAD_ROWS:  # rows that nothing looks up get no gradient
+    if row.unread_rows:  # rows that nothing looks up get no gradient
         made[0].append(Extra(0, 1, None, call.results[0][0]))
     if call.op == "aten.expand.default":
         made[0] += _copied(call, operands[0])
-    if call.op in _NUMBERED:
+    if row.by_number:
         made[0].append(Extra(0, 1, None, call.results[0][0], None))
     if not any(operands):
         return [tuple(extras) for extras in made]
     inside = any(extra.real is not None and (extra.dim, extra.outer) != (0, 1) for x in operands for extra in x)
-    if inside and call.op in _DRAWS and call.args[_DRAWS[call.op]]:
+    if inside and row.chance_at is not None and call.args[row.chance_at]:
         raise PaddingFault(f"{call.op} draws by the number of an element, which padding changes")
     rule = rule_or_opaque(call)
-    if call.op in LOOKUPS:
+    if row.looks_up:
         rows = call.operands[0][0]
         if any(extra.held is not None and not 0 <= extra.held < rows for extra in operands[1]):
             raise PaddingFault(f"{call.op} looks up a row that there is not")
@@ -166,22 +165,6 @@ def _biased(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dty
     return follow_padding(total, [made[0], operands[0]], [dtypes[1], dtypes[0]])
 
 
-_CREATED: Mapping[str, Callable[[OpCall], Any]] = {
-    "aten.full.default": lambda call: call.args[1],
-    "aten.full_like.default": lambda call: call.args[1],
-    "aten.zeros_like.default": lambda call: 0.0,
-    "aten.ones_like.default": lambda call: 1.0,
-}
-"""Operators whose result holds one number."""
-_UNREAD_ROWS = frozenset({"parc.lookup_backward.default", "aten.embedding_dense_backward.default"})
-
-
-_NUMBERED = frozenset({"parc.dropout_mask.default", "parc.iota.default"})
-"""Operators that make entries by their numbers, which more entries at the end of the first dim do not change."""
-_DRAWS = {"parc.attention.default": 7, "parc.attention_backward.default": 10}
-"""Operators that draw by the numbers of entries where this argument, a probability, is not 0."""
-
-
 def _copied(call: OpCall, x: Extras) -> list[Extra]:
     """Dims of copies of one entry: each of them may be padding, and holds data."""
     before, after = call.operands[0], call.results[0]
@@ -211,7 +194,7 @@ def _carried(call: OpCall, rule: OpRule, operands: Sequence[Extras]) -> dict[str
             found = locate(rule, dims, extra)
             if found is None:
                 raise PaddingFault(f"{call.op} takes the padding of dim {extra.dim} of operand {index} apart")
-            if extra.outer > 1 and COUNTED.get(call.op) == (index, extra.dim):
+            if extra.outer > 1 and facts(call.op).counted == (index, extra.dim):
                 raise PaddingFault(f"{call.op} counts entries of dim {extra.dim} of operand {index} beyond its padding")
             parts.setdefault(found[0], {})[index] = found[1], extra
     result = {}
@@ -236,12 +219,13 @@ def _carried(call: OpCall, rule: OpRule, operands: Sequence[Extras]) -> dict[str
 
 def _require_neutral(call: OpCall, rule: OpRule, name: str, carried: _Carried) -> None:
     """What is summed over a padded factor must be what it is without the padding."""
-    if call.op in REDUCTIONS or call.op in LOOKUPS:
+    reduction = reduction_of(call.op)
+    if reduction is not None:
         held = carried.held.get(0, UNKNOWN)
         if not is_neutral(call.op, held):
-            wanted = REDUCTIONS[call.op].value
+            wanted = reduction.value
             raise PaddingFault(f"{call.op} reduces padding that holds {_word(held)}, not {_word(wanted)}")
-    elif not _is_zero(rule, carried) or not is_neutral("sum", 0.0):
+    elif not facts(call.op).looks_up and not _is_zero(rule, carried):
         held = next((held for held in carried.held.values() if held != 0.0), None)
         raise PaddingFault(f"{call.op} sums padding that holds {_word(held)}, not 0")
 
@@ -264,9 +248,11 @@ def _result(call: OpCall, rule: OpRule, carried: _Carried, dtypes: Sequence[torc
     held = list(carried.held.values())
     if _moves(call, held[0]) and held.count(held[0]) == len(call.operands):
         return held[0]
-    if call.op == "parc.token_loss.default" and carried.held.get(1) == call.args[2] and carried.held[0] is None:
+    row = facts(call.op)
+    ignored = row.ignored_at is not None and carried.held.get(row.named_at) == call.args[row.ignored_at]
+    if ignored and carried.held[0] is None:
         return 0.0  # of targets that are ignored
-    if call.op in pointwise.POINTWISE_RULES and len(held) == len(call.operands) and None not in held:
+    if row.elementwise and len(held) == len(call.operands) and None not in held:
         return point(call, tuple(carried.held[index] for index in range(len(held))), tuple(dtypes))[0]
     return None if all(value is None or math.isfinite(value) for value in held) else UNKNOWN
 
@@ -275,7 +261,7 @@ def _moves(call: OpCall, held: Held) -> bool:
     """Whether results consist of entries of operands, and of what padding holds."""
     if call.op == "aten.constant_pad_nd.default":
         return bool(held == call.argument(2, "value", 0))
-    return call.op in views.VIEWS_RULES or call.op in ("aten.slice.Tensor", "aten.select.int", "aten.cat.default")
+    return facts(call.op).moves in ("copy", "shape", "dims", "place", "join")
 
 
 # ---- the operators that are about padding: (x, dim, outer, real, padded, …)

@@ -7,19 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..layout.placement import TensorType
+from ..ops.rules import facts
 from .actions import AHEAD, Action
 from .binding import PARAMETERS
 from .program import Function, Program
 from .totals import addable, lasting
 
 _Peaks = dict[str, tuple[int, int]]
-
-# These look at their operand's storage in another shape, so they hold nothing of their own.
-VIEWS = frozenset({
-    "aten.reshape.default", "aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default",
-    "aten.squeeze.dim", "aten.squeeze.default", "aten.squeeze.dims", "aten.expand.default", "aten.slice.Tensor",
-    "aten.select.int", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default",
-})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,7 @@ def owners(function: Function) -> dict[str, str]:
     """For each value that is a view the value whose storage it looks at."""
     found: dict[str, str] = {}
     for line in function.lines:
-        if line.op in VIEWS:
+        if facts(line.op).storage == "view":  # it holds nothing of its own
             source = next(line.uses())
             found.update((value.name, found.get(source, source)) for value in line.made)
     return found

@@ -18,7 +18,7 @@ import torch
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
-from ..ops.rules import TABLE
+from ..ops.rules import facts, has_rule
 from ..ops.torch_ops import OPS
 from .binding import Binding, Kind
 
@@ -281,10 +281,6 @@ def numbers_in(item: Any) -> Iterator[float]:
         yield item
 
 
-# Operators that reach outside the tensors they are given; everything else that mutates nothing is allowed.
-_FORBIDDEN = frozenset({"from_file", "_local_scalar_dense", "item", "record_stream", "set_", "_print", "_assert_async"})
-
-
 # Namespaces of torch's own that are no part of a program: messages, allocations, profiling.
 _FOREIGN = frozenset({
     "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "c10d", "cuda",
@@ -299,10 +295,10 @@ def allowed(op: str, custom: Collection[str] = ()) -> bool:
     those that it declares as ``custom``, which must be functional too."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
-    if op in COLLECTIVES or (op in TABLE and namespace in ("aten", "parc")):
+    if op in COLLECTIVES or (has_rule(op) and namespace in ("aten", "parc")):
         return True
     own = namespace == "aten" or (op in custom and namespace not in _FOREIGN)
-    if not own or not all(map(str.isidentifier, (namespace, name, overload))) or name in _FORBIDDEN:
+    if not own or not all(map(str.isidentifier, (namespace, name, overload))) or facts(op).reaches_outside:
         return False
     try:
         found = operator(op)

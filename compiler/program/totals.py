@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from ..ops.rules import facts
 from .program import Function, Line, Program, Value
-
-ADDABLE = frozenset({"aten.mm.default", "aten.embedding_dense_backward.default"})
-"""Operators that can add what they make to something: the gradients of weights."""
 
 
 def uses_of(function: Function) -> Counter[str]:
@@ -17,9 +15,9 @@ def uses_of(function: Function) -> Counter[str]:
     return read + Counter(name for _, name in function.returns)
 
 
-def addable(program: Program, operators: Collection[str] = ADDABLE) -> dict[str, frozenset[str]]:
-    """For each function the values that may be added to a total as they are made: made by one of these operators, here
-    or in a function that is called, and given back and nothing else; not sent."""
+def addable(program: Program, operators: Collection[str] | None = None) -> dict[str, frozenset[str]]:
+    """For each function the values that may be added to a total as they are made: made by one of these operators, or
+    any that its row says can do so, here or in a function that is called, and given back and nothing else; not sent."""
     read = {(program.main.name, name) for name in program.main.returned("sent").values()}
     while True:
         found: dict[str, frozenset[str]] = {}
@@ -27,7 +25,7 @@ def addable(program: Program, operators: Collection[str] = ADDABLE) -> dict[str,
             uses, returned = uses_of(function), Counter(name for _, name in function.returns)
             found[function.name] = frozenset(
                 value.name for line in function.lines for value, inner in _made(program, line)
-                if (inner in found[line.op] if line.calls_function else line.op in operators)
+                if (inner in found[line.op] if line.calls_function else _adds(line.op, operators))
                 and uses[value.name] == returned[value.name] == 1 and (function.name, value.name) not in read
             )  # fmt: skip
         more = {  # what one caller reads is not added for the others
@@ -38,6 +36,10 @@ def addable(program: Program, operators: Collection[str] = ADDABLE) -> dict[str,
         if not more:
             return found
         read |= more
+
+
+def _adds(op: str, operators: Collection[str] | None) -> bool:
+    return facts(op).addable if operators is None else op in operators
 
 
 def _made(program: Program, line: Line) -> list[tuple[Value, str]]:

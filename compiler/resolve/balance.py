@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 from torch import Tensor, fx
 
+from ..layout.mesh import Shape
+from ..ops.factors import OpCall, Operand
+from ..ops.rules import facts
 from ..program.binding import PARAMETERS, Binding
-from ..program.cost import VIEWS
 
 FLOPS_PER_BYTE = 100
 """What moving a byte costs: accelerators do 100 to 300 operations of products in bfloat16 in the time of one byte."""
 PASSES = 3
 """A backward takes twice the work of its forward: it makes a gradient for each operand of a product."""
-_PRODUCTS = re.compile(r"linear|mm|bmm|matmul|mv|dot|addmm|baddbmm|addbmm|addmv|convolution|conv\dd|conv_transpose\dd"
-                       r"|scaled_dot_product_attention|attention")  # fmt: skip
-_COPIES = ("aten.alias.", "aten.clone.", "aten.contiguous.", "aten.detach.", "aten.lift_fresh", "aten._to_copy.")
-_LOOKUPS = ("aten.embedding.", "aten.embedding_bag.", "aten._embedding_bag.", "aten.index.", "aten.index_select.",
-            "aten.gather.")  # fmt: skip
-"""Of the first operand they read no more than they give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +36,25 @@ def operations_of(node: fx.Node) -> int:
     """Floating point operations of a node's forward and backward, by shapes: two for each product of two numbers in
     products, convolutions and attention; ``FLOPS_PER_BYTE`` for each byte that all else reads or writes; for views and
     copies none."""
-    target, made = str(node.target), _bytes(node)
-    view = node.target is operator.getitem or getattr(node.target, "is_view", False) or target in VIEWS
-    if node.op != "call_function" or view or _passes_on(target, node):
+    row, made = facts(node.target), _bytes(node)
+    view = node.target is operator.getitem or getattr(node.target, "is_view", False) or row.storage == "view"
+    if node.op != "call_function" or view or _passes_on(node):
         return 0
     products = products_of(node)
     if products:
         return PASSES * 2 * products
-    read = node.all_input_nodes[1:] if target.startswith(_LOOKUPS) else node.all_input_nodes
+    table = row.moves == "index"  # of which it reads no more than it gives
+    read = node.all_input_nodes[1:] if table else node.all_input_nodes
     return PASSES * FLOPS_PER_BYTE * (made + sum(map(_bytes, read)))
 
 
-def _passes_on(target: str, node: fx.Node) -> bool:
+def _passes_on(node: fx.Node) -> bool:
     """Whether an operator gives what it reads: a copy, a dropout of nothing."""
-    if target.startswith("aten.dropout."):
+    row = facts(node.target)
+    if str(node.target) == "aten.dropout.default":
         return not node.args[1] or not node.args[2]
     read, made = _tensors(node.all_input_nodes[0]) if node.all_input_nodes else [], _tensors(node)
-    return target.startswith(_COPIES) and [value.dtype for value in read] == [value.dtype for value in made]
+    return (row.moves == "copy" or row.casts) and [value.dtype for value in read] == [value.dtype for value in made]
 
 
 def numbers_of(node: fx.Node) -> int:
@@ -66,19 +64,18 @@ def numbers_of(node: fx.Node) -> int:
 
 def products_of(node: fx.Node) -> int:
     """How many products of two numbers an operator adds up; 0 for one that is no product."""
-    target = str(node.target)
-    _, _, name = target.removesuffix(".default").partition(".")
-    if not _PRODUCTS.fullmatch(name.partition(".")[0]):
+    flops = facts(node.target).flops
+    if flops is None:
         return 0
-    shapes = [tuple(map(int, n.meta["val"].shape)) for n in node.args if isinstance(n, fx.Node)]
-    first, second, *_ = shapes[1:] if name.startswith(("add", "badd")) else shapes
-    result = math.prod(_tensors(node)[0].shape)
-    if "attention" in name:  # scores, and the values that they weigh
-        return (math.prod(first) + result) * second[-2]
-    if "conv" in name:
-        transposed = "transpose" in name or (name == "convolution" and bool(node.args[6]))
-        return (math.prod(first) if transposed else result) * math.prod(second[1:])
-    return result * first[-1]
+    operands: list[Shape] = []
+
+    def operand(read: fx.Node) -> Any:
+        operands.append(tuple(map(int, read.meta["val"].shape)))
+        return Operand(len(operands) - 1)
+
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operand)
+    results = tuple(tuple(map(int, value.shape)) for value in _tensors(node))
+    return flops(OpCall(str(node.target), args, kwargs, tuple(operands), results))
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from ..ops.rules import facts
 from ..program.binding import GRAD_NORM, LOSS, SCALE, Binding
 from ..program.program import Line, LocalSize, Program, Ref
 from .bodies import sizeless, star
@@ -133,10 +134,11 @@ def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
     """A line's result as a sum: of its operands' terms where it adds, else of them with the line on their way."""
     operands = [known[name] for name in line.uses()]
     args = [item for item in line.args if not isinstance(item, Ref)]
+    row = facts(line.op)
     if line.op == "aten.full.default" and line.args[1:] == (0.0,):
         return ()
     plain = not line.kwargs and not any(not isinstance(item, list) for item in args)
-    if line.op in ("aten.add.Tensor", "aten.stack.default", "aten.sum.default") and plain:
+    if plain and (row.computes == "total" or row.moves == "join" or row.reduces == "sum"):
         return tuple(term for operand in operands for term in operand)
     words = ", ".join(_word(item) for item in (*line.args, *line.kwargs))
     types = "; ".join(sizeless(value, program.mesh) for value in line.made)

@@ -9,35 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import inf, isnan
 
-from ..ops.precision import base_name
+from ..ops.rules import facts
 from ..program.faults import Fault
 from ..program.program import Line, Program, default_numbers, numbers_in
 
-_BOUNDED = frozenset({
-    "lt", "le", "gt", "ge", "eq", "ne", "clamp", "clamp_min", "clamp_max", "masked_fill", "hardtanh", "relu6",
-    "threshold", "softshrink", "hardshrink", "softplus", "hardtanh_backward", "threshold_backward",
-    "softshrink_backward", "hardshrink_backward", "softplus_backward",
-})  # fmt: skip
 _NAN = float("nan")
 """Any number that is none: one object, which a set finds again."""
 _PLAIN = {-inf, -1.0, 0.0, 1.0, inf}
 """Numbers with which derivatives and masks compare where no line of a model has any."""
-_WITHIN = {"relu6": {6.0}}
-"""Bounds that an operator has by its name; torch takes it apart into one that says them."""
 
 
 def check_bounds(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
     """Bounds of activations in F and B that the captured graph does not have."""
     lines = [line for function in reference.functions for line in function.lines]
-    names = {base_name(line.op) for line in lines}
     known = _PLAIN.union(*map(_numbers, lines), *(default_numbers(line.op).values() for line in lines))
-    known |= set().union(*(numbers for name, numbers in _WITHIN.items() if name in names))
+    known = known.union(*(facts(line.op).limits for line in lines))
     for program in (programs[action] for action in ("F", "B") if action in programs):
         for function in program.functions:
             values = function.values()
             for line in function.lines:
                 floats = any(values[name].type.dtype.is_floating_point for name in line.uses())
-                if base_name(line.op) in _BOUNDED and floats and (other := _numbers(line) - known):
+                if facts(line.op).bounds and floats and (other := _numbers(line) - known):
                     where = f"{program.action} {function.name}: {', '.join(value.name for value in line.made)}"
                     message = f"{line.op} has {min(other)!r}, which is no number of the captured graph"
                     yield Fault("types", where, message)

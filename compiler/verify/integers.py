@@ -21,22 +21,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..layout.collectives import COLLECTIVES
 from ..ops.factors import fill_operands
 from ..ops.precision import base_name
+from ..ops.rules import facts
 from ..program.binding import BUFFERS
 from ..program.faults import Fault
 from ..program.program import Program, Value, operator
 from ..torch_private import is_composite
 from .lines import Question, follow, line_call
 
-_MOVES = """
-    reshape view _unsafe_view unsqueeze squeeze expand select slice transpose permute t alias clone detach contiguous
-    split split_with_sizes unbind narrow flip roll diagonal unfold repeat index_select as_strided lift_fresh_copy
-    cut_pad grow_pad fill_pad constant_pad_nd
-"""
-VALUE_MOVES = frozenset(_MOVES.split())
-"""Operators that give entries of their first operand as they are, by base name."""
-_JOINS = frozenset({"cat", "stack"})
-_CONSTANTS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # where the number is
-_DRAWS = frozenset({"dropout_mask", "random", "attention", "attention_backward"})
 _HOW = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})
 _ACTIVATION = 0
 
@@ -70,12 +61,12 @@ class _Expressions:
 
     def answer(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
         """Expressions of a line's results, and of the arithmetic of its parts: with whole numbers, and without."""
-        line, name = question.line, base_name(question.line.op)
-        if name == "stream_key" and given == (self.rng,):
+        line, row = question.line, facts(question.line.op)
+        if line.op == "parc.stream_key.default" and given == (self.rng,):
             return [self.stream], [], []
-        if self.rng in given or (self.stream in given and name not in _DRAWS):
-            return [_ACTIVATION] * len(line.made), [self("random", name)], []
-        if line.op in COLLECTIVES or name in VALUE_MOVES or (given and not any(given)):
+        if self.rng in given or (self.stream in given and row.key_at is None):
+            return [_ACTIVATION] * len(line.made), [self("random", base_name(line.op))], []
+        if line.op in COLLECTIVES or row.keeps_values or (given and not any(given)):
             return [given[0]] * len(line.made), [], []
         # made of floating numbers alone, or into them: also the comparison of an activation with a constant
         floats = any(all(t.dtype.is_floating_point for t in types) for types in (question.operands, question.results))
@@ -88,19 +79,21 @@ class _Expressions:
 
     def ignored(self, question: Question, given: tuple[int, ...]) -> list[int]:
         """Where a loss of the captured graph looks for targets to ignore, which programs write out."""
-        if base_name(question.line.op) != "token_loss":
+        row = facts(question.line.op)
+        if row.ignored_at is None:
             return []
-        index = question.line.args[2]
-        return [self("ne", str(([f"%{given[1]}", index], ())), str(torch.bool))]
+        index = question.line.args[row.ignored_at]
+        return [self("ne", str(([f"%{given[row.named_at]}", index], ())), str(torch.bool))]
 
     def _run(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
         call = line_call(question.line, question.operands, question.results, lambda item: item.size)
         with self._mode:
             tensors = [torch.empty(type_.shape, dtype=type_.dtype) for type_ in question.operands]
             with _Parts(self, tensors, given) as parts:
-                made = operator(call.op)(
-                    *fill_operands(call.args, tensors), **fill_operands(dict(call.kwargs), tensors)
-                )
+                target, kwargs = operator(call.op), fill_operands(dict(call.kwargs), tensors)
+                if any(argument.name == "device" for argument in target._schema.arguments):
+                    kwargs["device"] = torch.device("cpu")
+                made = target(*fill_operands(call.args, tensors), **kwargs)
         results = made if isinstance(made, (tuple, list)) else [made]
         kept = [x for x, value in zip(results, question.line.results, strict=True) if value is not None]
         return [parts.known.get(id(x), _ACTIVATION) for x in kept], parts.arithmetic, parts.tables
@@ -121,20 +114,21 @@ class _Parts(TorchDispatchMode):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         results = [x for x in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(x, torch.Tensor)]
-        expression = self._expression(base_name(str(func)).removesuffix("_"), args, kwargs, results)
+        expression = self._expression(func, args, kwargs, results)
         several = len(results) > 1 and expression != _ACTIVATION
         for index, result in enumerate(results):
             self.known[id(result)] = self.express("result", index, expression) if several else expression
         self.alive += results
         return made
 
-    def _expression(self, name: str, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> int:
+    def _expression(self, func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> int:
+        row, name = facts(func), base_name(str(func)).removesuffix("_")
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         given = [self.known.get(id(x), _ACTIVATION) for x in operands]
         varying = [found for found in given if found not in self.express.constants]
-        if name in _CONSTANTS:
-            return self.express.constant(args[_CONSTANTS[name]])
-        if name in VALUE_MOVES and given:
+        if row.number_at is not None:
+            return self.express.constant(args[row.number_at])
+        if row.keeps_values and given:
             return given[0]
         if _ACTIVATION in varying and (not any(varying) or all(x.is_floating_point() for x in results)):
             return _ACTIVATION
@@ -147,7 +141,7 @@ class _Parts(TorchDispatchMode):
         options = tuple(sorted((key, item) for key, item in kwargs.items() if key not in _HOW))
         words = tree_map(self._word, (list(args[1:3] if name == "iota" else args), options))
         expression = self.express(name, str(words), *dtypes)
-        if name in _JOINS or not varying:
+        if row.moves == "join" or not varying:
             return expression
         whole = dtypes or not all(x.is_floating_point() for x in operands)
         (self.arithmetic if whole else self.tables).append(expression)

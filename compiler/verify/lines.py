@@ -20,7 +20,7 @@ from ..layout.placement import TensorType
 from ..ops.factors import OpCall, Operand, fill_operands
 from ..ops.infer import infer
 from ..ops.results import example, results_of
-from ..ops.rules import TABLE, OpRow, localize
+from ..ops.rules import TABLE, OpRow, facts, localize
 from ..program.faults import Fault
 from ..program.program import Function, Line, LocalSize, Program, Ref, Value, argument_text, map_references, operator
 
@@ -193,10 +193,6 @@ def collective_faults(q: Question) -> Iterator[tuple[str, str]]:
         yield "types", f"{line.op} makes `{expected.text(mesh)}`, not what is declared"
 
 
-# Operators whose rule tells how they are split once another stands in their place: as they are they need it whole.
-_REPLACED: Mapping[str, tuple[int, int]] = {"aten.embedding.default": (0, 0), "parc.token_loss.default": (0, 1)}
-
-
 def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     line, mesh, results = q.line, q.mesh, q.results
     if _draws(line.op):
@@ -207,7 +203,8 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     if wrong:  # rules speak of calls that are valid
         yield "shapes", wrong
         return
-    table, dim = _REPLACED.get(line.op, (0, None))
+    row = facts(line.op)
+    table, dim = row.counted if row.replaced and row.counted else (0, None)
     if dim is not None and q.operands[table].placement.splits(dim):
         yield "types", f"{line.op} needs dim {dim} of its table whole"
     try:

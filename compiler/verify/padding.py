@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from ..layout.collectives import COLLECTIVES
 from ..layout.placement import TensorType
-from ..ops.neutral import REDUCTIONS, is_neutral
+from ..ops.neutral import is_neutral
 from ..padding.flow import Extra, Extras, PaddingFault, follow_padding
 from ..padding.pads import Pad, Pads
 from ..program.binding import PARAMETERS, Binding
@@ -120,6 +120,5 @@ def _largest(type_: TensorType, extras: Extras) -> Extras:
     last = len(type_.shape) - 1
     for extra in extras:
         if extra.dim == last and not is_neutral(_ROW_MAX, extra.held):
-            wanted = REDUCTIONS[_ROW_MAX].value
-            raise PaddingFault(f"{_ROW_MAX} reduces padding that holds {extra.held}, not {wanted}")
+            raise PaddingFault(f"{_ROW_MAX} reduces padding that holds {extra.held}, not -inf")
     return tuple(Extra(e.dim, e.outer, e.real, e.padded, None) for e in extras if e.dim != last)

@@ -17,14 +17,12 @@ import torch
 
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Shape
-from ..ops.precision import LOSSES, Rounding, base_name, is_narrow, is_sensitive, may_narrow
+from ..ops.precision import Rounding, base_name, is_narrow, is_sensitive, may_narrow
+from ..ops.rules import facts
 from ..program.binding import BUFFERS, LOSS, Binding
 from ..program.faults import Fault
 from ..program.program import Function, Line, Program, Value
-from .integers import VALUE_MOVES
 from .lines import Question, follow
-
-_LOSS = LOSSES | {"loss_parts"}
 
 
 def check_precision(programs: Mapping[str, Program], reference: Program, rounding: Rounding) -> list[Fault]:
@@ -139,7 +137,8 @@ def _loss_faults(forward: Program, own: _Own) -> Iterator[Fault]:
     def made(function: str, question: Question, tainted: tuple[bool, ...]) -> list[bool]:
         """Whether a line's results depend on a loss."""
         line = question.line
-        depends = base_name(line.op) in _LOSS or any(tainted)
+        row = facts(line.op)
+        depends = (row.precision == "loss" and not row.backward) or any(tainted)
         for value in line.made if depends else ():
             if is_narrow(value.type.dtype) and value.type.dtype not in own.types:
                 where = f"F {function}: {value.name}"
@@ -201,7 +200,7 @@ def _table_made(question: Question, given: Sequence[_Table]) -> tuple[_Table, st
     pairs = [pair for pair in zip(question.operands, given, strict=True) if pair[0].dtype.is_floating_point]
     moving = [type_.dtype for type_, found in pairs if found is _Table.OTHER and type_.shape]
     rounded = any(found is _Table.ROUNDED for _, found in pairs)
-    if line.op in COLLECTIVES or base_name(line.op) in VALUE_MOVES:
+    if line.op in COLLECTIVES or facts(line.op).keeps_values:
         return (given or [_Table.EXACT])[0], ""
     if rounded and (not narrow or not all(map(is_narrow, moving))):
         return _Table.OTHER, "reads what was rounded and is made of positions, buffers and constants as if it were not"

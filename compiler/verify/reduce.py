@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..ops.rules import facts
 from ..program.binding import COUNT, GRAD_NORM, LOSS, SCALE, Binding
 from ..program.faults import Fault
 from ..program.program import Line, Program, Ref
@@ -67,21 +68,23 @@ def _made(line: Line, given: list[_Made | None]) -> _Made | None:
     known = [made for made in given if made is not None]
     if len(known) != len(given):
         return None
-    if line.op == "aten.full.default" and line.args[1] == 0.0:  # what a role adds that has no gradients
+    row = facts(line.op)
+    if row.creates and row.number_in(line.args) == 0.0:  # what a role adds that has no gradients
         return _Made()
-    to_float = line.op == "aten._to_copy.default" and line.made[0].type.dtype.is_floating_point
+    to_float = row.casts and line.made[0].type.dtype.is_floating_point
     if line.op in _KEEPS or to_float:
         return known[0]
     bindings = [made.binding for made in known]
-    if line.op == "aten.reciprocal.default" and bindings == [COUNT]:
+    if row.power == -1.0 and bindings == [COUNT]:
         return _Made(SCALE)
-    if line.op == "aten.mul.Tensor" and bindings == [LOSS, SCALE]:
+    if row.computes == "multiple" and bindings == [LOSS, SCALE]:
         return _Made(_MEAN)
-    if line.op == "parc.square_sum.default" and bindings[0] is not None and bindings[0].kind == "gradient":
+    if row.reduces == "squares" and bindings[0] is not None and bindings[0].kind == "gradient":
         return _Made(squares=tuple(line.uses()))
-    summed = line.op in ("aten.stack.default", "aten.sum.default", "aten.sqrt.default") and len(line.args) == 1
-    if line.op == "aten.add.Tensor" and not line.kwargs:
+    root = row.power == 0.5
+    summed = (row.moves == "join" or row.reduces == "sum" or root) and len(line.args) == 1
+    if row.computes == "total" and not line.kwargs:
         summed = all(isinstance(item, Ref) for item in line.args)
     if not summed or any(made.binding or made.root for made in known):
         return None
-    return _Made(squares=tuple(name for made in known for name in made.squares), root=line.op == "aten.sqrt.default")
+    return _Made(squares=tuple(name for made in known for name in made.squares), root=root)

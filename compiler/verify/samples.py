@@ -19,7 +19,7 @@ from ..layout.placement import AxisType, Placement, Split
 from ..ops.factors import OpCall
 from ..ops.infer import infer, place_created
 from ..ops.op_row import normal_dims
-from ..ops.rules import TABLE, creation, indexing, views
+from ..ops.rules import facts, has_rule
 from ..program.binding import LOSS
 from ..program.program import Program
 from .lines import Question, follow, line_call
@@ -45,9 +45,8 @@ _FREE, _MET = Samples(), Samples("R")
 _SOMEWHERE = Split(-1)
 """Split along a dim that is not known: all that is seen from there are sums over dim 0."""
 _AXIS = "samples"
-_SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
-_MOVES = views.VIEWS_RULES.keys() | indexing.INDEXING_RULES.keys() | creation.CREATION_RULES.keys()
-"""Operators that move entries: where they lose track of samples, these may still be apart."""
+_MAY_KEEP_APART = ("shape", "dims", "index", "scatter")
+"""How operators move entries that may still keep samples apart where the rules lose track of them."""
 
 
 def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
@@ -82,7 +81,7 @@ def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, 
         return (_MET if _MET in read else _FREE,) * len(q.results)
     call = line_call(q.line, q.operands, q.results, lambda item: item.size)
     sums = [samples for samples in read if samples.kind == "P"]
-    if q.line.op in ("aten.add.Tensor", "aten.sub.Tensor") and sums and (len(read) == 1 or _FREE in read):
+    if facts(q.line.op).computes in ("total", "difference") and sums and (len(read) == 1 or _FREE in read):
         # what no sample reaches is in every part of the batch, so it averages
         return (replace(sums[0], adds="mean" if sums[0].adds == "mean" else None),)
     try:
@@ -92,8 +91,8 @@ def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, 
         try:
             kinds = _placed(call, read, size)
         except ValueError:
-            apart = call.op in _MOVES or call.op not in TABLE or not any(t.dtype.is_floating_point for t in q.results)
-            if not apart:
+            moves = facts(call.op).moves in _MAY_KEEP_APART or not has_rule(call.op)
+            if not moves and any(t.dtype.is_floating_point for t in q.results):
                 return (_MET,) * len(q.results)
             kinds = [_SOMEWHERE] * len(q.results)
     adds, terms = _added(q, call, sums)
@@ -111,7 +110,7 @@ def _placed(call: OpCall, read: Sequence[Samples], size: int) -> list[AxisType]:
     if _SOMEWHERE in kinds:
         if "P" in kinds:
             raise TypeFault(f"{call.op} reads a sum over samples")
-        summed = call.op in _SUMS and 0 in normal_dims(call.argument(1, "dim"), len(call.operands[0]))
+        summed = facts(call.op).reduces == "sum" and 0 in normal_dims(call.argument(1, "dim"), len(call.operands[0]))
         return ["P" if summed else _SOMEWHERE] * len(call.results)
     mesh = Mesh(((_AXIS, size),))
     # of what is alike for all samples each may read its own part
@@ -121,13 +120,13 @@ def _placed(call: OpCall, read: Sequence[Samples], size: int) -> list[AxisType]:
 
 def _added(q: Question, call: OpCall, sums: Sequence[Samples]) -> tuple[Adds, int]:
     """``adds`` and ``terms`` of an operator's results that are sums over samples, or linear in such ``sums``."""
-    ratio = math.prod(call.operands[0]) // max(math.prod(call.results[0]), 1) if call.op in _SUMS else 0
+    ratio = math.prod(call.operands[0]) // max(math.prod(call.results[0]), 1) if facts(call.op).reduces == "sum" else 0
     if not sums:
         return "sum", ratio
     adds, terms = sums[0].adds, sums[0].terms * (ratio or 1)
     if any((other.adds, other.terms) != (adds, sums[0].terms) for other in sums):
         adds, terms = adds if all(other.adds == adds for other in sums) else None, 0
-    if call.op in ("aten.div.Tensor", "aten.div.Scalar") and adds == "sum":
+    if facts(call.op).computes == "ratio" and adds == "sum":
         # a sum over as many as it is divided by is a mean; any other number may come from the size of the batch
         return ("mean" if terms and call.args[1] == terms else None), 0
     narrows = q.results[0].dtype.itemsize < q.operands[0].dtype.itemsize

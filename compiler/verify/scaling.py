@@ -12,6 +12,7 @@ from math import isnan
 from ..layout.collectives import COLLECTIVES
 from ..ops.factors import OpCall
 from ..ops.infer import rule_or_opaque
+from ..ops.rules import facts
 from ..program.binding import Kind
 from ..program.faults import Fault
 from ..program.program import Program, Ref
@@ -49,31 +50,27 @@ def _times(degree: float) -> str:
     return "more often in some parts than in others" if isnan(degree) else f"{degree:g} times"
 
 
-_POWERS = {"aten.reciprocal.default": -1.0, "aten.sqrt.default": 0.5, "aten.rsqrt.default": -0.5,
-           "parc.square_sum.default": 2.0, "aten.square.default": 2.0}  # fmt: skip
-
-
 def degrees(program: Program, given: Sequence[Degree]) -> list[Degree]:
     """The degrees of what a program returns, from those of its parameters."""
     return follow(program, program.main, given, lambda _, line, operands: [_degree(line, operands)] * len(line.results))
 
 
 def _degree(question: Question, operands: Sequence[Degree]) -> Degree:
-    line = question.line
+    line, row = question.line, facts(question.line.op)
     known = [degree for degree in operands if degree is not None]
     if len(known) != len(operands):
         return None
-    if line.op == "aten.full.default" and line.args[1] == 0.0:
+    if row.creates and row.number_in(line.args) == 0.0:
         return _ZERO
     if all(degree == 0.0 for degree in known):
         return 0.0
     if line.op in COLLECTIVES:
         return known[0]
-    if line.op in _POWERS:
-        return known[0] * _POWERS[line.op]
+    if row.power is not None:
+        return known[0] * row.power
     if line.op == "aten.pow.Tensor_Scalar":
         return known[0] * float(line.args[1])
-    if line.op == "aten.div.Tensor" and isinstance(line.args[1], Ref):
+    if row.computes == "ratio" and isinstance(line.args[1], Ref):
         return known[0] - known[1]
     return _by_rule(line_call(line, question.operands, question.results, lambda item: item.size), known)
 

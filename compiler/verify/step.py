@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
+from ..ops.rules import facts
 from ..padding.pads import Pads, padded_shape
 from ..program.binding import COUNT, GRAD_NORM, KINDS, LOSS, OUTSIDE, PARAMETERS, SCALE, Binding
 from ..program.faults import Fault
@@ -186,13 +187,6 @@ def _position_faults(forward: Program, captured: Function) -> Iterator[Fault]:
             yield Fault("types", f"F {function.name}", f"the model counts no positions {line}")
 
 
-# Their results carry no gradient whatever they are given.
-_STOPS = frozenset({
-    "aten.detach.default", "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default",
-    "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default",
-})  # fmt: skip
-
-
 def trained(captured: Function) -> list[str]:
     """The parameters that the loss of a captured graph depends on by differentiable operators."""
     given = {name: value for name, value in captured.bound("parameter").items() if _real(value)}
@@ -201,7 +195,8 @@ def trained(captured: Function) -> list[str]:
         found = 0
         for name in line.uses():
             found |= reach.get(name, 0)
-        if line.op not in _STOPS:
+        row = facts(line.op)
+        if not row.creates and not row.stops_gradient:
             reach.update((value.name, found) for value in line.made if _real(value))
     loss = reach.get(dict(captured.returns)[LOSS], 0)
     return [name for index, name in enumerate(given) if loss >> index & 1]

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.ops.rules import facts
 from parc.compiler.program.program import Line
 from parc.runtime.compare.model_run import Case, ReferenceRun
 from parc.runtime.compare.simulate import TOLERANCE, Simulation
@@ -16,14 +17,6 @@ from parc.runtime.data.random_batch import random_batch
 from parc.runtime.faults import complete_module
 from parc.runtime.owners import whole_tensor
 from parc.runtime.step import Stepper
-
-_SAME = {
-    "aten.mm.default": "aten.linear.default",
-    "aten.addmm.default": "aten.add.Tensor",
-    "aten.native_layer_norm.default": "aten.layer_norm.default",
-    "parc.lookup.default": "aten.embedding.default",
-}
-"""Operators that a program uses for one of the captured graph."""
 
 LinePlace = tuple[str, str, str, int]
 """Module, source line, operator, number of elements."""
@@ -105,7 +98,7 @@ def first_difference(case: Case) -> Difference | None:
             place = (seen.module, seen.line.origin.source, seen.line.op, size)
             known.setdefault(place, []).append(signature)
     for seen in (seen for stage in sorted(by_stage) for seen in by_stage[stage].seen):
-        op = _SAME.get(seen.line.op, seen.line.op)
+        op = facts(seen.line.op).stands_for or seen.line.op
         candidates = known.get((seen.module, seen.line.origin.source, op, seen.sizes[0]), ())
         if candidates and not any(_alike(seen.signatures[0], other) for other in candidates):
             return Difference(seen.line, seen.module)

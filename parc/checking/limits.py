@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from parc.compiler.build.communication import Communication, messages
 from parc.compiler.layout.placement import TensorType
+from parc.compiler.ops.rules import facts
 from parc.compiler.plan.limits import Promise
-from parc.compiler.program.cost import VIEWS, local_bytes
+from parc.compiler.program.cost import local_bytes
 from parc.compiler.resolve.names import find_modules
 from parc.compiler.schedules import EARLY, problem
 from parc.compiling.driver import Compiled
@@ -191,7 +192,7 @@ def _values(compiled: Compiled) -> Iterator[_Held]:
         program = compiled.build.programs[action]
         lines = [line for function in program.functions for line in function.lines]
         for line in lines:
-            if line.calls_function or line.op in VIEWS:
+            if line.calls_function or facts(line.op).storage == "view":
                 continue
             for value in line.results:
                 if value is None:

@@ -10,10 +10,11 @@ from torch import fx
 
 from ...compiler.ops.torch_ops import OPS, aten
 from .decompose import depends_on_parameter, shape_of
-from .rewriter import Canonicalizer
+from .rewriter import Canonicalizer, rewrites
 
 
-def attention(c: Canonicalizer, node: Any) -> None:
+@rewrites(aten.scaled_dot_product_attention.default)
+def _attention(c: Canonicalizer, node: Any) -> None:
     """Torch's attention as parc's own, which keeps what its backward reads and draws its mask from a stream."""
     names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -48,7 +49,7 @@ def _of_one_head(c: Canonicalizer, node: Any, given: Mapping[str, Any]) -> None:
     options = given.get("dropout_p") or 0.0, given.get("is_causal") or False
     made = c.emit(node, node.target, *one_head, mask, *options, scale=given.get("scale"))
     c.replace(node, c.emit(node, aten.squeeze.dim, made, 1))
-    attention(c, made)
+    _attention(c, made)
 
 
 def _written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key: fx.Node | None) -> None:

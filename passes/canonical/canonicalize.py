@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from ...compiler.ops.torch_ops import OPS, aten
-from .attention import attention
-from .creation import CREATION
-from .decompose import DECOMPOSITIONS, looked_up, selected, shape_of
-from .draws import DRAWS
-from .rewriter import Canonicalizer, Rewrite
+from . import attention, creation, decompose, draws
+from .decompose import looked_up, shape_of
+from .rewriter import Canonicalizer, rewrites, targets_where
 from .slices import join_slices
 
-_NO_MEANING = {aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default, aten.contiguous.default}
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-_CONVOLUTIONS = (aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-                 aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)  # fmt: skip
+_FAMILIES = attention, creation, decompose, draws
+"""The modules of which the rewrites stand in ``REWRITES``, beside those here."""
 
 
+@rewrites(aten._assert_tensor_metadata.default)
 def _drop(c: Canonicalizer, node: Any) -> None:
     c.graph.erase_node(node)
 
 
+@rewrites(*targets_where(lambda row: row.moves == "copy" and not row.stops_gradient))
 def _forward(c: Canonicalizer, node: Any) -> None:
     c.replace(node, node.args[0])
 
 
+@rewrites(*targets_where(lambda row: row.moves == "shape"))
 def _view(c: Canonicalizer, node: Any) -> None:
     source = node.args[0]
     if shape_of(source) == shape_of(node):
@@ -38,6 +36,7 @@ def _view(c: Canonicalizer, node: Any) -> None:
     node.args = (source, list(shape_of(node)))
 
 
+@rewrites(aten.expand.default)
 def _expand(c: Canonicalizer, node: Any) -> None:
     if shape_of(node.args[0]) == shape_of(node):
         c.replace(node, node.args[0])
@@ -45,6 +44,7 @@ def _expand(c: Canonicalizer, node: Any) -> None:
     node.args, node.kwargs = (node.args[0], list(shape_of(node))), {}
 
 
+@rewrites(aten._to_copy.default)
 def _to_copy(c: Canonicalizer, node: Any) -> None:
     dtype = node.meta["val"].dtype
     if node.args[0].meta["val"].dtype == dtype:
@@ -53,11 +53,13 @@ def _to_copy(c: Canonicalizer, node: Any) -> None:
         node.args, node.kwargs = (node.args[0],), {"dtype": dtype}
 
 
+@rewrites(aten.type_as.default)
 def _type_as(c: Canonicalizer, node: Any) -> None:
     node.target = aten._to_copy.default
     _to_copy(c, node)
 
 
+@rewrites(aten.slice.Tensor)
 def _slice(c: Canonicalizer, node: Any) -> None:
     """Positions counted from the front, and an end at the last element taken: sizes that a rank can cut."""
     before, after = shape_of(node.args[0]), shape_of(node)
@@ -74,6 +76,7 @@ def _slice(c: Canonicalizer, node: Any) -> None:
     node.args, node.kwargs = (node.args[0], dim, start, end, step), {}
 
 
+@rewrites(aten.cat.default)
 def _cat(c: Canonicalizer, node: Any) -> None:
     """Nothing joined to something is the something (what is left of a rotary embedding that turns all of a head)."""
     pieces, *rest = node.args
@@ -84,6 +87,7 @@ def _cat(c: Canonicalizer, node: Any) -> None:
         node.args = (full, *rest)
 
 
+@rewrites(aten.linear.default)
 def _linear(c: Canonicalizer, node: Any) -> None:
     """A row-parallel bias would be added once a rank: product first, then the sum."""
     if len(node.args) > 2 and node.args[2] is not None:
@@ -92,6 +96,15 @@ def _linear(c: Canonicalizer, node: Any) -> None:
         c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
 
 
+@rewrites(
+    aten.convolution.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv1d.padding,
+    aten.conv2d.padding,
+    aten.conv3d.padding,
+)
 def _convolution(c: Canonicalizer, node: Any) -> None:
     """As of a linear layer: product first, then the sum."""
     bias = node.args[2] if len(node.args) > 2 else None
@@ -104,6 +117,7 @@ def _convolution(c: Canonicalizer, node: Any) -> None:
     c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
 
 
+@rewrites(aten.addmm.default)
 def _addmm(c: Canonicalizer, node: Any) -> None:
     if node.kwargs:
         return
@@ -112,6 +126,7 @@ def _addmm(c: Canonicalizer, node: Any) -> None:
     c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
 
 
+@rewrites(aten.nll_loss_nd.default, aten.cross_entropy_loss.default)
 def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     """``mean`` becomes a sum of token losses over the count of targets that are not ignored, or over the sum of their
     classes' weights."""
@@ -164,6 +179,7 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     c.replace(node, total)
 
 
+@rewrites(aten.add.Tensor)
 def _add(c: Canonicalizer, node: Any) -> None:
     x, y = node.args[0], node.args[1]
     if (
@@ -175,6 +191,7 @@ def _add(c: Canonicalizer, node: Any) -> None:
         c.replace(node, x)
 
 
+@rewrites(aten.unsqueeze.default)
 def _unsqueeze(c: Canonicalizer, node: Any) -> None:
     source = node.args[0]
     if source in c.iotas:
@@ -183,6 +200,7 @@ def _unsqueeze(c: Canonicalizer, node: Any) -> None:
         c.iotas[node] = (dim + (at <= dim), size)
 
 
+@rewrites(aten.index.Tensor)
 def _index(c: Canonicalizer, node: Any) -> None:
     """Indexing every dim by counts over its whole range, on increasing dims, only inserts dims of size 1."""
     x, indices = node.args
@@ -204,32 +222,6 @@ def _index(c: Canonicalizer, node: Any) -> None:
     c.replace(node, x)
 
 
-REWRITES: Mapping[Any, Rewrite] = {
-    aten._assert_tensor_metadata.default: _drop,
-    **dict.fromkeys(_NO_MEANING, _forward),
-    **dict.fromkeys(_VIEWS, _view),
-    aten.expand.default: _expand,
-    aten._to_copy.default: _to_copy,
-    aten.type_as.default: _type_as,
-    aten.slice.Tensor: _slice,
-    aten.cat.default: _cat,
-    aten.linear.default: _linear,
-    aten.addmm.default: _addmm,
-    **dict.fromkeys(_CONVOLUTIONS, _convolution),
-    **DECOMPOSITIONS,
-    **DRAWS,
-    **CREATION,
-    aten.scaled_dot_product_attention.default: attention,
-    aten.nll_loss_nd.default: _cross_entropy,
-    aten.cross_entropy_loss.default: _cross_entropy,
-    aten.add.Tensor: _add,
-    aten.unsqueeze.default: _unsqueeze,
-    aten.index.Tensor: _index,
-    aten.index_select.default: selected,
-}
-"""Operator → rewrite. An operator that is not here keeps its form."""
-
-
 def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
     """The same function in canonical operators (a new graph); ``ranged``: in those that it has at other sizes too.
 
@@ -242,7 +234,7 @@ def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
     for old, new in mapping.items():
         new.meta = dict(old.meta)
     rewriter = Canonicalizer(copy, ranged)
-    rewriter.rewrite(REWRITES)
+    rewriter.rewrite()
     order = {node: index for index, node in enumerate(copy.nodes)}
     for node in order:
         join_slices(rewriter, node, order)

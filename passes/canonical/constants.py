@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import OPS, aten
 from ...compiler.program.program import Origin
 from ..calls import operands_of, rule_of, substitute_nodes
@@ -20,14 +21,10 @@ from ..choices import Choices, agreed
 
 _MOST = 1 << 22  # entries that are looked at one by one
 
-_NEUTRAL = {
-    aten.bitwise_and.Tensor: True, aten.logical_and.default: True, aten.__and__.Tensor: True,
-    aten.bitwise_or.Tensor: False, aten.logical_or.default: False, aten.__or__.Tensor: False,
-}  # fmt: skip
-# a comparison as ``row - column >= least``, and whether its first operand is the row
-_COMPARISONS = {
-    aten.le.Tensor: (False, 0), aten.lt.Tensor: (False, 1), aten.ge.Tensor: (True, 0), aten.gt.Tensor: (True, 1),
-}  # fmt: skip
+_NEUTRAL = {"both": True, "either": False}
+"""What an operator computes of truths → the one that leaves the other as it is."""
+_COMPARISONS = {"at most": (False, 0), "below": (False, 1), "at least": (True, 0), "above": (True, 1)}
+"""A comparison as ``row - column >= least``: whether its first operand is the row, and the least."""
 
 
 def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
@@ -73,7 +70,7 @@ def _value(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | 
         return None
     if torch.Tag.nondeterministic_seeded in target.tags:
         return None
-    pointwise = torch.Tag.pointwise in target.tags or target in _NEUTRAL
+    pointwise = torch.Tag.pointwise in target.tags or facts(target).computes in _NEUTRAL
     if pointwise and all(_uniform(known[operand]) for operand in operands):
         return _run(node, {operand: _first(known[operand]) for operand in operands}).expand(result.shape)
     if all(returned.alias_info is not None for returned in target._schema.returns):
@@ -122,10 +119,12 @@ def _run(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
 
 def _apart(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
     """A comparison that is true everywhere, since all of one side lies beyond all of the other."""
-    if node.target not in _COMPARISONS:
+    operands = operands_of(node)
+    comparison = _COMPARISONS.get(facts(node.target).computes)
+    if comparison is None or len(operands) != 2:
         return None
-    first_is_row, least = _COMPARISONS[node.target]
-    first, second = (known[operand] for operand in operands_of(node))
+    first_is_row, least = comparison
+    first, second = (known[operand] for operand in operands)
     high, low = (first, second) if first_is_row else (second, first)
     if int(high.min()) - int(low.max()) < least:
         return None
@@ -142,12 +141,13 @@ def _first(value: torch.Tensor) -> torch.Tensor:
 
 def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
     """``x and True`` is ``x``."""
-    if node.target not in _NEUTRAL or node.meta["val"].dtype != torch.bool:
+    operands, neutral_truth = operands_of(node), _NEUTRAL.get(facts(node.target).computes)
+    if neutral_truth is None or node.meta["val"].dtype != torch.bool or len(operands) != 2:
         return
-    first, second = operands_of(node)
+    first, second = operands
     for kept, other in ((first, second), (second, first)):
         value = known.get(other)
-        neutral = value is not None and _uniform(value) and bool(_first(value)) is _NEUTRAL[node.target]
+        neutral = value is not None and _uniform(value) and bool(_first(value)) is neutral_truth
         if not agreed(choices, ("neutral", node.name, other.name), neutral):
             continue
         if kept.meta["val"].shape != node.meta["val"].shape:
@@ -184,15 +184,23 @@ def _is_causal(mask: torch.Tensor) -> bool:
     return bool((mask == torch.ones(size, size, dtype=torch.bool).tril()).all())
 
 
+def _widens(mask: Any) -> Any:
+    """The mask of which a mask is copies, in dims before or of size 1."""
+    if mask.target is aten.expand.default:
+        return mask.args[0]
+    return mask.args[0] if mask.target is aten.unsqueeze.default and mask.args[1] == 0 else None
+
+
 def _compares(mask: fx.Node, known: dict[fx.Node, torch.Tensor]) -> bool:
     """Whether a comparison of positions, too large to look at entry by entry, is the causal mask: the columns' numbers
     rise, and row i's lies from column i's to before column i + 1's."""
-    while mask.target is aten.expand.default or (mask.target is aten.unsqueeze.default and mask.args[1] == 0):
-        mask = mask.args[0]  # type: ignore[assignment]
+    while (narrower := _widens(mask)) is not None:
+        mask = narrower
     operands = operands_of(mask) if mask.op == "call_function" else []
-    if mask.target not in _COMPARISONS or any(operand not in known for operand in operands):
+    comparison = _COMPARISONS.get(facts(mask.target).computes)
+    if comparison is None or len(operands) != 2 or any(operand not in known for operand in operands):
         return False
-    first_is_row, least = _COMPARISONS[mask.target]
+    first_is_row, least = comparison
     row, column = operands if first_is_row else reversed(operands)
     rows, columns = _along(known[row], -2), _along(known[column], -1)
     if rows is None or columns is None or len(rows) != len(columns):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx
 
 from ...compiler.ops.precision import is_narrow
 from ...compiler.ops.torch_ops import aten
-from .rewriter import Canonicalizer, Rewrite
+from .rewriter import Canonicalizer, rewrites
 
 _NONE, _MEAN = 0, 1  # torch's reduction argument
 
@@ -28,6 +28,7 @@ def average(c: Canonicalizer, near: fx.Node, x: fx.Node, dims: list[int], keep: 
     return c.emit(near, aten.div.Tensor, total, math.prod(shape_of(x)[dim] for dim in dims))
 
 
+@rewrites(aten.mean.dim, aten.mean.default)
 def _mean(c: Canonicalizer, node: fx.Node) -> None:
     x = node.args[0]
     dtype = node.kwargs.get("dtype")
@@ -41,25 +42,31 @@ def _mean(c: Canonicalizer, node: fx.Node) -> None:
     c.replace(node, average(c, node, x, [dim % max(rank, 1) for dim in given], keep))
 
 
-def _averaged_loss(reduction: int) -> Rewrite:
-    """A loss of every element, then their sum over how many there are; ``reduction``: that argument's position."""
+@rewrites(
+    aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+    aten.soft_margin_loss.default, aten.kl_div.default, aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+)  # fmt: skip
+def _averaged_loss(c: Canonicalizer, node: fx.Node) -> None:
+    """A loss of every element, then their sum over how many there are."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    args, kwargs, reduction = list(node.args), dict(node.kwargs), names.index("reduction")
+    how = args[reduction] if len(args) > reduction else kwargs.pop("reduction", _MEAN)
+    if how == _NONE:
+        return
+    args += [kwargs.pop(name, None) for name in names[len(args) : reduction]]
+    args[reduction : reduction + 1] = [_NONE]
+    losses = c.emit(node, node.target, *args, **kwargs)
+    total = c.emit(node, aten.sum.default, losses)
+    count = math.prod(shape_of(losses))
+    c.replace(node, total if how != _MEAN else c.emit(node, aten.div.Tensor, total, count))
 
-    def rewrite(c: Canonicalizer, node: fx.Node) -> None:
-        args, kwargs = list(node.args), dict(node.kwargs)
-        how = args[reduction] if len(args) > reduction else kwargs.pop("reduction", _MEAN)
-        if how == _NONE:
-            return
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        args += [kwargs.pop(name, None) for name in names[len(args) : reduction]]
-        args[reduction : reduction + 1] = [_NONE]
-        losses = c.emit(node, node.target, *args, **kwargs)
-        total = c.emit(node, aten.sum.default, losses)
-        count = math.prod(shape_of(losses))
-        c.replace(node, total if how != _MEAN else c.emit(node, aten.div.Tensor, total, count))
 
-    return rewrite
-
-
+@rewrites(
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._native_batch_norm_legit.no_stats,
+)
 def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
     """Statistics as sums over the global count, so that they are the whole batch's however it is split."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -113,6 +120,7 @@ def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
             c.replace(user, results[user.args[1]]())  # type: ignore[index]
 
 
+@rewrites(aten.rms_norm.default)
 def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
     """A norm that names no ``eps`` adds that of its dtype: a run in another dtype would read its own."""
     x, shape, *rest = node.args
@@ -123,6 +131,7 @@ def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
     node.args, node.kwargs = (x, shape, weight, eps), {}
 
 
+@rewrites(aten.matmul.default)
 def _matmul(c: Canonicalizer, node: fx.Node) -> None:
     """Batches that a product repeats are repeated before it, where a plan can split what they are repeated over; one
     matrix or vector comes second, as in ``linear``."""
@@ -145,6 +154,7 @@ def _matmul(c: Canonicalizer, node: fx.Node) -> None:
     node.args = tuple(pair)
 
 
+@rewrites(aten.broadcast_tensors.default)
 def _broadcast_tensors(c: Canonicalizer, node: fx.Node) -> None:
     """Each tensor expanded to the common shape, alone: one that has it stays as it is."""
     tensors: Any = node.args[0]
@@ -153,6 +163,7 @@ def _broadcast_tensors(c: Canonicalizer, node: fx.Node) -> None:
         c.replace(user, source if shape_of(source) == shape else c.emit(user, aten.expand.default, source, list(shape)))
 
 
+@rewrites(aten.copy.default, aten.fill.Tensor)
 def _written(c: Canonicalizer, node: fx.Node) -> None:
     """What is written over a whole tensor is all that is left of it: the source, in the tensor's shape and dtype."""
     source, value = node.args[1], node.meta["val"]
@@ -165,6 +176,7 @@ def _written(c: Canonicalizer, node: fx.Node) -> None:
     c.replace(node, source)
 
 
+@rewrites(aten.embedding.default)
 def _embedding(c: Canonicalizer, node: fx.Node) -> None:
     """A table whose padding row is not trained: what is looked up there carries no gradient, wherever the row is."""
     weight, index, *rest = node.args
@@ -221,6 +233,7 @@ def looked_up(c: Canonicalizer, node: fx.Node) -> None:
     c.replace(node, found)
 
 
+@rewrites(aten.index_select.default)
 def selected(c: Canonicalizer, node: fx.Node) -> None:
     """Entries along one dim, as an index of it."""
     x, dim, index = node.args
@@ -249,6 +262,7 @@ def is_floating(node: fx.Node) -> bool:
     return isinstance(value, (tuple, list)) or bool(value.is_floating_point())
 
 
+@rewrites(aten.einsum.default)
 def _einsum(c: Canonicalizer, node: fx.Node) -> None:
     """What one operand alone has is summed before the product, as a sum with a type of its own."""
     equation, tensors = str(node.args[0]).replace(" ", ""), list(node.args[1])  # type: ignore[arg-type]
@@ -265,6 +279,7 @@ def _einsum(c: Canonicalizer, node: fx.Node) -> None:
     node.args = (f"{','.join(terms)}->{output}", tensors)
 
 
+@rewrites(aten.repeat_interleave.self_int)
 def _interleaved(c: Canonicalizer, node: fx.Node) -> None:
     """Entries repeated in place, as copies in a dim of their own, which a plan can split."""
     x: Any = node.args[0]
@@ -279,6 +294,7 @@ def _interleaved(c: Canonicalizer, node: fx.Node) -> None:
     c.replace(node, c.emit(node, aten.reshape.default, apart, list(shape_of(node))))
 
 
+@rewrites(aten.nansum.default)
 def _nansum(c: Canonicalizer, node: fx.Node) -> None:
     """The sum of what is a number: torch's own derivative would repeat the sum's gradient over dims that are split."""
     x: Any = node.args[0]
@@ -288,29 +304,3 @@ def _nansum(c: Canonicalizer, node: fx.Node) -> None:
     dims = given.get("dim") or list(range(x.meta["val"].dim()))
     total = c.emit(node, aten.sum.dim_IntList, x, dims, bool(given.get("keepdim")), dtype=given.get("dtype"))
     c.replace(node, total)
-
-
-DECOMPOSITIONS: Mapping[Any, Rewrite] = {
-    aten.repeat_interleave.self_int: _interleaved,
-    aten.einsum.default: _einsum,
-    aten.matmul.default: _matmul,
-    aten.mean.dim: _mean,
-    aten.mean.default: _mean,
-    aten.nansum.default: _nansum,
-    aten.rms_norm.default: _rms_norm,
-    aten.embedding.default: _embedding,
-    aten.broadcast_tensors.default: _broadcast_tensors,
-    aten.copy.default: _written,
-    aten.fill.Tensor: _written,
-    aten._native_batch_norm_legit_functional.default: _batch_norm,
-    aten._native_batch_norm_legit_no_training.default: _batch_norm,
-    aten._native_batch_norm_legit.no_stats: _batch_norm,
-    **dict.fromkeys(
-        (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-         aten.soft_margin_loss.default, aten.kl_div.default),
-        _averaged_loss(2),
-    ),
-    aten.binary_cross_entropy.default: _averaged_loss(3),
-    aten.binary_cross_entropy_with_logits.default: _averaged_loss(4),
-}  # fmt: skip
-"""Operator → rewrite."""

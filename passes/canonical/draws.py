@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from ...compiler.initial.counter import dropped
+from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import OPS, aten
-from .rewriter import Canonicalizer, Rewrite
+from .rewriter import REWRITES, Canonicalizer, rewrites
 
 
 def drop_unread(graph: fx.Graph) -> None:
     """Remove random operators that no stream counts and that nobody reads: no other number follows them."""
     for node in reversed(list(graph.nodes)):
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if draws and not node.users and node.target not in DRAWS:
+        if draws and not node.users and not _is_counted(node):
             graph.erase_node(node)
 
 
@@ -25,12 +25,17 @@ def uncounted(graph: fx.Graph) -> fx.Node | None:
     """The first random operator that canonical form does not count; attention counts its own dropout."""
     for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
-        known = node.target in DRAWS or node.target is aten.scaled_dot_product_attention.default
+        known = _is_counted(node) or node.target is aten.scaled_dot_product_attention.default
         if torch.Tag.nondeterministic_seeded in tags and not known:
             return node  # type: ignore[no-any-return]
     return None
 
 
+def _is_counted(node: fx.Node) -> bool:
+    return facts(node.target).law != "" and node.target in REWRITES
+
+
+@rewrites(aten.native_dropout.default)
 def _dropout(c: Canonicalizer, node: Any) -> None:
     x, p, *train = node.args
     for user in [user for user in node.users if not user.users]:
@@ -50,26 +55,27 @@ def _dropout(c: Canonicalizer, node: Any) -> None:
     c.graph.erase_node(node)  # torch's removal of dead nodes keeps what draws
 
 
-def _random(law: str) -> Rewrite:
+@rewrites(
+    aten.rand.default, aten.rand_like.default, aten.uniform.default, aten.randn.default, aten.randn_like.default,
+    aten.normal_functional.default, aten.normal.float_float,
+)  # fmt: skip
+def _random(c: Canonicalizer, node: Any) -> None:
     """Numbers of a law, whatever of its arguments but the shape; drawn in place of a tensor they may have a range."""
-
-    def rewrite(c: Canonicalizer, node: Any) -> None:
-        value = node.meta["val"]
-        made = c.emit(node, OPS.random.default, c.stream(node, c.rng), list(value.shape), law, value.dtype)
-        names = [argument.name for argument in node.target._schema.arguments]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        shift, scale = given.get("from", given.get("mean", 0.0)), given.get("to", given.get("std", 1.0))
-        if "from" in names:
-            scale -= shift
-        if scale != 1:
-            made = c.emit(node, aten.mul.Tensor, made, scale)
-        if shift != 0:
-            made = c.emit(node, aten.add.Tensor, made, shift)
-        c.replace(node, made)
-
-    return rewrite
+    value, law = node.meta["val"], facts(node.target).law
+    made = c.emit(node, OPS.random.default, c.stream(node, c.rng), list(value.shape), law, value.dtype)
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    shift, scale = given.get("from", given.get("mean", 0.0)), given.get("to", given.get("std", 1.0))
+    if "from" in names:
+        scale -= shift
+    if scale != 1:
+        made = c.emit(node, aten.mul.Tensor, made, scale)
+    if shift != 0:
+        made = c.emit(node, aten.add.Tensor, made, shift)
+    c.replace(node, made)
 
 
+@rewrites(aten.bernoulli.p, aten.bernoulli.default)
 def _bernoulli(c: Canonicalizer, node: Any) -> None:
     """Ones with a probability for all elements, or with each element's own: what dropout in place draws."""
     value, p = node.meta["val"], node.args[1] if len(node.args) > 1 else None
@@ -86,15 +92,3 @@ def _bernoulli(c: Canonicalizer, node: Any) -> None:
             node, aten.ne.Scalar, c.emit(node, OPS.dropout_mask.default, key, list(value.shape), p, value.dtype), 0
         )
     c.replace(node, c.emit(node, aten._to_copy.default, kept, dtype=value.dtype))
-
-
-DRAWS: Mapping[Any, Rewrite] = {
-    aten.native_dropout.default: _dropout,
-    **dict.fromkeys((aten.rand.default, aten.rand_like.default, aten.uniform.default), _random("uniform")),
-    **dict.fromkeys(
-        (aten.randn.default, aten.randn_like.default, aten.normal_functional.default, aten.normal.float_float),
-        _random("normal"),
-    ),
-    **dict.fromkeys((aten.bernoulli.p, aten.bernoulli.default), _bernoulli),
-}
-"""Operator → rewrite."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
 from ..calls import ancestors, computes, outputs
 from .decompose import is_floating
@@ -84,7 +85,7 @@ def _unscaled(loss: fx.Node) -> fx.Node:
 def _scaled(node: fx.Node) -> fx.Node | None:
     """The operand of a node that is a constant multiple of it, or it in a dtype that is no narrower."""
     inner: Any = node.args[0] if node.args else None
-    if node.target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+    if facts(node.target).computes in ("multiple", "ratio"):
         by = node.args[1]
         if isinstance(by, fx.Node) and not isinstance(inner, fx.Node):
             inner, by = by, inner

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from ...compiler.ops.results import example_of, results_of
+from ...compiler.ops.rules import TABLE, OpRow
 from ...compiler.program.binding import Binding
-from ...compiler.program.program import Origin
+from ...compiler.program.program import Origin, operator
 
 
 class Canonicalizer:
@@ -61,16 +62,47 @@ class Canonicalizer:
         key.meta = {"binding": Binding("key", f"{module}.{ordinal}"), "val": _fake_like(node, (), torch.int64)}
         return key
 
-    def rewrite(self, table: Mapping[Any, Rewrite]) -> None:
+    def rewrite(self) -> None:
         """Rewrite every node once, in order."""
         self.rng = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
         for node in list(self.graph.nodes):
-            if node.op == "call_function" and (rewrite := table.get(node.target)) is not None:
+            if node.op == "call_function" and (rewrite := REWRITES.get(node.target)) is not None:
                 rewrite(self, node)
 
 
 Rewrite = Callable[[Canonicalizer, Any], None]
 """The rewrite of one operator: it puts others in a node's place."""
+REWRITES: dict[Any, Rewrite] = {}
+"""Operator → rewrite, as ``rewrites`` notes them. An operator that is not here keeps its form."""
+PARTS: dict[Any, Callable[[fx.Node], Any]] = {}
+"""Operator without a rule → what makes its function in plain torch of one call, or None where that call stays."""
+
+_Code = TypeVar("_Code", bound=Callable[..., Any])
+
+
+def rewrites(*targets: Any) -> Callable[[_Code], _Code]:
+    """Notes the rewrite of operators."""
+
+    def note(rewrite: _Code) -> _Code:
+        REWRITES.update(dict.fromkeys(targets, rewrite))
+        return rewrite
+
+    return note
+
+
+def takes_apart(*targets: Any) -> Callable[[_Code], _Code]:
+    """Notes what makes the parts of operators."""
+
+    def note(parts: _Code) -> _Code:
+        PARTS.update(dict.fromkeys(targets, parts))
+        return parts
+
+    return note
+
+
+def targets_where(holds: Callable[[OpRow], bool]) -> list[Any]:
+    """The operators of torch of whose rows something holds."""
+    return [operator(name) for name, row in TABLE.items() if name.startswith("aten.") and holds(row)]
 
 
 def _place(node: fx.Node) -> dict[str, Any]:

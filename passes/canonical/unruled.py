@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch import fx
 from torch._decomp import decomposition_table
 
 from ...compiler.capture.composites import inline, parts_of
-from ...compiler.ops.rules import TABLE as RULES
+from ...compiler.ops.rules import has_rule
 from ...compiler.ops.torch_ops import aten
 from ...compiler.program.program import Origin
 from ..programs.backward_forms import write_functional
-from .canonicalize import REWRITES
+from .rewriter import PARTS, REWRITES, takes_apart
 
 _DEPTH = 4
 """How often a part may have to be taken apart itself: decompositions of torch end after two or three."""
@@ -36,7 +35,7 @@ def expand_unruled(graph: fx.Graph) -> None:
 
 
 def _is_known(target: Any) -> bool:
-    return target is operator.getitem or target in REWRITES or str(target) in RULES
+    return target is operator.getitem or target in REWRITES or has_rule(target)
 
 
 def _parts(node: fx.Node, depth: int) -> fx.Graph | None:
@@ -45,7 +44,7 @@ def _parts(node: fx.Node, depth: int) -> fx.Graph | None:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or depth == 0:
         return None
     composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    function = _OWN[target](node) if target in _OWN else target
+    function = PARTS[target](node) if target in PARTS else target
     own = {target: decomposition_table[target]} if target in decomposition_table and not composite else {}
     if function is None or (function is target and not composite and not own):
         return None
@@ -74,6 +73,7 @@ def _writes_view(node: fx.Node) -> bool:
     return made is not None and not made.is_mutable and any(value.alias_info for value in made.returns)
 
 
+@takes_apart(aten.bilinear.default)
 def _bilinear(node: fx.Node) -> Any:
     def bilinear(x: Any, y: Any, weight: Any, bias: Any = None) -> Any:
         out, left, right = weight.shape
@@ -84,6 +84,7 @@ def _bilinear(node: fx.Node) -> Any:
     return bilinear
 
 
+@takes_apart(aten.pad.default)
 def _pad(node: fx.Node) -> Any:
     """Torch's own circular pad writes into views of what it returns."""
     if list(node.args[2:3]) != ["circular"]:
@@ -99,6 +100,7 @@ def _pad(node: fx.Node) -> Any:
     return pad
 
 
+@takes_apart(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default)
 def _average_pool(node: fx.Node) -> Any:
     """To one element: a mean, without torch's care for how it lies in memory."""
     sizes: Any = node.args[1]
@@ -106,6 +108,7 @@ def _average_pool(node: fx.Node) -> Any:
     return (lambda x, _: x.mean(dims, keepdim=True)) if set(sizes) == {1} else node.target
 
 
+@takes_apart(aten.instance_norm.default)
 def _instance_norm(node: fx.Node) -> Any:
     """Each sample's own statistics; one that keeps a running mean writes what no sample's parts know."""
     if node.args[3] is not None or node.args[4] is not None:
@@ -123,6 +126,7 @@ def _instance_norm(node: fx.Node) -> Any:
     return instance_norm
 
 
+@takes_apart(aten.embedding_bag.padding_idx, aten.embedding_bag.default)
 def _embedding_bag(node: fx.Node) -> Any:
     """Bags of equal sizes, which is what a table of indices is: rows looked up and added."""
     offsets: Any = node.args[2]
@@ -144,17 +148,6 @@ def _embedding_bag(node: fx.Node) -> Any:
         return (rows.sum(1) / count if mode == 1 else rows.sum(1),)
 
     return embedding_bag
-
-
-_OWN: Mapping[Any, Callable[[fx.Node], Any]] = {
-    aten.bilinear.default: _bilinear,
-    aten.instance_norm.default: _instance_norm,
-    **{getattr(aten, f"adaptive_avg_pool{dims}d").default: _average_pool for dims in (1, 2, 3)},
-    aten.pad.default: _pad,
-    aten.embedding_bag.padding_idx: _embedding_bag,
-    aten.embedding_bag.default: _embedding_bag,
-}
-"""Operator → what makes its function in plain torch of one call, or None where that call stays."""
 
 
 def _put(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:

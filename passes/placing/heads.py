@@ -14,6 +14,7 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Split, along
 from ...compiler.layout.stretches import Outer
 from ...compiler.ops.factors import OpRule
+from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.padding.pads import Pads
 from ...compiler.plan.plan import Plan
@@ -26,8 +27,6 @@ from ...grammar.nearest import listed
 from ...grammar.source import Span
 from ..calls import ValueKey, computes, key_of, operands_of, rule_of
 from ..canonical.canonicalize import canonicalize
-
-_VIEWS = {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.unflatten.int"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +216,7 @@ class Follower:
                         continue
                     count = _each(part[1], rule.sizes[part[0]])
                     size = _each(outer, math.prod(rule.sizes[name] for name in dims[dim]))
-                    apart = count != size and str(reader.target) in _VIEWS
+                    apart = count != size and facts(reader.target).moves == "shape"
                     if last and apart:
                         counts.setdefault(count, reader.meta["origin"].source)
                         taken.add((last, count))

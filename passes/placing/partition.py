@@ -17,6 +17,7 @@ from ...compiler.layout.collectives import TypeFault
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
 from ...compiler.ops.infer import Part
+from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.ops.torch_ops import OPS
 from ...compiler.program.binding import BUFFERS, Binding
@@ -71,7 +72,7 @@ class Partition:
                 self.pure[node, 0] = node.meta["binding"].kind in (*BUFFERS, "key")
             elif computes(node):
                 keys = [key_of(n) for n in operands_of(node)]
-                detached = node.target is torch.ops.aten.detach.default
+                detached = facts(node.target).stops_gradient
                 for index, value in enumerate(tensors_of(node)):
                     flows = any(self.grad[key] for key in keys) and not detached
                     self.grad[node, index] = flows and isinstance(value, torch.Tensor) and value.is_floating_point()

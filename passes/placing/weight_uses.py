@@ -7,16 +7,11 @@ from functools import cache
 from torch import fx
 
 from ...compiler.capture.capture import Captured
+from ...compiler.ops.rules import facts
 from ...compiler.resolve.names import PlanNames, WeightUse
-from ..calls import computes, operands_of, rule_of
+from ..calls import computes, operands_of, rule_of, tensors_of
 from ..canonical.canonicalize import canonicalize
 from .heads import Follower
-
-_CUTS = {"aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.slice.Tensor"}
-_PRODUCTS = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default"})
-_LOOKUPS = {"aten.embedding.default"}
-_THROUGH = {"aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.alias.default", "aten.detach.default",
-            "aten._to_copy.default", "aten.clone.default"}  # fmt: skip
 
 
 def names_of(captured: Captured) -> PlanNames:
@@ -42,6 +37,11 @@ def names_of(captured: Captured) -> PlanNames:
     )
 
 
+def _rank_of(reader: fx.Node) -> int:
+    value = tensors_of(reader)[0]
+    return int(value.dim())
+
+
 def _uses(weight: fx.Node) -> list[tuple[fx.Node, WeightUse]]:
     """Each reader of a matrix or of its parts, through transposes, with the dims it puts out and contracts."""
     found: list[tuple[fx.Node, WeightUse]] = []
@@ -51,7 +51,8 @@ def _uses(weight: fx.Node) -> list[tuple[fx.Node, WeightUse]]:
         for reader in node.users:
             if not computes(reader):
                 continue
-            if str(reader.target) in _CUTS:
+            row = facts(reader.target)
+            if row.moves == "place" and row.storage == "view" and _rank_of(reader) == len(dims):
                 several = [user for user in reader.users if not computes(user) and user.op == "call_function"]
                 pending += [(part, dims) for part in several or [reader]]
                 continue
@@ -60,12 +61,12 @@ def _uses(weight: fx.Node) -> list[tuple[fx.Node, WeightUse]]:
                 continue
             index = operands_of(reader).index(node)
             terms = rule.operands[index]
-            if str(reader.target) in _THROUGH:
+            if row.moves in ("copy", "dims") or row.casts:
                 order = [next((i for i, t in enumerate(terms) if t == r), -1) for r in rule.results[0]]
                 if all(i >= 0 for i in order):
                     pending.append((reader, tuple(dims[i] for i in order)))
                 continue
-            lookup = str(reader.target) in _LOOKUPS
+            lookup = row.looks_up
             beside = {name for i, dims_ in enumerate(rule.operands) if i != index for names in dims_ for name in names}
             results = {name for names in rule.results[0] for name in names}
             kept = [dims[i] for i, term in enumerate(terms) if term and term[0] in results]
@@ -73,7 +74,7 @@ def _uses(weight: fx.Node) -> list[tuple[fx.Node, WeightUse]]:
             if not lookup:  # a kernel's extent is neither put out nor contracted
                 lost = [dim for dim in lost if terms[dims.index(dim)][0] in beside]
             single = [dim for dim, term in zip(dims, terms, strict=True) if not term]  # no factor is of one entry
-            if len(dims) == 2 and str(reader.target) in _PRODUCTS:
+            if len(dims) == 2 and row.precision == "product":
                 kept, lost = kept or single, lost or single
             if len(kept) == len(lost) == 1:
                 out, into = (lost[0], kept[0]) if lookup else (kept[0], lost[0])

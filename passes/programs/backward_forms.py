@@ -3,29 +3,16 @@ operators that read no tensor, each placed as its one reader needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ...compiler.layout.collectives import TypeFault
-from ...compiler.ops.rules import rule_for
+from ...compiler.ops.rules import facts, rule_for
 from ...compiler.ops.torch_ops import OPS, aten
 from ..calls import call_of, operands_of
-
-_VALUES: Mapping[Any, Callable[[fx.Node], Any]] = {
-    aten.full.default: lambda node: node.args[1],
-    aten.full_like.default: lambda node: node.args[1],
-    aten.new_full.default: lambda node: node.args[2],
-    aten.scalar_tensor.default: lambda node: node.args[0],
-    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda node: 1),
-    **dict.fromkeys(
-        (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten._efficientzerotensor.default),
-        lambda node: 0,
-    ),
-}
-"""Creation operator → the value it fills with."""
 
 
 def write_functional(graph: fx.Graph) -> None:
@@ -61,8 +48,8 @@ def fold_zeros(backward: Sequence[fx.Node]) -> set[fx.Node]:
             rule = rule_for(call_of(node))
             if node.target is OPS.convert.default or (rule is not None and rule.linear):
                 node.target, node.args, node.kwargs = aten.zeros.default, (list(node.meta["val"].shape),), {}
-        value = _VALUES.get(node.target)
-        if value is not None and value(node) == 0:
+        row = facts(node.target)
+        if row.creates and row.number_in(node.args) == 0:
             zeros.add(node)
     return zeros
 
@@ -73,11 +60,11 @@ def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx
     reader."""
     free: set[fx.Node] = set()
     for node in list(graph.nodes):
-        value = _VALUES.get(node.target)
-        if value is None or (node in known and node not in zeros):
+        row = facts(node.target)
+        if not row.creates or (node in known and node not in zeros):
             continue
         made = node.meta["val"]
-        fill = value(node)
+        fill = row.number_in(node.args)
         node.target, node.args, node.kwargs = aten.full.default, (list(made.shape), fill), {"dtype": made.dtype}
         free.add(node)
         for reader in list(node.users)[1:]:
@@ -94,17 +81,17 @@ def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx
 def simplify(graph: fx.Graph) -> None:
     """Leave out what autograd writes though it changes nothing; once types are known, and only where they agree."""
     for node in list(graph.nodes):
-        same = _UNCHANGED.get(node.target, lambda _: None)(node)
+        same = _left_as_it_is(node)
         if same is not None and same.meta["types"] == node.meta["types"]:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
 
 
-_UNCHANGED: Mapping[Any, Callable[[Any], Any]] = {
-    aten.t.default: lambda node: node.args[0].args[0] if node.args[0].target is aten.t.default else None,
-    aten.pow.Tensor_Scalar: lambda node: node.args[0] if node.args[1] == 1 else None,
-}
-"""Operator → the operand that it leaves as it is."""
+def _left_as_it_is(node: Any) -> fx.Node | None:
+    """The value that a node has nothing to add to: of what is turned twice, of a first power."""
+    if node.target is aten.t.default:
+        return node.args[0].args[0] if node.args[0].target is aten.t.default else None
+    return node.args[0] if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 else None
 
 
 def is_zero(node: fx.Node) -> bool:

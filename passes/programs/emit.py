@@ -15,8 +15,8 @@ from ...compiler.layout.collectives import lower
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.factors import OpCall, fill_operands
-from ...compiler.ops.rules import localize
-from ...compiler.ops.torch_ops import OPS, aten
+from ...compiler.ops.rules import facts, localize
+from ...compiler.ops.torch_ops import OPS
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import Function, Line, LocalSize, Origin, Ref, Value
 from ...compiler.program.program import operator as torch_operator
@@ -24,8 +24,6 @@ from ..calls import call_of, operands_of
 from .joint import Joint
 from .segments import node_type
 
-_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-_SAME = {aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 _DEVICE_WORDS = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
 
 
@@ -106,7 +104,8 @@ class Emitter:
     def _line(self, node: fx.Node) -> list[Line]:
         if node.target is operator.getitem:
             return []
-        if node.target in _SAME and not (self.differentiated and node.target is aten.detach.default):
+        row = facts(node.target)
+        if row.moves == "copy" and not (self.differentiated and row.stops_gradient):
             self.value_of[node] = self.value_of[node.args[0]]  # type: ignore[index]
             return []
         origin = node.meta["origin"]
@@ -149,7 +148,7 @@ class Emitter:
         operands = operands_of(node)
         types = [node_type(operand) for operand in operands]
         results = [type_ for type_ in node.meta["types"] if type_ is not None]
-        if node.target in _RESHAPES:
+        if facts(node.target).moves == "shape":
             call = OpCall(
                 "aten.reshape.default", (call.args[0], list(results[0].shape)), {}, call.operands, call.results
             )

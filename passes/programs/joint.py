@@ -16,19 +16,13 @@ from ...compiler.layout.placement import Placement, TensorType, along, parse_kin
 from ...compiler.ops.infer import infer, place_created
 from ...compiler.ops.precision import is_narrow
 from ...compiler.ops.recorder import GraphRecorder, RecordedTensor
+from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import OPS, aten
 from ...compiler.program.program import Origin
 from ...compiler.torch_private import quiet
 from ..calls import ancestors, call_of, operands_of, substitute_nodes, tensors_of
 from .backward_forms import fold_zeros, free_creations, is_zero, simplify, write_functional
 from .segments import Segment, gradient_flows, node_type
-
-_FREE_VIEWS = {
-    aten.t.default, aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.expand.default, aten.slice.Tensor,
-    aten.select.int, aten.detach.default, aten.alias.default, aten.split.Tensor, aten.split_with_sizes.default,
-    operator.getitem,
-}  # fmt: skip
 
 
 class InternalTypeFault(AssertionError):
@@ -95,7 +89,7 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
     for node in segment.nodes:
         uses = {operand: _use(env[operand], operand, node, record, graph) for operand in node.all_input_nodes}
         args, kwargs = substitute_nodes((node.args, dict(node.kwargs)), uses.__getitem__)
-        target: Any = _FORMS.get(node.target, node.target)
+        target: Any = FORMS.get(node.target, node.target)
         value = env[node] = target(*args, **kwargs)
         record.claim(graph, node.meta["origin"])
         if not isinstance(value, RecordedTensor):
@@ -123,7 +117,7 @@ def _rms_norm(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None
     return (normed if weight is None else normed * weight).to(x.dtype)
 
 
-_FORMS: Mapping[Any, Callable[..., Any]] = {
+FORMS: Mapping[Any, Callable[..., Any]] = {
     **{product: _folding(product) for product in (aten.linear.default, aten.matmul.default)},
     aten.rms_norm.default: _rms_norm,
 }
@@ -256,8 +250,7 @@ def _free(node: Any) -> bool:
     if node.target is aten._to_copy.default:
         before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
         return bool(before.is_floating_point and before.itemsize < after.itemsize)
-    if node.target is operator.getitem:
-        return node.args[0].target in (aten.split.Tensor, aten.split_with_sizes.default)
-    if node.target in (aten.view.default, aten._unsafe_view.default):
+    row = facts(node.args[0].target if node.target is operator.getitem else node.target)
+    if row.moves == "shape":
         return node.args[0].target is not aten.clone.default
-    return node.target in _FREE_VIEWS
+    return row.storage == "view"

@@ -19,6 +19,7 @@ from ...compiler.capture.model_calls import caller, loss_function, model_builder
 from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh
+from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
 from ...compiler.program.binding import COUNT
 from ..backends.in_process import InProcess
@@ -67,23 +68,14 @@ class _CountedDropout(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         if func is aten.bernoulli.default:
             return made.copy_(random(*self._next(made), "uniform", made.dtype) < args[0])
-        if func in _LAWS:
-            law, place = _LAWS[func]
-            given = list(args[place])
-            low, high = given + [0.0, 1.0][len(given) :]  # dispatch drops defaults
+        law = facts(func).law
+        if law in ("uniform", "normal"):
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}  # dispatch drops defaults
+            low, high = given.get("from", given.get("mean", 0.0)), given.get("to", given.get("std", 1.0))
             drawn = random(*self._next(made), law, made.dtype)
             made.copy_(drawn * (high - low if law == "uniform" else high) + low)
         return made
-
-
-_LAWS: dict[Any, tuple[str, slice]] = {
-    **dict.fromkeys((aten.rand.default, aten.rand_like.default), ("uniform", slice(0))),
-    **dict.fromkeys((aten.randn.default, aten.randn_like.default), ("normal", slice(0))),
-    aten.uniform_.default: ("uniform", slice(1, 3)),
-    aten.normal_.default: ("normal", slice(1, 3)),
-    aten.normal.float_float: ("normal", slice(2)),
-}
-"""Operator → its law, and where among its arguments the law's two numbers are."""
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...compiler.layout.placement import TensorType
+from ...compiler.ops.rules import facts
 from ...compiler.program.program import Program, Ref
 
 
@@ -34,11 +35,6 @@ def _random(type_: TensorType, bound: int, generator: torch.Generator) -> torch.
     return torch.randint(0, bound, type_.shape, generator=generator, dtype=type_.dtype)
 
 
-_SHAPES_ONLY = {"aten.reshape.default", "aten.unsqueeze.default", "aten.slice.Tensor", "aten.squeeze.dim",
-                "aten.transpose.int", "aten.permute.default", "aten.expand.default", "aten._to_copy.default",
-                "aten.constant_pad_nd.default"}  # fmt: skip
-
-
 def beyond(name: str, value: torch.Tensor, bound: int, ignore: int | None) -> str:
     """The first number of an input that is no row or class, of which the model has ``bound``; "" if there is none."""
     wrong = (value < 0) | (value >= bound)
@@ -61,14 +57,13 @@ def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
     found: dict[str, tuple[int, int | None]] = {}
     for line in main.lines:
         names = [item.name if isinstance(item, Ref) else "" for item in line.args]
-        if line.op in _SHAPES_ONLY and names[0] in origin and line.results[0] is not None:
+        row = facts(line.op)
+        if (row.keeps_values or row.casts) and names[0] in origin and line.results[0] is not None:
             origin[line.results[0].name] = origin[names[0]]
-        at, table, dim = {"aten.embedding.default": (1, 0, 0), "parc.token_loss.default": (1, 0, 1)}.get(
-            line.op, (0, 0, -1)
-        )
-        if dim >= 0 and names[at] in origin:
-            name, size = origin[names[at]], values[names[table]].type.shape[dim]
+        if row.counted is not None and names[row.named_at] in origin:
+            table, dim = row.counted
+            name, size = origin[names[row.named_at]], values[names[table]].type.shape[dim]
             bound, ignore = found.get(name, (size, None))
-            ignore = line.args[2] if line.op.startswith("parc.token_loss") else ignore
+            ignore = ignore if row.ignored_at is None else line.args[row.ignored_at]
             found[name] = (min(bound, size), ignore)
     return found

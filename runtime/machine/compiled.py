@@ -23,22 +23,17 @@ import torch
 from ...compiler.initial.counter import words
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.placement import TensorType
+from ...compiler.ops.rules import facts
 from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references
 from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
 from ..communication import Backend, Environment
 from ..faults import RunError
 from .execute import Machine, _Step
-from .fusion import ADDING
 from .kernels import Site
 from .reuse import last_uses, made_by, summed
+from .ways import code_for
 
-_OUTSIDE = frozenset({
-    "aten.embedding_dense_backward.default", "parc.lookup_backward.default", "parc.stream_key.default",
-    "parc.random.default", "parc.cut_pad.default", "parc.grow_pad.default",
-})  # fmt: skip
-"""Operators that Inductor is not shown: it would add rows up in the order in which threads arrive, where torch's own
-operator repeats its bits, and cannot trace what reads a tensor's numbers, or makes a shape of them."""
 _COMPILED_ACTIONS = frozenset({"F", "B"})
 """The others do little, and REDUCE grows with the layers."""
 _NOTHING_SPARE = frozenset[str]()
@@ -147,7 +142,7 @@ class Regions:
 class CompiledMachine(Machine):
     """Runs one program, the lines between collectives as compiled regions. Its lines cannot be watched."""
 
-    adding = MappingProxyType({op: add for op, add in ADDING.items() if op in _OUTSIDE})
+    adding = MappingProxyType({op: add for op, add in code_for("adding").items() if not facts(op).compiled})
     """What leaves a region may share storage with something else."""
 
     def __init__(self, program: Program, backend: Backend, device: torch.device, *, regions: Regions, **options: Any):
@@ -235,7 +230,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _is_local(line: Line) -> bool:
-    return not line.calls_function and line.op not in COLLECTIVES and line.op not in _OUTSIDE
+    return not line.calls_function and line.op not in COLLECTIVES and facts(line.op).compiled
 
 
 def _cut(function: Function) -> list[tuple[Line, ...]]:
@@ -253,7 +248,7 @@ def _cut(function: Function) -> list[tuple[Line, ...]]:
         if _is_local(line):
             region.append(line)
             continue
-        if region and (line.op not in _OUTSIDE or not set(made_by(region)).isdisjoint(line.uses())):
+        if region and (facts(line.op).compiled or not set(made_by(region)).isdisjoint(line.uses())):
             groups.append(tuple(region))
             region = []
         groups.append((line,))

@@ -15,9 +15,10 @@ from ...compiler.program.binding import Binding
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
 from ...compiler.program.totals import addable, lasting, uses_of
 from ..communication import Backend, BoundTensors, Environment
-from .fusion import ADDING, fused
-from .kernels import KERNELS, Kernel, Site, binding
+from .fusion import fused
+from .kernels import KERNELS, Site, binding
 from .reuse import in_place, last_uses, spare_operands, summed
+from .ways import Kernel, code_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Machine:
     with ``reuse`` lines write over what nobody reads again, gradients that are handed in among it, and are fused."""
 
     site: Callable[..., Site] = Site
-    adding: Mapping[str, Callable[..., torch.Tensor]] = ADDING
+    adding: Mapping[str, Callable[..., torch.Tensor]] = code_for("adding")
 
     def __init__(
         self,

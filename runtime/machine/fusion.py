@@ -4,7 +4,6 @@ is made. A program's text stays as it was proved; this is how a machine runs it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +14,9 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.program.cost import owners
 from ...compiler.program.program import Function, Line, Ref, Value
 from ...compiler.program.totals import uses_of
+from .kernels import ADD_PRODUCT
+from .ways import runs
 
-_ADD_PRODUCT = "parc.add_product.default"
-"""``x + a @ b`` in the shape of ``x``."""
 _RESHAPE = "aten.reshape.default"
 
 
@@ -65,7 +64,7 @@ def fused(function: Function, mesh: Mesh, products: bool) -> Function:
             read = [values[name].type.dtype for name in product.uses()]
             if set(read) == {type_.dtype} and for_nothing(at, product):
                 gone.update(made.made[0].name for made in (view, product) if made)
-                op = _ADD_PRODUCT if product.op == "aten.mm.default" else "aten.addcmul.default"
+                op = ADD_PRODUCT if product.op == "aten.mm.default" else "aten.addcmul.default"
                 return replace(line, op=op, args=(x, *product.args))
         return line
 
@@ -76,6 +75,7 @@ def fused(function: Function, mesh: Mesh, products: bool) -> Function:
     return replace(function, lines=tuple(line for line in lines if not any(v.name in gone for v in line.made)))
 
 
+@runs("aten.embedding_dense_backward.default", "adding")
 def _embedding(total: torch.Tensor, grad: Any, index: Any, rows: int, padding: int, by_frequency: bool) -> torch.Tensor:
     # on an accelerator rows are added as threads come, and bits would differ from run to run
     if padding < 0 and not by_frequency and total.device.type == "cpu":
@@ -83,8 +83,4 @@ def _embedding(total: torch.Tensor, grad: Any, index: Any, rows: int, padding: i
     return total.add_(torch.ops.aten.embedding_dense_backward(grad, index, rows, padding, by_frequency))
 
 
-ADDING: Mapping[str, Callable[..., torch.Tensor]] = {
-    "aten.mm.default": torch.Tensor.addmm_,
-    "aten.embedding_dense_backward.default": _embedding,
-}
-"""The operators of ``ADDABLE``, adding to a total, which comes first."""
+runs("aten.mm.default", "adding")(torch.Tensor.addmm_)

@@ -12,8 +12,14 @@ from ...compiler.initial.counter import keep_mask, random, stream
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType, dim_index, row_major
 from ...compiler.layout.stretches import atoms, terms
+from ...compiler.ops.precision import base_name
+from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
 from ...compiler.program.program import operator
+from .ways import Kernel, code_for, runs
+
+ADD_PRODUCT = "parc.add_product.default"
+"""``x + a @ b`` in the shape of ``x``, which the machine makes of two lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,7 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
+@runs("parc.attention.default")
 def _attention(site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: Any, p: float) -> Any:
     heads = q.shape[1]
     k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
@@ -120,6 +127,7 @@ def _wide(q: torch.Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
+@runs("parc.attention_backward.default")
 def _attention_backward(
     site: Site,
     grad: Any,
@@ -159,21 +167,25 @@ def _attention_backward(
     return torch.matmul(grad_scores, k_).to(q.dtype), gk.to(k.dtype), gv.to(v.dtype)
 
 
+@runs("parc.stream_key.default")
 def _stream_key(site: Site, rng: torch.Tensor, name: str, seed: int) -> torch.Tensor:
     step, microbatch = rng.tolist()
     return torch.tensor(stream(seed, name, step, microbatch), dtype=torch.int64)
 
 
+@runs("parc.dropout_mask.default")
 def _dropout_mask(site: Site, key: torch.Tensor, size: Any, p: float, dtype: torch.dtype) -> torch.Tensor:
     (result,) = site.results
     return keep_mask(site.key(key), site.numbers(result), p).to(dtype).mul_(1 / (1 - p))
 
 
+@runs("parc.random.default")
 def _random(site: Site, key: torch.Tensor, size: Any, law: str, dtype: torch.dtype) -> torch.Tensor:
     (result,) = site.results
     return random(site.key(key), site.numbers(result), law, dtype)
 
 
+@runs("parc.iota.default")
 def _iota(site: Site, size: int, start: int, step: int, dtype: torch.dtype) -> torch.Tensor:
     return (site.index(site.results[0], 0) * step + start).to(dtype)
 
@@ -191,11 +203,13 @@ def _owned(site: Site, table: TensorType, dim: int, index: torch.Tensor) -> tupl
     return torch.where(mine, local, 0), mine
 
 
+@runs("parc.lookup.default")
 def _lookup(site: Site, table: torch.Tensor, index: torch.Tensor, padding: int) -> torch.Tensor:
     local, mine = _owned(site, site.operands[0], 0, index)
     return torch.nn.functional.embedding(local, table) * mine[..., None]
 
 
+@runs("parc.lookup_backward.default")
 def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: int, padding: int) -> torch.Tensor:
     local, mine = _owned(site, site.results[0], 0, index)
     if padding >= 0:
@@ -212,6 +226,7 @@ def _in_cache(site: Site, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
+@runs("parc.loss_parts.default")
 def _loss_parts(site: Site, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     local, mine = _owned(site, site.operands[0], 1, targets)
     total = torch.cat([(rows - top).exp_().sum(-1) for rows, top in _in_cache(site, logits, peak)])
@@ -219,6 +234,7 @@ def _loss_parts(site: Site, logits: torch.Tensor, peak: torch.Tensor, targets: t
     return torch.stack([total, picked])
 
 
+@runs("parc.loss_parts_backward.default")
 def _loss_parts_backward(
     site: Site, grad: torch.Tensor, logits: torch.Tensor, peak: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
@@ -234,6 +250,7 @@ def _within(site: Site, type_: TensorType, dim: int, padded: int) -> torch.Tenso
     return site.index(type_, dim) % padded
 
 
+@runs("parc.fill_pad.default")
 def _fill_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int, value: float) -> torch.Tensor:
     filled = _within(site, site.operands[0], dim, padded) >= real
     if not site.traced and not bool(filled.any()):  # equal regions of all ranks are one when compiled
@@ -241,32 +258,34 @@ def _fill_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padd
     return x.masked_fill(filled.reshape(-1, *[1] * (x.dim() - dim - 1)), value)
 
 
+@runs("parc.cut_pad.default")
 def _cut_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:
     kept = _within(site, site.operands[0], dim, padded) < real
     return x.index_select(dim, kept.nonzero()[:, 0])
 
 
+@runs("parc.grow_pad.default")
 def _grow_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:
     kept = _within(site, site.results[0], dim, padded) < real
     made = x.new_zeros(*x.shape[:dim], kept.shape[0], *x.shape[dim + 1 :])
     return made.index_copy_(dim, kept.nonzero()[:, 0], x)
 
 
+@runs("parc.square_sum.default")
 def _square_sum(site: Site, x: torch.Tensor) -> torch.Tensor:
     flat = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
     return torch.dot(flat, flat)
 
 
+@runs(ADD_PRODUCT)
 def _add_product(site: Site, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.addmm(x.reshape(a.shape[0], b.shape[1]), a, b).view(x.shape)
 
 
+@runs(ADD_PRODUCT, "over")
 def _add_product_over(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     x.view(a.shape[0], b.shape[1]).addmm_(a, b)
     return x
-
-
-Kernel = Callable[..., Any]
 
 
 def _dense(function: Any) -> Kernel:
@@ -279,30 +298,12 @@ def _dense(function: Any) -> Kernel:
     return kernel
 
 
-KERNELS: Mapping[str, Kernel] = {
-    "parc.attention.default": _attention,
-    "parc.attention_backward.default": _attention_backward,
-    "parc.stream_key.default": _stream_key,
-    "parc.dropout_mask.default": _dropout_mask,
-    "parc.random.default": _random,
-    "parc.iota.default": _iota,
-    "parc.lookup.default": _lookup,
-    "parc.lookup_backward.default": _lookup_backward,
-    "parc.loss_parts.default": _loss_parts,
-    "parc.loss_parts_backward.default": _loss_parts_backward,
-    "parc.fill_pad.default": _fill_pad,
-    "parc.cut_pad.default": _cut_pad,
-    "parc.grow_pad.default": _grow_pad,
-    "parc.square_sum.default": _square_sum,
-    "parc.add_product.default": _add_product,
-    "aten.native_group_norm.default": _dense(aten.native_group_norm.default),
-    "aten.native_group_norm_backward.default": _dense(aten.native_group_norm_backward.default),
-}
-
-OVER: Mapping[str, Kernel] = {"parc.add_product.default": _add_product_over}
-"""The same of some, written over the first operand, which is contiguous."""
+runs("aten.native_group_norm.default")(_dense(aten.native_group_norm.default))
+runs("aten.native_group_norm_backward.default")(_dense(aten.native_group_norm_backward.default))
+KERNELS = code_for("kernel")
 
 
+@runs("parc.attention.default", "reference")
 def _plain_attention(
     site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: Any, p: float
 ) -> Any:
@@ -317,27 +318,19 @@ def _plain_attention(
     return torch.matmul(weights, v), q.new_zeros(q.shape[:-1])
 
 
+@runs("parc.token_loss.default", "reference")
 def _plain_token_loss(site: Site, logits: torch.Tensor, targets: torch.Tensor, ignore: int) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits, targets, ignore_index=ignore, reduction="none")
 
 
-REFERENCE_KERNELS: Mapping[str, Kernel] = {
-    **KERNELS,
-    "parc.attention.default": _plain_attention,
-    "parc.token_loss.default": _plain_token_loss,
-}
+REFERENCE_KERNELS: Mapping[str, Kernel] = {**KERNELS, **code_for("reference")}
 """Kernels for the captured graph, which autograd differentiates: written apart from those they check."""
-
-_BOUND = frozenset({
-    "add", "addcmul", "addmm", "cat", "div", "expand", "mm", "mul", "neg", "pow", "reshape", "rsqrt", "squeeze", "sub",
-    "sum", "t", "transpose", "unsqueeze",
-})  # fmt: skip
 
 
 def binding(op: str) -> Callable[..., Any]:
     """An operator as Python calls it with the least ado: torch's own function, which takes the same arguments, in half
     the time, for those that programs are full of."""
-    space, name, _ = op.split(".")
-    if space != "aten" or name not in _BOUND:
+    if not facts(op).plain:
         return operator(op)  # type: ignore[no-any-return]
+    name = base_name(op)
     return getattr(torch, name, None) or getattr(torch.Tensor, name)  # type: ignore[no-any-return]

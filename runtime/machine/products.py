@@ -14,7 +14,8 @@ import torch
 
 from ...compiler.torch_private import onednn_linear
 from ..processes import check_device
-from .kernels import KERNELS, Kernel, Site
+from .kernels import KERNELS, Site
+from .ways import Kernel, code_for, runs
 
 _LEAST = 1 << 21
 """Multiplications from which on oneDNN's longer way in does not matter."""
@@ -32,7 +33,7 @@ def kernels_for(device: torch.device) -> Mapping[str, Kernel]:
     """
     check_device(device)
     linear = onednn_linear() if device.type == "cpu" else None
-    return KERNELS if linear is None or not _is_faster(linear) else {**KERNELS, **_KERNELS}
+    return KERNELS if linear is None or not _is_faster(linear) else {**KERNELS, **code_for("onednn")}
 
 
 def _is_faster(linear: Callable[..., torch.Tensor]) -> bool:
@@ -53,10 +54,12 @@ def _large(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= _LEAST
 
 
+@runs("aten.mm.default", "onednn")
 def _mm(site: Site, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _product(site, a, b, None) if _large(a, b) else torch.mm(a, b)
 
 
+@runs("aten.addmm.default", "onednn")
 def _addmm(site: Site, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if bias.dim() != 1 or bias.shape[0] != b.shape[1] or not _large(a, b):
         return torch.addmm(bias, a, b)
@@ -80,6 +83,3 @@ _opaque = torch.library.custom_op("parc_runtime::linear", _direct, mutates_args=
 @_opaque.register_fake
 def _fake(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return a.new_empty(a.shape[0], weight.shape[0])
-
-
-_KERNELS: Mapping[str, Kernel] = {"aten.mm.default": _mm, "aten.addmm.default": _addmm}

@@ -9,8 +9,10 @@ import torch
 
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
+from ...compiler.ops.rules import facts
 from ...compiler.program.program import Function, Line, Ref, operator
-from .kernels import KERNELS, OVER
+from .kernels import ADD_PRODUCT, KERNELS
+from .ways import code_for
 
 
 def made_by(lines: Iterable[Line]) -> list[str]:
@@ -62,7 +64,8 @@ def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh)
         return None
     values = function.values()
     args = list(line.args)
-    for index in range(2 if line.op in _COMMUTE and not line.kwargs else 1):
+    commutes = facts(line.op).computes in ("total", "multiple") and not line.kwargs
+    for index in range(2 if commutes else 1):
         operand = args[index]
         if isinstance(operand, Ref) and operand.name in spare:
             given = values[operand.name].type
@@ -73,24 +76,14 @@ def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh)
 
 def _writing_over(op: str) -> Any:
     """The operator that writes an operator's result over its first operand, or None."""
-    if op in OVER:
-        return OVER[op]
-    if op in KERNELS or not op.startswith("aten."):
-        return None
-    target = operator(op)
-    if torch.Tag.pointwise not in target.tags:
+    if op in code_for("over"):
+        return code_for("over")[op]
+    target = None if op in KERNELS else operator(op)
+    if target is None or target.namespace != "aten" or torch.Tag.pointwise not in target.tags:
         return None
     packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
     overload = getattr(packet, target._overloadname, None)
     return overload if overload is not None and _takes_the_same(overload, target) else None
-
-
-_FRESH = frozenset(f"aten.{name}" for name in (
-    "mm.default", "bmm.default", "addmm.default", "sum.dim_IntList", "cat.default", "embedding.default",
-    "embedding_dense_backward.default", "slice_backward.default", "select_backward.default", "clone.default",
-))  # fmt: skip
-_PASSES_ON = ("parc.fill_pad.default",)  # what holds no padding
-_COMMUTE = ("aten.add.Tensor", "aten.mul.Tensor")
 
 
 def _takes_the_same(overload: Any, target: Any) -> bool:
@@ -102,7 +95,7 @@ def _may_alias(line: Line) -> bool:
     """Whether a result may look at an operand's storage."""
     if line.calls_function or line.op in COLLECTIVES:
         return True
-    if (line.op in KERNELS and line.op not in _PASSES_ON) or line.op in _FRESH:
+    if facts(line.op).storage == "fresh" or line.op == ADD_PRODUCT:
         return False
     target = operator(line.op)  # not every operator that passes an operand on says so in its schema
     return torch.Tag.pointwise not in target.tags or any(v.alias_info is not None for v in target._schema.returns)

@@ -13,7 +13,7 @@ import torch
 
 from parc.cli import main
 from parc.compiler.ops import rules as op_rules
-from parc.passes.canonical import canonicalize
+from parc.passes.canonical import rewriter
 
 Captured = pytest.CaptureFixture[str]
 
@@ -257,7 +257,7 @@ def test_a_fault_of_parcs_own_says_where_it_was(
     def fails(*_: object) -> None:
         raise KeyError("nobody foresaw this")
 
-    monkeypatch.setitem(canonicalize.REWRITES, torch.ops.aten.linear.default, fails)
+    monkeypatch.setitem(rewriter.REWRITES, torch.ops.aten.linear.default, fails)
     code, err = said(capsys, tmp_path)
     assert code == 3 and "parc was at %linear" in err and ": fc models.py:" in err
 

@@ -126,7 +126,7 @@ def _cast(g: Draw) -> tuple[Any, ...]:
 
 
 POINTWISE: dict[str, Maker] = {
-    **{op: pointwise_case(op) for op in pointwise.POINTWISE_RULES},
+    **{op: pointwise_case(op) for op, row in pointwise.POINTWISE_RULES.items() if row.rule is not None},
     "aten._to_copy.default": _cast,
     "aten.to.dtype": lambda g: (g.f(*g.shape()), g.pick(torch.float64, torch.float32, torch.int64)),
     "aten.type_as.default": lambda g: (g.f(*g.shape()), g.f(*g.shape())),

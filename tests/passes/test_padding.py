@@ -18,7 +18,8 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, Split, TensorType, put_together, take
 from parc.compiler.ops.factors import OpCall, Operand
 from parc.compiler.ops.infer import infer
-from parc.compiler.ops.neutral import LOOKUPS, REDUCTIONS, is_neutral
+from parc.compiler.ops.neutral import is_neutral, reduction_of
+from parc.compiler.ops.rules import TABLE
 from parc.compiler.padding.flow import Extra, PaddingFault, follow_padding
 from parc.compiler.padding.pads import Pad, facts_of
 from parc.compiler.padding.point import UNKNOWN
@@ -186,7 +187,11 @@ def test_padding_that_a_manifest_denies_or_moves_is_refused() -> None:
         assert faults, other
 
 
-@pytest.mark.parametrize("op", [*REDUCTIONS, *sorted(LOOKUPS)])
+LOOKUPS = sorted(op for op, row in TABLE.items() if row.looks_up)
+REDUCTIONS = {op: reduction for op in TABLE if (reduction := reduction_of(op)) is not None}
+
+
+@pytest.mark.parametrize("op", [*REDUCTIONS, *LOOKUPS])
 def test_neutral_elements_are_proved_and_nothing_else_is(op: str) -> None:
     values = (0.0, 1.0, -1.0, 0.5, math.inf, -math.inf)
     wanted = values if op in LOOKUPS else (REDUCTIONS[op].value,)

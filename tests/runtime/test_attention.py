@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import Placement, TensorType
-from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS, Kernel, Site
+from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS, Site
+from parc.runtime.machine.ways import Kernel
 
 SITE = Site(Mesh(), {}, [], [], torch.device("cpu"))
 

@@ -11,16 +11,18 @@ import torch
 
 from parc.checking.checks import check_build
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.ops.rules import TABLE
 from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.cost import estimate_memory
 from parc.compiler.program.program import Line, Program, Ref
-from parc.compiler.program.totals import ADDABLE, addable
+from parc.compiler.program.totals import addable
 from parc.compiler.schedules import timelines
 from parc.runtime.backends.in_process import InProcess
 from parc.runtime.compare.simulate import Simulation
 from parc.runtime.machine.execute import Machine
-from parc.runtime.machine.fusion import ADDING, fused
-from parc.runtime.machine.kernels import KERNELS, Kernel
+from parc.runtime.machine.fusion import fused
+from parc.runtime.machine.kernels import KERNELS
+from parc.runtime.machine.ways import Kernel, code_for
 from parc.runtime.trace import Recorder
 from tests.checked_plans import compiled_net
 from tests.runtime.staged import MICROBATCHES, program
@@ -148,7 +150,7 @@ def test_a_gradient_is_told_of_where_a_function_makes_it() -> None:
 
 
 def test_what_is_read_elsewhere_or_given_back_twice_is_not_added() -> None:
-    assert ADDING.keys() == ADDABLE
+    assert code_for("adding").keys() == {op for op, row in TABLE.items() if row.addable}
     words = ("x:input x", "t = t(x)", "dw = mm(t, x)")
     for more, names in (
         (("sent x dw",), set()),

@@ -1,15 +1,20 @@
-"""The table of sharding rules, one row per operator in a file per family; and the line that adds a custom one's."""
+"""The table of operators, one row each in a file per family; and the line that adds a custom one's.
+
+A row holds all that parc knows of an operator: its sharding rule, and facts of which passes, checks and the runtime
+derive every set of operators that they need. So an operator is one row, and one more is one more row.
+"""
 
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
 from ...layout.mesh import Shape
 from ..factors import OpCall, OpRule, RuleError, rule
-from ..op_row import OpRow
+from ..op_row import Localize, OpFacts, OpRow, contracted
 
-__all__ = ["OP_TABLES", "TABLE", "OpRow", "localize", "register", "registered", "rule_for"]
+__all__ = ["OP_TABLES", "TABLE", "OpRow", "facts", "has_rule", "localize", "register", "registered", "rule_for"]
 
 _FAMILIES = [import_module(f".{file.name}", __name__) for file in pkgutil.iter_modules(__path__)]
 OP_TABLES: tuple[dict[str, OpRow], ...] = tuple(
@@ -19,7 +24,31 @@ OP_TABLES: tuple[dict[str, OpRow], ...] = tuple(
 TABLE: dict[str, OpRow] = {name: row for family in OP_TABLES for name, row in family.items()}
 """All rows by the operator's name, those registered by users included."""
 
-_REGISTERED: dict[str, tuple[str, str]] = {}
+_PACKETS: dict[str, OpRow] = {}
+"""The first row of each operator, whatever its overload."""
+for _name, _row in TABLE.items():
+    _PACKETS.setdefault(_name.rpartition(".")[0], _row)
+_UNKNOWN = OpRow()
+
+_REGISTERED: dict[str, tuple[str, str, Mapping[str, Any]]] = {}
+
+
+def facts(op: object) -> OpFacts:
+    """What is known of an operator, by its name or torch's own object: of an overload without a row, and of a form
+    that writes its operand, what is known of the operator."""
+    name = str(op)
+    row = TABLE.get(name)
+    if row is None:
+        packet, _, overload = name.rpartition(".") if name.count(".") > 1 else (name, "", "")
+        plain = packet.removesuffix("_")
+        row = TABLE.get(f"{plain}.{overload}") or _PACKETS.get(packet) or _PACKETS.get(plain, _UNKNOWN)
+    return row
+
+
+def has_rule(op: object) -> bool:
+    """Whether an operator has a row with a rule."""
+    row = TABLE.get(str(op))
+    return row is not None and row.rule is not None
 
 
 def rule_for(call: OpCall) -> OpRule | None:
@@ -28,7 +57,7 @@ def rule_for(call: OpCall) -> OpRule | None:
     Raises RuleError where a registered rule does not fit: that line is the user's to mend.
     """
     row = TABLE.get(call.op)
-    if row is None:
+    if row is None or row.rule is None:
         return None
     try:
         return row.rule(call)
@@ -51,8 +80,8 @@ def localize(
     return tuple(args), kwargs
 
 
-def register(op: str, text: str, *, linear: str = "") -> None:
-    """Gives a custom operator its rule: ``parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")``.
+def register(op: str, text: str, *, linear: str = "", localize: Localize | None = None, **facts: Any) -> None:
+    """Gives a custom operator its row: ``parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")``.
 
     The text has the tensor operands' dims by name, then the results': what is named alike is split alike, and a sum is
     made over what results lack. A comma separates tensors; ``d!`` is needed whole, ``...`` is any number of dims,
@@ -60,20 +89,34 @@ def register(op: str, text: str, *, linear: str = "") -> None:
     operator is linear, so that their sums over ranks may be put off: ``0|1`` is either, ``01`` both together. The same
     line twice is harmless.
 
+    ``localize`` is for one with arguments that are sizes: ``localize(call, operands, results)`` gives those of a rank,
+    from the local shapes, as ``(position, name, value)``. ``facts`` are what else parc knows of its own operators, as
+    ``OpFacts`` names them: ``precision="product"`` for one that a plan's ``precision bf16`` computes in bfloat16 and
+    whose work is counted as that of products, ``"sensitive"`` for one that stays float32, ``storage="view"`` for one
+    whose result lies in its operand's storage.
+
     Raises:
-        RuleError: the text is malformed, or the operator already has another rule.
+        RuleError: the text is malformed, a fact is none, or the operator already has another rule.
     """
-    if _REGISTERED.get(op) == (text, linear):
+    said = text, linear, {name: fact for name, fact in facts.items() if not callable(fact)}  # code is not compared
+    if _REGISTERED.get(op) == said:
         return
+    names = {field.name for field in fields(OpFacts)}
+    if not names.issuperset(facts):
+        raise RuleError(
+            f"{min(facts.keys() - names)!r} is no fact of an operator; these are: {', '.join(sorted(names))}"
+        )
     if op in TABLE:
         known = _REGISTERED.get(op)
         raise RuleError(f"{op} already has the rule {known[0]!r}" if known else f"{op} already has a built-in rule")
     if op.count(".") != 2:
         raise RuleError(f"an operator is named 'namespace.name.overload'; got {op!r}")
-    TABLE[op] = OpRow(rule(text, linear=linear))
-    _REGISTERED[op] = (text, linear)
+    ruling = rule(text, linear=linear)
+    counted = {"flops": contracted(ruling)} if facts.get("precision") == "product" else {}
+    TABLE[op] = OpRow(ruling, localize, **(counted | facts))
+    _REGISTERED[op] = said
 
 
 def registered() -> Mapping[str, str]:
     """Operators whose rule a user registered, with its text."""
-    return {op: text for op, (text, _) in _REGISTERED.items()}
+    return {op: text for op, (text, _, _) in _REGISTERED.items()}

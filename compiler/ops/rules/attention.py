@@ -1,5 +1,7 @@
 """Rows of attention, torch's and parc's own: whole heads to a rank."""
 
+import math
+
 from ..factors import Dims, OpCall, OpRule, apply_dims, opaque, quotient
 from ..op_row import OpRow, is_operand, plain_dims, rows_of
 
@@ -52,8 +54,17 @@ def _attention_backward(call: OpCall) -> OpRule:
     return apply_dims(call, given, operands[:3], whole=whole, linear=[frozenset({0})])
 
 
+def _flops(call: OpCall) -> int:
+    """Of the scores, and of the values that they weigh."""
+    return (math.prod(call.operands[0]) + math.prod(call.results[0])) * call.operands[1][-2]
+
+
 ATTENTION_RULES = {
-    **rows_of("scaled_dot_product_attention", OpRow(_composite)),
-    "parc.attention.default": OpRow(_attention),
-    "parc.attention_backward.default": OpRow(_attention_backward),
+    **rows_of("scaled_dot_product_attention", OpRow(_composite, precision="product", flops=_flops)),
+    "parc.attention.default": OpRow(
+        _attention, precision="product", flops=_flops, storage="fresh", key_at=4, chance_at=7
+    ),
+    "parc.attention_backward.default": OpRow(
+        _attention_backward, precision="product", backward=True, storage="fresh", key_at=5, chance_at=10
+    ),
 }

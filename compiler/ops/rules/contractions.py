@@ -1,9 +1,11 @@
 """Rows of matrix products and their relatives."""
 
+import math
 import re
+from typing import Any
 
 from ..factors import OpCall, OpRule, linear_sets, opaque, rule
-from ..op_row import OpRow, is_operand
+from ..op_row import OpRow, Ruling, contracted, is_operand, rows_of
 
 
 def _linear(call: OpCall) -> OpRule:
@@ -38,7 +40,11 @@ def _einsum(call: OpCall) -> OpRule:
     return rule(f"{', '.join(spaced[:-1])} -> {spaced[-1]}", linear=linear)(call)
 
 
-def _added(left: str, right: str, result: str) -> OpRow:
+def _product(ruling: Ruling, **facts: Any) -> OpRow:
+    return OpRow(ruling, precision="product", flops=contracted(ruling), **facts)
+
+
+def _added(left: str, right: str, result: str) -> Ruling:
     """`beta * x + alpha * (left @ right)`, x broadcast to the result: x and one of the two may be Partial together."""
 
     def apply(call: OpCall) -> OpRule:
@@ -46,39 +52,45 @@ def _added(left: str, right: str, result: str) -> OpRow:
         x = " ".join(result.split()[-rank:]) if rank else ""
         return rule(f"{x}, {left}, {right} -> {result}", linear="01|02")(call)
 
-    return OpRow(apply)
+    return apply
 
 
-_PRODUCTS = {
-    "mm": "m k, k n -> m n",
-    "bmm": "b m k, b k n -> b m n",
-    "mv": "m k, k -> m",
-    "dot": "k, k ->",
-    "vdot": "k, k ->",
-    "outer": "m, n -> m n",
-}
+def _pair(text: str) -> Ruling:
+    return rule(text, linear="0|1")
 
-# What is summed is whole: each part of the sum would add x once more.
-_SUMS = {
-    "addmm": ("m k!", "k! n", "m n"),
-    "addmv": ("m k!", "k!", "m"),
-    "addr": ("m", "n", "m n"),
-    "baddbmm": ("b m k!", "b k! n", "b m n"),
-    "addbmm": ("b! m k!", "b! k! n", "m n"),
-}
 
-# Rows of one matrix product per expert: tokens [t k] sorted by expert, weights [e k n], and where each expert ends. One
-# operator gives both gradients, so that neither factor may be partial.
-_GROUPED = {
-    "grouped_mm_fallback": ("t! k, e! k n, e! -> t! n", ""),
-    "grouped_mm_fallback_backward": ("t! k, e! k n, e!, t! n -> t! k, e! k n", "3"),
-}
+def _bilinear(call: OpCall) -> int:
+    return math.prod(call.results[0]) * math.prod(call.operands[2][1:])
+
 
 CONTRACTIONS_RULES = {
-    **{f"transformers.{name}.default": OpRow(rule(text, linear=linear)) for name, (text, linear) in _GROUPED.items()},
-    **{f"aten.{name}.default": OpRow(rule(text, linear="0|1")) for name, text in _PRODUCTS.items()},
-    **{f"aten.{name}.default": _added(*texts) for name, texts in _SUMS.items()},
-    "aten.linear.default": OpRow(_linear),
-    "aten.matmul.default": OpRow(_matmul),
-    "aten.einsum.default": OpRow(_einsum),
+    # rows of one matrix product per expert: tokens [t k] sorted by expert, weights [e k n], and where each expert ends;
+    # one operator gives both gradients, so that neither factor may be partial
+    "transformers.grouped_mm_fallback.default": OpRow(rule("t! k, e! k n, e! -> t! n"), precision="product"),
+    "transformers.grouped_mm_fallback_backward.default": OpRow(
+        rule("t! k, e! k n, e!, t! n -> t! k, e! k n", linear="3")
+    ),
+    **rows_of(
+        "mm",
+        _product(_pair("m k, k n -> m n"), storage="fresh", addable=True, plain=True, stands_for="aten.linear.default"),
+    ),
+    **rows_of("bmm", _product(_pair("b m k, b k n -> b m n"), storage="fresh")),
+    **rows_of("mv", _product(_pair("m k, k -> m"))),
+    **rows_of("dot vdot", _product(_pair("k, k ->"))),
+    **rows_of("outer", OpRow(_pair("m, n -> m n"), precision="product")),
+    # what is summed is whole: each part of the sum would add x once more
+    **rows_of(
+        "addmm",
+        _product(_added("m k!", "k! n", "m n"), storage="fresh", plain=True, stands_for="aten.add.Tensor"),
+    ),
+    **rows_of("addmv", _product(_added("m k!", "k!", "m"))),
+    **rows_of("addr", OpRow(_added("m", "n", "m n"), precision="product")),
+    **rows_of("baddbmm", _product(_added("b m k!", "b k! n", "b m n"))),
+    **rows_of("addbmm", _product(_added("b! m k!", "b! k! n", "m n"))),
+    **rows_of("linear", _product(_linear)),
+    **rows_of("matmul", _product(_matmul)),
+    **rows_of("einsum", _product(_einsum)),
+    # torch takes these apart before anything is placed
+    **rows_of("bilinear", OpRow(precision="product", flops=_bilinear)),
+    **rows_of("_grouped_mm lstm.input gru.input rnn_tanh.input rnn_relu.input", OpRow(precision="product")),
 }

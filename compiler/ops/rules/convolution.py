@@ -1,5 +1,6 @@
 """Rows of convolutions and pools: batch, groups and channels may be split, space is whole."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,17 @@ def _forward(groups: int, transposed: int | None = None) -> Callable[[OpCall], O
         return apply_dims(call, operands, [spelled["y"]], whole=whole, sizes=spelled["sizes"])
 
     return ruling
+
+
+def _flops(transposed: int | bool | None = None) -> Callable[[OpCall], int]:
+    """One product for each entry of the smaller side, and of a filter but for its first dim; `transposed`: whether it
+    is, or the position of that flag."""
+
+    def count(call: OpCall) -> int:
+        turned = transposed if isinstance(transposed, bool) else transposed is not None and call.args[transposed]
+        return math.prod(call.operands[0] if turned else call.results[0]) * math.prod(call.operands[1][1:])
+
+    return count
 
 
 def _backward(call: OpCall) -> OpRule:
@@ -95,9 +107,13 @@ def _over_space(dims: int) -> dict[str, OpRow]:
     }
 
 
+_CONV = OpRow(_forward(6), _local(6, 0), precision="product", flops=_flops())
+_TRANSPOSED = OpRow(precision="product", flops=_flops(True))  # torch takes it apart before anything is placed
+
 CONVOLUTION_RULES = {
-    **rows_of("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding", OpRow(_forward(6), _local(6, 0))),
-    **rows_of("convolution", OpRow(_forward(8, 6), _local(8, 0))),
+    **rows_of("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding", _CONV),
+    **rows_of("convolution", OpRow(_forward(8, 6), _local(8, 0), precision="product", flops=_flops(6))),
+    **rows_of("conv_transpose1d conv_transpose2d.input conv_transpose3d.input", _TRANSPOSED),
     **rows_of("convolution_backward", OpRow(_backward, _local(9, 1))),
     **_over_space(1),
     **_over_space(2),

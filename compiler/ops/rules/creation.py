@@ -11,10 +11,19 @@ def made(call: OpCall) -> OpRule:
 
 
 CREATION_RULES = {
-    **rows_of("zeros ones full empty.memory_format", OpRow(made, result_shape(0, "size"))),
-    **rows_of("new_zeros new_ones new_full new_empty", OpRow(made, result_shape(1, "size"))),
-    **rows_of("zeros_like ones_like full_like empty_like fill.Scalar", OpRow(pointwise())),
-    **rows_of("scalar_tensor", OpRow(made)),
+    # memory that nobody wrote counts as zeros
+    **rows_of("zeros empty.memory_format", OpRow(made, result_shape(0, "size"), number=0)),
+    **rows_of("new_zeros new_empty", OpRow(made, result_shape(1, "size"), number=0)),
+    **rows_of("zeros_like empty_like", OpRow(pointwise(), number=0)),
+    **rows_of("zero empty_strided new_empty_strided empty_permuted _efficientzerotensor", OpRow(number=0)),
+    **rows_of("ones", OpRow(made, result_shape(0, "size"), number=1)),
+    **rows_of("new_ones", OpRow(made, result_shape(1, "size"), number=1)),
+    **rows_of("ones_like", OpRow(pointwise(), number=1)),
+    **rows_of("full", OpRow(made, result_shape(0, "size"), number_at=1)),
+    **rows_of("new_full", OpRow(made, result_shape(1, "size"), number_at=2)),
+    **rows_of("full_like", OpRow(pointwise(), number_at=1)),
+    **rows_of("fill.Scalar", OpRow(pointwise())),  # what it is written over has a gradient, of zeros
+    **rows_of("scalar_tensor", OpRow(made, number_at=0)),
     # a rank's part begins at an offset, which no change of sizes can say: the partition emits it
     **rows_of("arange arange.start arange.start_step", OpRow(rule("-> n"))),
 }

@@ -1,6 +1,7 @@
 """Rows of lookups: what is indexed is whole, the positions that ask are free."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ...layout.mesh import Shape
 from ..factors import Dims, OpCall, OpRule, apply_dims, opaque, rule
@@ -121,20 +122,28 @@ def _embedding(call: OpCall) -> OpRule:
     return rule("v d, ... -> ... d", linear="0")(call)
 
 
+_lookup = partial(OpRow, moves="index")
+_written = partial(OpRow, moves="scatter")
+
 INDEXING_RULES = {
     # a rank with a part of v looks up its own rows and gives zeros elsewhere: what is emitted masks the indices
-    **rows_of("embedding", OpRow(_embedding)),
-    **rows_of("embedding_dense_backward", OpRow(_embedding_backward)),
+    **rows_of("embedding", _lookup(_embedding, counted=(0, 0), replaced=True, storage="fresh")),
+    **rows_of(
+        "embedding_dense_backward",
+        _written(_embedding_backward, unread_rows=True, storage="fresh", addable=True, compiled=False),
+    ),
     **rows_of("one_hot", OpRow(rule("... -> ... c!"))),
     # the bucket is how many boundaries lie below: a count, which adds up
     **rows_of("bucketize.Tensor", OpRow(rule("..., boundaries -> ..."))),
-    **rows_of("index.Tensor _unsafe_index.Tensor", OpRow(_index)),
-    **rows_of("index_put _unsafe_index_put", OpRow(_index_put)),
-    **rows_of("gather", OpRow(_picked("xii", linear="0"))),
-    **rows_of("scatter.value", OpRow(_picked("xix", linear="03"))),
-    **rows_of("scatter.src scatter_add", OpRow(_picked("xiix", linear="03"))),
-    **rows_of("scatter_reduce.two", OpRow(_picked("xiix"))),
-    **rows_of("index_select", OpRow(_picked("xli", free=True, linear="0"))),
-    **rows_of("index_add index_copy", OpRow(_picked("xlix", linear="03"))),
-    **rows_of("index_fill.int_Scalar", OpRow(_picked("xlx", linear="03"))),
+    **rows_of("index.Tensor _unsafe_index.Tensor", _lookup(_index)),
+    **rows_of("index_put _unsafe_index_put", _written(_index_put)),
+    **rows_of("gather", _lookup(_picked("xii", linear="0"))),
+    **rows_of("scatter.value", _written(_picked("xix", linear="03"))),
+    **rows_of("scatter.src scatter_add", _written(_picked("xiix", linear="03"))),
+    **rows_of("scatter_reduce.two", _written(_picked("xiix"))),
+    **rows_of("index_select", _lookup(_picked("xli", free=True, linear="0"))),
+    **rows_of("index_add index_copy", _written(_picked("xlix", linear="03"))),
+    **rows_of("index_fill.int_Scalar", _written(_picked("xlx", linear="03"))),
+    # torch takes these apart before anything is placed
+    **rows_of("embedding_bag embedding_bag.padding_idx _embedding_bag", OpRow(moves="index")),
 }

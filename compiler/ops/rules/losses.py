@@ -20,7 +20,7 @@ def _elementwise(reduction: int, *, grad: bool = False) -> OpRow:
         whole = frozenset(f"d{dim}" for dim in range(rank)) if averages else frozenset()
         return apply_dims(call, operands, [result], whole=whole, linear=_GRAD if grad else ())
 
-    return OpRow(ruling)
+    return OpRow(ruling, precision="loss", backward=grad)
 
 
 def _classes(call: OpCall, rank: int) -> tuple[Dims, Dims]:
@@ -53,6 +53,12 @@ def _nll_backward(call: OpCall) -> OpRule:
     return apply_dims(call, operands, [scores], whole=frozenset({"c"}), linear=_GRAD)
 
 
+_CLASSES = OpRow(_class_loss(3), precision="loss")
+_COMPOSITE = """
+    nll_loss2d poisson_nll_loss hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss
+    multi_margin_loss multilabel_margin_loss ctc_loss.IntList
+"""
+
 LOSSES_RULES = {
     **rows_of("mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss", _elementwise(2)),
     **rows_of("binary_cross_entropy", _elementwise(3)),
@@ -62,6 +68,8 @@ LOSSES_RULES = {
         _elementwise(3, grad=True),
     ),
     **rows_of("binary_cross_entropy_backward", _elementwise(4, grad=True)),
-    **rows_of("cross_entropy_loss nll_loss nll_loss_nd nll_loss_forward nll_loss2d_forward", OpRow(_class_loss(3))),
-    **rows_of("nll_loss_backward nll_loss2d_backward", OpRow(_nll_backward)),
+    **rows_of("cross_entropy_loss nll_loss nll_loss_nd nll_loss_forward nll_loss2d_forward", _CLASSES),
+    **rows_of("nll_loss_backward nll_loss2d_backward", OpRow(_nll_backward, precision="loss", backward=True)),
+    # torch takes these apart before anything is placed
+    **rows_of(_COMPOSITE, OpRow(precision="loss")),
 }

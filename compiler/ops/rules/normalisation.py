@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ...layout.mesh import Shape
@@ -108,15 +109,21 @@ def _batch_norm(training: int | None, *, updates: bool = False, grad: bool = Fal
     return ruling
 
 
+_norm = partial(OpRow, precision="sensitive")
+
 NORMALISATION_RULES = {
-    **rows_of("layer_norm native_layer_norm rms_norm _fused_rms_norm", OpRow(_layer_norm)),
-    **rows_of("native_layer_norm_backward", OpRow(_layer_norm_backward)),
-    **rows_of("group_norm", OpRow(_group_norm(1, "x"), _local_groups)),
-    **rows_of("native_group_norm", OpRow(_group_norm(6, "xmm"), _local_group_sizes(3))),
-    **rows_of("native_group_norm_backward", OpRow(_group_norm_backward, _local_group_sizes(5))),
-    **rows_of("batch_norm", OpRow(_batch_norm(5))),
-    **rows_of("_native_batch_norm_legit_functional", OpRow(_batch_norm(5, updates=True))),
-    **rows_of("_native_batch_norm_legit.no_stats", OpRow(_batch_norm(3))),
-    **rows_of("_native_batch_norm_legit_no_training", OpRow(_batch_norm(None))),
-    **rows_of("native_batch_norm_backward", OpRow(_batch_norm(7, grad=True))),
+    **rows_of("layer_norm rms_norm _fused_rms_norm", _norm(_layer_norm)),
+    **rows_of("native_layer_norm", _norm(_layer_norm, stands_for="aten.layer_norm.default")),
+    **rows_of("native_layer_norm_backward", _norm(_layer_norm_backward, backward=True)),
+    **rows_of("group_norm", _norm(_group_norm(1, "x"), _local_groups)),
+    **rows_of("native_group_norm", _norm(_group_norm(6, "xmm"), _local_group_sizes(3), storage="fresh")),
+    **rows_of(
+        "native_group_norm_backward",
+        _norm(_group_norm_backward, _local_group_sizes(5), backward=True, storage="fresh"),
+    ),
+    **rows_of("batch_norm", _norm(_batch_norm(5))),
+    **rows_of("_native_batch_norm_legit_functional", _norm(_batch_norm(5, updates=True))),
+    **rows_of("_native_batch_norm_legit.no_stats", _norm(_batch_norm(3))),
+    **rows_of("_native_batch_norm_legit_no_training", _norm(_batch_norm(None))),
+    **rows_of("native_batch_norm_backward", _norm(_batch_norm(7, grad=True), backward=True)),
 }

@@ -21,19 +21,37 @@ def _resized(call: OpCall) -> OpRule:
 
 
 OWN_RULES: dict[str, OpRow] = {
-    "parc.square_sum.default": OpRow(rule("... -> ")),
-    "parc.stream_key.default": OpRow(rule("t! -> ")),
-    "parc.dropout_mask.default": OpRow(made, result_shape(1, "size")),
-    "parc.random.default": OpRow(made, result_shape(1, "size")),
-    "parc.iota.default": OpRow(made, lambda call, operands, results: [(0, "size", results[0][0])]),
-    "parc.lookup.default": OpRow(rule("v e, ... -> ... e")),
-    "parc.lookup_backward.default": OpRow(
-        rule("... e, ... -> v e", linear="0"), lambda call, operands, results: [(2, "rows", results[0][0])]
+    "parc.square_sum.default": OpRow(
+        rule("... -> "), precision="sensitive", reduces="squares", power=2.0, storage="fresh"
     ),
-    "parc.token_loss.default": OpRow(rule("t v, t -> t")),
-    "parc.loss_parts.default": OpRow(rule("t v, t 1, t -> c! t")),
-    "parc.fill_pad.default": OpRow(_filled),
-    "parc.cut_pad.default": OpRow(_resized),
-    "parc.grow_pad.default": OpRow(_resized),
-    "parc.loss_parts_backward.default": OpRow(rule("c! t, t v, t 1, t -> t v", linear="0")),
-}
+    "parc.stream_key.default": OpRow(rule("t! -> "), storage="fresh", compiled=False),
+    "parc.dropout_mask.default": OpRow(
+        made, result_shape(1, "size"), law="bernoulli", key_at=0, by_number=True, storage="fresh"
+    ),
+    "parc.random.default": OpRow(made, result_shape(1, "size"), key_at=0, storage="fresh", compiled=False),
+    "parc.iota.default": OpRow(
+        made, lambda call, operands, results: [(0, "size", results[0][0])], by_number=True, storage="fresh"
+    ),
+    "parc.lookup.default": OpRow(
+        rule("v e, ... -> ... e"), moves="index", counted=(0, 0), stands_for="aten.embedding.default", storage="fresh"
+    ),
+    "parc.lookup_backward.default": OpRow(
+        rule("... e, ... -> v e", linear="0"), lambda call, operands, results: [(2, "rows", results[0][0])],
+        unread_rows=True, storage="fresh", compiled=False,
+    ),
+    "parc.token_loss.default": OpRow(
+        rule("t v, t -> t"), precision="loss", reduces="exponentials", counted=(0, 1), ignored_at=2, replaced=True
+    ),
+    "parc.row_max.default": OpRow(precision="sensitive", reduces="max"),
+    "parc.loss_parts.default": OpRow(
+        rule("t v, t 1, t -> c! t"), precision="loss", reduces="exponentials", counted=(0, 1), named_at=2,
+        storage="fresh",
+    ),
+    "parc.loss_parts_backward.default": OpRow(
+        rule("c! t, t v, t 1, t -> t v", linear="0"), precision="loss", backward=True, counted=(1, 1), named_at=3,
+        storage="fresh",
+    ),
+    "parc.fill_pad.default": OpRow(_filled, moves="place"),  # it passes on what holds no padding
+    "parc.cut_pad.default": OpRow(_resized, moves="place", storage="fresh", compiled=False),
+    "parc.grow_pad.default": OpRow(_resized, moves="place", storage="fresh", compiled=False),
+}  # fmt: skip

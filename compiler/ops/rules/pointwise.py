@@ -1,41 +1,29 @@
 """Rows of operators that work element by element, and of their backward operators."""
 
+from typing import Any
+
 from ..factors import OpCall, OpRule, apply_dims
 from ..op_row import OpRow, aligned_dims, overloads, plain_dims, pointwise, rows_of
 
 _UNARY = """
-    abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_max clamp_min clip cos cosh deg2rad
-    digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite
-    isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit mish nan_to_num
-    polygamma rad2deg reciprocal relu relu6 round round.decimals rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh
-    softplus softshrink special_i0e special_i1 special_i1e special_logit sqrt square tan tanh threshold trunc
+    acosh asinh atan atanh celu clip cos deg2rad digamma elu erf erfc frac gelu hardsigmoid hardswish i0 isfinite
+    isinf isneginf isposinf leaky_relu lgamma logit mish nan_to_num polygamma rad2deg relu round round.decimals selu sgn
+    sigmoid signbit silu sin sinc special_i0e special_i1 special_i1e special_logit tanh
 """
 _BINARY = """
-    atan2 clamp.Tensor clamp_max.Tensor clamp_min.Tensor copy copysign.Tensor div.Scalar_mode div.Tensor_mode
-    floor_divide floor_divide.Scalar fmax fmin heaviside hypot logaddexp logaddexp2 logical_and logical_or logical_xor
-    max.other maximum min.other minimum nextafter pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor xlogy.Scalar_Other
-    xlogy.Scalar_Self xlogy.Tensor
+    atan2 copysign.Tensor floor_divide floor_divide.Scalar fmax fmin heaviside hypot logaddexp logaddexp2 logical_xor
+    max.other min.other nextafter xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor
 """
-_WITH_SCALARS = """
-    eq ne lt le gt ge fmod remainder bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ __lshift__ __rshift__
-"""
+_WITH_SCALARS = "fmod remainder bitwise_xor __xor__ __lshift__ __rshift__"
+_AMPLIFYING = "acos asin cosh erfinv exp exp2 expm1 log log10 log1p log2 sinh tan"
+_BOUNDED = "hardtanh threshold softshrink hardshrink"
 
 # Backward operators, each linear in the gradient that comes in.
 _BACKWARD = """
-    elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward
-    leaky_relu_backward logit_backward mish_backward native_dropout_backward sigmoid_backward
-    silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward
+    elu_backward gelu_backward hardsigmoid_backward hardswish_backward leaky_relu_backward logit_backward mish_backward
+    native_dropout_backward sigmoid_backward silu_backward tanh_backward
 """
-
-# By argument position: "01" of `add(x, 3)` is void, as 3 would be added once a rank.
-_LINEAR = {
-    "0": f"neg positive clone contiguous alias detach lift_fresh_copy div.Tensor div.Scalar mul.Scalar {_BACKWARD}",
-    "0|1": "mul.Tensor",
-    "01": "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar lerp.Tensor lerp.Scalar addcdiv",
-    "01|02": "addcmul",
-    "12": "where.self where.ScalarOther where.ScalarSelf",
-    "02": "masked_fill.Tensor masked_fill.Scalar",
-}
+_BOUNDED_BACKWARD = " ".join(f"{name}_backward" for name in _BOUNDED.split())
 
 
 def _cast(call: OpCall) -> OpRule:
@@ -52,16 +40,64 @@ def _first_only(call: OpCall) -> OpRule:
     return apply_dims(call, [aligned_dims(len(call.operands[0]), rank), *others], [plain_dims(rank)])
 
 
+def _rows(names: str, linear: str = "", **facts: Any) -> dict[str, OpRow]:
+    return rows_of(names, OpRow(pointwise(linear), elementwise=True, **facts))
+
+
 POINTWISE_RULES = {
-    **rows_of(_UNARY + _BINARY, OpRow(pointwise())),
-    **rows_of(overloads(_WITH_SCALARS, "Tensor Scalar"), OpRow(pointwise())),
-    **rows_of(overloads("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Scalar"), OpRow(pointwise())),
+    **_rows(_UNARY + _BINARY),
+    **_rows(overloads(_WITH_SCALARS, "Tensor Scalar")),
+    **_rows(overloads("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Scalar")),
+    **_rows(_AMPLIFYING, precision="sensitive"),
+    **_rows("softplus", precision="sensitive", bounds=True),
+    **_rows("softplus_backward", "0", precision="sensitive", backward=True, bounds=True),
+    **_rows(_BOUNDED, bounds=True),
+    **_rows(_BOUNDED_BACKWARD, "0", bounds=True),
+    **_rows("relu6", bounds=True, limits=(6.0,)),  # torch takes it apart into one that says its bound
+    **_rows("clamp clamp_min clamp_max clamp.Tensor clamp_min.Tensor clamp_max.Tensor", bounds=True, exact=True),
+    **_rows("reciprocal", precision="sensitive", power=-1.0, exact=True),
+    **_rows("sqrt", power=0.5, exact=True),
+    **_rows("rsqrt", precision="sensitive", power=-0.5, plain=True),
+    **_rows("square", power=2.0),
+    **_rows("pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor", precision="sensitive", plain=True),
+    **_rows("abs sign floor ceil trunc isnan maximum minimum logical_not bitwise_not", exact=True),
+    **_rows("logical_and", computes="both", exact=True),
+    **_rows("logical_or", computes="either", exact=True),
+    **_rows("bitwise_and.Tensor bitwise_and.Scalar", computes="both", exact=True),
+    **_rows("bitwise_or.Tensor bitwise_or.Scalar", computes="either", exact=True),
+    **_rows("__and__.Tensor __and__.Scalar", computes="both"),
+    **_rows("__or__.Tensor __or__.Scalar", computes="either"),
+    **_rows("eq.Tensor eq.Scalar ne.Tensor ne.Scalar", bounds=True, exact=True),
+    **_rows("lt.Tensor lt.Scalar", computes="below", bounds=True, exact=True),
+    **_rows("le.Tensor le.Scalar", computes="at most", bounds=True, exact=True),
+    **_rows("gt.Tensor gt.Scalar", computes="above", bounds=True, exact=True),
+    **_rows("ge.Tensor ge.Scalar", computes="at least", bounds=True, exact=True),
+    **_rows("div.Scalar_mode div.Tensor_mode", exact=True, plain=True),
     # a mask drawn from the rank's own generator: the partition replaces it by one that counts global elements
-    **rows_of("native_dropout", OpRow(pointwise())),
-    **rows_of("where.Scalar", OpRow(pointwise())),
-    **{
-        name: row for linear, names in _LINEAR.items() for name, row in rows_of(names, OpRow(pointwise(linear))).items()
-    },
-    **rows_of("_to_copy to.dtype", OpRow(_cast)),
-    **rows_of("type_as", OpRow(_first_only)),
+    **_rows("native_dropout", law="bernoulli"),
+    # linear, by argument position: "01" of `add(x, 3)` is void, as 3 would be added once a rank
+    **_rows(_BACKWARD, "0"),
+    **_rows("neg", "0", exact=True, plain=True),
+    **_rows("positive", "0", moves="copy"),
+    **_rows("clone", "0", moves="copy", storage="fresh", exact=True),
+    **_rows("contiguous", "0", moves="copy"),
+    **_rows("lift_fresh_copy", "0", moves="copy", exported=False),
+    **_rows("alias", "0", moves="copy", storage="view"),
+    **_rows("detach", "0", moves="copy", storage="view", stops_gradient=True),
+    **rows_of("lift lift_fresh", OpRow(moves="copy", exported=False)),
+    **_rows("copy"),
+    **_rows("div.Tensor div.Scalar", "0", computes="ratio", exact=True, plain=True),
+    **_rows("mul.Scalar", "0", computes="multiple", exact=True, plain=True),
+    **_rows("mul.Tensor", "0|1", computes="multiple", exact=True, plain=True),
+    **_rows("add.Tensor add.Scalar", "01", computes="total", exact=True, plain=True),
+    **_rows("sub.Tensor sub.Scalar", "01", computes="difference", exact=True, plain=True),
+    **_rows("rsub.Tensor rsub.Scalar", "01", exact=True),
+    **_rows("lerp.Tensor lerp.Scalar addcdiv", "01"),
+    **_rows("addcmul", "01|02", plain=True),
+    **_rows("where.self where.ScalarOther where.ScalarSelf", "12", exact=True),
+    **_rows("where.Scalar", exact=True),
+    **_rows("masked_fill.Tensor masked_fill.Scalar", "02", bounds=True, exact=True),
+    **rows_of("_to_copy to.dtype", OpRow(_cast, casts=True, elementwise=True)),
+    **rows_of("type_as", OpRow(_first_only, casts=True, elementwise=True)),
+    **rows_of("prelu", OpRow(precision="product")),  # torch takes it apart before anything is placed
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ..factors import OpCall, OpRule, apply_dims, rule
 from ..op_row import OpRow, along_dims, argument_linear, dim_argument, normal_dims, plain_dims, rows_of
@@ -37,29 +38,44 @@ def _diff(call: OpCall) -> OpRule:
     return replace(ruled, linear=(frozenset(range(len(call.operands))),))
 
 
-_SOME = """
-    amax amin max.dim min.dim median.dim mode argmax argmin any.dim any.dims all.dim all.dims prod.dim_int logsumexp
-    var.dim var.correction var_mean.dim var_mean.correction std.dim std.correction std_mean.correction
+_SOME = "amax amin max.dim min.dim median.dim mode argmax argmin any.dim any.dims all.dim all.dims"
+_STATISTICS = """
+    prod.dim_int logsumexp var.dim var.correction var_mean.dim var_mean.correction std.dim std.correction
+    std_mean.correction
 """
+_SOFTMAX = "softmax.int log_softmax.int _softmax _log_softmax _safe_softmax"
+_SOFTMAX_BACKWARD = "_softmax_backward_data _log_softmax_backward_data"
+_sensitive = partial(OpRow, precision="sensitive")
 
 REDUCTIONS_RULES = {
     # a part of the dim gives a part of the sum
-    **rows_of("sum", OpRow(_reduced(free=True, linear="0", dim=None))),
-    **rows_of("sum.dim_IntList", OpRow(_reduced(free=True, linear="0"))),
-    **rows_of("nansum count_nonzero count_nonzero.dim_IntList", OpRow(_reduced(free=True))),
+    **rows_of("sum", _sensitive(_reduced(free=True, linear="0", dim=None), reduces="sum", plain=True)),
+    **rows_of(
+        "sum.dim_IntList", _sensitive(_reduced(free=True, linear="0"), reduces="sum", storage="fresh", plain=True)
+    ),
+    **rows_of("nansum", _sensitive(_reduced(free=True))),
+    **rows_of("count_nonzero count_nonzero.dim_IntList", OpRow(_reduced(free=True))),
     **rows_of("histc", OpRow(_histc)),
     # distances between the rows of two tensors; each part of the rows of one gives a part of the other's gradient
-    **rows_of("_cdist_forward", OpRow(rule("... m d!, ... n d! -> ... m n"))),
-    **rows_of("_cdist_backward", OpRow(rule("... m n, ... m d!, ... n d!, ... m n -> ... m d", linear="0"))),
+    **rows_of("_cdist_forward", _sensitive(rule("... m d!, ... n d! -> ... m n"))),
+    **rows_of(
+        "_cdist_backward",
+        _sensitive(rule("... m n, ... m d!, ... n d!, ... m n -> ... m d", linear="0"), backward=True),
+    ),
     # a mean divides by the size of what it sees, so its dims are whole; a Partial on another axis passes
-    **rows_of("mean", OpRow(_reduced(free=False, linear="0", dim=None))),
-    **rows_of("mean.dim", OpRow(_reduced(free=False, linear="0"))),
+    **rows_of("mean", _sensitive(_reduced(free=False, linear="0", dim=None))),
+    **rows_of("mean.dim", _sensitive(_reduced(free=False, linear="0"))),
     **rows_of(_SOME, OpRow(_reduced(free=False))),
-    **rows_of("linalg_vector_norm norm.ScalarOpt_dim kthvalue", OpRow(_reduced(free=False, dim=2))),
-    **rows_of("softmax.int log_softmax.int _softmax _log_softmax _safe_softmax", OpRow(along_dims(dim_argument(1)))),
-    **rows_of("_softmax_backward_data _log_softmax_backward_data", OpRow(along_dims(dim_argument(2), linear="0"))),
-    **rows_of("cumsum", OpRow(along_dims(dim_argument(1), linear="0"))),
-    **rows_of("cumprod logcumsumexp cummax cummin sort argsort", OpRow(along_dims(dim_argument(1)))),
+    **rows_of(_STATISTICS, _sensitive(_reduced(free=False))),
+    **rows_of("linalg_vector_norm norm.ScalarOpt_dim", _sensitive(_reduced(free=False, dim=2))),
+    **rows_of("kthvalue", OpRow(_reduced(free=False, dim=2))),
+    **rows_of(_SOFTMAX, _sensitive(along_dims(dim_argument(1)))),
+    **rows_of(_SOFTMAX_BACKWARD, _sensitive(along_dims(dim_argument(2), linear="0"), backward=True)),
+    **rows_of("cumsum", _sensitive(along_dims(dim_argument(1), linear="0"))),
+    **rows_of("cumprod logcumsumexp", _sensitive(along_dims(dim_argument(1)))),
+    **rows_of("cummax cummin sort argsort", OpRow(along_dims(dim_argument(1)))),
     **rows_of("sort.stable argsort.stable topk", OpRow(along_dims(dim_argument(2)))),
     **rows_of("diff", OpRow(_diff)),
+    # torch takes these apart before anything is placed
+    **rows_of("dist cdist pdist renorm cosine_similarity", OpRow(precision="sensitive")),
 }

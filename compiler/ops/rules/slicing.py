@@ -6,7 +6,18 @@ from typing import Any
 
 from ...layout.mesh import Shape
 from ..factors import Dims, OpCall, OpRule, apply_dims, linear_sets, opaque, quotient
-from ..op_row import Change, OpRow, along_dims, dim_argument, normal_dim, plain_dims, result_shape, rows_of, scale
+from ..op_row import (
+    Change,
+    OpRow,
+    Storage,
+    along_dims,
+    dim_argument,
+    normal_dim,
+    plain_dims,
+    result_shape,
+    rows_of,
+    scale,
+)
 
 Sums = dict[str, tuple[str, ...]]
 
@@ -65,7 +76,7 @@ def _parts(call: OpCall, dim: int, long: int) -> OpRule:
 # ---- slice and its relatives: one tensor is the long one, another the short one
 
 
-def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> OpRow:
+def _slice_row(first: int, long: int, short: int, *, sizes: bool = False, **facts: Any) -> OpRow:
     """`first`: the position of the argument `dim`, before start, end and step; `long` and `short` count the tensors,
     operands then results; `sizes`: the argument before `dim` spells the result's shape."""
 
@@ -110,13 +121,13 @@ def _slice_row(first: int, long: int, short: int, *, sizes: bool = False) -> OpR
             changes.insert(0, (first - 1, "input_sizes", list(results[0])))
         return changes
 
-    return OpRow(ruling, localize)
+    return OpRow(ruling, localize, **facts)
 
 
 # ---- split and cat
 
 
-def _split_row(name: str, part: Callable[[list[int]], Any] | None) -> OpRow:
+def _split_row(name: str, part: Callable[[list[int]], Any] | None, storage: Storage = "view") -> OpRow:
     """`split(x, how, dim)`; `part(sizes)` is the `how`, called `name`, of a rank's pieces; None leaves it."""
 
     def dim_of(call: OpCall) -> int:
@@ -125,7 +136,7 @@ def _split_row(name: str, part: Callable[[list[int]], Any] | None) -> OpRow:
     def local(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
         return [(1, name, part([shape[dim_of(call)] for shape in results]))] if part else []
 
-    return OpRow(lambda call: _parts(call, dim_of(call), long=0), local)
+    return OpRow(lambda call: _parts(call, dim_of(call), long=0), local, moves="place", storage=storage)
 
 
 def _cat(call: OpCall) -> OpRule:
@@ -205,26 +216,30 @@ def _last_two(call: OpCall, rank: int) -> frozenset[int]:
 
 
 SLICING_RULES = {
-    **rows_of("slice.Tensor", _slice_row(1, long=0, short=1)),
-    **rows_of("slice_backward", _slice_row(2, long=1, short=0, sizes=True)),
+    **rows_of("slice.Tensor", _slice_row(1, long=0, short=1, moves="place", storage="view")),
+    **rows_of("slice_backward", _slice_row(2, long=1, short=0, sizes=True, storage="fresh")),
     **rows_of("slice_scatter", _slice_row(2, long=0, short=1)),
-    **rows_of("split.Tensor unsafe_split.Tensor", _split_row("split_size", lambda sizes: sizes[0])),
+    **rows_of("split.Tensor", _split_row("split_size", lambda sizes: sizes[0])),
+    **rows_of("unsafe_split.Tensor", _split_row("split_size", lambda sizes: sizes[0], "")),
     **rows_of("split.sizes", _split_row("split_size", list)),
-    **rows_of("split_with_sizes unsafe_split_with_sizes", _split_row("split_sizes", list)),
+    **rows_of("split_with_sizes", _split_row("split_sizes", list)),
+    **rows_of("unsafe_split_with_sizes", _split_row("split_sizes", list, "")),
     **rows_of("chunk", _split_row("chunks", None)),
-    **rows_of("cat", OpRow(_cat)),
+    **rows_of("cat", OpRow(_cat, moves="join", storage="fresh", plain=True)),
     **rows_of("glu", OpRow(_halves(1, "21"))),
     **rows_of("glu_backward", OpRow(_halves(2, "122", linear="0"))),
-    **rows_of("select.int", OpRow(_lacking(1))),
-    **rows_of("select_backward", OpRow(_lacking(2), result_shape(1, "input_sizes"))),
+    **rows_of("select.int", OpRow(_lacking(1), moves="place", storage="view")),
+    **rows_of("select_backward", OpRow(_lacking(2), result_shape(1, "input_sizes"), storage="fresh")),
     **rows_of("select_scatter", OpRow(_lacking(2))),
-    **rows_of("unbind.int stack", OpRow(_lacking(1, 0))),
-    **rows_of("constant_pad_nd", OpRow(_pad)),
-    **rows_of("unfold", OpRow(_unfold)),
+    **rows_of("unbind.int", OpRow(_lacking(1, 0), moves="place")),
+    **rows_of("stack", OpRow(_lacking(1, 0), moves="join")),
+    **rows_of("constant_pad_nd", OpRow(_pad, moves="place")),
+    **rows_of("unfold", OpRow(_unfold, moves="place")),
     **rows_of("unfold_backward", OpRow(_unfold, result_shape(1, "input_sizes"))),
-    **rows_of("diagonal", OpRow(_diagonal)),
+    **rows_of("diagonal", OpRow(_diagonal, moves="place")),
     **rows_of("diagonal_backward", OpRow(_diagonal, result_shape(1, "input_sizes"))),
-    **rows_of("flip", OpRow(along_dims(dim_argument(1, "dims"), linear="0"))),
-    **rows_of("roll", OpRow(along_dims(dim_argument(2, "dims", None), linear="0"))),
+    **rows_of("flip", OpRow(along_dims(dim_argument(1, "dims"), linear="0"), moves="place")),
+    **rows_of("roll", OpRow(along_dims(dim_argument(2, "dims", None), linear="0"), moves="place")),
+    **rows_of("narrow as_strided", OpRow(moves="place")),
     **rows_of("tril triu", OpRow(along_dims(_last_two, linear="0"))),
 }

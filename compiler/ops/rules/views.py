@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from ...layout.mesh import Shape
 from ..factors import Dims, OpCall, OpRule, apply_dims, quotient
@@ -167,18 +168,26 @@ def _local_interleave(call: OpCall, operands: tuple[Shape, ...], results: tuple[
     return changes
 
 
+_shaped = partial(OpRow, moves="shape", storage="view")
+_turned = partial(OpRow, moves="dims", storage="view")
+
 VIEWS_RULES = {
-    **rows_of("view _unsafe_view reshape", OpRow(_view, result_shape(1, "size"))),
-    **rows_of("flatten.using_ints", OpRow(_view)),
-    **rows_of("unflatten.int", OpRow(_view, _local_unflatten)),
-    **rows_of("expand", OpRow(pointwise("0"), result_shape(1, "size"))),
-    **rows_of("expand_as", OpRow(pointwise("0"))),
-    **rows_of("transpose.int swapaxes", OpRow(_transpose)),
-    **rows_of("t mT", OpRow(_last_two)),
-    **rows_of("permute", OpRow(_permute)),
-    **rows_of("movedim.int movedim.intlist", OpRow(_movedim)),
-    **rows_of("unsqueeze", OpRow(_unsqueeze)),
-    **rows_of("squeeze squeeze.dim squeeze.dims", OpRow(_squeeze)),
-    **rows_of("repeat", OpRow(_repeat, _local_repeat)),
-    **rows_of("repeat_interleave.self_int", OpRow(_repeat_interleave, _local_interleave)),
+    **rows_of("view _unsafe_view", _shaped(_view, result_shape(1, "size"))),
+    **rows_of("reshape", _shaped(_view, result_shape(1, "size"), plain=True)),
+    **rows_of("flatten.using_ints", _shaped(_view)),
+    **rows_of("unflatten.int", _shaped(_view, _local_unflatten)),
+    **rows_of("view.dtype", OpRow(exported=False)),  # it makes other numbers of the same bytes
+    **rows_of("repeat_interleave.Tensor", OpRow()),  # it makes positions
+    **rows_of("expand", _turned(pointwise("0"), result_shape(1, "size"), plain=True)),
+    **rows_of("expand_as", _turned(pointwise("0"))),
+    **rows_of("transpose.int", _turned(_transpose, plain=True)),
+    **rows_of("swapaxes", _turned(_transpose)),
+    **rows_of("t", _turned(_last_two, plain=True)),
+    **rows_of("mT", _turned(_last_two)),
+    **rows_of("permute", _turned(_permute)),
+    **rows_of("movedim.int movedim.intlist", _turned(_movedim)),
+    **rows_of("unsqueeze", _turned(_unsqueeze, plain=True)),
+    **rows_of("squeeze squeeze.dim squeeze.dims", _turned(_squeeze, plain=True)),
+    **rows_of("repeat", OpRow(_repeat, _local_repeat, moves="dims")),
+    **rows_of("repeat_interleave.self_int", OpRow(_repeat_interleave, _local_interleave, moves="dims")),
 }

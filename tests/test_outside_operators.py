@@ -1,0 +1,159 @@
+"""An operator is one row: one of each family comes from outside, states what it is, and nothing else knows of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parc.compiler.ops.factors import RuleError
+from parc.compiler.ops.rules import facts, register
+from parc.compiler.program.program import Line
+from parc.compiler.resolve.balance import FLOPS_PER_BYTE, PASSES, operations_of
+from parc.compiling.driver import Compiled
+
+from .checked_plans import checked, compiled
+
+MODEL = """
+import torch
+from torch import nn
+
+import parc
+
+@torch.library.custom_op("outside::squash", mutates_args=())
+def squash(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x)
+
+@torch.library.custom_op("outside::total", mutates_args=())
+def total(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(-1)
+
+@torch.library.custom_op("outside::mix", mutates_args=())
+def mix(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.t()
+
+@torch.library.custom_op("outside::rows", mutates_args=())
+def rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return table[index]
+
+@torch.library.custom_op("outside::turned", mutates_args=())
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).clone()
+
+@torch.library.custom_op("outside::sevens", mutates_args=())
+def sevens(size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full(size, 7.0, dtype=dtype, device=device)
+
+squash.register_fake(lambda x: torch.empty_like(x))
+total.register_fake(lambda x: x.new_empty(x.shape[:-1]))
+mix.register_fake(lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
+rows.register_fake(lambda table, index: table.new_empty(*index.shape, table.shape[1]))
+turned.register_fake(lambda x: x.new_empty(x.shape[0], x.shape[2], x.shape[1]))
+sevens.register_fake(lambda size, **how: torch.empty(size, **how))
+
+def keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, output)
+
+def mix_back(ctx, g):
+    x, weight, _ = ctx.saved_tensors
+    return g @ weight, g.flatten(0, -2).t() @ x.flatten(0, -2)
+
+def rows_back(ctx, g):
+    table, index, _ = ctx.saved_tensors
+    return torch.ops.aten.embedding_dense_backward(g, index, table.shape[0], -1, False), None
+
+squash.register_autograd(lambda ctx, g: g * (1 - ctx.saved_tensors[1] ** 2), setup_context=keep)
+total.register_autograd(lambda ctx, g: g.unsqueeze(-1).expand(ctx.saved_tensors[0].shape), setup_context=keep)
+mix.register_autograd(mix_back, setup_context=keep)
+rows.register_autograd(rows_back, setup_context=keep)
+turned.register_autograd(lambda ctx, g: g.transpose(1, 2), setup_context=keep)
+
+parc.register_rule("outside.squash.default", "... -> ...", elementwise=True)
+parc.register_rule("outside.total.default", "... d -> ...", linear="0", precision="sensitive", reduces="sum")
+parc.register_rule("outside.mix.default", "... k, n k -> ... n", linear="0|1", precision="product")
+parc.register_rule("outside.rows.default", "v! d, ... -> ... d", linear="0", moves="index", counted=(0, 0))
+parc.register_rule("outside.turned.default", "b s d -> b d s", linear="0", moves="dims")
+parc.register_rule("outside.sevens.default", "-> b d s", number=7,
+                   localize=lambda call, operands, results: [(0, "size", list(results[0]))])
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, tokens):
+        return rows(self.weight, tokens)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = Table()
+        self.up = nn.Linear(8, 12, bias=False)
+        self.down = nn.Linear(12, 8, bias=False)
+
+    def forward(self, tokens):
+        x = squash(self.table(tokens))
+        x = mix(squash(mix(x, self.up.weight)), self.down.weight)
+        x = turned(x)
+        return total(x + sevens(list(x.shape), dtype=x.dtype, device=x.device))
+
+def square(output):
+    return (output ** 2).mean()
+"""
+PLAN = """
+model "./outside_model.py:Net"
+input tokens int64 [B, 4]
+sizes B=8
+loss "./outside_model.py:square"(output)
+optimizer sgd lr 0.1
+"""
+DATA = "mesh dp=2\nshard tokens [B/dp, ...]\n"
+TENSOR = "mesh tp=2\ncolumn up over tp\nrow down over tp\n"
+NAMES = {"squash", "total", "mix", "rows", "turned", "sevens"}
+
+
+def built(folder: Path, lines: str) -> Compiled:
+    (folder / "outside_model.py").write_text(MODEL)
+    return compiled(PLAN + lines, folder)
+
+
+def outside_lines(made: Compiled) -> list[Line]:
+    lines = [line for function in made.built.programs["F"].functions for line in function.lines]
+    return [line for line in lines if line.op.startswith("outside.")]
+
+
+@pytest.mark.parametrize("lines", [DATA, TENSOR], ids=["dp", "tp"])
+def test_an_operator_of_each_family_is_one_row(tmp_path: Path, lines: str) -> None:
+    """Its programs are proved, its numbers are those of the plain model, and it is computed in parts."""
+    made = built(tmp_path, lines)
+    assert checked(made).report["checks"]["numbers"] == "tested"
+    found = outside_lines(made)
+    assert {line.op.split(".")[1] for line in found} == NAMES
+    split = {line.op.split(".")[1] for line in found if line.made[0].type.placement.split_axes()}
+    assert split == (NAMES if lines == DATA else {"mix", "squash"})
+
+
+def test_an_operator_from_outside_is_costed_by_its_row(tmp_path: Path) -> None:
+    made = built(tmp_path, DATA)
+    cost = {str(node.target).split(".")[1]: operations_of(node) for node in made.captured.graph.nodes
+            if str(node.target).startswith("outside.") and "down" not in str(node.args)}  # fmt: skip
+    samples = 8
+    assert cost["mix"] == PASSES * 2 * samples * 4 * 8 * 12
+    assert cost["rows"] == PASSES * FLOPS_PER_BYTE * (samples * 4 * 8 * 4 + samples * 4 * 8)  # of its table no more
+    assert cost["squash"] == PASSES * FLOPS_PER_BYTE * 2 * 4 * samples * 4 * 12
+
+
+def test_an_operator_from_outside_computes_in_the_type_that_its_row_says(tmp_path: Path) -> None:
+    made = built(tmp_path, DATA + "precision bf16\n")
+    checked(made)
+    types = {line.op.split(".")[1]: line.made[0].type.dtype for line in outside_lines(made)}
+    assert types["mix"] == torch.bfloat16
+    assert types["total"] == torch.float32
+
+
+def test_facts_that_are_none_are_refused(tmp_path: Path) -> None:
+    built(tmp_path, DATA)
+    assert facts("outside.mix.default").precision == "product"
+    with pytest.raises(RuleError, match="'colour' is no fact of an operator; these are: addable"):
+        register("outside.other.default", "... -> ...", colour="red")
+    with pytest.raises(RuleError, match="already has the rule"):
+        register("outside.mix.default", "... k, n k -> ... n", linear="0|1")
