@@ -39,11 +39,12 @@ def _returning(schema: Any) -> Any:
 
 
 def fold_zeros(backward: Sequence[fx.Node]) -> set[fx.Node]:
-    """The zeros among what backward computes, after zeros are written for all that it computes linearly of zeros alone:
-    the gradient that ``floor`` or ``sgn`` sends back, summed to the shape of a smaller operand."""
+    """The zeros among what backward computes, after zeros are written for all that it computes linearly of zeros and of
+    no other floating number: the gradient that ``floor`` or ``sgn`` sends back, summed to the shape of a smaller
+    operand, or to rows of a table by their numbers."""
     zeros: set[fx.Node] = set()
     for node in backward:
-        operands = operands_of(node)
+        operands = [operand for operand in operands_of(node) if not _is_of_whole_numbers(operand)]
         if operands and zeros.issuperset(operands) and isinstance(node.meta["val"], torch.Tensor):
             rule = rule_for(call_of(node))
             if node.target is OPS.convert.default or (rule is not None and rule.linear):
@@ -52,6 +53,11 @@ def fold_zeros(backward: Sequence[fx.Node]) -> set[fx.Node]:
         if row.creates and row.number_in(node.args) == 0:
             zeros.add(node)
     return zeros
+
+
+def _is_of_whole_numbers(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
 def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx.Node, Any],
