@@ -47,7 +47,7 @@ class _Main:
     forward: _Lines = field(default_factory=_Lines)
     keys: set[tuple[str, int]] = field(default_factory=set)
     """Keys of random streams, and the stages in which they are made."""
-    calls: list[tuple[Segment, BlockPair, dict[str, Value]]] = field(default_factory=list)
+    calls: list[tuple[Segment, BlockPair, str, dict[str, Value]]] = field(default_factory=list)
 
     def emit(
         self, lines: _Lines, name: str, type_: TensorType, op: str, args: tuple[Any, ...], **options: Any
@@ -94,7 +94,9 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[s
         if segment.signature not in pairs:
             stem = identifier(segment.block.rsplit(".", 1)[0]) if segment.block else "part"
             shared = segment.block if counts[segment.signature] > 1 else None
-            pairs[segment.signature] = emit_pair(trace_joint(segment, mesh), functions.fresh(stem), mesh, shared)
+            pairs[segment.signature] = emit_pair(
+                trace_joint(segment, mesh), segment, functions.fresh(stem), mesh, shared
+            )
         pair = pairs[segment.signature]
         arguments = tuple(Ref(main.bind(node).name) for node in segment.inputs)
         prefix = prefixes.fresh(identifier(segment.block) if segment.block else "part")
@@ -109,7 +111,7 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[s
         main.forward.append(Line(tuple(results), pair.forward.name, arguments, (), origin))
         for node, label in zip(segment.outputs, pair.outputs, strict=True):
             main.values[node] = table[label]
-        main.calls.append((segment, pair, table))
+        main.calls.append((segment, pair, prefix, table))
     return main, pairs
 
 
@@ -119,7 +121,7 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], lis
     lines = _Lines()
     reads: dict[str, Value] = {scale.name: scale}
     gradients: dict[tuple[fx.Node, int], Value] = {(loss, 0): scale}
-    for segment, pair, table in reversed(main.calls):
+    for segment, pair, prefix, table in reversed(main.calls):
         if pair.backward is None:
             continue
         lines.stage = segment.stage
@@ -131,8 +133,7 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], lis
             arguments.append(Ref(_tangent(main, segment.outputs[index], gradients, lines).name))
         inner = pair.backward.values()
         made = {
-            label: Value(main.names.fresh(f"grad_{index}_{label}"), inner[label].type)
-            for index, (_, label) in enumerate(pair.backward.returns)
+            label: Value(main.names.fresh(f"{prefix}_{label}"), inner[label].type) for _, label in pair.backward.returns
         }
         lines.append(Line(tuple(made.values()), pair.backward.name, tuple(arguments), (), Origin(segment.block or "")))
         for index, label in pair.gradients:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ...compiler.program.program import Function, Line, LocalSize, Origin, Ref, 
 from ...compiler.program.program import operator as torch_operator
 from ..calls import call_of, operands_of
 from .joint import Joint
-from .segments import node_type
+from .segments import Segment, node_type
 
 _DEVICE_WORDS = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
 
@@ -89,12 +89,15 @@ class Emitter:
     mesh: Mesh
     names: FreshNames = field(default_factory=FreshNames)
     value_of: dict[fx.Node, Value] = field(default_factory=dict)
+    titles: dict[fx.Node, str] = field(default_factory=dict)
+    """Names for the values of some nodes, where the operator's own would not do."""
     differentiated: bool = False
     """Whether autograd will run over the lines, so that ``detach`` means something."""
 
     def define(self, node: fx.Node, base: str, binding: Binding | None = None) -> Value:
         """The value of a node with one tensor."""
-        value = self.value_of[node] = Value(self.names.fresh(base), node_type(node), binding)
+        name = self.names.fresh(self.titles.get(node, base))
+        value = self.value_of[node] = Value(name, node_type(node), binding)
         return value
 
     def lines(self, nodes: Sequence[fx.Node]) -> list[Line]:
@@ -199,10 +202,18 @@ class BlockPair:
     gradients: tuple[tuple[int, str], ...]
 
 
-def emit_pair(joint: Joint, name: str, mesh: Mesh, shared: str | None) -> BlockPair:
-    """The functions ``name`` and ``name_backward``; ``shared`` is the block's path where several blocks use them."""
+def emit_pair(joint: Joint, segment: Segment, name: str, mesh: Mesh, shared: str | None) -> BlockPair:
+    """The functions ``name`` and ``name_backward`` of a segment; ``shared`` is the path of its block where several
+    blocks use them."""
     emitter = Emitter(mesh)
-    inputs = [emitter.define(node, "x" if index == 0 else f"x_{index}") for index, node in enumerate(joint.inputs)]
+    for node in (maker for saved in joint.saved for maker in _makers(saved)):
+        emitter.titles[node] = _saved_title(node, segment.block)
+    inputs = [
+        emitter.define(node, _input_title(source, segment.block))
+        for node, source in zip(joint.inputs, segment.inputs, strict=True)
+    ]
+    for index, node in joint.gradients.items():
+        emitter.titles.setdefault(node, f"grad_{emitter.value_of[joint.inputs[index]].name}")
     forward_lines = emitter.lines(joint.forward)
     outputs = tuple(emitter.value_of[node].name for node in joint.outputs)
     kept: dict[str, Value] = {}
@@ -225,6 +236,33 @@ def emit_pair(joint: Joint, name: str, mesh: Mesh, shared: str | None) -> BlockP
         _given_back(labels),
     )
     return BlockPair(forward, backward, known, outputs, tuple(kept), tuple(joint.tangents), gradients)
+
+
+def _input_title(source: fx.Node, block: str | None) -> str:
+    """The name of a segment's input: ``mlp_up_weight`` of ``blocks.0.mlp.up.weight``, ``x`` of an activation."""
+    kind, name = source.meta.get("binding", ("value", ""))
+    return identifier(f"key.{_inside(name, block)}" if kind == "key" else _inside(name, block)) if name else "x"
+
+
+def _makers(node: Any) -> Iterator[fx.Node]:
+    """A node, and those behind copies and conversions for which there may be no line; inputs have names already."""
+    while node.op != "placeholder":
+        yield node
+        if facts(node.target).moves != "copy" and node.target is not OPS.convert.default:
+            break
+        node = node.args[0]
+
+
+def _saved_title(node: fx.Node, block: str | None) -> str:
+    """The name of a value that backward reads: its module's and the operator's, as ``mlp_up_addmm``."""
+    maker: Any = node.args[0] if node.target is operator.getitem else node
+    module, op = _inside(maker.meta["origin"].module, block), str(maker.target).split(".")[1].strip("_")
+    return identifier(f"{module}.{op}" if module and module != block else op)
+
+
+def _inside(path: str, block: str | None) -> str:
+    """A path from its block on."""
+    return path.removeprefix(f"{block}.") if block else path
 
 
 def _given_back(labels: Iterable[str]) -> tuple[tuple[Binding, str], ...]:
