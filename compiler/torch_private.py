@@ -171,13 +171,18 @@ def without_dispatch() -> AbstractContextManager[None]:
     return found
 
 
+_TRACE = "torch.__trace"
+"""A log that writes to a file or nowhere; its handler goes once it has heard of something that nobody asked for, and
+until then torch makes the text of each graph for it."""
+
+
 @contextmanager
 def quiet(exporting: bool = False) -> Iterator[None]:
     """Within it torch says nothing: its warnings, its log of a failure and, where it is ``exporting``, its print of a
     half-made graph stand before parc's own message of it. What the model's own code prints is still printed."""
     if exporting:
         import torch.export._trace  # noqa: F401
-    names = ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))]
+    names = ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch.") and name != _TRACE)]
     silent = {logger: logger.disabled for logger in map(logging.getLogger, names)}
     module = vars(sys.modules.get("torch.export._trace", SimpleNamespace()))
     try:

@@ -13,10 +13,12 @@ from parc.runtime.machine import products
 from parc.runtime.machine.kernels import KERNELS, Site
 from parc.runtime.session import Session, load
 
-from .tiny import ONE, build, without_onednn
+from .tiny import ONE, PLAN, build, without_onednn
 
 SITE = Site(Mesh(), {}, [], [], torch.device("cpu"))
 CPU = torch.device("cpu")
+_MLP = PLAN.replace('"./gpt.py:GPT" (layers=2, width=16, heads=2, vocab=256, length=8, dropout=0.1)',
+                    '"tests.padded_models:Mlp" (vocab=256, width=16, hidden=32)')  # fmt: skip
 needs_onednn = pytest.mark.skipif(onednn_linear() is None, reason="this torch has no oneDNN")
 
 
@@ -79,7 +81,11 @@ def test_ranks_that_do_not_agree_use_torchs_products(onednn: None, monkeypatch: 
 
 @needs_onednn
 @pytest.mark.parametrize("compile", [False, True])
-def test_a_step_by_onednn_is_a_step(onednn: None, monkeypatch: pytest.MonkeyPatch, gpt: Path, compile: bool) -> None:
+def test_a_step_by_onednn_is_a_step(
+    onednn: None, monkeypatch: pytest.MonkeyPatch, gpt: Path, tmp_path: Path, compile: bool
+) -> None:
+    """Compiled the products of a smaller model: each of a GPT's regions is seconds of a C++ compiler."""
+    made = build(tmp_path, ONE, _MLP, name="mlp") if compile else gpt
     calls: list[int] = []
     way = "_opaque" if compile else "_direct"
     taken = getattr(products, way)
@@ -91,10 +97,10 @@ def test_a_step_by_onednn_is_a_step(onednn: None, monkeypatch: pytest.MonkeyPatc
         return taken(*given)
 
     monkeypatch.setattr(products, way, counted)
-    with without_onednn(), load(gpt) as plain:
+    with without_onednn(), load(made) as plain:
         expected = [plain.step() for _ in range(3)]
     assert not calls
-    with load(gpt, compile=compile) as session:
+    with load(made, compile=compile) as session:
         found = [session.step() for _ in range(3)]
     assert calls
     for one, other in zip(found, expected, strict=True):
