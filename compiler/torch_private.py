@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from traceback import FrameSummary, StackSummary
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -176,14 +176,20 @@ _TRACE = "torch.__trace"
 until then torch makes the text of each graph for it."""
 
 
+@lru_cache(maxsize=1)
+def _loggers(known: int) -> tuple[logging.Logger, ...]:
+    """torch's loggers, of so many that are ``known``."""
+    names = (name for name in logging.root.manager.loggerDict if name.startswith("torch.") and name != _TRACE)
+    return tuple(map(logging.getLogger, ("torch", *names)))
+
+
 @contextmanager
 def quiet(exporting: bool = False) -> Iterator[None]:
     """Within it torch says nothing: its warnings, its log of a failure and, where it is ``exporting``, its print of a
     half-made graph stand before parc's own message of it. What the model's own code prints is still printed."""
     if exporting:
         import torch.export._trace  # noqa: F401
-    names = ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch.") and name != _TRACE)]
-    silent = {logger: logger.disabled for logger in map(logging.getLogger, names)}
+    silent = {logger: logger.disabled for logger in _loggers(len(logging.root.manager.loggerDict))}
     module = vars(sys.modules.get("torch.export._trace", SimpleNamespace()))
     try:
         module["print"] = lambda *_, **__: None  # found before the built-in one

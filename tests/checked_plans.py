@@ -9,6 +9,7 @@ from parc.checking.checks import Checked, check_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.source import Source
+from tests.captured_once import compile_once
 from tests.runtime.tiny import EXAMPLES
 
 _SQUARE = """
@@ -43,7 +44,7 @@ def compiled_net(
 def compiled(text: str, folder: Path = EXAMPLES, **defines: int) -> Compiled:
     """The programs of a plan whose paths count from a folder."""
     words = {name: str(value) for name, value in defines.items()}
-    return compile_plan(read_plan(Source("plan.parc", text), words), folder)
+    return compile_once(read_plan(Source("plan.parc", text), words), folder)
 
 
 def checked(made: Compiled) -> Checked:

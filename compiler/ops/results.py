@@ -111,7 +111,9 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _fakes() -> FakeTensorMode:
-    return FakeTensorMode()
+    mode = FakeTensorMode()
+    mode.cache_enabled = False  # what is asked for is asked for once
+    return mode
 
 
 def changed(item: Any, change: Callable[[Any], Any]) -> Any:

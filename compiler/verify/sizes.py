@@ -117,8 +117,10 @@ class _Proof:
         value is judged by its numbers."""
         if q.line.op in COLLECTIVES:
             return next((message for _, message in collective_faults(q)), "")
-        own = q.line.op.startswith(_OWN)
-        return next(filter(None, (self.wrong_on(q, local) for local in (False, True) if own)), "")
+        if not q.line.op.startswith(_OWN):
+            return ""
+        split = "/" in q.text or any(type_.placement.split_axes() for type_ in (*q.operands, *q.results))
+        return self.wrong_on(q, False) or (self.wrong_on(q, True) if split else "")
 
     def wrong_on(self, q: Question, local: bool) -> str:
         """What is wrong on whole shapes, or on a rank's. An operator may go different ways at different sizes: it is

@@ -13,7 +13,7 @@ from parc.checking.checks import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.torch_private import quiet
-from parc.compiling.driver import compile_plan
+from tests.captured_once import compile_once
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
@@ -52,7 +52,7 @@ def build(folder: Path, placements: str, plan: str = PLAN, name: str = "build") 
     text = folder / f"{name}.parc"
     text.write_text(plan + placements)
     out = folder / name
-    compiled = compile_plan(read_plan(text), folder)
+    compiled = compile_once(read_plan(text), folder)
     write_build(compiled.to_write(report_of(compiled)), out)
     return out
 

@@ -1,0 +1,37 @@
+"""Plans compiled with one capture for many: a model is captured again where its plan's task or its code differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from parc.compiler.capture.capture import Captured
+from parc.compiler.initial.recipes import Recorded
+from parc.compiler.plan.plan import Plan
+from parc.compiler.sizes.polynomials import moving
+from parc.compiling.driver import Compiled, compile_captured, compile_plan, task_lines
+from parc.compiling.plan_capture import capture_plan
+from parc.grammar.format import format_statements
+
+_TASK = ("model", "input", "sizes", "loss", "seed")
+_MOST = 32
+_CAPTURES: dict[Any, tuple[Recorded, Captured]] = {}
+
+
+def compile_once(plan: Plan, folder: Path) -> Compiled:
+    """The programs of a plan; a model is captured once for many plans of it, if no Python file of their folder was
+    changed.
+
+    Raises:
+        PlanError: the plan, the model or both are at fault.
+    """
+    if moving(plan.sizes):
+        return compile_plan(plan, folder)
+    code = tuple((path.name, path.read_bytes()) for path in sorted(folder.glob("*.py")))
+    task = format_statements([line for line in plan.statements if line.verb.text in _TASK])
+    key = task, plan.microbatches, code
+    if key not in _CAPTURES:
+        if len(_CAPTURES) >= _MOST:
+            _CAPTURES.clear()
+        _CAPTURES[key] = capture_plan(plan, task_lines(plan), folder, None)
+    return compile_captured(plan, folder, *_CAPTURES[key])
