@@ -70,6 +70,9 @@ def capture_plan(
     return recorded, captured
 
 
+_TRY = "call the model on one batch by itself; where that works, write this part with torch's own operators on tensors"
+
+
 def _inputs_diagnostic(plan: Plan, error: InputsError) -> Diagnostic:
     lines = [line.arguments for line in plan.inputs if line.name in error.inputs]
     spans = [line.span("as" if "as" in line else "name") for line in lines]
@@ -85,7 +88,7 @@ def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
         "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),
         "field": (NO_FIELD, error.help),
         "complex": (NOT_IN_REALS, "write it with arithmetic, powers, `exp`, `log`, products, sums, FFTs and views"),
-    }.get(error.kind, (CAPTURE_FAILED, error.help))
+    }.get(error.kind, (CAPTURE_FAILED, error.help or _TRY))
     line = plan.loss if error.kind == "output" or error.in_loss else plan.model
     shapes = ((given, list(plan.input_shape(given))) for given in plan.inputs if code is CAPTURE_FAILED)
     what = "given in each microbatch as" if plan.microbatches > 1 else "given as"
