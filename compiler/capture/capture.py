@@ -74,7 +74,7 @@ class Captured:
         while pending:
             node = pending.pop()
             value = node.meta.get("val")
-            stops = node.target is aten.detach.default
+            stops = facts(node.target).stops_gradient
             if node not in seen and not stops and (not isinstance(value, torch.Tensor) or value.is_floating_point()):
                 seen.add(node)
                 pending += node.all_input_nodes

@@ -120,6 +120,10 @@ class OpFacts:
         """The one number that its result holds, called with these arguments."""
         return self.number if self.number_at is None else args[self.number_at]
 
+    def makes_zeros(self, args: Sequence[Any]) -> bool:
+        """Whether its result holds nothing but zeros, called with these arguments."""
+        return self.creates and bool(self.number_in(args) == 0)
+
 
 @dataclass(frozen=True, slots=True)
 class OpRow(OpFacts):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
+from ..ops.rules import facts
 from .actions import Action
 from .binding import GRAD_NORM, LOSS, Binding
 from .program import Function, Line, Program, Ref, Value, map_references
@@ -196,9 +197,7 @@ def _renamed(line: Line, names: Mapping[str, str]) -> Line:
 
 def _added(names: Sequence[str], values: dict[str, Value], lines: list[Line], base: str) -> str:
     """The sum of what roles have, but for zeros."""
-    zeros = {
-        v.name for line in lines if line.op == "aten.full.default" and line.args[1] == 0.0 for v in line.results if v
-    }
+    zeros = {value.name for line in lines if facts(line.op).makes_zeros(line.args) for value in line.made}
     parts = [name for name in names if name not in zeros] or names[:1]
     if len(parts) == 1:
         return parts[0]

@@ -135,7 +135,7 @@ def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
     operands = [known[name] for name in line.uses()]
     args = [item for item in line.args if not isinstance(item, Ref)]
     row = facts(line.op)
-    if line.op == "aten.full.default" and line.args[1:] == (0.0,):
+    if row.makes_zeros(line.args):
         return ()
     plain = not line.kwargs and not any(not isinstance(item, list) for item in args)
     if plain and (row.computes == "total" or row.moves == "join" or row.reduces == "sum"):

@@ -212,7 +212,7 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     except Exception as problem:  # a rule may stumble over arguments that it does not foresee
         yield "types", str(problem) or type(problem).__name__
         return
-    zeros = line.op == "aten.full.default" and line.args[1:] == (0.0,)
+    zeros = row.makes_zeros(line.args)
     for made, type_ in zip(placements, results, strict=True):
         # zeros are partial sums of zero as well
         without_sums = type_.placement.replace(dict.fromkeys(type_.placement.partial, "I"))

@@ -107,7 +107,7 @@ def _line_faults(
 ) -> Iterator[tuple[Line, str]]:
     returned = {name for _, name in function.returns}
     for line in reversed(function.lines):  # parts of several stages are added up like those of microbatches
-        if line.op == "aten.add.Tensor" and any(value.name in returned for value in line.made):
+        if facts(line.op).computes == "total" and any(value.name in returned for value in line.made):
             returned.update(line.uses())
     for line, reads, makes in _floats(function):
         narrow = [value for value in makes if is_narrow(value.type.dtype)]
@@ -119,7 +119,7 @@ def _line_faults(
             yield line, f"{line.op} is sensitive to rounding, but takes or gives {_text(dtype)}"
         elif narrow and len(rounded) == len(narrow):  # it is here that the value becomes narrow
             shape = narrow[0].type.shape
-            if line.op == "aten.full.default" and line.args[1:] == (0.0,):
+            if facts(line.op).makes_zeros(line.args):
                 continue
             if action == "B" and narrow[0].name in returned and dtype == rounding.sums:
                 continue
@@ -195,12 +195,12 @@ def _source(value: Value) -> _Table:
 
 def _table_made(question: Question, given: Sequence[_Table]) -> tuple[_Table, str]:
     """What a line makes, and what is wrong with what it reads."""
-    line, results = question.line, question.results
+    line, results, row = question.line, question.results, facts(question.line.op)
     narrow = any(is_narrow(type_.dtype) for type_ in results)
     pairs = [pair for pair in zip(question.operands, given, strict=True) if pair[0].dtype.is_floating_point]
     moving = [type_.dtype for type_, found in pairs if found is _Table.OTHER and type_.shape]
     rounded = any(found is _Table.ROUNDED for _, found in pairs)
-    if line.op in COLLECTIVES or facts(line.op).keeps_values:
+    if line.op in COLLECTIVES or row.keeps_values:
         return (given or [_Table.EXACT])[0], ""
     if rounded and (not narrow or not all(map(is_narrow, moving))):
         return _Table.OTHER, "reads what was rounded and is made of positions, buffers and constants as if it were not"
@@ -208,10 +208,10 @@ def _table_made(question: Question, given: Sequence[_Table]) -> tuple[_Table, st
         return _Table.OTHER, "reads a mask that was rounded"
     if _Table.OTHER in given:
         return _Table.OTHER, ""
-    if rounded and line.op != "aten._to_copy.default":
+    if rounded and not row.casts:
         return _Table.OTHER, "computes with what was rounded, and meets no activation"
     held = all(is_narrow(type_.dtype) for type_, _ in pairs) and pairs  # narrow in the model itself
-    exact = line.op == "aten.full.default" and _holds(line.args[1], results[0].dtype)
+    exact = row.creates and _holds(row.number_in(line.args), results[0].dtype)
     return (_Table.EXACT if not narrow or (held and not rounded) or exact else _Table.ROUNDED), ""
 
 

@@ -69,7 +69,7 @@ def _made(line: Line, given: list[_Made | None]) -> _Made | None:
     if len(known) != len(given):
         return None
     row = facts(line.op)
-    if row.creates and row.number_in(line.args) == 0.0:  # what a role adds that has no gradients
+    if row.makes_zeros(line.args):  # what a role adds that has no gradients
         return _Made()
     to_float = row.casts and line.made[0].type.dtype.is_floating_point
     if line.op in _KEEPS or to_float:

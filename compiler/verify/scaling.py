@@ -60,7 +60,7 @@ def _degree(question: Question, operands: Sequence[Degree]) -> Degree:
     known = [degree for degree in operands if degree is not None]
     if len(known) != len(operands):
         return None
-    if row.creates and row.number_in(line.args) == 0.0:
+    if row.makes_zeros(line.args):
         return _ZERO
     if all(degree == 0.0 for degree in known):
         return 0.0

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
+from ..ops.rules import facts
 from ..program.binding import GRAD_NORM, LOSS, Binding
 from ..program.faults import Fault
 from ..program.program import Program, Value
@@ -139,7 +140,7 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
                     "types", f"{program.role}.REDUCE {name}", f"is not summed once over the roles {owners[name]}"
                 )
         root = lines.get(ends.get(GRAD_NORM, ""))
-        square = next(iter(root.uses()), "") if root is not None and root.op == "aten.sqrt.default" else ""
+        square = next(iter(root.uses()), "") if root is not None and facts(root.op).power == 0.5 else ""
         for what, value, found in ((LOSS, ends.get(LOSS, ""), losses), (GRAD_NORM, square, counted)):
             line = lines.get(value)
             if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
@@ -190,7 +191,7 @@ def _parts(program: Program, makes: Collection[str]) -> tuple[dict[str, Counter[
         uses = list(line.uses())
         made = [value.name for value in line.results if value is not None]
         found = sum((parts[use] for use in uses), Counter[_Part]())
-        if line.op == "aten.full.default" and line.args[1] == 0.0:
+        if facts(line.op).makes_zeros(line.args):
             zeros.update(made)
         if line.op == AMONG:
             if not found and uses[0] not in zeros:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ...compiler.ops.precision import is_narrow
+from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
 from .rewriter import Canonicalizer, rewrites
 
@@ -248,7 +249,7 @@ def depends_on_parameter(node: fx.Node) -> bool:
     seen, pending = set[fx.Node](), [node]
     while pending:
         current = pending.pop()
-        if current not in seen and current.target is not aten.detach.default and is_floating(current):
+        if current not in seen and not facts(current.target).stops_gradient and is_floating(current):
             if current.op == "placeholder" and current.meta["binding"].kind == "parameter":
                 return True
             seen.add(current)

@@ -53,7 +53,7 @@ def stop_gradients(graph: fx.Graph) -> None:
     pending, reached = outputs(graph)[:1], set[fx.Node]()
     while pending:
         node = pending.pop()
-        if node not in reached and node.target is not aten.detach.default and is_floating(node):
+        if node not in reached and not facts(node.target).stops_gradient and is_floating(node):
             reached.add(node)
             pending += node.all_input_nodes
     flows = set[fx.Node]()
@@ -65,7 +65,7 @@ def stop_gradients(graph: fx.Graph) -> None:
         elif not computes(node) or node in reached:
             if from_parameters and is_floating(node):
                 flows.add(node)
-        elif node.target is not aten.detach.default:
+        elif not facts(node.target).stops_gradient:
             for operand in from_parameters:
                 with graph.inserting_before(node):
                     stopped = graph.call_function(aten.detach.default, (operand,))
@@ -92,7 +92,7 @@ def _scaled(node: fx.Node) -> fx.Node | None:
         return inner if isinstance(inner, fx.Node) and isinstance(by, (int, float)) else None
     if node.target is aten.neg.default:
         return inner  # type: ignore[no-any-return]
-    if node.target is aten._to_copy.default and _width(inner) <= _width(node):
+    if facts(node.target).casts and _width(inner) <= _width(node):
         return inner  # type: ignore[no-any-return]
     return None
 

@@ -49,8 +49,7 @@ def fold_zeros(backward: Sequence[fx.Node]) -> set[fx.Node]:
             rule = rule_for(call_of(node))
             if node.target is OPS.convert.default or (rule is not None and rule.linear):
                 node.target, node.args, node.kwargs = aten.zeros.default, (list(node.meta["val"].shape),), {}
-        row = facts(node.target)
-        if row.creates and row.number_in(node.args) == 0:
+        if facts(node.target).makes_zeros(node.args):
             zeros.add(node)
     return zeros
 

@@ -247,7 +247,7 @@ def _split(joint: Joint, graph: fx.Graph) -> None:
 
 def _free(node: Any) -> bool:
     """Whether the node only looks at its operand's storage in another shape, or is its operand in a wider type."""
-    if node.target is aten._to_copy.default:
+    if facts(node.target).casts:
         before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
         return bool(before.is_floating_point and before.itemsize < after.itemsize)
     row = facts(node.args[0].target if node.target is operator.getitem else node.target)

@@ -44,6 +44,18 @@ def _product(ruling: Ruling, **facts: Any) -> OpRow:
     return OpRow(ruling, precision="product", flops=contracted(ruling), **facts)
 
 
+def _einsum_flops(call: OpCall) -> int:
+    """Products of the first two operands, of what they make and the third, and so on, as torch takes them."""
+    ruled, count = _einsum(call), 0
+    factors = [{name for names in dims for name in names} for dims in (*ruled.operands, *ruled.results)]
+    made = factors[0]
+    for at, other in enumerate(factors[1:-1], 1):
+        made = made | other
+        count += math.prod(ruled.sizes[name] for name in made)
+        made = made & set().union(*factors[at + 1 :])
+    return count
+
+
 def _added(left: str, right: str, result: str) -> Ruling:
     """`beta * x + alpha * (left @ right)`, x broadcast to the result: x and one of the two may be Partial together."""
 
@@ -89,7 +101,7 @@ CONTRACTIONS_RULES = {
     **rows_of("addbmm", _product(_added("b! m k!", "b! k! n", "m n"))),
     **rows_of("linear", _product(_linear)),
     **rows_of("matmul", _product(_matmul)),
-    **rows_of("einsum", _product(_einsum)),
+    **rows_of("einsum", OpRow(_einsum, precision="product", flops=_einsum_flops)),
     # torch takes these apart before anything is placed
     **rows_of("bilinear", OpRow(precision="product", flops=_bilinear)),
     **rows_of("_grouped_mm lstm.input gru.input rnn_tanh.input rnn_relu.input", OpRow(precision="product")),
