@@ -149,39 +149,12 @@ def _joined(call: Elements) -> Node:
     return node
 
 
-def _repeat(call: Elements) -> Node:
-    source: Read = call.bound["self"]
-    repeats = call.bound["repeats"]
-    missing = len(repeats) - len(source.sizes)
-    sizes, strides = (1,) * missing + source.sizes, (0,) * missing + source.strides
-    # [r0, s0, r1, s1, …] in C order are the flat indices of [r0 * s0, r1 * s1, …]
-    both = tuple(size for pair in zip(repeats, sizes, strict=True) for size in pair)
-    steps = tuple(step for stride in strides for step in (0, stride))
-    return call.each(lambda x: x, _reshaped(Read(source.node, both, steps, source.offset), call.sizes))
-
-
-def _triangle(call: Elements) -> Node:
-    rows, columns = call.sizes[-2:]
-    diagonal = call.bound["diagonal"]
-    keep_low = call.name == "tril"
-
-    def cut(row: Tensor, column: Tensor, x: Tensor) -> Tensor:
-        above = column - row
-        return torch.where(above <= diagonal if keep_low else above >= diagonal, x, torch.zeros((), dtype=x.dtype))
-
-    return call.each(cut, *_grid(rows, columns), call.bound["self"])
-
-
 ELEMENT_MOVES: dict[str, Callable[[Elements], Node | None]] = {
     "copy": lambda call: _copied(call, call.bound["src"]),
     "fill": lambda call: _filled(call, call.bound["value"]),
     "arange": _arange,
     "cat": _joined,
     "stack": _joined,
-    "repeat": _repeat,
-    "tril": _triangle,
-    "triu": _triangle,
-    "eye": lambda call: call.each(lambda row, column: row == column, *_grid(*call.sizes)),
 }
 
 
@@ -214,17 +187,7 @@ def _on_copies(func: Any, written: tuple[int, ...]) -> Callable[..., Tensor]:
     return run
 
 
-def _grid(rows: int, columns: int) -> tuple[Read, Read]:
-    """The row and the column number of each element of a matrix, of sizes [rows, 1] and [columns]."""
-    return dense(Count(rows, torch.int64, 0, 1), (rows, 1)), dense(Count(columns, torch.int64, 0, 1), (columns,))
-
-
 def _as_dtype(read: Read, dtype: torch.dtype) -> Read:
     if read.dtype == dtype:
         return read
     return dense(Elementwise(math.prod(read.sizes), dtype, lambda x: x, True, (read,), {}, read.sizes), read.sizes)
-
-
-def _reshaped(read: Read, sizes: tuple[int, ...]) -> Read:
-    """A read of other sizes and the same flat indices."""
-    return dense(Elementwise(math.prod(sizes), read.dtype, lambda x: x, True, (read,), {}, read.sizes), sizes)

@@ -177,7 +177,7 @@ def check_statistics(name: str, value: Tensor, expected: Tensor) -> None:
 
 def test_what_is_elementwise_is_known() -> None:
     whole = {name for name, recipe in ZOO.recipes.items() if not recipe.elementwise}
-    assert whole == {"orthogonal", "sparse"}
+    assert whole == {"orthogonal", "repeated", "sparse", "triangle"}
 
 
 def test_uniform_numbers_stay_below_their_bound() -> None:
