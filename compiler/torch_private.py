@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from traceback import FrameSummary, StackSummary
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -298,34 +298,3 @@ def without_validation() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
-
-
-def detach_without_gradients(module: fx.GraphModule) -> bool:
-    """Write what leaves a region under ``torch.no_grad()`` as detached, which its inlining would forget; False where
-    regions lie in each other."""
-    regions = [
-        node
-        for node in module.graph.nodes
-        if node.op == "call_function" and str(node.target) == "wrap_with_set_grad_enabled"
-    ]
-    for region in regions:
-        enabled, body = region.args[:2]
-        inner: Any = getattr(module, str(body.target))
-        if any(str(node.target) == "wrap_with_set_grad_enabled" for node in inner.graph.nodes):
-            return False
-        if enabled:
-            continue
-        output = inner.graph.output_node()
-        with inner.graph.inserting_before(output):
-            output.args = fx.node.map_arg(output.args, partial(_detached, inner.graph))
-        inner.recompile()
-    return True
-
-
-def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return node
-    made = graph.call_function(torch.ops.aten.detach.default, (node,))
-    made.meta = dict(node.meta)
-    return made

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..compiler.capture.node_facts import noted
 from ..compiler.ops.factors import OpCall, Operand, OpRule, RuleError, opaque
 from ..compiler.ops.rules import rule_for
 
@@ -25,7 +26,7 @@ def key_of(node: fx.Node) -> ValueKey:
 
 def tensors_of(node: fx.Node) -> tuple[Any, ...]:
     """Fake tensors of a node's results."""
-    value = node.meta.get("val")
+    value = noted(node).value
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 

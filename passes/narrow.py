@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..compiler.capture.node_facts import noted
 from ..compiler.ops.precision import (
     PrecisionLine,
     PrecisionRegions,
@@ -62,16 +63,16 @@ def narrow(graph: fx.Graph, lines: PrecisionRegions) -> None:
 
 def _keep_masters(graph: fx.Graph, lines: PrecisionRegions) -> None:
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.users]:
-        kind, name = node.meta["binding"]
-        value, line = node.meta["val"], line_at(lines, name)
+        kind, name = noted(node).binding
+        value, line = noted(node).value, line_at(lines, name)
         if kind != "parameter" or line is None or not is_narrow(value.dtype):
             continue
         with graph.inserting_before(next(n for n in graph.nodes if n in node.users)):
             read = graph.call_function(aten._to_copy.default, (node,), {"dtype": value.dtype})
         node.replace_all_uses_with(read, lambda user, read=read: user is not read)
-        read.meta = {"val": value, "origin": Origin(name.rpartition(".")[0], "", line.line)}
+        noted(read).value, noted(read).origin = value, Origin(name.rpartition(".")[0], "", line.line)
         with value.fake_mode:
-            node.meta["val"] = value.to(torch.float32)
+            noted(node).value = value.to(torch.float32)
 
 
 class _Parts(TorchDispatchMode):
@@ -93,18 +94,18 @@ class _Narrowing:
         self.flow: dict[fx.Node, _Flow] = {}
         self.cast: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.made_of_sensitive: dict[Any, bool] = {}
-        self.mode = next(n.meta["val"].fake_mode for n in graph.nodes if n.op == "placeholder")
+        self.mode = next(noted(n).value.fake_mode for n in graph.nodes if n.op == "placeholder")
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
-                self.flow[node] = _GIVEN.get(node.meta["binding"].kind, _Flow.MADE)
+                self.flow[node] = _GIVEN.get(noted(node).binding.kind, _Flow.MADE)
             elif computes(node):
                 self.operator(node)
             elif node.target is operator.getitem:
                 source, index = node.args
                 self.flow[node] = self.flow[source]
-                node.meta["val"] = source.meta["val"][index]
+                noted(node).value = noted(source).value[index]
         results = outputs(self.graph)
         end = self.graph.output_node()
         types = [self.captured[n][0].dtype for n in results]
@@ -115,15 +116,15 @@ class _Narrowing:
 
     def line_of(self, node: fx.Node) -> PrecisionLine | None:
         """The line by which a node computes in a narrow type; the loss never does."""
-        return None if node.meta.get("loss") else line_at(self.lines, node.meta["origin"].module)
+        return None if noted(node).in_loss else line_at(self.lines, noted(node).origin.module)
 
     def seen(self, value: fx.Node, reader: fx.Node) -> fx.Node:
         """A value as a reader has it: outside the narrow module that made it, its rounding."""
         maker = _maker(value)
         if maker.op == "placeholder" or self.flow[value] in (_Flow.MADE, _Flow.TABLE, _Flow.KEPT):
             return value
-        line, origin = self.line_of(maker), maker.meta["origin"]
-        if line is None or (_inside(reader.meta["origin"].module, origin.module) and not reader.meta.get("loss")):
+        line, origin = self.line_of(maker), noted(maker).origin
+        if line is None or (_inside(noted(reader).origin.module, origin.module) and not noted(reader).in_loss):
             return value
         return self.form(value, line.dtype, value.next, replace(origin, plan=line.line))  # in the module, not after it
 
@@ -135,13 +136,13 @@ class _Narrowing:
     def operator(self, node: fx.Node) -> None:
         """Give an operator its operands in the types that it computes in, and say what its results are."""
         reads = list(dict.fromkeys(operands_of(node)))
-        loss = bool(node.meta.get("loss"))
+        loss = bool(noted(node).in_loss)
         seen = {n: self.seen(n, node) for n in reads if self.is_float(n, narrow=loss)}
         node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda n: seen.get(n, n))
         floats = list(dict.fromkeys(seen.values()))
         line = self.line_of(node)
         asked = loss or (not floats and any(self.captured[n][0].is_floating_point() for n in reads))
-        tensors = [n for n in floats if n.meta["val"].dim()] or floats  # beside one, a single number decides nothing
+        tensors = [n for n in floats if noted(n).value.dim()] or floats  # beside one, a single number decides nothing
         flow = _Flow.KEPT if asked else max((self.flow[n] for n in tensors), default=_Flow.MADE)
         precision = facts(node.target).precision
         if line is None:
@@ -170,7 +171,7 @@ class _Narrowing:
         target: Any = node.target
         if target not in self.made_of_sensitive:
             with self.mode:  # of one type: some operators take no other
-                args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: _widened(n.meta["val"]))
+                args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: _widened(noted(n).value))
                 with _Parts() as parts:
                     target(*args, **kwargs)
             self.made_of_sensitive[target] = is_sensitive(str(target)) or parts.sensitive
@@ -179,7 +180,7 @@ class _Narrowing:
     def beyond(self, node: fx.Node, floats: list[fx.Node], dtype: torch.dtype) -> bool:
         """Whether an operator of narrow operands must compute wide: a number beyond the narrow type's range, which
         masks are made of, or a constant's tensor in an operator that does not promote types."""
-        made = [n for n in floats if self.flow[n] is _Flow.MADE or not n.meta["val"].dim()]
+        made = [n for n in floats if self.flow[n] is _Flow.MADE or not noted(n).value.dim()]
         numbers = [n.args[1] for n in made if n.target is aten.full.default] + [*node.args, *node.kwargs.values()]
         most = torch.finfo(dtype).max
         if any(isinstance(n, float) and math.isfinite(n) and abs(n) > most for n in numbers):
@@ -191,22 +192,22 @@ class _Narrowing:
         """Read operands in these types; the node's results follow."""
         forms = {n: self.form(n, dtype, node, self.origin(node, n)) for n, dtype in types.items()}
         node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda n: forms.get(n, n))
-        if all(n in self.captured and n.meta["val"].dtype == self.captured[n][0].dtype for n in operands_of(node)):
+        if all(n in self.captured and noted(n).value.dtype == self.captured[n][0].dtype for n in operands_of(node)):
             return
-        args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
+        args, kwargs = substitute_nodes((node.args, node.kwargs), lambda n: noted(n).value)
         target: Any = node.target
         with self.mode:
-            node.meta["val"] = target(*args, **kwargs)
+            noted(node).value = target(*args, **kwargs)
 
     def form(self, value: fx.Node, dtype: torch.dtype, near: fx.Node, origin: Origin) -> fx.Node:
         """A value in a type, cast once for all readers; ``near`` is where."""
-        if value.meta["val"].dtype == dtype:
+        if noted(value).value.dtype == dtype:
             return value
         if (value, dtype) not in self.cast:
             with self.graph.inserting_before(near), self.mode:
                 made = self.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
-                made.meta["val"] = aten._to_copy.default(value.meta["val"], dtype=dtype)
-            made.meta |= {"origin": origin, "kept": near.op == "output"}
+                noted(made).value = aten._to_copy.default(noted(value).value, dtype=dtype)
+            noted(made).origin, noted(made).kept = origin, near.op == "output"
             self.flow[made] = _Flow.NARROW
             self.cast[value, dtype] = made
         return self.cast[value, dtype]
@@ -214,7 +215,7 @@ class _Narrowing:
     def origin(self, reader: fx.Node, value: fx.Node) -> Origin:
         """A cast stands at its reader, for the line by which that or the value's maker computes in a narrow type."""
         nodes = [node for node in (reader, _maker(value)) if node.op == "call_function"]
-        origin: Origin = nodes[0].meta["origin"]
+        origin: Origin = noted(nodes[0]).origin
         return replace(origin, plan=next((line.line for node in nodes if (line := self.line_of(node))), 0))
 
 

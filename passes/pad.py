@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..compiler.capture.node_facts import noted
+from ..compiler.capture.reach import FIXED, made_of
 from ..compiler.ops.factors import OpCall, OpRule, fill_operands
 from ..compiler.ops.neutral import reduction_of
 from ..compiler.ops.rules import facts, localize
@@ -21,7 +23,7 @@ from ..compiler.ops.torch_ops import OPS
 from ..compiler.padding.flow import Extra, Extras, PaddingFault, follow_padding, locate, place_of_part
 from ..compiler.padding.pads import Pad, padded_shape
 from ..compiler.padding.point import point
-from ..compiler.program.binding import BUFFERS, Binding
+from ..compiler.program.binding import Binding
 from .calls import (
     ValueKey,
     call_of,
@@ -37,7 +39,6 @@ from .calls import (
 
 BoundPads = Mapping[Binding, tuple[Pad, ...]]
 """Paddings of placeholders."""
-_PURE = (*BUFFERS, "key")
 _SAFE = (1.0, 0.5)  # a point where an operator that is singular in its padding has a value and a slope
 
 
@@ -64,41 +65,37 @@ class _Padder:
         self.calls: dict[fx.Node, OpCall] = {node: call_of(node) for node in nodes}
         self.rules: dict[fx.Node, OpRule] = {node: rule_of(node)[0] for node in nodes}
         self.extras: dict[ValueKey, Extras] = {}
-        self.pure: set[fx.Node] = set()
+        self.pure = made_of(graph, FIXED)
         self.made: dict[tuple[Any, ...], fx.Node] = {}
 
     def run(self, pads: BoundPads) -> None:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
-                if node.meta["binding"].kind in _PURE:
-                    self.pure.add(node)
                 self._placeholder(node, pads)
             elif computes(node):
                 self._operator(node)
             elif node.op == "call_function":  # one result of several
-                node.meta["val"] = fake(key_of(node))
+                noted(node).value = fake(key_of(node))
         out = self.graph.output_node()
         found = [self._without(node, self.extras.get(key_of(node), ()), out) for node in outputs(self.graph)]
         out.args = (tuple(found),)
         self.graph.lint()
 
     def _placeholder(self, node: fx.Node, pads: BoundPads) -> None:
-        rows, value = pads.get(node.meta["binding"], ()), node.meta["val"]
+        rows, value = pads.get(noted(node).binding, ()), noted(node).value
         with value.fake_mode:
-            node.meta["val"] = torch.empty(padded_shape(value.shape, rows), dtype=value.dtype) if rows else value
+            noted(node).value = torch.empty(padded_shape(value.shape, rows), dtype=value.dtype) if rows else value
         self.extras[node, 0] = tuple(Extra(row.dim, row.outer, row.real, row.padded) for row in rows)
 
     def _operator(self, node: fx.Node) -> None:
         operands = operands_of(node)
-        if all(key_of(n)[0] in self.pure for n in operands):
-            self.pure.add(node)
         if not any(self.extras.get(key_of(n)) for n in operands):
             return
-        before = node.args, node.kwargs, node.meta["val"]
+        before = node.args, node.kwargs, noted(node).value
         try:
             self._compute_padded(node, self._needs(node, operands))
         except (PaddingFault, ValueError, RuntimeError, TypeError):  # a rule or operator does not do with longer dims
-            node.args, node.kwargs, node.meta["val"] = before
+            node.args, node.kwargs, noted(node).value = before
             given = iter([self._without(n, self.extras.get(key_of(n), ()), node) for n in operands])
             node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda _: next(given))
             for index in range(len(self.rules[node].results)):
@@ -191,7 +188,7 @@ class _Padder:
         fakes = substitute_nodes((node.args, node.kwargs), lambda n: fake(key_of(n)))
         with mode:
             target: Any = node.target
-            node.meta["val"] = target(*fakes[0], **fakes[1])
+            noted(node).value = target(*fakes[0], **fakes[1])
         made = [list(value.shape) for value in tensors_of(node) if isinstance(value, torch.Tensor)]
         if made != shapes:
             raise PaddingFault(f"{node.name} makes {made}, not {shapes}")
@@ -217,7 +214,7 @@ class _Padder:
     def _emit(self, target: Any, x: fx.Node, extra: Extra, more: tuple[float, ...], reader: fx.Node) -> fx.Node:
         """An operator that is about padding, before the first that reads its result; others share it."""
         args = (x, extra.dim, extra.outer, extra.real, extra.padded, *more)
-        block = reader.meta["origin"].module if "origin" in reader.meta else ""
+        block = noted(reader).origin.module
         key = (target, args, block)
         if key in self.made:
             return self.made[key]
@@ -225,9 +222,9 @@ class _Padder:
             node = self.made[key] = self.graph.call_function(target, args)
         value = fake(key_of(x))
         with value.fake_mode:
-            node.meta["val"] = target(value, *args[1:])
-        node.meta["origin"] = reader.meta.get("origin", x.meta.get("origin"))
-        node.meta["kept"] = reader.op == "output" or reader.meta.get("kept", False)
+            noted(node).value = target(value, *args[1:])
+        noted(node).origin = noted(x if reader.op == "output" else reader).origin
+        noted(node).kept = reader.op == "output" or noted(reader).kept
         (self.extras[node, 0],) = follow_padding(call_of(node), [self.extras.get(key_of(x), ())], [value.dtype])
         if key_of(x)[0] in self.pure:
             self.pure.add(node)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ..compiler.capture.capture import Captured
+from ..compiler.capture.node_facts import noted
 from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import Split
 from ..compiler.ops.precision import PrecisionRegions
@@ -108,7 +109,7 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
     loss = split_loss(graph)
-    loss.graph.output_node().meta["updates"] = captured.updates
+    noted(loss.graph.output_node()).updates = captured.updates
     reference = reference_program(loss.graph, loss.count, captured.updates, request.seed)
     narrow(loss.graph, request.precision)
     pad(loss.graph, request.pads)
@@ -126,7 +127,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     count_type = None
     if loss.count is not None:
         # what the count reads is placed as the forward has it
-        inputs = {n.meta["binding"]: placed.splits[n, 0] for n in loss.graph.nodes if n.op == "placeholder"}
+        inputs = {noted(n).binding: placed.splits[n, 0] for n in loss.graph.nodes if n.op == "placeholder"}
         claims = tuple((binding, axis, at.get(axis), 0) for binding, at in inputs.items() for axis in mesh.names)
         counted, _, _ = _place(loss.count, mesh, replace(request, claims=claims))
         programs["COUNT"] = assemble_count(counted, mesh, ROLE)
@@ -138,7 +139,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     sums = request.accumulate if request.microbatches > 1 else None
     if request.pipeline is not None:
         typed = in_stages(typed, request.pipeline)
-        typed.output_node().meta["updates"] = captured.updates
+        noted(typed.output_node()).updates = captured.updates
     roles = _roles(programs, assemble(typed, mesh, request.seed, sums, request.pipeline), mesh, request.pipeline)
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
     return Built(reference, join_roles(roles), roles, tuple(reshards), missing, averaged=adds is None)
@@ -162,7 +163,7 @@ def _roles(shared: Programs, made: StepPrograms, mesh: Mesh, pipeline: Pipeline 
 
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:
-    nodes = {node.meta["binding"]: node for node in graph.nodes if node.op == "placeholder"}
+    nodes = {noted(node).binding: node for node in graph.nodes if node.op == "placeholder"}
     claims = [Claim((nodes[key], 0), axis, split, line) for key, axis, split, line in request.claims if key in nodes]
     placed = propagate(graph, mesh, claims, few_heads(graph, request.fused))
     partition = Partition(graph, mesh, placed, request.choices)
@@ -178,13 +179,13 @@ def freeze_parameters(graph: fx.Graph, names: frozenset[str]) -> None:
     """Parameters that are not trained have a binding of their own kind, which no gradient flows to."""
     for node in graph.nodes:
         if node.op == "placeholder":
-            kind, name = node.meta["binding"]
+            kind, name = noted(node).binding
             if kind == "parameter" and name in names:
-                node.meta["binding"] = Binding("frozen", name)
+                noted(node).binding = Binding("frozen", name)
 
 
 def mark_blocks(graph: fx.Graph) -> None:
     """Note on every operator which of the model's numbered modules it belongs to."""
     for node in graph.nodes:
         if computes(node):
-            node.meta["block"] = block_of(node.meta["origin"].module)
+            noted(node).block = block_of(noted(node).origin.module)

@@ -132,3 +132,15 @@ def test_the_commands_of_a_newcomer_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test", "check", "fuzz", "soak"} <= targets
     assert "make check" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_what_nodes_know_is_read_and_written_in_one_module() -> None:
+    """A node's ``meta`` is a table without names or types: ``NodeFacts`` has both."""
+    home = ROOT / "compiler" / "capture" / "node_facts.py"
+    uses = [
+        f"{shown(file)}:{node.lineno}"
+        for file in python_files("compiler", "passes", "runtime", "parc", "tests")
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Attribute) and node.attr == "meta" and file != home
+    ]
+    assert not uses, uses

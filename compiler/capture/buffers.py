@@ -12,6 +12,7 @@ from torch import fx, nn
 from ..ops.rules import facts
 from ..ops.torch_ops import aten
 from .faults import CaptureError
+from .node_facts import copy_place
 
 
 @contextmanager
@@ -57,10 +58,9 @@ def beside_makers(updates: Mapping[str, fx.Node], buffers: Mapping[str, fx.Node]
         if last.op == "placeholder":
             readers = {*(buffers[name].users if name in buffers else ()), *last.users} - moved
             last = max(readers, key=order.__getitem__, default=graph.find_nodes(op="placeholder")[-1])
-        meta: dict[str, Any] = {key: last.meta[key] for key in ("origin", "loss") if key in last.meta}
         for node in reversed(tail):
             last.append(node)
-            node.meta |= meta
+            copy_place(last, node)
             last = node
 
 

@@ -22,7 +22,6 @@ from ..ops.torch_ops import aten
 from ..program.binding import Binding, Kind
 from ..program.program import Origin
 from ..torch_private import (
-    detach_without_gradients,
     one_frame,
     quiet,
     with_unread_draws,
@@ -37,6 +36,9 @@ from .complex_pairs import as_pairs
 from .composites import functional
 from .every_slice import EverySlice
 from .faults import CaptureError, explain_failure
+from .no_grad import detach_without_gradients
+from .node_facts import copy_facts, keep_value, noted
+from .reach import reached_by_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +67,13 @@ class Captured:
     def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
         """Placeholders of one kind by name."""
         nodes = self.graph.find_nodes(op="placeholder")
-        return {node.meta["binding"].name: node for node in nodes if node.meta["binding"].kind == kind}
+        return {noted(node).binding.name: node for node in nodes if noted(node).binding.kind == kind}
 
     def trainable(self) -> set[str]:
         """Parameters to which a gradient of the loss flows."""
         outputs: Any = self.graph.output_node().args[0]
-        pending, seen = [outputs[0]], set[fx.Node]()
-        while pending:
-            node = pending.pop()
-            value = node.meta.get("val")
-            stops = facts(node.target).stops_gradient
-            if node not in seen and not stops and (not isinstance(value, torch.Tensor) or value.is_floating_point()):
-                seen.add(node)
-                pending += node.all_input_nodes
-        return {name for name, node in self.placeholders("parameter").items() if node in seen}
+        reached = reached_by_gradient(outputs[0])
+        return {name for name, node in self.placeholders("parameter").items() if node in reached}
 
 
 LossFunction = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -196,17 +191,17 @@ def _select_by_tensors(graph: fx.Graph) -> None:
         if not isinstance(number, fx.Node) or number.target is not aten.item.default:
             continue
         (index,) = number.all_input_nodes
-        if index.meta["val"].dtype in (torch.int64, torch.int32):
+        if noted(index).value.dtype in (torch.int64, torch.int32):
             x, dim = node.args[:2]
             with graph.inserting_before(node):
-                made = graph.call_function(aten.index.Tensor, (x, [None] * (dim % x.meta["val"].dim()) + [index]))
-            made.meta = node.meta
+                made = graph.call_function(aten.index.Tensor, (x, [None] * (dim % noted(x).value.dim()) + [index]))
+            copy_facts(node, made)
             node.replace_all_uses_with(made)
             graph.erase_node(node)
             if not number.users:
                 graph.erase_node(number)
     for node in graph.nodes:  # what was selected, and views of it, began at a place that was not known
-        node.meta["val"] = tree_map_only(FakeTensor, _in_its_own_place, node.meta.get("val"))
+        noted(node).value = tree_map_only(FakeTensor, _in_its_own_place, noted(node).value)
 
 
 def _in_its_own_place(value: FakeTensor) -> torch.Tensor:
@@ -231,19 +226,19 @@ def check_values(graph: fx.Graph) -> None:
             programs do not know.
     """
     for node in graph.nodes:
-        values = node.meta.get("val")
+        values = noted(node).value
         for value in values if isinstance(values, (tuple, list)) else [values]:
             sizes = value.shape if isinstance(value, torch.Tensor) else [value]
             if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
                 what, help_ = _DEPENDS[isinstance(value, torch.Tensor)]
                 raise _at(node, f"{node.target} gives {what} depends on the values of tensors", "control", help_)
             if isinstance(value, torch.Tensor) and not is_supported(value.dtype):
-                binding: Binding | None = node.meta.get("binding")
+                binding: Binding | None = noted(node).binding
                 made = f"the {binding.words} is" if binding is not None else f"{node.target} gives"
                 raise _at(node, f"{made} {_name(value.dtype)}, a dtype that programs do not hold")
         if facts(node.target).flops is not None:
             given = node.args[:3] if "attention" in str(node.target) else node.args
-            found = [n.meta["val"].dtype for n in given if isinstance(n, fx.Node)]
+            found = [noted(n).value.dtype for n in given if isinstance(n, fx.Node)]
             if len(set(found)) > 1:
                 names = " and ".join(dict.fromkeys(map(_name, found)))
                 raise _at(node, f"{node.target} takes tensors of one dtype, not {names}")
@@ -254,7 +249,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _at(node: fx.Node, message: str, kind: str = "other", help: str = "") -> CaptureError:
-    origin = node.meta.get("origin", Origin())
+    origin = noted(node).origin
     return CaptureError(
         kind, f"in `{origin.module}`: {message}" if origin.module else message, origin.source, help=help
     )
@@ -274,16 +269,16 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
     canonical_nodes: dict[Binding, fx.Node] = {}
     bindings = _bindings(signature, aliases, names)
     for old, new in mapping.items():
-        new.meta = {"val": old.meta.get("val")}
+        keep_value(new)
         if old.op == "placeholder":
-            new.meta["binding"] = bindings[old.name]
+            noted(new).binding = bindings[old.name]
             kept = canonical_nodes.setdefault(bindings[old.name], new)
             if kept is not new:
                 new.replace_all_uses_with(kept)
                 graph.erase_node(new)
         else:
-            new.meta["origin"] = Origin(_module_path(old), _source(old))
-            new.meta["loss"] = _is_loss(old)
+            noted(new).origin = Origin(_module_path(old), _source(old))
+            noted(new).in_loss = _is_loss(old)
     assert isinstance(outputs, (tuple, list))
     values: dict[str, Any] = {}
     for spec, value in zip(signature.output_specs, outputs, strict=True):
@@ -318,7 +313,7 @@ def _bindings(signature: ExportGraphSignature, aliases: Mapping[str, str], input
 
 
 def _module_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
+    stack = noted(node).modules or {}
     path = list(stack.values())[-1][0] if stack else ""
     path = path.removeprefix("L['self'].").removeprefix("model")
     return re.sub(r"@\d+", "", path).removeprefix(".")
@@ -326,7 +321,7 @@ def _module_path(node: fx.Node) -> str:
 
 def _is_loss(node: fx.Node) -> bool:
     """Whether the operator stands outside the model's own forward."""
-    stack = node.meta.get("nn_module_stack") or {}
+    stack = noted(node).modules or {}
     return not any(path.removeprefix("L['self'].").startswith("model") for path, _ in stack.values())
 
 
@@ -341,7 +336,7 @@ def _is_own(path: str) -> bool:
 
 def _source(node: fx.Node) -> str:
     """The innermost frame of the model's own code, by file name alone so that builds do not depend on folders."""
-    for path, line in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+    for path, line in reversed(_FRAME.findall(noted(node).trace or "")):
         if _is_own(path):
             return f"{path.rsplit('/', 1)[-1].replace(' ', '_')}:{line}"
     return ""

@@ -13,12 +13,12 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..ops.torch_ops import aten
-from ..program.program import Origin
 from ..torch_private import trace
 from .complex_numbers import ComplexPair, pair, real_form
 from .complex_rules import RULES
 from .composites import inline, parts_of
 from .faults import CaptureError
+from .node_facts import copy_place, keep_value, noted
 
 
 def as_pairs(graph: fx.Graph) -> None:
@@ -28,7 +28,7 @@ def as_pairs(graph: fx.Graph) -> None:
     Raises:
         CaptureError: an operator on complex numbers has no row in ``RULES``, and torch makes it of none that have.
     """
-    if any(_is_complex(value) for node in graph.nodes for value in tree_leaves(node.meta.get("val"))):
+    if any(_is_complex(value) for node in graph.nodes for value in tree_leaves(noted(node).value)):
         _Rewriter(graph).run()
 
 
@@ -38,7 +38,7 @@ def _is_complex(value: object) -> bool:
 
 def _meets_complex(node: fx.Node) -> bool:
     """Whether an operator takes or gives complex numbers."""
-    values = (node.meta.get("val"), *(operand.meta.get("val") for operand in node.all_input_nodes))
+    values = (noted(node).value, *(noted(operand).value for operand in node.all_input_nodes))
     return any(map(_is_complex, tree_leaves(values)))
 
 
@@ -71,7 +71,7 @@ class _Rewriter:
         for replaced in reversed(self.replaced):
             self.graph.erase_node(replaced)
         for node in self.graph.find_nodes(op="placeholder"):
-            node.meta["val"] = real_form(node.meta["val"])
+            noted(node).value = real_form(noted(node).value)
 
     def _stand(self, node: fx.Node, made: Any) -> None:
         """Let ``made`` stand for a node."""
@@ -88,7 +88,8 @@ class _Rewriter:
         source: Any = node.args[0]
         pair = self.made.get(source, ComplexPair(None, None))
         for user in list(node.users):
-            last = user.target is aten.select.int and user.args[1] % node.meta["val"].dim() == source.meta["val"].dim()
+            rank = noted(source).value.dim()
+            last = user.target is aten.select.int and user.args[1] % noted(node).value.dim() == rank
             part = pair[user.args[2]] if last else None
             if part is not None:
                 user.replace_all_uses_with(part)
@@ -98,20 +99,20 @@ class _Rewriter:
         """A value that the graph returns, as programs hold it: a new value of a buffer."""
         if node not in self.made:
             return node
-        made = self._apply(RULES[aten.view_as_real.default], node, ((node,), {}), real_form(node.meta["val"]))
+        made = self._apply(RULES[aten.view_as_real.default], node, ((node,), {}), real_form(noted(node).value))
         assert isinstance(made, fx.Node)
         return made
 
     def _apply(self, rule: Callable[..., Any], near: fx.Node, call: tuple[Any, Any], val: Any = None) -> Any:
         """The nodes, put before ``near``, of what a rule makes of a call; traced once for calls that are alike."""
-        val = near.meta["val"] if val is None else val
+        val = noted(near).value if val is None else val
         operands: dict[fx.Node, Any] = {}
         fx.node.map_arg(call, lambda operand: operands.setdefault(operand, self.made.get(operand, operand)))
         nodes, structure = tree_flatten(list(operands.values()))
-        fakes = [None if node is None else real_form(node.meta["val"]) for node in nodes]
+        fakes = [None if node is None else real_form(noted(node).value) for node in nodes]
         key = f"{near.target} {fx.node.map_arg(call, lambda o: _described(list(operands).index(o), o, operands[o]))}"
         if key not in self.traced:
-            stored = [operand in self.made or not _is_complex(operand.meta["val"]) for operand in operands]
+            stored = [operand in self.made or not _is_complex(noted(operand).value) for operand in operands]
 
             def function(*values: torch.Tensor) -> list[torch.Tensor]:
                 given = iter(values)
@@ -137,7 +138,9 @@ class _Rewriter:
             results: Any = iter(self.graph.graph_copy(graph, mapping))  # type: ignore[arg-type]
         for old, new in mapping.items():
             if old.op == "call_function":
-                new.meta = {"val": tree_map_only(torch.Tensor, torch.Tensor.detach, old.meta["val"]), **_place(near)}
+                keep_value(new)
+                noted(new).value = tree_map_only(torch.Tensor, torch.Tensor.detach, noted(old).value)
+                copy_place(near, new)
         return tree_unflatten([next(results) if has else None for has in present], made)
 
     def _take_apart(self, node: fx.Node) -> None:
@@ -155,21 +158,17 @@ class _Rewriter:
             raise _no_pairs(node) from error
         if any(part.target is target or part.op == "get_attr" for part in parts.nodes):
             raise _no_pairs(node)
-        inline(self.graph, node, parts, node.all_input_nodes, _place(node))
+        inline(self.graph, node, parts, node.all_input_nodes)
 
 
 def _described(place: int, node: fx.Node, made: Any) -> str:
     """All of an operand that what is made of it depends on."""
-    values = [None if n is None else (n.meta["val"].dtype, list(n.meta["val"].shape)) for n in _leaves(made)]
+    values = [None if n is None else (noted(n).value.dtype, list(noted(n).value.shape)) for n in _leaves(made)]
     return f"{place}: {values} {node in _leaves(made)}"
 
 
 def _leaves(made: Any) -> list[Any]:
     return tree_flatten(made)[0]
-
-
-def _place(node: fx.Node) -> dict[str, Any]:
-    return {"origin": node.meta.get("origin", Origin()), "loss": node.meta.get("loss", False)}
 
 
 def _conform(made: Any, val: Any) -> Any:
@@ -194,7 +193,7 @@ def _as(value: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _no_pairs(node: fx.Node) -> CaptureError:
-    origin = node.meta.get("origin", Origin())
+    origin = noted(node).origin
     where = f"in `{origin.module}`: " if origin.module else ""
     return CaptureError(
         "complex", f"{where}{node.target} of complex numbers is not known as one of reals", origin.source

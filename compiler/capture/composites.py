@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..ops.rules import facts
 from ..ops.torch_ops import aten
 from ..torch_private import is_composite, trace
+from .node_facts import copy_place, keep_value, noted
 
 _REGION: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
 
@@ -41,18 +42,17 @@ def _rewritten(graph: fx.Graph, module: fx.GraphModule) -> bool:
     parts: dict[str, fx.Graph] = {}
     for node in nodes:
         if is_composite(node.target) and (call := _call(node)) not in parts:
-            if not isinstance(next(iter(tree_leaves(node.meta["val"])), None), FakeTensor):
+            if not isinstance(next(iter(tree_leaves(noted(node).value)), None), FakeTensor):
                 return False
             with enable_python_dispatcher():  # as torch has it there: some composites are made of others in Python
                 parts[call] = parts_of(node, node.target)
             if not all(map(_is_view_or_copy, parts[call].nodes)):  # it may be made of a composite that stays whole
                 return False
     for region, body in bodies.items():
-        inline(graph, region, body, region.args[2:])
+        inline(graph, region, body, region.args[2:], placed=True)
     for node in list(graph.nodes):
         if is_composite(node.target):
-            kept = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-            inline(graph, node, parts[_call(node)], node.all_input_nodes, kept)
+            inline(graph, node, parts[_call(node)], node.all_input_nodes)
     graph.eliminate_dead_code()
     return True
 
@@ -70,7 +70,7 @@ def _is_plain(node: fx.Node) -> bool:
         return node.op != "get_attr"
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not facts(target).exported:
         return False
-    made = [value for value in tree_leaves(node.meta.get("val")) if value is not None]
+    made = [value for value in tree_leaves(noted(node).value) if value is not None]
     return all(
         isinstance(value, torch.Tensor) and not value.is_complex() and all(type(size) is int for size in value.shape)
         for value in made
@@ -91,7 +91,7 @@ def _call(node: fx.Node) -> str:
     places = {operand: at for at, operand in enumerate(node.all_input_nodes)}
 
     def described(operand: fx.Node) -> str:
-        value = operand.meta["val"]
+        value = noted(operand).value
         lies = f"{list(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
         return f"{places[operand]}: {value.dtype} {lies}"
 
@@ -108,22 +108,20 @@ def parts_of(
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: values[places[operand]])
         return function(*args, **kwargs)
 
-    mode = tree_leaves(node.meta["val"])[0].fake_mode
-    return trace(call, [operand.meta["val"] for operand in places], mode, decompositions)
+    mode = tree_leaves(noted(node).value)[0].fake_mode
+    return trace(call, [noted(operand).value for operand in places], mode, decompositions)
 
 
-def inline(
-    graph: fx.Graph, node: fx.Node, parts: fx.Graph, operands: Sequence[Any], kept: Mapping[str, Any] | None = None
-) -> None:
-    """Put parts where an operator stands. Of their ``meta`` they have what they give, and of the operator's what is
-    ``kept``; without that, all of their own."""
+def inline(graph: fx.Graph, node: fx.Node, parts: fx.Graph, operands: Sequence[Any], placed: bool = False) -> None:
+    """Put parts where an operator stands: they stand in its place of the model's code, unless they are ``placed``."""
     given = [part for part in parts.nodes if part.op == "placeholder"]
     mapping: dict[fx.Node, fx.Node] = dict(zip(given, operands, strict=True))
     with graph.inserting_before(node):
         outputs: Any = graph.graph_copy(parts, mapping)
     for old, new in mapping.items():
-        if old.op == "call_function" and kept is not None:
-            new.meta = {"val": old.meta.get("val"), **kept}
+        if old.op == "call_function" and not placed:
+            keep_value(new)
+            copy_place(node, new)
     if isinstance(outputs, fx.Node):
         node.replace_all_uses_with(outputs)
     else:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ..capture.node_facts import noted
 from ..layout.mesh import Shape
 from ..ops.factors import OpCall, Operand
 from ..ops.rules import facts
@@ -70,7 +71,7 @@ def products_of(node: fx.Node) -> int:
     operands: list[Shape] = []
 
     def operand(read: fx.Node) -> Any:
-        operands.append(tuple(map(int, read.meta["val"].shape)))
+        operands.append(tuple(map(int, noted(read).value.shape)))
         return Operand(len(operands) - 1)
 
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), operand)
@@ -79,7 +80,7 @@ def products_of(node: fx.Node) -> int:
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
-    value = node.meta.get("val")
+    value = noted(node).value
     return [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Tensor)]
 
 
@@ -97,7 +98,7 @@ def piece_of(nodes: Sequence[fx.Node], states: int) -> BalancedPiece:
         operations += work
         kept += sum(v.numel() * v.element_size() for v in _tensors(node) if v.is_floating_point()) if work else 0
         for operand in node.all_input_nodes:
-            binding: Binding | None = operand.meta.get("binding")
+            binding: Binding | None = noted(operand).binding
             if binding is not None and binding.kind in PARAMETERS:
                 parameters[binding.name] = _bytes(operand) * states
     return BalancedPiece(operations, kept, parameters)

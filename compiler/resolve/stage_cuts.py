@@ -14,6 +14,8 @@ from ...grammar.codes_stages import BACKWARD_FLOW, EMPTY_STAGE, NO_PLACE, STATE_
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.source import Span
 from ..capture.capture import Captured
+from ..capture.node_facts import noted
+from ..capture.reach import computed_anywhere
 from ..plan.plan import Plan
 from ..schedules import EARLY
 from .balance import balance, operations_of, piece_of
@@ -71,19 +73,17 @@ class _View:
 
     def __init__(self, captured: Captured) -> None:
         self.nodes = [node for node in captured.graph.nodes if node.op == "call_function"]
-        states = [node for name, node in captured.placeholders("buffer").items() if name in captured.updates]
-        self.held: set[fx.Node] = {*captured.placeholders("parameter").values(), *states}
-        """Nodes that parameters reach, or buffers that the forward updates; all else can be computed anywhere."""
+        self.held = set(self.nodes) - computed_anywhere(captured.graph, captured.updates)
+        """Operators that parameters reach, or buffers that the forward updates; all else can be computed anywhere."""
         self.ends: dict[str, tuple[int, int]] = {}
         """The first and the last held operator of every module, the whole model (``""``) included."""
         self.work = [0]
         """How many held operators that are more than views lie before each."""
         for index, node in enumerate(self.nodes):
-            held = not self.held.isdisjoint(node.all_input_nodes)
+            held = node in self.held
             self.work.append(self.work[-1] + (held and operations_of(node) > 0))
             if held:
-                self.held.add(node)
-                for module in _around(node.meta["origin"].module):
+                for module in _around(noted(node).origin.module):
                     first, _ = self.ends.get(module, (index, index))
                     self.ends[module] = first, index
 

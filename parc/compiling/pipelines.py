@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from parc.compiler.capture.capture import Captured
+from parc.compiler.capture.node_facts import noted
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import Action, accumulation
 from parc.compiler.program.roles import SINGLE
@@ -24,7 +25,7 @@ def pipeline_of(plan: Plan, names: PlanNames, captured: Captured) -> Pipeline | 
     if not cuts or plan.schedule is None:
         return None
     places = tuple((cut.module, cut.after) for cut in cuts)
-    origins = (node.meta["origin"].module for node in captured.graph.nodes if node.op == "call_function")
+    origins = (noted(node).origin.module for node in captured.graph.nodes if node.op == "call_function")
     return Pipeline(plan.stages[0].axis.text, plan.schedule.chunks, places, tuple(dict.fromkeys(origins)))
 
 

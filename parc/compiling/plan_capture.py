@@ -13,6 +13,7 @@ from parc.compiler.capture.capture import Captured, InputSpec, capture
 from parc.compiler.capture.faults import CaptureError, user_frame
 from parc.compiler.capture.making import not_found
 from parc.compiler.capture.model_calls import InputsError, TaskLines, caller, loss_function, model_builder
+from parc.compiler.capture.node_facts import noted
 from parc.compiler.initial.recipes import Recorded, record
 from parc.compiler.plan.plan import Plan
 from parc.compiling.callable_faults import callable_diagnostic, own_trace
@@ -64,7 +65,7 @@ def capture_plan(
     drawn = prepare(captured.graph)
     if drawn is not None:
         message = f"the model draws random numbers with `{drawn.target}`, which no stream counts"
-        notes = (f"at {source}",) if (source := drawn.meta["origin"].source) else ()
+        notes = (f"at {source}",) if (source := noted(drawn).origin.source) else ()
         help_ = "draw with `torch.rand`, `torch.randn` or `torch.bernoulli`, or make it an input"
         raise PlanError([Diagnostic(UNCOUNTED_DRAW, message, Label(model_span), help=help_, notes=notes)])
     return recorded, captured

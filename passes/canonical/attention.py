@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
+from ...compiler.capture.reach import GradientFlow
 from ...compiler.ops.torch_ops import OPS, aten
-from .decompose import depends_on_parameter, shape_of
+from .decompose import shape_of
 from .rewriter import Canonicalizer, rewrites
 
 
@@ -20,20 +22,20 @@ def _attention(c: Canonicalizer, node: Any) -> None:
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     p = float(given.get("dropout_p") or 0.0)
     mask, q = given.get("attn_mask"), given["q"]
-    if q.meta["val"].dim() == 3:
+    if noted(q).value.dim() == 3:
         _of_one_head(c, node, given)
-    if q.meta["val"].dim() != 4:
+    if noted(q).value.dim() != 4:
         return
     key = c.stream(node, c.rng) if p else None
     if mask is not None:
-        while mask.meta["val"].dim() < 4:
+        while noted(mask).value.dim() < 4:
             mask = c.emit(node, aten.unsqueeze.default, mask, 0)
-        if depends_on_parameter(mask):
+        if mask in GradientFlow():
             _written_out(c, node, {**given, "attn_mask": mask}, key)
             return
     options = (bool(given.get("is_causal") or False), given.get("scale"), p)
     pair = c.emit(node, OPS.attention.default, q, given["k"], given["v"], mask, key, *options)
-    out = c.emit(node, operator.getitem, pair, 0, val=pair.meta["val"][0])
+    out = c.emit(node, operator.getitem, pair, 0, val=noted(pair).value[0])
     c.replace(node, out)
 
 
@@ -63,7 +65,7 @@ def _written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key:
         scores = c.emit(node, aten.mul.Tensor, scores, factor)
     weights = c.emit(node, aten.softmax.int, c.emit(node, aten.add.Tensor, scores, mask), -1)
     if key is not None:
-        kept = c.emit(node, OPS.dropout_mask.default, key, list(shape_of(weights)), p, weights.meta["val"].dtype)
+        kept = c.emit(node, OPS.dropout_mask.default, key, list(shape_of(weights)), p, noted(weights).value.dtype)
         weights = c.emit(node, aten.mul.Tensor, weights, kept)
     c.replace(node, c.emit(node, aten.matmul.default, weights, v))
 

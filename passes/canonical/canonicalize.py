@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.ops.torch_ops import OPS, aten
 from . import attention, creation, decompose, draws
 from .decompose import looked_up, shape_of
@@ -46,8 +47,8 @@ def _expand(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten._to_copy.default)
 def _to_copy(c: Canonicalizer, node: Any) -> None:
-    dtype = node.meta["val"].dtype
-    if node.args[0].meta["val"].dtype == dtype:
+    dtype = noted(node).value.dtype
+    if noted(node.args[0]).value.dtype == dtype:
         c.replace(node, node.args[0])
     else:
         node.args, node.kwargs = (node.args[0],), {"dtype": dtype}
@@ -81,7 +82,7 @@ def _cat(c: Canonicalizer, node: Any) -> None:
     """Nothing joined to something is the something (what is left of a rotary embedding that turns all of a head)."""
     pieces, *rest = node.args
     full = [piece for piece in pieces if 0 not in shape_of(piece)]
-    if len(full) == 1 and full[0].meta["val"].dtype == node.meta["val"].dtype:
+    if len(full) == 1 and noted(full[0]).value.dtype == noted(node).value.dtype:
         c.replace(node, full[0])
     elif 1 < len(full) < len(pieces):
         node.args = (full, *rest)
@@ -92,8 +93,8 @@ def _linear(c: Canonicalizer, node: Any) -> None:
     """A row-parallel bias would be added once a rank: product first, then the sum."""
     if len(node.args) > 2 and node.args[2] is not None:
         x, weight, bias = node.args
-        product = c.emit(node, aten.linear.default, x, weight, val=node.meta["val"])
-        c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
+        product = c.emit(node, aten.linear.default, x, weight, val=noted(node).value)
+        c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=noted(node).value))
 
 
 @rewrites(
@@ -111,10 +112,10 @@ def _convolution(c: Canonicalizer, node: Any) -> None:
     if bias is None:
         return
     x, weight, _, *rest = node.args
-    product = c.emit(node, node.target, x, weight, None, *rest, val=node.meta["val"], **node.kwargs)
+    product = c.emit(node, node.target, x, weight, None, *rest, val=noted(node).value, **node.kwargs)
     for _ in range(len(shape_of(weight)) - 2):
         bias = c.emit(node, aten.unsqueeze.default, bias, -1)
-    c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
+    c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=noted(node).value))
 
 
 @rewrites(aten.addmm.default)
@@ -122,8 +123,8 @@ def _addmm(c: Canonicalizer, node: Any) -> None:
     if node.kwargs:
         return
     bias, x, weight = node.args
-    product = c.emit(node, aten.mm.default, x, weight, val=node.meta["val"])
-    c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=node.meta["val"]))
+    product = c.emit(node, aten.mm.default, x, weight, val=noted(node).value)
+    c.replace(node, c.emit(node, aten.add.Tensor, product, bias, val=noted(node).value))
 
 
 @rewrites(aten.nll_loss_nd.default, aten.cross_entropy_loss.default)
@@ -136,11 +137,11 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     logits, targets = given["self"], given["target"]
     known = node.target is not aten.cross_entropy_loss.default  # log probabilities are given
     if known and logits.target is aten.log_softmax.int and logits.args[1] % len(shape_of(logits)) == 1:
-        same = logits.args[0].meta["val"].dtype == logits.meta["val"].dtype
+        same = noted(logits.args[0]).value.dtype == noted(logits).value.dtype
         logits, known = (logits.args[0], False) if same else (logits, True)
     weight, smoothing = given.get("weight"), float(given["label_smoothing"])
-    rank = logits.meta["val"].dim()
-    if targets.meta["val"].is_floating_point() or rank < 2:
+    rank = noted(logits).value.dim()
+    if noted(targets).value.is_floating_point() or rank < 2:
         return
     if rank > 2:  # classes come second: they go last, all else becomes rows
         logits = c.emit(node, aten.permute.default, logits, [0, *range(2, rank), 1])
@@ -169,7 +170,7 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
         losses = c.emit(node, aten.mul.Tensor, losses, 1 - smoothing)
         every = c.emit(node, aten.mul.Tensor, every, -smoothing / shape_of(logits)[-1])
         losses = c.emit(node, aten.add.Tensor, losses, every)
-    losses.meta["token_losses"] = True  # nothing but a loss of each target, zero where it is ignored
+    noted(losses).token_losses = True  # nothing but a loss of each target, zero where it is ignored
     if reduction == 0:
         c.replace(node, losses if rank == 2 else c.emit(node, aten.reshape.default, losses, list(shape_of(node))))
         return
@@ -186,7 +187,7 @@ def _add(c: Canonicalizer, node: Any) -> None:
         isinstance(x, fx.Node)
         and not isinstance(y, fx.Node)
         and y == 0
-        and x.meta["val"].dtype == node.meta["val"].dtype
+        and noted(x).value.dtype == noted(node).value.dtype
     ):
         c.replace(node, x)
 
@@ -232,7 +233,7 @@ def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
     mapping: dict[fx.Node, fx.Node] = {}
     copy.output(copy.graph_copy(graph, mapping))
     for old, new in mapping.items():
-        new.meta = dict(old.meta)
+        copy_facts(old, new)
     rewriter = Canonicalizer(copy, ranged)
     rewriter.rewrite()
     order = {node: index for index, node in enumerate(copy.nodes)}

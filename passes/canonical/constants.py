@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import OPS, aten
-from ...compiler.program.program import Origin
 from ..calls import operands_of, rule_of, substitute_nodes
 from ..choices import Choices, agreed
 
@@ -32,11 +32,11 @@ def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
     at other sizes of a range, as far as that is true at these."""
     known: dict[fx.Node, torch.Tensor] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
+        if node.op != "call_function" or not isinstance(noted(node).value, torch.Tensor):
             if node.target is OPS.attention.default:
                 _name_mask(node, known, choices)
             continue
-        if node.meta["val"].dtype.is_floating_point and node.target is not aten.full.default:
+        if noted(node).value.dtype.is_floating_point and node.target is not aten.full.default:
             continue
         value = _value(node, known)
         same = agreed(choices, ("constant", node.name), value is not None and _uniform(value))
@@ -50,7 +50,7 @@ def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
                 made = graph.call_function(
                     aten.full.default, (list(value.shape), _first(value).item()), {"dtype": value.dtype}
                 )
-            made.meta = {"val": node.meta["val"], "origin": node.meta.get("origin", Origin())}
+            noted(made).value, noted(made).origin = noted(node).value, noted(node).origin
             node.replace_all_uses_with(made)
             known[made] = value
     graph.eliminate_dead_code()
@@ -58,7 +58,7 @@ def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
 
 def _value(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
     """What a node holds; a value that is the same everywhere takes no room."""
-    result = node.meta["val"]
+    result = noted(node).value
     if node.target is OPS.iota.default:
         size, start, step, dtype = node.args
         return torch.arange(size, dtype=torch.int64).mul_(step).add_(start).to(dtype)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ class _Few:
 def _without_copies(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> _Few:
     """The operands with one entry for each factor along which all of them hold copies (a mask's batch)."""
     operands = operands_of(node)
-    values, shape = {operand: known[operand] for operand in operands}, tuple(node.meta["val"].shape)
+    values, shape = {operand: known[operand] for operand in operands}, tuple(noted(node).value.shape)
     rule, has_rule = rule_of(node)
     if not has_rule or len(values) < len(operands):
         return _Few(values, shape)
@@ -128,7 +128,7 @@ def _apart(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | 
     high, low = (first, second) if first_is_row else (second, first)
     if int(high.min()) - int(low.max()) < least:
         return None
-    return torch.tensor(True).expand(node.meta["val"].shape)
+    return torch.tensor(True).expand(noted(node).value.shape)
 
 
 def _uniform(value: torch.Tensor) -> bool:
@@ -142,7 +142,7 @@ def _first(value: torch.Tensor) -> torch.Tensor:
 def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
     """``x and True`` is ``x``."""
     operands, neutral_truth = operands_of(node), _NEUTRAL.get(facts(node.target).computes)
-    if neutral_truth is None or node.meta["val"].dtype != torch.bool or len(operands) != 2:
+    if neutral_truth is None or noted(node).value.dtype != torch.bool or len(operands) != 2:
         return
     first, second = operands
     for kept, other in ((first, second), (second, first)):
@@ -150,10 +150,10 @@ def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Ten
         neutral = value is not None and _uniform(value) and bool(_first(value)) is neutral_truth
         if not agreed(choices, ("neutral", node.name, other.name), neutral):
             continue
-        if kept.meta["val"].shape != node.meta["val"].shape:
+        if noted(kept).value.shape != noted(node).value.shape:
             with graph.inserting_before(node):
-                wide = graph.call_function(aten.expand.default, (kept, list(node.meta["val"].shape)))
-            wide.meta = {"val": node.meta["val"], "origin": node.meta.get("origin", Origin())}
+                wide = graph.call_function(aten.expand.default, (kept, list(noted(node).value.shape)))
+            noted(wide).value, noted(wide).origin = noted(node).value, noted(node).origin
             kept = wide
         node.replace_all_uses_with(kept)
         return
@@ -162,7 +162,7 @@ def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Ten
 def _name_mask(node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
     """Attention whose mask hides nothing, or what is later, says so instead."""
     q, k, v, mask, key, causal, *rest = node.args
-    if not isinstance(mask, fx.Node) or mask.meta["val"].dtype != torch.bool:
+    if not isinstance(mask, fx.Node) or noted(mask).value.dtype != torch.bool:
         return
     value, name = known.get(mask), ""
     if value is not None and _uniform(value) and bool(_first(value)):
@@ -175,7 +175,7 @@ def _name_mask(node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choic
 
 
 def _square(mask: fx.Node) -> bool:
-    rows, columns = mask.meta["val"].shape[-2:]
+    rows, columns = noted(mask).value.shape[-2:]
     return bool(rows == columns and rows > 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import OPS, aten
 from .rewriter import Canonicalizer, rewrites, targets_where
@@ -11,7 +12,7 @@ from .rewriter import Canonicalizer, rewrites, targets_where
 
 @rewrites(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def _arange(c: Canonicalizer, node: Any) -> None:
-    value = node.meta["val"]
+    value = noted(node).value
     start = node.args[0] if node.target is not aten.arange.default else 0
     step = node.args[2] if node.target is aten.arange.start_step and len(node.args) > 2 else 1
     if not isinstance(start, int) or not isinstance(step, int):
@@ -25,13 +26,13 @@ def _arange(c: Canonicalizer, node: Any) -> None:
 @rewrites(aten.linspace.default, aten.logspace.default, aten.eye.default, aten.eye.m)
 def _typed(_: Canonicalizer, node: Any) -> None:
     """Its dtype said: torch's default is float32 in every program, also in one that is run in float64."""
-    node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
+    node.kwargs = {**node.kwargs, "dtype": noted(node).value.dtype}
 
 
 @rewrites(*targets_where(lambda row: row.creates))
 def _filled(c: Canonicalizer, node: Any) -> None:
     """A tensor of one number, whatever says its shape."""
-    result, row = node.meta["val"], facts(node.target)
+    result, row = noted(node).value, facts(node.target)
     number = row.number_in(node.args)
     if row.number is not None and result.dtype.is_floating_point:
         number = float(number)

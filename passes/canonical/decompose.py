@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
+from ...compiler.capture.reach import GradientFlow
 from ...compiler.ops.precision import is_narrow
-from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
 from .rewriter import Canonicalizer, rewrites
 
@@ -20,7 +21,7 @@ _NONE, _MEAN = 0, 1  # torch's reduction argument
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """Global shape of a node with one tensor result."""
-    return tuple(node.meta["val"].shape)
+    return tuple(noted(node).value.shape)
 
 
 def average(c: Canonicalizer, near: fx.Node, x: fx.Node, dims: list[int], keep: bool = False) -> fx.Node:
@@ -33,9 +34,9 @@ def average(c: Canonicalizer, near: fx.Node, x: fx.Node, dims: list[int], keep: 
 def _mean(c: Canonicalizer, node: fx.Node) -> None:
     x = node.args[0]
     dtype = node.kwargs.get("dtype")
-    if not isinstance(x, fx.Node) or not (dtype or x.meta["val"].dtype).is_floating_point:  # type: ignore[union-attr]
+    if not isinstance(x, fx.Node) or not (dtype or noted(x).value.dtype).is_floating_point:  # type: ignore[union-attr]
         return
-    if dtype is not None and dtype != x.meta["val"].dtype:
+    if dtype is not None and dtype != noted(x).value.dtype:
         x = c.emit(node, aten._to_copy.default, x, dtype=dtype)
     rank = len(shape_of(x))
     given: Any = node.args[1] if len(node.args) > 1 and node.args[1] else range(rank)
@@ -127,7 +128,7 @@ def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
     x, shape, *rest = node.args
     weight, eps = [*rest, None, None][:2]
     if eps is None:
-        dtype = x.meta["val"].dtype  # type: ignore[union-attr]
+        dtype = noted(x).value.dtype  # type: ignore[arg-type]
         eps = torch.finfo(torch.float32 if is_narrow(dtype) else dtype).eps  # of what torch computes in
     node.args, node.kwargs = (x, shape, weight, eps), {}
 
@@ -167,10 +168,10 @@ def _broadcast_tensors(c: Canonicalizer, node: fx.Node) -> None:
 @rewrites(aten.copy.default, aten.fill.Tensor)
 def _written(c: Canonicalizer, node: fx.Node) -> None:
     """What is written over a whole tensor is all that is left of it: the source, in the tensor's shape and dtype."""
-    source, value = node.args[1], node.meta["val"]
+    source, value = node.args[1], noted(node).value
     if not isinstance(source, fx.Node):
         return
-    if source.meta["val"].dtype != value.dtype:
+    if noted(source).value.dtype != value.dtype:
         source = c.emit(node, aten._to_copy.default, source, dtype=value.dtype)
     if shape_of(source) != tuple(value.shape):
         source = c.emit(node, aten.expand.default, source, list(value.shape))
@@ -198,7 +199,7 @@ def looked_up(c: Canonicalizer, node: fx.Node) -> None:
     indices = [given[dim] for dim in places]
     together = bool(places) and places == list(range(places[0], places[-1] + 1))
     counts = (torch.int64, torch.int32)
-    if not indices or any(index.meta["val"].dtype not in counts for index in indices) or not depends_on_parameter(x):
+    if not indices or any(noted(index).value.dtype not in counts for index in indices) or x not in GradientFlow():
         return
     shape, result = shape_of(x), shape_of(node)
     if places == [0, 1] and c.iotas.get(indices[0]) == (0, shape[0]) and shape_of(indices[1]) == shape[:1]:
@@ -244,25 +245,6 @@ def selected(c: Canonicalizer, node: fx.Node) -> None:
     looked_up(c, made)
 
 
-def depends_on_parameter(node: fx.Node) -> bool:
-    """Whether a gradient that arrives at a value goes on to a parameter."""
-    seen, pending = set[fx.Node](), [node]
-    while pending:
-        current = pending.pop()
-        if current not in seen and not facts(current.target).stops_gradient and is_floating(current):
-            if current.op == "placeholder" and current.meta["binding"].kind == "parameter":
-                return True
-            seen.add(current)
-            pending.extend(current.all_input_nodes)
-    return False
-
-
-def is_floating(node: fx.Node) -> bool:
-    """Whether a node's value can carry a gradient; of several results any may."""
-    value = node.meta["val"]
-    return isinstance(value, (tuple, list)) or bool(value.is_floating_point())
-
-
 @rewrites(aten.einsum.default)
 def _einsum(c: Canonicalizer, node: fx.Node) -> None:
     """What one operand alone has is summed before the product, as a sum with a type of its own."""
@@ -299,9 +281,9 @@ def _interleaved(c: Canonicalizer, node: fx.Node) -> None:
 def _nansum(c: Canonicalizer, node: fx.Node) -> None:
     """The sum of what is a number: torch's own derivative would repeat the sum's gradient over dims that are split."""
     x: Any = node.args[0]
-    if x.meta["val"].dtype.is_floating_point:
+    if noted(x).value.dtype.is_floating_point:
         x = c.emit(node, aten.masked_fill.Scalar, x, c.emit(node, aten.isnan.default, x), 0)
     given = dict(zip(("self", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
-    dims = given.get("dim") or list(range(x.meta["val"].dim()))
+    dims = given.get("dim") or list(range(noted(x).value.dim()))
     total = c.emit(node, aten.sum.dim_IntList, x, dims, bool(given.get("keepdim")), dtype=given.get("dtype"))
     c.replace(node, total)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.initial.counter import dropped
 from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import OPS, aten
@@ -47,7 +48,7 @@ def _dropout(c: Canonicalizer, node: Any) -> None:
     elif p == 1:  # nothing is drawn, as torch draws nothing
         made = c.emit(node, aten.mul.Tensor, x, 0.0)
     else:
-        value = x.meta["val"]
+        value = noted(x).value
         mask = c.emit(node, OPS.dropout_mask.default, c.stream(node, c.rng), list(value.shape), float(p), value.dtype)
         made = c.emit(node, aten.mul.Tensor, x, mask)
     for user in list(node.users):
@@ -61,7 +62,7 @@ def _dropout(c: Canonicalizer, node: Any) -> None:
 )  # fmt: skip
 def _random(c: Canonicalizer, node: Any) -> None:
     """Numbers of a law, whatever of its arguments but the shape; drawn in place of a tensor they may have a range."""
-    value, law = node.meta["val"], facts(node.target).law
+    value, law = noted(node).value, facts(node.target).law
     made = c.emit(node, OPS.random.default, c.stream(node, c.rng), list(value.shape), law, value.dtype)
     names = [argument.name for argument in node.target._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -78,7 +79,7 @@ def _random(c: Canonicalizer, node: Any) -> None:
 @rewrites(aten.bernoulli.p, aten.bernoulli.default)
 def _bernoulli(c: Canonicalizer, node: Any) -> None:
     """Ones with a probability for all elements, or with each element's own: what dropout in place draws."""
-    value, p = node.meta["val"], node.args[1] if len(node.args) > 1 else None
+    value, p = noted(node).value, node.args[1] if len(node.args) > 1 else None
     if p in (0, 1):
         c.replace(node, c.emit(node, aten.full.default, list(value.shape), p, dtype=value.dtype))
         return

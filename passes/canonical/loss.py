@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import copy_facts, noted
+from ...compiler.capture.reach import GradientFlow, reached_by_gradient
 from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
-from ..calls import ancestors, computes, outputs
-from .decompose import is_floating
+from ..calls import ancestors, computes, key_of, outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ def split_loss(graph: fx.Graph) -> SplitLoss:
     made_of = ancestors([denominator])
     for node in (node for node in graph.nodes if node in made_of):
         made = mapping[node] = count.node_copy(node, mapping.__getitem__)
-        made.meta = dict(node.meta)
+        copy_facts(node, made)
     count.output((mapping[denominator],))
     numerator: Any = mean.args[0]
     if mean is loss:
@@ -50,27 +51,16 @@ def split_loss(graph: fx.Graph) -> SplitLoss:
 def stop_gradients(graph: fx.Graph) -> None:
     """Detach, in place, what is read for other ends than the loss, such as the update of a buffer: no gradient comes
     back from there, of which every block before it would else compute zeros."""
-    pending, reached = outputs(graph)[:1], set[fx.Node]()
-    while pending:
-        node = pending.pop()
-        if node not in reached and not facts(node.target).stops_gradient and is_floating(node):
-            reached.add(node)
-            pending += node.all_input_nodes
-    flows = set[fx.Node]()
-    for node in [node for node in graph.nodes if node.op != "output"]:
-        from_parameters = [operand for operand in node.all_input_nodes if operand in flows]
-        if node.op == "placeholder":
-            if node.meta["binding"].kind == "parameter" and is_floating(node):
-                flows.add(node)
-        elif not computes(node) or node in reached:
-            if from_parameters and is_floating(node):
-                flows.add(node)
-        elif not facts(node.target).stops_gradient:
-            for operand in from_parameters:
-                with graph.inserting_before(node):
-                    stopped = graph.call_function(aten.detach.default, (operand,))
-                stopped.meta = {"val": operand.meta["val"], "origin": node.meta["origin"]}
-                node.replace_input_with(operand, stopped)
+    reached, flow = reached_by_gradient(outputs(graph)[0]), GradientFlow()
+    flows = {node for node in graph.nodes if node in flow and (node.op == "placeholder" or key_of(node)[0] in reached)}
+    for node in [node for node in graph.nodes if computes(node) and node not in reached]:
+        for operand in node.all_input_nodes if not facts(node.target).stops_gradient else ():
+            if operand not in flows:
+                continue
+            with graph.inserting_before(node):
+                stopped = graph.call_function(aten.detach.default, (operand,))
+            noted(stopped).value, noted(stopped).origin = noted(operand).value, noted(node).origin
+            node.replace_input_with(operand, stopped)
 
 
 def _unscaled(loss: fx.Node) -> fx.Node:
@@ -98,7 +88,7 @@ def _scaled(node: fx.Node) -> fx.Node | None:
 
 
 def _width(node: fx.Node) -> int:
-    dtype: torch.dtype = node.meta["val"].dtype
+    dtype: torch.dtype = noted(node).value.dtype
     return dtype.itemsize
 
 
@@ -109,7 +99,7 @@ def _denominator(loss: fx.Node) -> fx.Node | None:
     total, count = loss.args
     if not isinstance(total, fx.Node) or not isinstance(count, fx.Node) or total.target is not aten.sum.default:
         return None
-    read = (node.meta["binding"].kind for node in ancestors([count]) if node.op == "placeholder")
+    read = (noted(node).binding.kind for node in ancestors([count]) if node.op == "placeholder")
     inputs_only = all(kind == "input" for kind in read)
     losses: Any = total.args[0]
-    return count if losses.meta.get("token_losses") and inputs_only else None
+    return count if noted(losses).token_losses and inputs_only else None

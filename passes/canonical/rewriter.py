@@ -9,10 +9,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
+from ...compiler.capture.node_facts import copy_place, noted
 from ...compiler.ops.results import example_of, results_of
 from ...compiler.ops.rules import TABLE, OpRow
 from ...compiler.program.binding import Binding
-from ...compiler.program.program import Origin, operator
+from ...compiler.program.program import operator
 
 
 class Canonicalizer:
@@ -29,17 +30,17 @@ class Canonicalizer:
         """A new node before ``near`` with its provenance; ``val`` defaults to what the operator makes of fakes."""
         with self.graph.inserting_before(near):
             node = self.graph.call_function(target, args, kwargs)
-        node.meta.update(_place(near))
+        copy_place(near, node)
         if val is None:
-            examples: Any = fx.node.map_arg(args, lambda n: example_of(n.meta["val"]))
+            examples: Any = fx.node.map_arg(args, lambda n: example_of(noted(n).value))
             val = tree_map_only(torch.Tensor, self._fake, results_of(target, examples, kwargs).values)
-        node.meta["val"] = val
+        noted(node).value = val
         return node
 
     def _fake(self, example: torch.Tensor) -> torch.Tensor:
         """The fake tensor of the graph that has an example's layout."""
         if id(example) not in self._fakes:
-            mode = next(n.meta["val"].fake_mode for n in self.graph.nodes if n.op == "placeholder")
+            mode = next(noted(n).value.fake_mode for n in self.graph.nodes if n.op == "placeholder")
             with mode:
                 made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
             self._fakes[id(example)] = made
@@ -54,12 +55,13 @@ class Canonicalizer:
 
     def stream(self, node: fx.Node, rng: fx.Node) -> fx.Node:
         """The key of a random operator: named by its module and its ordinal there, so no plan changes it."""
-        module = node.meta["origin"].module or "model"
+        module = noted(node).origin.module or "model"
         ordinal = self.keys.get(module, 0)
         self.keys[module] = ordinal + 1
         with self.graph.inserting_after(rng):
             key = self.graph.placeholder(f"key_{module.replace('.', '_')}_{ordinal}")
-        key.meta = {"binding": Binding("key", f"{module}.{ordinal}"), "val": _fake_like(node, (), torch.int64)}
+        noted(key).binding = Binding("key", f"{module}.{ordinal}")
+        noted(key).value = _fake_like(node, (), torch.int64)
         return key
 
     def rewrite(self) -> None:
@@ -105,13 +107,8 @@ def targets_where(holds: Callable[[OpRow], bool]) -> list[Any]:
     return [operator(name) for name, row in TABLE.items() if name.startswith("aten.") and holds(row)]
 
 
-def _place(node: fx.Node) -> dict[str, Any]:
-    """Where in the model a node stands."""
-    return {"origin": node.meta.get("origin", Origin()), "loss": node.meta.get("loss", False)}
-
-
 def _fake_like(node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    value = node.meta["val"]
+    value = noted(node).value
     value = value[0] if isinstance(value, (tuple, list)) else value
     with value.fake_mode:
         return torch.empty(shape, dtype=dtype)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from ...compiler.capture.node_facts import copy_facts
 from ...compiler.ops.torch_ops import aten
 from .decompose import shape_of
 from .rewriter import Canonicalizer
@@ -28,5 +29,5 @@ def join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) -
         for index, cut in enumerate(cuts):
             with c.graph.inserting_after(split):
                 part = c.graph.call_function(operator.getitem, (split, index))
-            part.meta = dict(cut.meta)
+            copy_facts(cut, part)
             c.replace(cut, part)

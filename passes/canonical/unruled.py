@@ -11,9 +11,9 @@ from torch import fx
 from torch._decomp import decomposition_table
 
 from ...compiler.capture.composites import inline, parts_of
+from ...compiler.capture.node_facts import noted
 from ...compiler.ops.rules import has_rule
 from ...compiler.ops.torch_ops import aten
-from ...compiler.program.program import Origin
 from ..programs.backward_forms import write_functional
 from .rewriter import PARTS, REWRITES, takes_apart
 
@@ -131,7 +131,7 @@ def _embedding_bag(node: fx.Node) -> Any:
     """Bags of equal sizes, which is what a table of indices is: rows looked up and added."""
     offsets: Any = node.args[2]
     step = next((n.args[2] for n in (offsets,) if n.target is aten.arange.start_step and n.args[0] == 0), None)
-    if not step or node.args[1].meta["val"].numel() % step:  # type: ignore[union-attr]
+    if not step or noted(node.args[1]).value.numel() % step:  # type: ignore[arg-type]
         return None
 
     def embedding_bag(table: Any, index: Any, offsets: Any, freq: Any = False, mode: int = 0, sparse: Any = False,
@@ -152,4 +152,4 @@ def _embedding_bag(node: fx.Node) -> Any:
 
 def _put(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
     """Put the parts where the operator stands, with its provenance."""
-    inline(graph, node, parts, node.all_input_nodes, {"origin": node.meta.get("origin", Origin())})
+    inline(graph, node, parts, node.all_input_nodes)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
+from ..programs.segments import node_type
+
 
 def fuse_bias(graph: fx.Graph) -> None:
     """``linear(x, w) + b`` is one operator again where no conversion came between."""
@@ -15,11 +18,11 @@ def fuse_bias(graph: fx.Graph) -> None:
         product, bias = node.args
         if not isinstance(product, fx.Node) or product.target is not aten.linear.default or len(product.args) != 2:
             continue
-        if len(product.users) != 1 or not isinstance(bias, fx.Node) or len(bias.meta["types"][0].shape) != 1:
+        if len(product.users) != 1 or not isinstance(bias, fx.Node) or len(node_type(bias).shape) != 1:
             continue
-        if product.meta["types"] != node.meta["types"]:
+        if noted(product).types != noted(node).types:
             continue
-        if product.meta["types"][0].placement.partial:
+        if node_type(product).placement.partial:
             continue
         node.target, node.args = aten.linear.default, (*product.args, bias)
         graph.erase_node(product)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from torch import fx
 
 from ...compiler.capture.capture import Captured
+from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Split, along
 from ...compiler.layout.stretches import Outer
@@ -142,7 +143,7 @@ class Follower:
     """Follows a dim of a parameter forward through a canonical graph, by the rules of its operators."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        bound = [(node.meta["binding"], node) for node in graph.find_nodes(op="placeholder")]
+        bound = [(noted(node).binding, node) for node in graph.find_nodes(op="placeholder")]
         self.parameters = {binding.name: node for binding, node in bound if binding.kind in PARAMETERS}
         self.rules: dict[fx.Node, OpRule] = {}
         self.readers: dict[ValueKey, list[fx.Node]] = {}
@@ -207,7 +208,7 @@ class Follower:
                     if contracted:
                         meets.add(reader)
                         if last and one:
-                            counts.setdefault(1, reader.meta["origin"].source)
+                            counts.setdefault(1, noted(reader).origin.source)
                     alone = sum(any(part[0] in names for names in dims) for dims in rule.operands) == 1
                     # needed whole, or of values of one head
                     if last and outer == 1 and (one or (contracted and alone)):
@@ -218,7 +219,7 @@ class Follower:
                     size = _each(outer, math.prod(rule.sizes[name] for name in dims[dim]))
                     apart = count != size and facts(reader.target).moves == "shape"
                     if last and apart:
-                        counts.setdefault(count, reader.meta["origin"].source)
+                        counts.setdefault(count, noted(reader).origin.source)
                         taken.add((last, count))
                         inner = dims[dim][dims[dim].index(part[0]) + 1 : -1]
                         grouped = max(grouped, math.prod(int(rule.sizes[name]) for name in inner))

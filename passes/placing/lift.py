@@ -6,22 +6,24 @@ from dataclasses import replace
 
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.ops.torch_ops import OPS
+from ..programs.segments import node_type
 
 
 def lift_parameters(graph: fx.Graph) -> None:
     """A parameter that every reader marks ``I→R`` enters the graph as ``R``: its gradient stays partial over the
     microbatches and is summed once a step, by REDUCE."""
     for node in graph.nodes:
-        if node.op != "placeholder" or node.meta["binding"].kind != "parameter" or not node.users:
+        if node.op != "placeholder" or noted(node).binding.kind != "parameter" or not node.users:
             continue
         marks = [user for user in node.users if user.target is OPS.convert.default and user.args[2:4] == ("I", "R")]
         if len(marks) != len(node.users):
             continue
         common = set.intersection(*(set(mark.args[1].split(",")) for mark in marks))
-        type_ = node.meta["types"][0]
+        type_ = node_type(node)
         lifted = replace(type_, placement=type_.placement.replace(dict.fromkeys(common, "R")))
-        node.meta["types"] = [lifted]
+        noted(node).types = [lifted]
         for mark in marks:
             rest = [axis for axis in mark.args[1].split(",") if axis not in common]
             if rest:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
+from ...compiler.capture.reach import FIXED, GradientFlow, made_of
 from ...compiler.layout.collectives import TypeFault
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
 from ...compiler.ops.infer import Part
-from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.ops.torch_ops import OPS
-from ...compiler.program.binding import BUFFERS, Binding
+from ...compiler.program.binding import Binding
 from ...compiler.program.program import Origin
 from ..calls import ValueKey, computes, fake, key_of, operands_of, outputs, substitute_nodes, tensors_of
 from ..choices import Choices
@@ -54,7 +55,7 @@ class Partition:
         self.forms: dict[ValueKey, dict[Placement, fx.Node]] = {}
         self.state: dict[ValueKey, Placement] = {}
         self.grad: dict[ValueKey, bool] = {}
-        self.pure: dict[ValueKey, bool] = {}
+        self.pure = made_of(graph, FIXED)
         self.reshards: list[Reshard] = []
         self.origin = Origin()
         self.reader = "output"
@@ -66,17 +67,12 @@ class Partition:
     # ---- what is known before anything is emitted
 
     def _find_gradients(self) -> Mapping[ValueKey, bool]:
+        flow = GradientFlow()
         for node in self.source.nodes:
-            if node.op == "placeholder":
-                self.grad[node, 0] = node.meta["binding"].kind == "parameter" and fake((node, 0)).is_floating_point()
-                self.pure[node, 0] = node.meta["binding"].kind in (*BUFFERS, "key")
-            elif computes(node):
-                keys = [key_of(n) for n in operands_of(node)]
-                detached = facts(node.target).stops_gradient
+            if node.op == "placeholder" or computes(node):
                 for index, value in enumerate(tensors_of(node)):
-                    flows = any(self.grad[key] for key in keys) and not detached
-                    self.grad[node, index] = flows and isinstance(value, torch.Tensor) and value.is_floating_point()
-                    self.pure[node, index] = all(self.pure[key] and not self.grad[key] for key in keys)
+                    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+                    self.grad[node, index] = floating and node in flow
         return self.grad
 
     def type_of(self, key: ValueKey, placement: Placement) -> TensorType:
@@ -90,7 +86,7 @@ class Partition:
         """The value in another placement: from a form that exists, by the cheapest order of steps."""
         if not self.grad[key]:
             want = want.data()
-            if self.pure[key]:
+            if key[0] in self.pure:
                 rebuilt = self.rebuild(key, want)
                 if rebuilt is not None:
                     return rebuilt
@@ -139,10 +135,10 @@ class Partition:
         block, origin = self.block, self.origin
         if source == "P":
             # a sum belongs to what it sums, so that the first of equal blocks is equal to the others
-            made = form.meta["origin"]
+            made = noted(form).origin
             self.origin = replace(made, plan=self.placed.lines.get(key[0], made.plan))
-            if self.last_block == form.meta["block"]:
-                self.block = form.meta["block"]
+            if self.last_block == noted(form).block:
+                self.block = noted(form).block
         node = self.call(OPS.convert.default, (form, ",".join(axes), str(source), str(result)), {}, [(key, want)])
         self.block, self.origin = block, origin
         cause = replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
@@ -152,7 +148,7 @@ class Partition:
             for name in self.mesh.joined(axes):
                 axis = self.mesh.parts(name)[0]
                 heads = (key, axis) in self.placed.gathered
-                named = key[0].meta["binding"].name if key[0].op == "placeholder" else key[0].name
+                named = noted(key[0]).binding.name if key[0].op == "placeholder" else key[0].name
                 self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, heads))
         return node
 
@@ -213,8 +209,7 @@ class Partition:
                     state[axis] = result
         operands = [self.convert(key, Placement.of(self.mesh, want)) for key, want in zip(keys, wants, strict=True)]
         if expand := EXPANSIONS.get(node.target):
-            facts = {"origin": self.origin, "block": self.block}
-            made, placement = expand(self.graph, self.mesh, node, operands, self.placed.parts[node], facts)
+            made, placement = expand(self.graph, self.mesh, node, operands, self.placed.parts[node], self._note)
             self.forms[node, 0] = {placement: made}
             self.state[node, 0] = placement
             return
@@ -286,16 +281,20 @@ class Partition:
         """A node of the typed graph; several results become ``getitem`` nodes."""
         self.last_block = self.block
         made = self.graph.call_function(target, args, dict(kwargs))
-        made.meta = {"types": [self.type_of(key, p) for key, p in results], "origin": self.origin, "block": self.block,
-                     "kept": self.kept}  # fmt: skip
-        if len(results) == 1 and not isinstance(results[0][0][0].meta.get("val"), (tuple, list)):
+        self._note(made, [self.type_of(key, placement) for key, placement in results])
+        noted(made).kept = self.kept
+        if len(results) == 1 and not isinstance(noted(results[0][0][0]).value, (tuple, list)):
             self.forms.setdefault(results[0][0], {})[results[0][1]] = made
             return made
         for index, (key, placement) in enumerate(results):
             part = self.graph.call_function(operator.getitem, (made, index))
-            part.meta = {"types": [self.type_of(key, placement)], "origin": self.origin, "block": self.block}
+            self._note(part, [self.type_of(key, placement)])
             self.forms.setdefault(key, {})[placement] = part
         return made
+
+    def _note(self, node: fx.Node, types: list[TensorType | None]) -> None:
+        noted(node).types = types
+        noted(node).origin, noted(node).block = self.origin, self.block
 
     # ---- the whole graph
 
@@ -304,8 +303,8 @@ class Partition:
         key = (node, 0)
         placement = Placement.of(self.mesh, dict(self.placed.splits[key]))
         made = self.graph.placeholder(node.name)
-        made.meta = {"types": [self.type_of(key, placement)], "binding": node.meta["binding"], "origin": Origin(),
-                     "block": None, "stored": placement, "line": self.placed.lines.get(node, 0)}  # fmt: skip
+        noted(made).types = [self.type_of(key, placement)]
+        noted(made).binding, noted(made).line = noted(node).binding, self.placed.lines.get(node, 0)
         self.state[key] = placement
         self.forms[key] = {placement: made}
 
@@ -315,23 +314,23 @@ class Partition:
             if node.op == "placeholder":
                 self.placeholder(node)
             elif computes(node):
-                origin = node.meta["origin"]  # a cast names the line that asked for it
+                origin = noted(node).origin  # a cast names the line that asked for it
                 self.origin = replace(origin, plan=origin.plan or self.placed.lines.get(node, 0))
-                self.block = node.meta.get("block")
-                self.reader, self.kept = str(node.target), node.meta.get("kept", False)
+                self.block = noted(node).block
+                self.reader, self.kept = str(node.target), noted(node).kept
                 self.operator(node)
         loss, *updates = outputs(self.source)
         self.block, self.reader, self.kept = None, "output", True
         state = self.state[key_of(loss)]
         target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
         results = [self.convert(key_of(loss), target)]
-        bound = {n.meta["binding"]: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
-        names = self.source.output_node().meta.get("updates", ())
+        bound = {noted(n).binding: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
+        names = noted(self.source.output_node()).updates
         for name, update in zip(names, updates, strict=True):
             # placed as the buffer, so that the next microbatch reads what this one wrote
             stored = Placement.of(self.mesh, dict(self.placed.splits[bound[Binding("buffer", name)]]))
             results.append(self.convert(key_of(update), stored))
-        self.graph.output(tuple(results)).meta["updates"] = names
+        noted(self.graph.output(tuple(results))).updates = names
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph

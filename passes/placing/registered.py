@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.layout.collectives import TypeFault
 from ...compiler.ops.factors import RuleError
 from ...compiler.ops.rules import registered, rule_for
@@ -45,7 +46,7 @@ def check_registered(graph: fx.Graph) -> None:
             try:
                 rule_for(call_of(node))
             except RuleError as error:
-                raise RuleMisfit(str(node.target), str(error), node.meta.get("origin")) from None
+                raise RuleMisfit(str(node.target), str(error), noted(node).origin) from None
 
 
 def _custom() -> Iterator[str]:
@@ -72,7 +73,7 @@ def explained(graph: fx.Graph) -> Iterator[None]:
         node = _failing(error.__traceback__)
         if node is None:
             raise
-        origin = node.meta.get("origin") or Origin()
+        origin = noted(node).origin or Origin()
         if isinstance(error, (InternalTypeFault, TypeFault)):
             own = [str(other.target) for other in (node, *_at(graph, origin)) if str(other.target) in registered()]
             if own:
@@ -87,7 +88,7 @@ def explained(graph: fx.Graph) -> Iterator[None]:
 def _at(graph: fx.Graph, origin: Origin) -> Iterator[fx.Node]:
     """Operators of the captured graph at a place of the model."""
     for node in graph.nodes:
-        found = node.meta.get("origin")
+        found = noted(node).origin
         if found is not None and (found.module, found.source) == (origin.module, origin.source):
             yield node
 

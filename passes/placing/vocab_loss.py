@@ -16,10 +16,12 @@ from ...compiler.ops.torch_ops import OPS, aten
 from ..programs.segments import node_type
 
 AxisParts = Mapping[str, Part]
+Note = Callable[[fx.Node, list[TensorType | None]], None]
+"""Notes the types of a new node, and the place where it stands."""
 
 
 def _token_loss(
-    graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: AxisParts, facts: Mapping[str, Any]
+    graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: AxisParts, note: Note
 ) -> tuple[fx.Node, Placement]:
     """``log(sum(exp(x - peak))) - (x[target] - peak)``: each rank's part of the vocabulary gives a part of both sums,
     which are summed in one message, so no rank holds whole logits."""
@@ -31,7 +33,7 @@ def _token_loss(
 
     def emit(target: Any, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype, at: Placement) -> fx.Node:
         made = graph.call_function(target, args)
-        made.meta = {"types": [TensorType(dtype, shape, at)], **facts}
+        note(made, [TensorType(dtype, shape, at)])
         return made
 
     # the loss's own placement: rows as the logits', whole (or R, as the logits) elsewhere, the vocabulary summed
@@ -56,10 +58,8 @@ def _token_loss(
     return loss, result
 
 
-Expansion = Callable[
-    [fx.Graph, Mesh, fx.Node, Sequence[fx.Node], AxisParts, Mapping[str, Any]], tuple[fx.Node, Placement]
-]
+Expansion = Callable[[fx.Graph, Mesh, fx.Node, Sequence[fx.Node], AxisParts, Note], tuple[fx.Node, Placement]]
 
 EXPANSIONS: Mapping[Any, Expansion] = {OPS.token_loss.default: _token_loss}
 """Operator → the function that emits several in its place, and gives the result and its placement. It is given a graph
-and mesh, the node with its operands as it wants them, the part it plays on each axis, and the facts of new nodes."""
+and mesh, the node with its operands as it wants them, the part it plays on each axis, and what notes facts."""

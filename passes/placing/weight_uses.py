@@ -7,6 +7,7 @@ from functools import cache
 from torch import fx
 
 from ...compiler.capture.capture import Captured
+from ...compiler.capture.node_facts import noted
 from ...compiler.ops.rules import facts
 from ...compiler.resolve.names import PlanNames, WeightUse
 from ..calls import computes, operands_of, rule_of, tensors_of
@@ -22,14 +23,14 @@ def names_of(captured: Captured) -> PlanNames:
     for name, node in parameters.items():
         others = [alias for alias, canonical in captured.aliases.items() if canonical == name]
         for reader, use in _uses(node):
-            module = reader.meta["origin"].module
+            module = noted(reader).origin.module
             for candidate in (name, *others):
                 if candidate.rpartition(".")[0] == module:
                     uses.setdefault(candidate, use)
             uses.setdefault(name, use)
     return PlanNames(
-        {name: tuple(node.meta["val"].shape) for name, node in parameters.items()},
-        {name: tuple(node.meta["val"].shape) for name, node in captured.placeholders("input").items()},
+        {name: tuple(noted(node).value.shape) for name, node in parameters.items()},
+        {name: tuple(noted(node).value.shape) for name, node in captured.placeholders("input").items()},
         captured.modules,
         uses,
         dict(captured.aliases),
@@ -45,7 +46,7 @@ def _rank_of(reader: fx.Node) -> int:
 def _uses(weight: fx.Node) -> list[tuple[fx.Node, WeightUse]]:
     """Each reader of a matrix or of its parts, through transposes, with the dims it puts out and contracts."""
     found: list[tuple[fx.Node, WeightUse]] = []
-    pending: list[tuple[fx.Node, tuple[int, ...]]] = [(weight, tuple(range(weight.meta["val"].dim())))]
+    pending: list[tuple[fx.Node, tuple[int, ...]]] = [(weight, tuple(range(noted(weight).value.dim())))]
     while pending:
         node, dims = pending.pop(0)
         for reader in node.users:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.binding import COUNT, LOSS, RNG, SCALE, Binding
@@ -60,7 +61,7 @@ class _Main:
     def bind(self, node: fx.Node) -> Value:
         """The value of a placeholder or of an earlier call's result. A key is made in every stage that reads it: it
         lies on the CPU, where no message comes from."""
-        binding: Binding = node.meta.get("binding", Binding("value"))
+        binding: Binding = noted(node).binding
         kind, name = binding
         if node not in self.values:
             type_ = replace(node_type(node), placement=node_type(node).placement.data())
@@ -145,7 +146,7 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], lis
                 total = main.emit(lines, "sum", gradients[key].type, "aten.add.Tensor", args)
             gradients[key] = total
     found = [
-        (stage, node.meta["binding"].name, value)
+        (stage, noted(node).binding.name, value)
         for (node, stage), value in gradients.items()
         if node.op == "placeholder"
     ]
@@ -186,11 +187,11 @@ def assemble(
     for stage, name, value in found:
         lines.stage = stage
         gradients.append((stage, name, _narrowed(main, value, sums, lines)))
-    buffers = graph.output_node().meta.get("updates", ())
+    buffers = noted(graph.output_node()).updates
     results = {LOSS: main.bind(loss).name}
     results |= {Binding("buffer", name): main.bind(node).name for name, node in zip(buffers, updates, strict=True)}
     for node in graph.find_nodes(op="placeholder"):
-        if node.meta["binding"] in results:  # it has a type and a first value, also if nobody reads it
+        if noted(node).binding in results:  # it has a type and a first value, also if nobody reads it
             main.bind(node)
     count = pipeline.stages if pipeline is not None else 1
     made_in = {v.name: s for line, s in zip(main.forward.lines, main.forward.stages, strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.layout.collectives import TypeFault
 from ...compiler.ops.rules import facts, rule_for
 from ...compiler.ops.torch_ops import OPS, aten
@@ -45,17 +46,17 @@ def fold_zeros(backward: Sequence[fx.Node]) -> set[fx.Node]:
     zeros: set[fx.Node] = set()
     for node in backward:
         operands = [operand for operand in operands_of(node) if not _is_of_whole_numbers(operand)]
-        if operands and zeros.issuperset(operands) and isinstance(node.meta["val"], torch.Tensor):
+        if operands and zeros.issuperset(operands) and isinstance(noted(node).value, torch.Tensor):
             rule = rule_for(call_of(node))
             if node.target is OPS.convert.default or (rule is not None and rule.linear):
-                node.target, node.args, node.kwargs = aten.zeros.default, (list(node.meta["val"].shape),), {}
+                node.target, node.args, node.kwargs = aten.zeros.default, (list(noted(node).value.shape),), {}
         if facts(node.target).makes_zeros(node.args):
             zeros.add(node)
     return zeros
 
 
 def _is_of_whole_numbers(node: fx.Node) -> bool:
-    value = node.meta["val"]
+    value = noted(node).value
     return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
@@ -68,14 +69,14 @@ def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx
         row = facts(node.target)
         if not row.creates or (node in known and node not in zeros):
             continue
-        made = node.meta["val"]
+        made = noted(node).value
         fill = row.number_in(node.args)
         node.target, node.args, node.kwargs = aten.full.default, (list(made.shape), fill), {"dtype": made.dtype}
         free.add(node)
         for reader in list(node.users)[1:]:
             with graph.inserting_before(node):
                 copy = graph.node_copy(node)
-            copy.meta = dict(node.meta)
+            copy_facts(node, copy)
             if node in owner:
                 owner[copy] = owner[node]
             reader.replace_input_with(node, copy)
@@ -87,7 +88,7 @@ def simplify(graph: fx.Graph) -> None:
     """Leave out what autograd writes though it changes nothing; once types are known, and only where they agree."""
     for node in list(graph.nodes):
         same = _left_as_it_is(node)
-        if same is not None and same.meta["types"] == node.meta["types"]:
+        if same is not None and noted(same).types == noted(node).types:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ...compiler.program.binding import BUFFERS, Binding
+from ...compiler.capture.node_facts import copy_facts, noted
+from ...compiler.capture.reach import computed_anywhere
+from ...compiler.program.binding import Binding
 from ...compiler.program.program import Function, Line, Value
 from ..calls import computes, outputs
 
@@ -32,13 +34,13 @@ class Pipeline:
 
 
 def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
-    """The graph with ``meta["stage"]`` on every operator, stage by stage.
+    """The graph with its ``stage`` noted on every operator, stage by stage.
 
     A stage is what lies between two cuts. An operator that reads a later stage's value moves there, and what gives a
     buffer's new value the form in which it is kept (a sum over ranks, without padding) to the stage that makes it. What
     no parameter reaches (positions, rotary tables, masks) is computed in every stage that reads it, never sent.
     """
-    free = _free(graph)
+    free = computed_anywhere(graph, noted(graph.output_node()).updates)
     stages = _stages(graph, pipeline, free)
     wanted: dict[fx.Node, set[int]] = {node: {stage} for node, stage in stages.items()}
     homes = _homes(graph, stages)
@@ -52,7 +54,8 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
 
     def copy(node: fx.Node, stage: int) -> None:
         copies[node, stage] = made.node_copy(node, lambda operand: _seen_from(copies, operand, stage, wanted))
-        copies[node, stage].meta = {**node.meta, "stage": stage}
+        copy_facts(node, copies[node, stage])
+        noted(copies[node, stage]).stage = stage
 
     for node in graph.find_nodes(op="placeholder"):
         copy(node, 0)
@@ -70,8 +73,8 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
 def _homes(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> list[tuple[fx.Node, int]]:
     """Each buffer's new value, which may be another's too, and the stage that reads the old one."""
     _, *values = outputs(graph)
-    bound = {node.meta["binding"]: node for node in graph.find_nodes(op="placeholder")}
-    readers = (bound[Binding("buffer", name)].users for name in graph.output_node().meta.get("updates", ()))
+    bound = {noted(node).binding: node for node in graph.find_nodes(op="placeholder")}
+    readers = (bound[Binding("buffer", name)].users for name in noted(graph.output_node()).updates)
     return [(value, max((stages.get(user, 0) for user in users), default=0))
             for value, users in zip(values, readers, strict=True)]  # fmt: skip
 
@@ -84,24 +87,9 @@ def _seen_from(copies: Mapping[tuple[fx.Node, int], fx.Node], operand: fx.Node, 
     return copies[operand, 0 if operand.op == "placeholder" else min(wanted[operand])]
 
 
-def _free(graph: fx.Graph) -> set[fx.Node]:
-    """Operators that no parameter, no random stream and no buffer that the step updates reaches."""
-    updated = {Binding("buffer", name) for name in graph.output_node().meta.get("updates", ())}
-    free: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            binding = node.meta["binding"]
-            known = binding.kind in ("input", *BUFFERS) and binding not in updated
-        else:
-            known = node.op == "call_function" and free.issuperset(node.all_input_nodes)
-        if known:
-            free.add(node)
-    return {node for node in free if node.op == "call_function"}
-
-
 def _stages(graph: fx.Graph, pipeline: Pipeline, free: set[fx.Node]) -> dict[fx.Node, int]:
     """Stages of all operators but free ones. What a pass put at the graph's end, to give an output the form in which it
-    is kept (``meta["kept"]``), goes with what it reads."""
+    is kept (``kept``), goes with what it reads."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     places = [_place(nodes, module, after, pipeline.modules) for module, after in pipeline.cuts]
     found: dict[fx.Node, int] = {}
@@ -109,7 +97,7 @@ def _stages(graph: fx.Graph, pipeline: Pipeline, free: set[fx.Node]) -> dict[fx.
         if node in free:
             continue
         operands = [found[operand] for operand in node.all_input_nodes if operand in found]
-        follows = operands and (node.target is operator.getitem or node.meta.get("kept"))
+        follows = operands and (node.target is operator.getitem or noted(node).kept)
         found[node] = max(operands) if follows else max([sum(place <= index for place in places), *operands])
     return found
 
@@ -118,7 +106,7 @@ def _place(nodes: Sequence[fx.Node], module: str, after: bool, modules: Sequence
     """The index of the first operator behind a cut. Where passes left nothing of the module, that of the first in a
     module to which the model comes after it."""
     own = {name for name in modules if f"{name}.".startswith(f"{module}.")}
-    origins = [node.meta["origin"].module if computes(node) else None for node in nodes]
+    origins = [noted(node).origin.module if computes(node) else None for node in nodes]
     inside = [index for index, origin in enumerate(origins) if origin in own]
     if inside:
         return inside[-1] + 1 if after else inside[0]

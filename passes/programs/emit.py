@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.layout.collectives import lower
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
@@ -111,7 +112,7 @@ class Emitter:
         if row.moves == "copy" and not (self.differentiated and row.stops_gradient):
             self.value_of[node] = self.value_of[node.args[0]]  # type: ignore[index]
             return []
-        origin = node.meta["origin"]
+        origin = noted(node).origin
         if node.target is OPS.convert.default:
             before, after = node_type(node.args[0]).placement, node_type(node).placement  # type: ignore[arg-type]
             lowered = lower(str(node.args[1]), before, after, self.mesh)
@@ -129,8 +130,8 @@ class Emitter:
 
     def _results(self, node: fx.Node) -> tuple[Value | None, ...]:
         base = str(node.target).split(".")[1].strip("_") or "value"
-        types = node.meta["types"]
-        if not isinstance(node.meta["val"], (tuple, list)):
+        types = noted(node).types
+        if not isinstance(noted(node).value, (tuple, list)):
             return (self.define(node, base),)
         parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         results: list[Value | None] = []
@@ -150,7 +151,7 @@ class Emitter:
         call = call_of(node)
         operands = operands_of(node)
         types = [node_type(operand) for operand in operands]
-        results = [type_ for type_ in node.meta["types"] if type_ is not None]
+        results = [type_ for type_ in noted(node).types if type_ is not None]
         if facts(node.target).moves == "shape":
             call = OpCall(
                 "aten.reshape.default", (call.args[0], list(results[0].shape)), {}, call.operands, call.results
@@ -240,7 +241,7 @@ def emit_pair(joint: Joint, segment: Segment, name: str, mesh: Mesh, shared: str
 
 def _input_title(source: fx.Node, block: str | None) -> str:
     """The name of a segment's input: ``mlp_up_weight`` of ``blocks.0.mlp.up.weight``, ``x`` of an activation."""
-    kind, name = source.meta.get("binding", ("value", ""))
+    kind, name = noted(source).binding
     return identifier(f"key.{_inside(name, block)}" if kind == "key" else _inside(name, block)) if name else "x"
 
 
@@ -256,7 +257,7 @@ def _makers(node: Any) -> Iterator[fx.Node]:
 def _saved_title(node: fx.Node, block: str | None) -> str:
     """The name of a value that backward reads: its module's and the operator's, as ``mlp_up_addmm``."""
     maker: Any = node.args[0] if node.target is operator.getitem else node
-    module, op = _inside(maker.meta["origin"].module, block), str(maker.target).split(".")[1].strip("_")
+    module, op = _inside(noted(maker).origin.module, block), str(maker.target).split(".")[1].strip("_")
     return identifier(f"{module}.{op}" if module and module != block else op)
 
 

@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, TensorType, along, parse_kind
 from ...compiler.ops.infer import infer, place_created
 from ...compiler.ops.precision import is_narrow
-from ...compiler.ops.recorder import GraphRecorder, RecordedTensor
 from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import OPS, aten
 from ...compiler.program.program import Origin
 from ...compiler.torch_private import quiet
 from ..calls import ancestors, call_of, operands_of, substitute_nodes, tensors_of
 from .backward_forms import fold_zeros, free_creations, is_zero, simplify, write_functional
-from .segments import Segment, gradient_flows, node_type
+from .recorder import GraphRecorder, RecordedTensor
+from .segments import Segment, node_type
 
 
 class InternalTypeFault(AssertionError):
@@ -63,8 +64,8 @@ class _Record:
 def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
     """Trace ``outputs, gradients = segment(inputs, tangents)``; equal segments need one trace."""
     record = _Record()
-    flows = [gradient_flows(node) for node in segment.inputs]
-    flowing = [index for index, node in enumerate(segment.outputs) if gradient_flows(node)]
+    flows = [node in segment.flow for node in segment.inputs]
+    flowing = [index for index, node in enumerate(segment.outputs) if node in segment.flow]
     with quiet(), torch.backends.mkldnn.flags(enabled=False), GraphRecorder() as recorder:
         types = map(node_type, [*segment.inputs, *(segment.outputs[index] for index in flowing)])
         values = [recorder.placeholder(type_.dtype, type_.shape) for type_ in types]
@@ -79,7 +80,7 @@ def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
         gradients: Sequence[Any] = [None] * len(wanted)
         if wanted and flowing:
             gradients = torch.autograd.grad([outputs[i] for i in flowing], wanted, tangents, allow_unused=True)
-        record.claim(recorder.graph, segment.nodes[0].meta["origin"])
+        record.claim(recorder.graph, noted(segment.nodes[0]).origin)
     graph = recorder.finish((tuple(outputs), tuple(gradients)))
     return _read(graph, segment, record, flows, flowing, mesh)
 
@@ -91,7 +92,7 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
         args, kwargs = substitute_nodes((node.args, dict(node.kwargs)), uses.__getitem__)
         target: Any = FORMS.get(node.target, node.target)
         value = env[node] = target(*args, **kwargs)
-        record.claim(graph, node.meta["origin"])
+        record.claim(graph, noted(node).origin)
         if not isinstance(value, RecordedTensor):
             continue
         record.known[value.node] = node_type(node).placement.data()
@@ -138,7 +139,7 @@ def _arrival(node: fx.Node, owner: fx.Node, record: _Record, graph: fx.Graph) ->
 
     def hook(gradient: RecordedTensor | None) -> None:
         if owner is not node:
-            record.claim(graph, owner.meta["origin"])
+            record.claim(graph, noted(owner).origin)
         if gradient is not None:
             record.known.setdefault(gradient.node, node_type(node).placement.dual().data())
 
@@ -160,9 +161,9 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
     free = free_creations(graph, record.known, record.owner, zeros)
     for node in graph.nodes:
         if node.op == "placeholder":
-            node.meta["types"] = [_typed(node.meta["val"], types[node])]
+            noted(node).types = [_typed(noted(node).value, types[node])]
         elif node.op == "call_function":
-            node.meta["origin"] = record.owner.get(node, Origin())
+            noted(node).origin = record.owner.get(node, Origin())
             if node not in free:
                 _place_free(node, free, mesh)
                 _type_node(node, record.known, mesh)
@@ -173,7 +174,7 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
     for index, gradient in zip(flow_index, gradients, strict=True):
         expected = node_type(segment.inputs[index]).placement.dual().data()
         if gradient in free:
-            gradient.meta["types"] = [_typed(gradient.meta["val"], expected)]
+            noted(gradient).types = [_typed(noted(gradient).value, expected)]
         if gradient is not None and node_type(gradient).placement != expected:
             raise InternalTypeFault(
                 f"the gradient of input {index} of {segment.block} is {node_type(gradient).text(mesh)}, not {expected}"
@@ -197,7 +198,7 @@ def _place_free(node: fx.Node, free: set[fx.Node], mesh: Mesh) -> None:
     zeros = frozenset(index for index, operand in enumerate(operands) if operand in free and is_zero(operand))
     for operand, placement in zip(operands, place_created(call_of(node), placements, zeros, mesh), strict=True):
         if operand in free:
-            operand.meta["types"] = [_typed(operand.meta["val"], placement)]
+            noted(operand).types = [_typed(noted(operand).value, placement)]
 
 
 def _typed(value: torch.Tensor, placement: Placement) -> TensorType:
@@ -208,7 +209,7 @@ def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> Non
     """Types of a traced node's results: inferred from its operands, and equal to what partition said."""
     if node.target is operator.getitem:
         source, index = node.args
-        node.meta["types"] = [source.meta["types"][index]]
+        noted(node).types = [noted(source).types[index]]
         return
     values = [value for value in tensors_of(node) if isinstance(value, torch.Tensor)]
     operands = [node_type(operand).placement for operand in operands_of(node)]
@@ -228,7 +229,7 @@ def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> Non
     if node in known and placements[0] != known[node]:
         raise InternalTypeFault(f"{node.format_node()} is {placements[0]}, but partition said {known[node]}")
     all_types = iter(_typed(value, placement) for value, placement in zip(values, placements, strict=True))
-    node.meta["types"] = [next(all_types) if isinstance(v, torch.Tensor) else None for v in tensors_of(node)]
+    noted(node).types = [next(all_types) if isinstance(v, torch.Tensor) else None for v in tensors_of(node)]
 
 
 def _split(joint: Joint, graph: fx.Graph) -> None:
@@ -248,7 +249,7 @@ def _split(joint: Joint, graph: fx.Graph) -> None:
 def _free(node: Any) -> bool:
     """Whether the node only looks at its operand's storage in another shape, or is its operand in a wider type."""
     if facts(node.target).casts:
-        before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+        before, after = noted(node.args[0]).value.dtype, noted(node).value.dtype
         return bool(before.is_floating_point and before.itemsize < after.itemsize)
     row = facts(node.args[0].target if node.target is operator.getitem else node.target)
     if row.moves == "shape":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, TensorType
 from ...compiler.program.binding import COUNT, LOSS, RNG, Binding
@@ -27,20 +28,20 @@ def _function(name: str, graph: fx.Graph, keys: tuple[Binding, ...], seed: int) 
     nodes = []
     for node in graph.nodes:
         if node.op in ("placeholder", "call_function"):
-            node.meta["types"] = [
+            noted(node).types = [
                 None if value is None else TensorType(value.dtype, tuple(value.shape), Placement(()))
                 for value in tensors_of(node)
             ]
         if node.op == "call_function":
             nodes.append(node)
-        elif node.op == "placeholder" and (node.users or node.meta["binding"] in keys):
-            binding: Binding = node.meta["binding"]
+        elif node.op == "placeholder" and (node.users or noted(node).binding in keys):
+            binding: Binding = noted(node).binding
             path = binding.name
             if binding.kind != "key":
                 parameters.append(emitter.define(node, identifier(path), binding))
                 continue
             if rng is None:
-                value = TensorType(node.meta["val"].dtype, (2,), Placement(()))
+                value = TensorType(noted(node).value.dtype, (2,), Placement(()))
                 rng = Value(emitter.names.fresh("rng"), value, RNG)
                 parameters.append(rng)
             key = emitter.define(node, f"key_{identifier(path)}")

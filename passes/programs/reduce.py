@@ -9,6 +9,7 @@ from functools import reduce
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, TensorType
 from ...compiler.program.binding import GRAD_NORM, LOSS, SCALE, Binding
@@ -137,15 +138,15 @@ def _reduce(
     """Sum gradients and the loss over the axes on which they are partial, and over the roles that have a part of them,
     once a step; and the global norm. Of a gradient that this role's stages do not make, the type is given."""
     write, returns = Writer(mesh, across), []
-    stored = {node.meta["binding"].name: node for node in graph.find_nodes(op="placeholder")
-              if node.meta["binding"].kind == "parameter"}  # fmt: skip
+    stored = {noted(node).binding.name: node for node in graph.find_nodes(op="placeholder")
+              if noted(node).binding.kind == "parameter"}  # fmt: skip
     squares: dict[tuple[str, ...], list[Value]] = {}
     trained = (node_type(node).dtype for node in stored.values())
     dtype = reduce(torch.promote_types, trained, torch.float32)  # of the norm, alike in all roles
     # all sums first: on a real network they run side by side
     reduced = []
     for name, gradient in gradients.items():
-        origin = Origin(name, "", stored[name].meta["line"])
+        origin = Origin(name, "", noted(stored[name]).line)
         reduced.append((name, write.gradient(name, gradient, node_type(stored[name]).dtype, origin), origin))
     for at, (name, value, origin) in enumerate(reduced):
         if across is not None and name in across.tied:

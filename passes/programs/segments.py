@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
+from ...compiler.capture.reach import GradientFlow
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ..calls import substitute_nodes
@@ -25,7 +26,9 @@ def block_of(module: str) -> str | None:
 
 def node_type(node: fx.Node) -> TensorType:
     """Type of a typed node with one tensor."""
-    return node.meta["types"][0]  # type: ignore[no-any-return]
+    type_ = noted(node).types[0]
+    assert type_ is not None
+    return type_
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Segment:
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     signature: str
+    flow: GradientFlow
+    """Where gradients flow in the graph that it is a run of."""
 
 
 def cut_segments(graph: fx.Graph, mesh: Mesh) -> list[Segment]:
@@ -47,16 +52,18 @@ def cut_segments(graph: fx.Graph, mesh: Mesh) -> list[Segment]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        place = node.meta["block"], node.meta.get("stage", 0)
+        place = noted(node).block, noted(node).stage
         if node.target is operator.getitem or (runs and runs[-1][0] == place):
             runs[-1][1].append(node)
         else:
             runs.append((place, [node]))
-    final = set(graph.output_node().all_input_nodes)
-    return [_segment(*place, nodes, final, mesh) for place, nodes in runs]
+    final, flow = set(graph.output_node().all_input_nodes), GradientFlow()
+    return [_segment(*place, nodes, final, flow, mesh) for place, nodes in runs]
 
 
-def _segment(block: str | None, stage: int, nodes: Sequence[fx.Node], final: set[fx.Node], mesh: Mesh) -> Segment:
+def _segment(
+    block: str | None, stage: int, nodes: Sequence[fx.Node], final: set[fx.Node], flow: GradientFlow, mesh: Mesh
+) -> Segment:
     inside = set(nodes)
     inputs: dict[fx.Node, None] = {}
     for node in nodes:
@@ -66,17 +73,18 @@ def _segment(block: str | None, stage: int, nodes: Sequence[fx.Node], final: set
     outputs = [
         node
         for node in nodes
-        if isinstance(node.meta["types"], list) and len(node.meta["types"]) == 1
+        if len(noted(node).types) == 1
         and (node in final or any(user not in inside for user in node.users))
     ]  # fmt: skip
-    return Segment(block, stage, tuple(nodes), tuple(inputs), tuple(outputs), _signature(nodes, inputs, outputs, mesh))
+    signature = _signature(nodes, inputs, outputs, flow, mesh)
+    return Segment(block, stage, tuple(nodes), tuple(inputs), tuple(outputs), signature, flow)
 
 
 def _signature(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node] | dict[fx.Node, None],
-               outputs: Sequence[fx.Node], mesh: Mesh) -> str:  # fmt: skip
+               outputs: Sequence[fx.Node], flow: GradientFlow, mesh: Mesh) -> str:  # fmt: skip
     names = {node: f"i{index}" for index, node in enumerate(inputs)}
     names.update((node, f"n{index}") for index, node in enumerate(nodes))
-    rows = [f"{names[n]}:{typed_text(n, mesh)}:{gradient_flows(n)}" for n in inputs]
+    rows = [f"{names[n]}:{typed_text(n, mesh)}:{n in flow}" for n in inputs]
     for node in nodes:
         args = substitute_nodes((node.args, dict(node.kwargs)), names.__getitem__)
         rows.append(f"{names[node]}={node.target}{args}:{typed_text(node, mesh)}")
@@ -86,18 +94,4 @@ def _signature(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node] | dict[fx.Nod
 def typed_text(node: fx.Node, mesh: Mesh) -> str:
     """Types of a node's results with the difference between R and I."""
     return ";".join(f"{t.text(mesh)}{[axis for axis, kind in t.placement.items() if kind == 'R']}"
-                    for t in node.meta["types"])  # fmt: skip
-
-
-def gradient_flows(node: fx.Node) -> bool:
-    """Whether a gradient flows into the node's value."""
-    cached = node.meta.get("flows")
-    if cached is None:
-        if node.op == "placeholder":
-            cached = node.meta["binding"].kind == "parameter"
-        else:
-            stops = node.target in (torch.ops.aten.detach.default, torch.ops.parc.row_max.default)
-            cached = not stops and any(gradient_flows(operand) for operand in node.all_input_nodes)
-        cached = cached and any(t.dtype.is_floating_point for t in node.meta["types"])
-        node.meta["flows"] = cached
-    return bool(cached)
+                    for t in noted(node).types if t is not None)  # fmt: skip

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+from parc.compiler.capture.node_facts import noted
 from parc.compiler.resolve.balance import FLOPS_PER_BYTE, PASSES, BalancedPiece, balance, operations_of
 
 weights = st.dictionaries(st.sampled_from("abc"), st.just(7), max_size=2)
@@ -50,9 +51,9 @@ def operations(target: Any, *args: object) -> int:
     for value in values:
         given.append(graph.placeholder("x") if isinstance(value, torch.Tensor) else value)
         if isinstance(value, torch.Tensor):
-            given[-1].meta["val"] = value
+            noted(given[-1]).value = value
     call = graph.call_function(target, tuple(given))
-    call.meta["val"] = target(*values)
+    noted(call).value = target(*values)
     return operations_of(call)
 
 

@@ -15,7 +15,9 @@ from parc.compiler.capture.complex_numbers import real_form
 from parc.compiler.capture.complex_pairs import as_pairs
 from parc.compiler.capture.composites import functional
 from parc.compiler.capture.faults import CaptureError
-from parc.compiler.torch_private import detach_without_gradients, quiet
+from parc.compiler.capture.no_grad import detach_without_gradients
+from parc.compiler.capture.node_facts import noted
+from parc.compiler.torch_private import quiet
 
 INDEX = torch.tensor([2, 0])
 
@@ -124,7 +126,7 @@ def _in_reals(body: nn.Module) -> Callable[..., Any]:
     as_pairs(module.graph)
     module.graph.lint()
     for node in module.graph.nodes:
-        for value in node.meta["val"] if isinstance(node.meta.get("val"), (list, tuple)) else [node.meta.get("val")]:
+        for value in noted(node).value if isinstance(noted(node).value, (list, tuple)) else [noted(node).value]:
             assert not isinstance(value, Tensor) or not value.is_complex(), node
     constants = [
         real_form(exported.constants[name])

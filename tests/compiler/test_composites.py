@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from parc.compiler.capture import composites
 from parc.compiler.capture.composites import functional
+from parc.compiler.capture.node_facts import noted
 from parc.compiler.torch_private import quiet, with_unread_draws, without_code
 
 X = torch.zeros(4, 6, 8)
@@ -28,7 +29,7 @@ def _text(graph: fx.Graph) -> list[str]:
         given = fx.node.map_arg((node.args, dict(node.kwargs)), places.__getitem__)
         made = [
             (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else value
-            for value in tree_leaves(node.meta.get("val"))
+            for value in tree_leaves(noted(node).value)
         ]
         if "_assert_tensor_metadata" in str(node.target):  # its arguments go by place or by name
             given = given[0][0]
@@ -38,7 +39,7 @@ def _text(graph: fx.Graph) -> list[str]:
 
 
 def _modules(graph: fx.Graph) -> list[str]:
-    stacks = [node.meta.get("nn_module_stack") or {"": ("", "")} for node in graph.nodes if node.op == "call_function"]
+    stacks = [noted(node).modules or {"": ("", "")} for node in graph.nodes if node.op == "call_function"]
     return [list(stack.values())[-1][0] for stack in stacks]
 
 

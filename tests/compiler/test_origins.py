@@ -12,6 +12,7 @@ from torch import nn
 
 from parc.compiler.capture import capture as capturing
 from parc.compiler.capture.capture import InputSpec, capture
+from parc.compiler.capture.node_facts import noted
 from parc.compiler.initial.recipes import record
 
 
@@ -51,7 +52,7 @@ def _origins() -> list[tuple[str, str, str]]:
         lambda model, given: model(given["x"]),
         lambda output, given: F.mse_loss(output, given["y"]),
     )
-    made = [(str(node.target), node.meta["origin"]) for node in captured.graph.nodes if node.op == "call_function"]
+    made = [(str(node.target), noted(node).origin) for node in captured.graph.nodes if node.op == "call_function"]
     return [(target, origin.module, origin.source) for target, origin in made]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from parc.compiler.capture.capture import Captured
+from parc.compiler.capture.node_facts import noted
 from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiler.resolve.balance import operations_of
 from parc.compiler.resolve.stage_cuts import cuts_of, stage_of_nodes
@@ -87,7 +88,7 @@ def cut(text: str, stage: str, ranks: int) -> tuple[list[str], Captured, Stages]
 
 def modules(stages: Stages, stage: int) -> set[str]:
     """The outermost two names of all modules of a stage."""
-    return {".".join(node.meta["origin"].module.split(".")[:2]) for node, at in stages.items() if at == stage} - {""}
+    return {".".join(noted(node).origin.module.split(".")[:2]) for node, at in stages.items() if at == stage} - {""}
 
 
 def test_cuts_are_in_the_order_of_the_graph() -> None:
@@ -102,7 +103,7 @@ def test_an_embedding_and_the_loss_can_be_stages_of_their_own() -> None:
     cuts, _, stages = cut(GPT, "after out(embed), out(head)", 3)
     assert cuts == ["after out(embed)", "after out(head)"]
     assert modules(stages, 0) == {"embed"} and modules(stages, 2) == set()
-    assert all(node.meta["loss"] for node, stage in stages.items() if stage == 2)
+    assert all(noted(node).in_loss for node, stage in stages.items() if stage == 2)
 
 
 class Again(nn.Module):
@@ -148,7 +149,7 @@ def test_balanced_stages_differ_by_less_than_a_layer(ranks: int) -> None:
     work = Counter[int]()
     for node, stage in stages.items():
         work[stage] += operations_of(node)
-    layer = sum(operations_of(node) for node in stages if f"{node.meta['origin'].module}.".startswith("blocks.1."))
+    layer = sum(operations_of(node) for node in stages if f"{noted(node).origin.module}.".startswith("blocks.1."))
     assert max(work.values()) < sum(work.values()) / ranks + layer
 
 

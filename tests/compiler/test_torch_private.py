@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from parc.compiler.capture.no_grad import detach_without_gradients
+from parc.compiler.capture.node_facts import noted
 from parc.compiler.torch_private import (
     SymbolicSizes,
     compile_graph,
-    detach_without_gradients,
     fake_mode,
     is_composite,
     one_frame,
@@ -150,7 +151,7 @@ def test_operators_keep_one_frame_of_the_model() -> None:
     with one_frame(lambda file: file == __file__):
         graph = export(Mlp(), torch.ones(2, 4)).graph
     line = Mlp.forward.__code__.co_firstlineno + 1
-    places = {node.meta["stack_trace"] for node in graph.nodes if node.op == "call_function"}
+    places = {noted(node).trace for node in graph.nodes if node.op == "call_function"}
     assert all(place.count("File ") == 1 and f'{__file__}", line {line}' in place for place in places) and places
 
 

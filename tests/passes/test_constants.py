@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from parc.compiler.capture.node_facts import noted
 from parc.compiler.program.binding import Binding
 from parc.compiler.torch_private import quiet
 from parc.passes.canonical import constants
@@ -35,7 +36,7 @@ def folded(mask: Mask, length: int = 6) -> fx.Node:
         program = torch.export.export(Attention(mask), (x,), strict=False).run_decompositions({})
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            node.meta["binding"] = Binding("input", "x")
+            noted(node).binding = Binding("input", "x")
     graph = canonicalize(program.graph)
     constants.fold_constants(graph)
     found: fx.Node

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from parc.compiler.ops.recorder import GraphRecorder
+from parc.compiler.capture.node_facts import noted
 from parc.compiler.ops.results import example, results_of
 from parc.compiler.torch_private import quiet, trace
+from parc.passes.programs.recorder import GraphRecorder
 
 aten = torch.ops.aten
 
@@ -50,7 +51,7 @@ def words(graph: torch.fx.Graph) -> list[tuple[str, str, str, str]]:
     found = []
     for node in graph.nodes:
         args = torch.fx.node.map_arg((node.args, dict(node.kwargs)), order.__getitem__)
-        values = node.meta.get("val")
+        values = noted(node).value
         values = values if isinstance(values, (tuple, list)) else [values]
         shapes = [None if x is None else (x.dtype, tuple(x.shape), x.stride()) for x in values]
         target = (

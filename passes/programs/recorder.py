@@ -18,8 +18,9 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..torch_private import without_dispatch
-from .results import changed, example, results_of
+from ...compiler.capture.node_facts import noted
+from ...compiler.ops.results import changed, example, results_of
+from ...compiler.torch_private import without_dispatch
 
 
 class RecordedTensor(torch.Tensor):
@@ -57,8 +58,8 @@ class GraphRecorder(TorchDispatchMode):
     def placeholder(self, dtype: torch.dtype, shape: Sequence[int]) -> RecordedTensor:
         """An input of the graph, whose entries lie in order."""
         node = self.graph.placeholder(f"arg{len(self.graph.nodes)}_1")
-        node.meta["val"] = example(dtype, tuple(shape))
-        return RecordedTensor.of(node.meta["val"], node)
+        noted(node).value = example(dtype, tuple(shape))
+        return RecordedTensor.of(noted(node).value, node)
 
     def finish(self, results: Any) -> fx.Graph:
         """The graph, which returns ``results``, without operators that nobody reads."""
@@ -72,7 +73,7 @@ class GraphRecorder(TorchDispatchMode):
         given = args, kwargs or {}
         found = results_of(func, *changed(given, lambda tensor: tensor.example))
         node = self.graph.call_function(func, *changed(given, lambda tensor: tensor.node))
-        node.meta["val"] = found.values
+        noted(node).value = found.values
         if found.in_place:  # whoever reads the operand after this reads the node
             if found.values is not args[0].example:
                 with without_dispatch():  # its sizes and strides are all that it has
@@ -92,6 +93,6 @@ class GraphRecorder(TorchDispatchMode):
                 parts.append(None)
                 continue
             part = self.graph.call_function(operator.getitem, (node, index))
-            part.meta["val"] = value
+            noted(part).value = value
             parts.append(self._made(part, value))
         return type(values)(parts)

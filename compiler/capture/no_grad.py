@@ -1,0 +1,42 @@
+"""Regions under ``torch.no_grad()``: what leaves them is detached, before they are inlined."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from .node_facts import copy_facts, noted
+
+
+def detach_without_gradients(module: fx.GraphModule) -> bool:
+    """Write what leaves a region under ``torch.no_grad()`` as detached, which its inlining would forget; False where
+    regions lie in each other."""
+    regions = [
+        node
+        for node in module.graph.nodes
+        if node.op == "call_function" and str(node.target) == "wrap_with_set_grad_enabled"
+    ]
+    for region in regions:
+        enabled, body = region.args[:2]
+        inner: Any = getattr(module, str(body.target))
+        if any(str(node.target) == "wrap_with_set_grad_enabled" for node in inner.graph.nodes):
+            return False
+        if enabled:
+            continue
+        output = inner.graph.output_node()
+        with inner.graph.inserting_before(output):
+            output.args = fx.node.map_arg(output.args, partial(_detached, inner.graph))
+        inner.recompile()
+    return True
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = noted(node).value
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return node
+    made = graph.call_function(torch.ops.aten.detach.default, (node,))
+    copy_facts(node, made)
+    return made

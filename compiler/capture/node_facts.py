@@ -1,0 +1,99 @@
+"""Facts of a node: what capture and passes note on the nodes of their graphs, and what torch notes there itself.
+
+They lie in a node's ``meta``, which fx copies with the node. No other module reads or writes that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from torch import fx
+
+from ..layout.placement import TensorType
+from ..program.binding import Binding
+from ..program.program import Origin
+
+_Fact = TypeVar("_Fact")
+
+
+class Fact(Generic[_Fact]):
+    """An attribute of ``NodeFacts`` that lies in ``meta`` under a key, its own name unless torch has another; with the
+    value that it has where nobody noted one."""
+
+    def __init__(self, *default: _Fact, key: str = "") -> None:
+        self._default, self._key = default, key
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = self._key or name
+
+    def __get__(self, facts: NodeFacts, owner: type) -> _Fact:
+        found: _Fact = facts.meta.get(self._key, *self._default) if self._default else facts.meta[self._key]
+        return found
+
+    def __set__(self, facts: NodeFacts, value: _Fact) -> None:
+        facts.meta[self._key] = value
+
+
+class NodeFacts:
+    """A view of a node's facts.
+
+    >>> node = fx.Graph().placeholder("x")
+    >>> noted(node).binding = Binding("input", "x")
+    >>> noted(node).binding.kind, noted(node).block
+    ('input', None)
+    """
+
+    __slots__ = ("meta",)
+    value = Fact[Any](None, key="val")
+    """What the node makes, as fake tensors: torch's own note too."""
+    modules = Fact[Mapping[str, Any]]({}, key="nn_module_stack")
+    """The modules in which torch traced it."""
+    trace = Fact[str]("", key="stack_trace")
+    """The lines of Python at which torch traced it."""
+    binding = Fact(Binding("value"))
+    """What a placeholder is bound to."""
+    origin = Fact(Origin())
+    """The place in the model's code, and the plan's line, that it comes from."""
+    in_loss = Fact(False)
+    """Whether it stands outside the model, in the loss."""
+    token_losses = Fact(False)
+    """Whether it is nothing but a loss of each target, zero where that is ignored."""
+    kept = Fact(False)
+    """Whether a pass put it at the graph's end, to give an output the form in which it is kept."""
+    updates = Fact[tuple[str, ...]](())
+    """Of the output: the buffers whose new values come after the loss."""
+    types = Fact[list[TensorType | None]]([])
+    """The types of its results on the mesh."""
+    line = Fact(0)
+    """The plan's line that placed a placeholder."""
+    block = Fact[str | None](None)
+    """The model's numbered module that it belongs to."""
+    stage = Fact(0)
+    """The stage of the pipeline in which it is computed."""
+
+    def __init__(self, meta: dict[str, Any]) -> None:
+        self.meta = meta
+
+
+_PLACE = ("nn_module_stack", "stack_trace", "origin", "in_loss")
+
+
+def noted(node: fx.Node) -> NodeFacts:
+    """A node's facts, to read and to write."""
+    return NodeFacts(node.meta)
+
+
+def copy_facts(source: fx.Node, node: fx.Node) -> None:
+    """Give a node the facts of another, and no others."""
+    node.meta = dict(source.meta)
+
+
+def copy_place(source: fx.Node, node: fx.Node) -> None:
+    """Let a node stand where another stands: in the model's code, or in the loss."""
+    node.meta.update((key, source.meta[key]) for key in _PLACE if key in source.meta)
+
+
+def keep_value(node: fx.Node) -> None:
+    """Forget all facts but what the node makes."""
+    node.meta = {"val": node.meta.get("val")}

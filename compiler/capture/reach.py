@@ -1,0 +1,81 @@
+"""Reach: through which nodes of a graph gradients flow to parameters, and what is made without any parameter.
+
+A checker asks neither question here: it follows the texts of programs (``verify.step.trained``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from ..ops.rules import facts
+from ..ops.torch_ops import OPS
+from ..program.binding import BUFFERS, Binding, Kind
+from .node_facts import noted
+
+
+class GradientFlow:
+    """The nodes at which a gradient that arrives goes on to a trained parameter: ``node in flow``. A node is looked at
+    once, so a flow is of a graph that does not change meanwhile."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, bool] = {}
+
+    def __contains__(self, node: fx.Node) -> bool:
+        pending = [node]
+        while pending:
+            last = pending[-1]
+            read = last.all_input_nodes if carries_gradient(last) else []
+            if unknown := [operand for operand in read if operand not in self._known]:
+                pending += unknown
+                continue
+            trained = last.op == "placeholder" and noted(last).binding.kind == "parameter"
+            self._known[last] = carries_gradient(last) and (trained or any(self._known[operand] for operand in read))
+            pending.pop()
+        return self._known[node]
+
+
+def carries_gradient(node: fx.Node) -> bool:
+    """Whether an operator's results could have gradients and let them back: of several results any could."""
+    if facts(node.target).stops_gradient or node.target is OPS.row_max.default:  # what it gives is only subtracted
+        return False
+    value, types = noted(node).value, () if noted(node).value is not None else noted(node).types
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    dtypes = [*(v.dtype for v in values if isinstance(v, torch.Tensor)), *(t.dtype for t in types if t is not None)]
+    return any(dtype.is_floating_point for dtype in dtypes)
+
+
+def reached_by_gradient(loss: fx.Node) -> set[fx.Node]:
+    """The nodes, parameters among them, to which a gradient of the loss flows back."""
+    reached, pending = set[fx.Node](), [loss]
+    while pending:
+        node = pending.pop()
+        if node not in reached and carries_gradient(node):
+            reached.add(node)
+            pending += node.all_input_nodes
+    return reached
+
+
+def made_of(graph: fx.Graph, kinds: Collection[Kind], but: Collection[Binding] = ()) -> set[fx.Node]:
+    """The placeholders that are bound to something of these kinds, but not to one of ``but``, and the operators that
+    nothing else reaches."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        binding = noted(node).binding
+        given = binding.kind in kinds and binding not in but
+        if given if node.op == "placeholder" else node.op == "call_function" and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+FIXED: Collection[Kind] = (*BUFFERS, "key")
+"""Kinds of what is there before a microbatch comes, and is not trained."""
+
+
+def computed_anywhere(graph: fx.Graph, updates: Collection[str]) -> set[fx.Node]:
+    """The operators that no parameter, no random stream and no buffer that a step updates reaches: positions, rotary
+    tables, masks. Any stage of a pipeline can compute them itself."""
+    free = made_of(graph, ("input", *BUFFERS), [Binding("buffer", name) for name in updates])
+    return {node for node in free if node.op == "call_function"}
