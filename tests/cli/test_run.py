@@ -95,25 +95,36 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, err
 
 
+def run(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    """Exit code and stderr, its ranks' too, of a run that this process starts; stdout is empty."""
+    capfd.readouterr()
+    code = main(["run", *map(str, words)])
+    out, err = capfd.readouterr()
+    assert out == ""
+    return code, err
+
+
 def steps_of(path: Path) -> list[dict[str, Any]]:
     """A metrics file's steps."""
     return [line for line in map(json.loads, path.read_text().splitlines()) if "step" in line]
 
 
-def test_a_run_its_checkpoint_and_another_plan_that_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_a_run_its_checkpoint_and_another_plan_that_goes_on(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     metrics, checkpoint, trace = tmp_path / "metrics.jsonl", tmp_path / "checkpoint", tmp_path / "trace.json"
     options = "--metrics", metrics, "--trace", trace, "--save", checkpoint, "--save-every", 1
-    code, err = finish(start(folder / "tp", "--steps", 2, *options))
+    code, err = run(capfd, folder / "tp", "--steps", 2, *options)
     assert code == 0, err
     spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     actions = ["0COUNT0", "0COUNT1", "0SCALE", "0F0", "0B0", "0F1", "0B1", "0REDUCE", "0STEP"]
     for rank in (0, 1):
         assert [span["name"] for span in spans if span["pid"] == rank] == 2 * actions
     assert err.splitlines()[0].startswith("step 1/2  loss 5.") and err.splitlines()[-1].startswith("step 2/2")
-    code, err = finish(start(folder / "dp", "--steps", 4, "--metrics", metrics, "--resume", checkpoint))
+    code, err = run(capfd, folder / "dp", "--steps", 4, "--metrics", metrics, "--resume", checkpoint)
     assert code == 0, err
-    run, first, *_ = map(json.loads, metrics.read_text().splitlines())
-    assert run["run"]["mesh"] == {"tp": 2} and run["run"]["start"] == 0
+    begin, first, *_ = map(json.loads, metrics.read_text().splitlines())
+    assert begin["run"]["mesh"] == {"tp": 2} and begin["run"]["start"] == 0
     assert set(first) == {"step", "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "peak_bytes"}
     assert first["tokens"] == 64 and len(first["peak_bytes"]) == 2 and first["lr"] == 1e-2
     plain = parc.reference(folder / "dp")
@@ -158,7 +169,9 @@ def test_tokens_are_counted_of_text_alone(folder: Path, first: dict[str, Any], e
     assert work_per_step(replace(made, manifest={**made.manifest, "inputs": [first]})) == expected
 
 
-def test_a_padded_plan_goes_on_from_its_own_checkpoint_and_so_does_an_unpadded_one(tmp_path: Path) -> None:
+def test_a_padded_plan_goes_on_from_its_own_checkpoint_and_so_does_an_unpadded_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     odd = PLAN.replace("vocab=256", "vocab=257")
     padded = build(tmp_path, TENSOR.replace("head over tp", "head over tp pad"), odd, "padded")
     one, checkpoint = build(tmp_path, ONE, odd, "one"), tmp_path / "checkpoint"
@@ -166,14 +179,14 @@ def test_a_padded_plan_goes_on_from_its_own_checkpoint_and_so_does_an_unpadded_o
     for made, words in ((padded, ("--save", checkpoint)), (padded, ()), (one, ())):
         metrics = tmp_path / f"{len(losses)}.jsonl"
         steps = ("--steps", 1, *words) if words else ("--steps", 2, "--resume", checkpoint)
-        code, err = finish(start(made, *steps, "--metrics", metrics))
+        code, err = run(capfd, made, *steps, "--metrics", metrics)
         assert code == 0, err
         losses += [(step["step"], step["loss"]) for step in steps_of(metrics)]
     plain = parc.reference(one)
     expected = [(report.step, pytest.approx(report.loss, rel=1e-5)) for report in (plain.step(), plain.step())]
     plain.close()
     assert losses == [*expected, expected[1]]
-    code, err = finish(start(build(tmp_path, ONE, name="even"), "--steps", 2, "--resume", checkpoint))
+    code, err = run(capfd, build(tmp_path, ONE, name="even"), "--steps", 2, "--resume", checkpoint)
     assert code == 1 and "`embed.weight` is [257, 16] there and [256, 16] in the model" in err
 
 
@@ -201,9 +214,11 @@ def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path) -> None:
         ("fails", 1, ["error[P0303]: step 3: making sample 23 failed: LookupError: the shelf is empty"]),
     ],
 )
-def test_a_rank_that_fails_is_said_once(folder: Path, data: str, code: int, expected: list[str]) -> None:
+def test_a_rank_that_fails_is_said_once(
+    folder: Path, capfd: pytest.CaptureFixture[str], data: str, code: int, expected: list[str]
+) -> None:
     made = build(folder, DATA, PLAN.replace('bytes "*.py"', f'"./samples.py:{data}" ()'), name=data)
-    found, err = finish(start(made, "--steps", 5))
+    found, err = run(capfd, made, "--steps", 5)
     assert found == code, err
     assert all(err.count(text) == 1 for text in expected), err
     assert "Traceback" not in err and "torch.distributed" not in err, err
@@ -212,18 +227,22 @@ def test_a_rank_that_fails_is_said_once(folder: Path, data: str, code: int, expe
 @pytest.mark.parametrize(
     ("data", "where"), [("stops", r"is stopped \(SIGSTOP\)"), ("sleeps", r"is at \S+/samples\.py:\d+ in sleeps")]
 )
-def test_a_rank_that_does_not_answer_is_named_at_once(folder: Path, data: str, where: str) -> None:
+def test_a_rank_that_does_not_answer_is_named_at_once(
+    folder: Path, data: str, where: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     made = build(folder, DATA, PLAN.replace('bytes "*.py"', f'"./samples.py:{data}" ()'), name=f"{data}-build")
-    code, err = finish(start(made, "--steps", 5, "--timeout", 4))
+    code, err = run(capfd, made, "--steps", 5, "--timeout", 4)
     waited = time.time() - (folder / data).stat().st_mtime
     assert code == 4 and "rank 0 failed: it waited too long for another rank" in err, err
     assert re.search(rf"^rank 1 does not answer: process \d+ {where}$", err, re.MULTILINE), err
     assert waited < 30, "torch's agent alone waits so long for a rank that it ends"
 
 
-def test_numbers_that_are_not_finite_stop_a_run_and_the_last_good_ones_are_saved(folder: Path, tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_stop_a_run_and_the_last_good_ones_are_saved(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     made, checkpoint = build(folder, TENSOR, PLAN.replace("lr 1e-2", "lr 1e30"), name="steep"), tmp_path / "good"
-    code, err = finish(start(made, "--steps", 5, "--save", checkpoint))
+    code, err = run(capfd, made, "--steps", 5, "--save", checkpoint)
     assert code == 4, err
     assert f"note: the state after step 1 was saved to {checkpoint}" in err
     assert json.loads((checkpoint / "state.json").read_text())["step"] == 1
