@@ -38,7 +38,7 @@ def operations_of(node: fx.Node) -> int:
     products, convolutions and attention; ``FLOPS_PER_BYTE`` for each byte that all else reads or writes; for views and
     copies none."""
     row, made = facts(node.target), _bytes(node)
-    view = node.target is operator.getitem or getattr(node.target, "is_view", False) or row.storage == "view"
+    view = node.target is operator.getitem or row.storage == "view"
     if node.op != "call_function" or view or _passes_on(node):
         return 0
     products = products_of(node)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from parc.compiler.program.cost import estimate_memory
 from parc.compiler.schedules import timelines
+from tests.checked_plans import checked, compiled_net
 from tests.runtime.staged import program, roles
 
 RELAY = {
@@ -23,3 +26,26 @@ def test_a_rank_keeps_no_more_between_actions_than_is_estimated() -> None:
     """Of these stages the executor keeps as many values as the tests of running measure."""
     for role, kept in zip(roles("pp=4", 4).values(), (1, 6, 3, 4), strict=True):
         assert estimate_memory(role.programs, role.actions, {}, {}).activations >= kept * VALUE
+
+
+TAKEN_APART = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.all = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.all(x).reshape(-1, 3, 8).unbind(1)
+        return torch.sigmoid(q * k).unfold(1, 4, 4).diagonal(dim1=1, dim2=2).sum(-1, keepdim=True) * v
+"""
+
+
+def test_parts_of_a_tensor_are_made_again_and_the_tensor_is_saved(tmp_path: Path) -> None:
+    made = compiled_net(tmp_path, TAKEN_APART, 'Net"')
+    assert not checked(made).faults
+    saved = [value.name for value in made.built.programs["B"].main.parameters if value.kind == "saved"]
+    assert any("all" in name for name in saved)
+    assert not any(word in name for name in saved for word in ("unbind", "unfold", "diagonal"))

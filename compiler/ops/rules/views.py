@@ -176,7 +176,7 @@ VIEWS_RULES = {
     **rows_of("reshape", _shaped(_view, result_shape(1, "size"), plain=True)),
     **rows_of("flatten.using_ints", _shaped(_view)),
     **rows_of("unflatten.int", _shaped(_view, _local_unflatten)),
-    **rows_of("view.dtype", OpRow(exported=False)),  # it makes other numbers of the same bytes
+    **rows_of("view.dtype", OpRow(storage="view", exported=False)),  # it makes other numbers of the same bytes
     **rows_of("repeat_interleave.Tensor", OpRow()),  # it makes positions
     **rows_of("expand", _turned(pointwise("0"), result_shape(1, "size"), plain=True)),
     **rows_of("expand_as", _turned(pointwise("0"))),
