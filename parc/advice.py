@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from parc.compiler.capture.model_calls import forward_text, passed_on
 from parc.compiler.layout.placement import Split
 from parc.compiler.ops.precision import is_narrow
+from parc.compiler.program.actions import FORWARD
 from parc.compiling.driver import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
@@ -127,7 +128,7 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
 
 def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
     """Trained weights that no float32 copy stands behind."""
-    values = compiled.build.programs["F"].main.bound("parameter")
+    values = compiled.build.programs[FORWARD].main.bound("parameter")
     found = [name for name, value in values.items() if is_narrow(value.type.dtype)]
     if found:
         name = found[0]

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.layout.stretches import terms
+from parc.compiler.program.actions import COUNTING, FORWARD
 from parc.compiling.driver import Compiled
 from parc.grammar.format import VERB_WIDTH, format_statement
 from parc.grammar.source import Span
@@ -91,7 +92,7 @@ def _factor(axes: list[str], size: int | None) -> str:
 def _types(compiled: Compiled) -> dict[str, TensorType]:
     """How every parameter and input lies on the mesh."""
     types = dict(compiled.build.types)
-    for action in ("COUNT", "F"):
+    for action in (COUNTING, FORWARD):
         if action in compiled.build.programs:
             inputs = compiled.build.programs[action].main.bound("input")
             types |= {name: value.type for name, value in inputs.items()}

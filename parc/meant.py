@@ -113,7 +113,7 @@ def _tried(compiled: Compiled, plan: Plan) -> Sequence[Reshard] | None:
     """The conversions of another plan for the same model; None if it is no plan for it."""
     sizes = {name: size.high for name, size in plan.sizes.items()}
     try:
-        asked = ask(fixed(plan, sizes), compiled.recorded, compiled.captured)
+        asked = ask(fixed(plan, sizes), compiled.folder, compiled.recorded, compiled.captured)
     except PlanError:
         return None
     return reshards_of(compiled.captured, asked.mesh, asked.request)

@@ -19,7 +19,7 @@ from ..compiler.program.roles import SINGLE as ROLE
 from ..compiler.program.roles import Programs, join_roles
 from ..compiler.resolve.seeds import PlacementSeed
 from ..compiler.verify.samples import combination
-from .calls import computes, outputs
+from .calls import computes
 from .canonical.canonicalize import canonicalize
 from .canonical.constants import fold_constants
 from .canonical.draws import drop_unread, uncounted
@@ -35,10 +35,11 @@ from .placing.partition import Partition, Reshard
 from .placing.propagate import Claim, Placed, propagate
 from .placing.registered import check_registered, explained
 from .placing.weight_uses import names_of
-from .programs.assemble import StepPrograms, assemble, assemble_count, assemble_scale
+from .programs.assemble import assemble
 from .programs.cut import Pipeline, in_stages
+from .programs.makers import StepParts, make_roles
 from .programs.model_program import reference_program
-from .programs.segments import block_of, node_type
+from .programs.segments import block_of
 
 __all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of", "prepare", "reshards_of"]
 
@@ -123,43 +124,22 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
 def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     loss, reference = _forward(captured, request)
     typed, placed, reshards = _place(loss.graph, mesh, request)
-    programs: dict[str, Program] = {}
-    count_type = None
+    counted = None
     if loss.count is not None:
         # what the count reads is placed as the forward has it
         inputs = {noted(n).binding: placed.splits[n, 0] for n in loss.graph.nodes if n.op == "placeholder"}
         claims = tuple((binding, axis, at.get(axis), 0) for binding, at in inputs.items() for axis in mesh.names)
         counted, _, _ = _place(loss.count, mesh, replace(request, claims=claims))
-        programs["COUNT"] = assemble_count(counted, mesh, ROLE)
-        count_type = node_type(outputs(counted)[0])
-    dtype: torch.dtype = node_type(outputs(typed)[0]).dtype
     adds = combination(reference, request.unbatched) if request.microbatches > 1 else "sum"
     parts = 1 if adds == "sum" else request.microbatches
-    programs["SCALE"] = assemble_scale(count_type, dtype, parts, mesh, ROLE)
     sums = request.accumulate if request.microbatches > 1 else None
     if request.pipeline is not None:
         typed = in_stages(typed, request.pipeline)
         noted(typed.output_node()).updates = captured.updates
-    roles = _roles(programs, assemble(typed, mesh, request.seed, sums, request.pipeline), mesh, request.pipeline)
+    made = assemble(typed, mesh, request.seed, sums, request.pipeline)
+    roles = make_roles(StepParts(mesh, typed, counted, parts, made, request.pipeline))
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
     return Built(reference, join_roles(roles), roles, tuple(reshards), missing, averaged=adds is None)
-
-
-def _roles(shared: Programs, made: StepPrograms, mesh: Mesh, pipeline: Pipeline | None) -> dict[str, Programs]:
-    """The programs of every role: those that all share, its stages' work and its REDUCE."""
-    if pipeline is None:
-        ((forward, backward),) = made.work
-        return {ROLE: {**shared, "F": forward, "B": backward, "REDUCE": made.reduce[0]}}
-    ranks = mesh.size(pipeline.axis)
-    return {
-        reduce.role: {
-            **shared,
-            **{f"{stage}{program.action}": program for stage in range(rank, len(made.work), ranks)
-               for program in made.work[stage]},
-            "REDUCE": reduce,
-        }
-        for rank, reduce in enumerate(made.reduce)
-    }  # fmt: skip
 
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:

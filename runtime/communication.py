@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..compiler.layout.mesh import Shape
-from ..compiler.program.actions import Action
+from ..compiler.program.actions import ACTIONS, Action, send_kind
 from ..compiler.program.binding import Binding
 
 Environment = dict[str, Any]
@@ -20,28 +20,28 @@ BoundTensors = dict[Binding, Any]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What stage ``stage`` hands to its neighbour over a mesh axis: results of its ``F`` to the one after it, or
-    gradients of its ``B`` to the one before it. Prints as the action that sends it."""
+    """What stage ``stage`` hands to its neighbour over a mesh axis: results of its work of a ``kind``, of ``F`` to the
+    stage after it, of ``B`` to the one before it. Prints as the action that sends it."""
 
     axis: str
     stage: int
-    kind: Literal["F", "B"]
+    kind: str
     microbatch: int
 
     @classmethod
     def of(cls, action: Action, axis: str) -> Message:
         """The message that an action sends or receives."""
-        kind: Literal["F", "B"] = "F" if action.kind.endswith("F") else "B"
-        back = 0 if action.kind.startswith("SEND") else 1 if kind == "F" else -1
-        return cls(axis, action.stage - back, kind, action.microbatch)
+        row = action.message
+        assert row is not None, f"{action} is no message"
+        return cls(axis, action.stage if row.sends else action.stage + row.to, row.work, action.microbatch)
 
     @property
     def receiver(self) -> int:
         """The stage that it goes to."""
-        return self.stage + (1 if self.kind == "F" else -1)
+        return self.stage + ACTIONS[self.kind].to
 
     def __str__(self) -> str:
-        return f"{self.stage}SEND_{self.kind}{self.microbatch}"
+        return f"{self.stage}{send_kind(self.kind)}{self.microbatch}"
 
 
 class Sending(Protocol):

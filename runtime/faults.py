@@ -9,7 +9,7 @@ from typing import Any, final
 
 import torch
 
-from ..compiler.program.actions import WORK, Action
+from ..compiler.program.actions import ACTIONS, SCALING, Action, work_kinds
 from ..compiler.program.program import Line
 from ..grammar.code import Code
 from ..grammar.codes_build import BAD_NUMBER, WORLD_SIZE
@@ -94,23 +94,23 @@ class Watcher:
 
     def _order(self) -> tuple[int, ...]:
         action = self._current()
-        if action is None or action.kind not in WORK:
-            phase = 2 if action is not None and action.kind == "REDUCE" else 0
-            return phase, 0, 0, 0, self._count
-        back = action.kind == "B"
-        return 1, action.microbatch, int(back), -action.stage if back else action.stage, self._count
+        if action is None or not action.works:
+            late = action is not None and action.kind in ACTIONS and ACTIONS[action.kind].place == "after"
+            return 2 if late else 0, 0, 0, 0, self._count
+        order, to = work_kinds().index(action.kind), ACTIONS[action.kind].to
+        return 1, action.microbatch, order, action.stage * (to or 1), self._count
 
     def found(self) -> Bad | None:
         """The first bad number that was seen, once the step was run."""
         if self._line is None:
             return None
         order, action, line, kind = self._line
-        if action == "SCALE":
+        if action == SCALING:
             return Bad(order, self.rank, "every target of the batch is ignored, so the loss divides by nothing")
         module = line.origin.module
         if "*" in module and self._called_by:
             module = complete_module(module, self._called_by)
-        phase = {"F": "forward", "B": "backward"}.get(action, "reduction")
+        phase = ACTIONS[action].phase if ACTIONS[action].works else "reduction"
         source = line.origin.source
         where = f"`{module}`" if module else "the model's own code or the loss" if source else "the loss"
         notes = [f"`{line.op}`{f' at {source}' if source else ''}, {phase}"]

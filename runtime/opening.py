@@ -19,6 +19,7 @@ from ..compiler.capture.model_code import changed_files
 from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import TensorType, parse_type
 from ..compiler.padding.pads import pads_from, real_shape
+from ..compiler.program.actions import FORWARD
 from ..compiler.program.binding import BUFFERS
 from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from ..grammar.nearest import listed
@@ -29,7 +30,7 @@ from .state.optimizer import restore_optimizer
 
 def build_mesh(build: Build) -> Mesh:
     """The build's mesh; its axes in their order, which JSON's sorted keys lose and every program states."""
-    return build.programs["F"].mesh
+    return build.programs[FORWARD].mesh
 
 
 def check_fits(build: Build, world: int) -> None:
@@ -101,7 +102,7 @@ def open_build(path: Path | str) -> Build:
 
 def constants_of(build: Build) -> dict[str, TensorType]:
     """The types of a model's buffers and constants by name."""
-    return {name: value.type for name, value in build.programs["F"].main.bound(*BUFFERS).items()}
+    return {name: value.type for name, value in build.programs[FORWARD].main.bound(*BUFFERS).items()}
 
 
 def checkpoint_bytes(build: Build) -> int:

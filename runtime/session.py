@@ -88,7 +88,7 @@ class Session:
         programs = [program for role in self._roles for program in role.programs.values()]
         self.backend: Backend = InProcess(self.mesh)
         if self.world > 1:
-            self.backend = Distributed(self.mesh, programs, self.rank, self.device, self.role.axis)
+            self.backend = Distributed(self.mesh, programs, self.rank, self.device, self.role.axis, build.stage_ranks)
         self.regions = Regions(self.device) if compile else None
         self.kernels = self._products()
         self._by_sizes = BySizes(build, self._at)
@@ -173,7 +173,8 @@ class Session:
         with self._by_sizes().stepper.recorded(str(self.role.actions[-1]), "work", self.step_number):
             update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, line["clip"], lr)
         self.step_number += 1
-        return StepReport(self.step_number, loss, norm, float(self.optimizer.param_groups[0]["lr"]))
+        metrics = {name: float(value) for name, value in result.metrics.items()}
+        return StepReport(self.step_number, loss, norm, float(self.optimizer.param_groups[0]["lr"]), metrics)
 
     def step(self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None) -> StepReport:
         """One step of training: ``gradients`` then ``update``."""

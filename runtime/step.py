@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from ..compiler.layout.collectives import COLLECTIVES
-from ..compiler.program.actions import AHEAD, Action
+from ..compiler.program.actions import (
+    ACTIONS,
+    AHEAD,
+    BACKWARD,
+    COUNTING,
+    FORWARD,
+    REDUCE,
+    SCALING,
+    STEP,
+    Action,
+    send_kind,
+)
 from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, SCALE, Binding
 from ..compiler.program.program import Program
-from .communication import Backend, BoundTensors, Environment, Message, PeerLost, Sending
+from .communication import Backend, BoundTensors, Environment, PeerLost
 from .machine.execute import Machine, Ready
+from .mail import Mail
 from .trace import Recorder
 from .work import Batch, RankState, Work, bind, named
 
@@ -27,6 +39,8 @@ class StepResult:
     loss: torch.Tensor
     grad_norm: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Numbers that other actions return, by name, the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +51,7 @@ class StepReport:
     loss: float
     grad_norm: float
     lr: float
-
-
-_FORWARD = ("COUNT", "SCALE", "F", "SEND_F", "RECV_F")
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Stepper:
@@ -67,23 +79,22 @@ class Stepper:
         self.current: Action | None = None
         """What runs now, or ran last."""
         self._following: Action | None = None
-        self._receives: dict[Message, Callable[[], list[list[torch.Tensor]]]] = {}
-        self._sends: list[Sending] = []
         self._later: list[Callable[[], torch.Tensor]] = []
         self._completing: Collection[Binding] = ()
         options.setdefault("reuse", options.get("watch") is None)  # who watches may keep
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
+        self._mail = Mail(self.machines, backend, axis, self.actions)
         self._complete = self._completed()
 
     def _completed(self) -> dict[Action, set[Binding]]:
-        """By ``B`` the gradients that are complete with it, if their sums over ranks can begin then."""
-        reduce = self.machines.get("REDUCE")
+        """By backward the gradients that are complete with it, if their sums over ranks can begin then."""
+        reduce = self.machines.get(REDUCE)
         able = {key for key in reduce.ahead if key.kind == "gradient"} if reduce is not None else set[Binding]()
         last: dict[Binding, Action] = {}
         for action in self.actions:
-            if action.kind == "B" and able:
-                machine = self.machines[self._machine(action, "B")]
-                made = {key for key, _ in machine.program.main.returns}
+            if action.works and able:
+                machine = self.machines[self._mail.machine(action, action.kind)]
+                made = {key for key, _ in machine.program.main.returns if key.kind == "gradient"}
                 able -= made - machine.addable
                 last.update(dict.fromkeys(made, action))
         return {action: {key for key in able if last[key] == action} for action in last.values()}
@@ -91,7 +102,7 @@ class Stepper:
     @property
     def counts_apart(self) -> bool:
         """Whether a rank counts its targets without the others."""
-        count = self.machines.get("COUNT")
+        count = self.machines.get(COUNTING)
         return count is not None and not any(
             line.op in COLLECTIVES and COLLECTIVES[line.op].communicates
             for function in count.program.functions
@@ -104,13 +115,13 @@ class Stepper:
         """The work of a step, ``batches[rank][microbatch]``, its targets counted where no other rank is needed for it;
         ``step`` counts from 0 and seeds dropout. Without ``keep`` nothing is kept for a backward."""
         work = [Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
-        self._walk([action for action in self.actions if action.kind == "COUNT" and self.counts_apart], work, step)
+        self._walk([action for action in self.actions if action.kind == COUNTING and self.counts_apart], work, step)
         return work
 
     def share_counts(self, work: Work, rank: int, counts: Sequence[torch.Tensor]) -> None:
         """Give the counts of all ranks to the step of one of them, whose SCALE then meets no other."""
-        if COUNT in self.machines["SCALE"].ahead:
-            work.counted = self.machines["SCALE"].summed(COUNT, counts, rank)
+        if COUNT in self.machines[SCALING].ahead:
+            work.begun[SCALING] = self.machines[SCALING].summed(COUNT, counts, rank)
 
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Loss and gradients of a step."""
@@ -118,12 +129,15 @@ class Stepper:
 
     def finish(self, work: Sequence[Work], step: int) -> list[StepResult]:
         """Loss and gradients of a step that was begun."""
-        self._walk([action for action in self._left(work) if action.kind != "STEP"], work, step)
-        return [StepResult(w.results[LOSS], w.results.get(GRAD_NORM), named(w.results, "gradient")) for w in work]
+        self._walk([action for action in self._left(work) if action.kind != STEP], work, step)
+        return [
+            StepResult(r[LOSS], r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"))
+            for r in (w.results for w in work)
+        ]
 
     def _left(self, work: Sequence[Work]) -> Iterator[Action]:
         counted = any(COUNT in w.totals for w in work)
-        return (action for action in self.actions if not (counted and action.kind == "COUNT"))
+        return (action for action in self.actions if not (counted and action.kind == COUNTING))
 
     def loss(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """The loss alone; nothing is kept for a backward."""
@@ -131,25 +145,29 @@ class Stepper:
 
     def finish_loss(self, work: Sequence[Work], step: int) -> list[StepResult]:
         """The loss alone of a step that was begun."""
-        self._walk([action for action in self._left(work) if action.kind in _FORWARD], work, step)
+        self._walk([action for action in self._left(work) if action.evaluated], work, step)
         self._settle(step)
         self._reduce_loss(work)
         return [StepResult(w.results[LOSS], None, {}) for w in work]
 
     def _walk(self, actions: Sequence[Action], work: Sequence[Work], step: int) -> None:
-        self._receives, self._sends, self._later = {}, [], []
+        self._mail.begin()
+        self._later = []
         for index, (action, following) in enumerate(pairwise([*actions, None])):
             assert action is not None
             self.current, self._following = action, following
             for coming in actions[index : index + 1 + AHEAD]:
-                if coming.kind in ("RECV_F", "RECV_B"):
-                    self._post(coming)
-            handler = getattr(self, f"_{action.kind.lower().partition('_')[0]}")
+                if (row := coming.message) is not None and not row.sends:
+                    self._mail.post(coming)
+            message = action.message
+            handler = HANDLERS.get(action.kind, Stepper.run_program)
+            if message is not None:
+                handler = Stepper._send if message.sends else Stepper._receive
             try:
-                with self.recorded(str(action), "wait" if action.kind.startswith("RECV") else "work", step):
-                    handler(action, step, work)
-                if action.kind == "SEND_B" and self._later:
-                    with self.recorded(str(replace(action, kind="B")), "work", step):
+                with self.recorded(str(action), "work" if message is None or message.sends else "wait", step):
+                    handler(self, action, step, work)
+                if message is not None and self._later:
+                    with self.recorded(str(replace(action, kind=message.work)), "work", step):
                         self._finish_later(work)
             except PeerLost as error:
                 raise error.during(f"action {action} of step {step + 1}") from error
@@ -163,32 +181,16 @@ class Stepper:
 
     # ---- messages
 
-    def _machine(self, action: Action, kind: str) -> str:
-        """The name of the program of a stage's work."""
-        return f"{action.stage}{kind}" if self.axis else kind
-
-    def _post(self, action: Action) -> None:
-        message = Message.of(action, self.axis)
-        if message in self._receives:
-            return
-        machine = self.machines[self._machine(action, message.kind)]
-        types = [value.type for value in machine.program.main.bound("received").values()]
-        like = [(type_.local(machine.mesh), machine.dtype(type_.dtype)) for type_ in types]
-        self._receives[message] = self.backend.receive(message, like)
-
-    def _recv(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        message = Message.of(action, self.axis)
-        main = self.machines[self._machine(action, message.kind)].program.main
-        keys = [binding for binding in main.bindings if binding.kind == "received"]
-        for w, tensors in zip(work, self._receives.pop(message)(), strict=True):
-            w.kept[action.stage, message.kind, action.microbatch] = dict(zip(keys, tensors, strict=True))
+    def _receive(self, action: Action, step: int, work: Sequence[Work]) -> None:
+        self._mail.receive(action, work)
         self._note_saved(action.stage, work)
 
     def _send(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        message = Message.of(action, self.axis)
-        pieces = [w.sent.pop((action.stage, message.kind, action.microbatch), []) for w in work]  # nothing may flow
-        self._sends = [sending for sending in self._sends if not sending.done()]
-        self._sends.append(self.backend.send(message, pieces))
+        self._mail.send(action, work)
+
+    def _hand_on(self, action: Action, work: Sequence[Work]) -> None:
+        if (stage := self._mail.hand_on(action, work)) is not None:
+            self._note_saved(stage, work)
 
     def _finish_later(self, work: Sequence[Work]) -> None:
         """Add up what a backward left for after it has sent."""
@@ -205,15 +207,13 @@ class Stepper:
 
     def _begin(self, gradient: Binding, pieces: Sequence[torch.Tensor], work: Sequence[Work]) -> None:
         """Start the sum of a gradient over ranks; REDUCE waits for it."""
-        self.machines["REDUCE"].begin(gradient, pieces, [w.begun for w in work])
+        self.machines[REDUCE].begin(gradient, pieces, [w.begun[REDUCE] for w in work])
 
     def _settle(self, step: int) -> None:
-        """Wait until all that was sent was taken: the tensors may be written over then."""
-        if self._sends:
+        """Wait until all that was sent was taken."""
+        if self._mail.sending:
             with self.recorded("sends", "wait", step):
-                for sending in self._sends:
-                    sending.wait()
-        self._sends = []
+                self._mail.settle()
 
     def _note_saved(self, stage: int, work: Sequence[Work]) -> None:
         """The bytes kept for a stage now, storages counted once; what the rank holds anyway does not count."""
@@ -262,32 +262,37 @@ class Stepper:
                 found[-1] |= w.kept.pop((action.stage, kind, action.microbatch), {})
         return found
 
-    def _count(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        for w, made in self._run("COUNT", work, self._inputs(action, step, work)):
-            w.total(COUNT, made[COUNT])
+    def run_program(self, action: Action, step: int, work: Sequence[Work]) -> None:
+        """Run a program of the role: what it returns ahead of the work is read by the rest of the step, added up over
+        microbatches; what it returns after the work are results."""
+        row = ACTIONS[action.kind]
+        inputs = self._inputs(action, step, work) if row.each else ()
+        for w, made in self._run(action.kind, work, inputs, begun=[w.begun[action.kind] for w in work]):
+            if row.place == "after":
+                w.results |= made
+                continue
+            for key, value in made.items():
+                w.total(key, value)
 
-    def _scale(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        for w, made in self._run("SCALE", work, begun=[w.counted for w in work]):
-            w.totals[SCALE] = made[SCALE]
-
-    def _f(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        for w, made in self._run(self._machine(action, "F"), work, self._inputs(action, step, work, "F")):
+    def _forward(self, action: Action, step: int, work: Sequence[Work]) -> None:
+        for w, made in self._run(self._mail.machine(action, FORWARD), work, self._inputs(action, step, work, FORWARD)):
             if LOSS in made:
                 w.total(LOSS, made[LOSS])
             # never a view of a parameter, which the update changes, or of a batch, which is its owner's
             w.state.buffers.update((name, value.clone()) for name, value in named(made, "buffer").items())
-            w.hand_over((action.stage, "F", action.microbatch), made)
+            w.hand_over((action.stage, FORWARD, action.microbatch), made)
             if w.keep:
                 saved = {key: value for key, value in made.items() if key.kind == "saved"}
                 w.kept[action.stage, "saved", action.microbatch] = saved
         self._note_saved(action.stage, work)
+        self._hand_on(action, work)
 
-    def _b(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        name = self._machine(action, "B")
+    def _backward(self, action: Action, step: int, work: Sequence[Work]) -> None:
+        name = self._mail.machine(action, BACKWARD)
         addable = self.machines[name].addable
         totals = [w.own_totals(addable) for w in work]
-        inputs = self._inputs(action, step, work, "saved", "B")
-        sends = self._following is not None and self._following.kind == "SEND_B"
+        inputs = self._inputs(action, step, work, "saved", BACKWARD)
+        sends = self._following is not None and self._following.kind == send_kind(BACKWARD)
         # a stage waits for what is sent, nobody for the weights' gradients; where other microbatches wait for their
         # backward, there may be no memory to keep what these are made of
         later = self._later if sends and not any(w.kept for w in work) else None
@@ -299,21 +304,21 @@ class Stepper:
                 self._begin(key, pieces, work)
 
         for w, made in self._run(name, work, inputs, totals, later, ready if complete else None):
-            w.hand_over((action.stage, "B", action.microbatch), made)
+            w.hand_over((action.stage, BACKWARD, action.microbatch), made)
             for key, value in made.items():
                 if key.kind == "gradient":
                     w.total(key, value, key in addable)
+        self._hand_on(action, work)
 
     def _reduce(self, action: Action, step: int, work: Sequence[Work]) -> None:
         self._settle(step)
         for w in work:
             w.own([*w.state.parameters.values(), *w.state.buffers.values(), *w.parts[-1].values()])
-        for w, made in self._run("REDUCE", work, begun=[w.begun for w in work]):
-            w.results = made
+        self.run_program(action, step, work)
 
     def _reduce_loss(self, work: Sequence[Work]) -> None:
         """The loss's part of REDUCE, where there are no gradients."""
-        machine = self.machines["REDUCE"]
+        machine = self.machines[REDUCE]
         main = machine.program.main
         result = main.values()[dict(main.returns)[LOSS]].type
         nothing = torch.zeros((), dtype=machine.dtype(result.dtype), device=self.device)
@@ -327,3 +332,13 @@ class Stepper:
                     arrival()
         for w, piece in zip(work, pieces, strict=True):
             w.results = {LOSS: piece * w.totals[SCALE]}
+
+
+Handler = Callable[[Stepper, Action, int, Sequence[Work]], None]
+"""Does an action of a step, given by its number, on the ranks of a process."""
+HANDLERS: dict[str, Handler] = {
+    FORWARD: Stepper._forward,
+    BACKWARD: Stepper._backward,
+    REDUCE: Stepper._reduce,
+}
+"""By kind who does an action; all others run their program, and no more."""

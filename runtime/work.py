@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,10 +37,8 @@ class Work:
     kept: dict[WorkKey, BoundTensors] = field(default_factory=dict)
     sent: dict[WorkKey, list[torch.Tensor]] = field(default_factory=dict)
     results: BoundTensors = field(default_factory=dict)
-    begun: Environment = field(default_factory=dict)
-    """Of REDUCE what was begun ahead of it."""
-    counted: Environment = field(default_factory=dict)
-    """Of SCALE the count of all ranks, where they exchanged theirs ahead of it."""
+    begun: dict[str, Environment] = field(default_factory=lambda: defaultdict(dict))
+    """By action what was begun ahead of it: of REDUCE sums of gradients, of SCALE the count of all ranks."""
     owned: set[Binding] = field(default_factory=set)
     """Of totals those with storage of their own, to which later parts are added."""
 
@@ -84,7 +83,7 @@ def bind(binding: Binding, work: Work, extra: BoundTensors) -> torch.Tensor:
         return work.state.parameters[binding.name]
     if binding.kind in BUFFERS:
         return work.state.buffers[binding.name]
-    return work.totals[binding]  # type: ignore[no-any-return]
+    return work.results[binding] if binding in work.results else work.totals[binding]  # type: ignore[no-any-return]
 
 
 def named(table: BoundTensors, kind: Kind) -> dict[str, torch.Tensor]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 import parc
-from parc.checking.checks import Checked, check_numbers, prove
+from parc.build import build
+from parc.checking.checks import Checked, check_files, check_numbers, prove
+from parc.compiler.build.directory import read_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.schedules.timeline import simulate
 from parc.compiling.driver import Compiled, compile_plan
@@ -70,6 +73,39 @@ def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
     work = [str(action) for action in made.timelines["pp0"] if action.kind in ("F", "B")]
     assert work == ["0F0", "0F1", "0B1", "0B0"]
     assert not prove(made) and error(made) < 1e-12
+
+
+V = """\
+stages of rank r: (r) (n-1-r)  # down the ranks and up again
+rank r: (r)F(0..m-1) (n-1-r)F(0..m-1) (n-1-r)B(0..m-1) (r)B(0..m-1)
+"""
+
+
+def in_a_v(tmp_path: Path) -> Path:
+    """The plan of seven layers in four stages on two ranks, of which the first has the first and the last."""
+    shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "v.txt").write_text(V)
+    plan = tmp_path / "seven.parc"
+    text = plan.read_text().replace("schedule  gpipe microbatches 1", 'schedule  table "v.txt" microbatches 2 chunks 2')
+    plan.write_text(text.replace("pp=3", "pp=2").replace("layers.2, layers.5", "layers.2, layers.4, layers.6"))
+    return plan
+
+
+def test_stages_lie_where_a_table_says(tmp_path: Path) -> None:
+    plan, out = in_a_v(tmp_path), tmp_path / "build"
+    made = compile_plan(read_plan(plan), tmp_path)
+    assert made.pipeline is not None and made.pipeline.ranks == (0, 1, 1, 0)
+    assert [role.stages for role in made.build.roles.values()] == [[0, 3], [1, 2]]
+    assert not prove(made) and error(made) < 1e-12
+    build(plan, out, {})
+    found = read_build(out)
+    assert found.stage_ranks == (0, 1, 1, 0) and not check_files(found)
+    # from stage 1 to stage 2 and back nothing is sent: they are of one rank
+    sends = Counter(line["role"] for line in found.report["communication"] if line["op"] == "send")
+    assert sends == {"pp0": 2, "pp1": 2}
+    expected = [parc.reference(out).step().loss]
+    for losses, _ in run_ranks(train, 2, str(out), 1):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,10 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
 from ..ops.precision import Rounding, regions
 from ..padding.pads import Pads, pads_from
-from ..program.actions import parse_schedule
+from ..program.actions import Action, StageRanks, parse_schedule
 from ..program.faults import Fault
 from ..program.program import REFERENCE_FILE, Program
-from ..program.roles import SINGLE, Role, group, join_roles
+from ..program.roles import SINGLE, Role, group, join_roles, ranks_of, roles_of
 from ..program.text import ProgramError, parse_program
 from ..sizes.polynomials import check_points
 from ..sizes.size_range import SizeRange
@@ -71,12 +71,10 @@ class Build:
             if any(size.problem or manifest["sizes"].get(name) != size.high for name, size in ranges.items()):
                 raise ValueError("its manifest has sizes that are not the largest of its ranges")
             template = Template.read(ranges, {n: text for n, text in texts.items() if n.startswith(_PROGRAMS)})
-        found, reference = read_programs(texts if template is None else template.at(manifest["sizes"]))
-        programs, timelines = join_roles(found), parse_schedule(texts["schedule.txt"])
-        if list(timelines) != list(found):
-            raise ValueError(f"its schedule is of {', '.join(timelines)}, its programs are of {', '.join(found)}")
-        roles = {name: Role(name, found[name], timelines[name]) for name in found}
-        return cls(path, texts, manifest, programs, reference, roles, report, template)
+        timelines = parse_schedule(texts["schedule.txt"])
+        found, reference = read_programs(texts if template is None else template.at(manifest["sizes"]), timelines)
+        roles = roles_of(found, timelines)
+        return cls(path, texts, manifest, join_roles(found), reference, roles, report, template)
 
     @property
     def mesh(self) -> Mesh:
@@ -109,6 +107,11 @@ class Build:
         """The pipeline's axis; nothing where there are no stages."""
         return next(iter(self.roles.values())).axis
 
+    @property
+    def stage_ranks(self) -> StageRanks:
+        """Where stages lie: of each the number of its role."""
+        return ranks_of({name: role.programs for name, role in self.roles.items()})
+
     def at(self, sizes: Mapping[str, int]) -> Build:
         """The build for these sizes, the others as they are.
 
@@ -119,7 +122,7 @@ class Build:
         sizes = {**self.manifest["sizes"], **sizes}
         try:
             texts = self.template.at(sizes)
-            programs, reference = read_programs(texts)
+            programs, reference = read_programs(texts, {name: role.actions for name, role in self.roles.items()})
             roles = {name: replace(role, programs=programs[name]) for name, role in self.roles.items()}
             whole = join_roles(programs)
         except (ProgramError, ValueError) as error:
@@ -160,8 +163,10 @@ class Build:
         return (self.path / str(self.manifest["folder"])).resolve()
 
 
-def read_programs(texts: Mapping[str, str]) -> tuple[dict[str, dict[str, Program]], Program]:
-    """The programs of a build by role and key, and the reference.
+def read_programs(
+    texts: Mapping[str, str], timelines: Mapping[str, Sequence[Action]]
+) -> tuple[dict[str, dict[str, Program]], Program]:
+    """The programs of a build by role and key, and the reference; ``timelines`` say which role does a stage's work.
 
     Raises:
         ValueError: they are not the programs of the roles of one build.
@@ -171,7 +176,7 @@ def read_programs(texts: Mapping[str, str]) -> tuple[dict[str, dict[str, Program
         for name in sorted(texts)
         if name.startswith(_PROGRAMS) and name != REFERENCE_FILE
     ]
-    return group(programs), parse_program(texts[REFERENCE_FILE], REFERENCE_FILE)
+    return group(programs, timelines), parse_program(texts[REFERENCE_FILE], REFERENCE_FILE)
 
 
 def sources_of(manifest: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..layout.collectives import COLLECTIVES, payload_bytes
-from ..plan.limits import PHASES
+from ..program.actions import ACTIONS, PHASES, step_kinds
 from ..program.cost import local_bytes
 from ..program.program import Function, Origin, Program, Ref
-from ..program.roles import Role
-
-_PHASES = {"COUNT": "forward", "SCALE": "forward", "F": "forward", "B": "backward", "REDUCE": "step", "STEP": "step"}
+from ..program.roles import Role, stage_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
             origin = replace(origin, module=caller.module + origin.module.split(".*", 1)[1])
         dtype = str(type_.dtype).removeprefix("torch.")
         axes = program.mesh.joined(axes)
-        yield Communication(line.op.removeprefix("parc."), axes, dtype, size, _PHASES[program.action], origin)
+        yield Communication(line.op.removeprefix("parc."), axes, dtype, size, ACTIONS[program.action].phase, origin)
 
 
 def communication_table(role: Role) -> list[dict[str, Any]]:
@@ -60,7 +58,7 @@ def communication_table(role: Role) -> list[dict[str, Any]]:
     found = [
         (times[name], message)
         for name, program in sorted(role.programs.items(), key=_place)
-        for message in (*messages(program), *_sent(program, role.axis))
+        for message in (*messages(program), *_sent(name, program, role))
     ]
     found.sort(key=lambda row: PHASES.index(row[1].phase))
     return [
@@ -76,14 +74,17 @@ def communication_table(role: Role) -> list[dict[str, Any]]:
 def _place(item: tuple[str, Program]) -> tuple[int, int]:
     """Programs as a step runs them, those of several stages in order; files have another order."""
     name, program = item
-    return list(_PHASES).index(program.action), int("".join(filter(str.isdigit, name)) or 0)
+    order = [row.kind for row in step_kinds()]
+    return order.index(program.action), int("".join(filter(str.isdigit, name)) or 0)
 
 
-def _sent(program: Program, axis: str) -> Iterator[Communication]:
-    """What a stage hands to its neighbour."""
-    values = program.main.values()
+def _sent(key: str, program: Program, role: Role) -> Iterator[Communication]:
+    """What a stage hands to its neighbour on another role."""
+    values, (stage, _) = program.main.values(), stage_key(key) or (0, "")
+    if stage + ACTIONS[program.action].to in role.stages:
+        return
     for name in program.main.returned("sent").values():
         type_ = values[name].type
         size = local_bytes(type_, program)
         dtype = str(type_.dtype).removeprefix("torch.")
-        yield Communication("send", (axis,), dtype, size, _PHASES[program.action], Origin())
+        yield Communication("send", (role.axis,), dtype, size, ACTIONS[program.action].phase, Origin())

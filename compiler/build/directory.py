@@ -14,6 +14,7 @@ from ...grammar.nearest import listed, path_meant
 from ..capture.callables import CallableError
 from ..capture.model_code import changed_files
 from ..layout.placement import parse_type
+from ..program.actions import ACTIONS
 from ..program.faults import Fault
 from ..program.program import REFERENCE_FILE
 from ..program.text import ProgramError
@@ -25,8 +26,6 @@ FORMAT = 4
 MOST_BUILD_BYTES = 128 << 20
 """The most bytes of a build: its files are held in memory, and grow with distinct layers, not with ranks."""
 MANIFEST = "manifest.json"
-_ACTIONS = {"SCALE", "F", "B", "REDUCE"}
-_HAVE_PROGRAMS = _ACTIONS | {"COUNT"}
 _REPORT = "report.json"
 _FILES = ("plan.parc", REFERENCE_FILE, "schedule.txt", _REPORT)
 
@@ -112,7 +111,8 @@ def _read(named: Path, altered: list[str] | None, imports: bool) -> Build:
     except (ProgramError, KeyError, ValueError, TypeError) as error:
         raise BuildError(f"`{path}`{' was altered since it was built' if altered else ''}: {error}") from None
     kinds = {action.kind for role in build.roles.values() for action in role.actions}
-    lacking = sorted((kinds & _HAVE_PROGRAMS | _ACTIONS) - build.programs.keys())
+    needed = {row.kind for row in ACTIONS.values() if row.program and (row.kind in kinds or not row.optional)}
+    lacking = sorted(needed - build.programs.keys())
     if lacking:
         raise BuildError(f"`{path}` has no program of {', '.join(lacking)}")
     for name, text in manifest["parameters"].items():

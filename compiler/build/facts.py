@@ -13,7 +13,7 @@ import torch
 
 from ..layout.placement import TensorType, parse_type
 from ..padding.pads import pads_from
-from ..program.actions import WORK
+from ..program.actions import FORWARD, REDUCE, work_kinds
 from ..program.binding import PARAMETERS
 from ..program.faults import Fault
 from ..program.program import Program
@@ -24,17 +24,17 @@ from ..sizes.size_range import BATCH
 def program_facts(programs: Mapping[str, Program], reference: Program) -> dict[str, Any]:
     """The facts of a manifest that follow from its programs alone: how parameters are stored, which buffers a step
     updates, what role the programs are of."""
-    mesh = programs["F"].mesh
+    mesh = programs[FORWARD].mesh
     return {
         "parameters": {name: type_.text(mesh) for name, type_ in stored_in(programs).items()},
         "updates": list(reference.main.returned("buffer")),
-        "role": programs["F"].role,
+        "role": programs[FORWARD].role,
     }
 
 
 def stored_in(programs: Mapping[str, Program]) -> dict[str, TensorType]:
     """Each parameter's type as a rank stores it."""
-    forward, reduce = programs["F"].main, programs["REDUCE"].main
+    forward, reduce = programs[FORWARD].main, programs[REDUCE].main
     values = reduce.values()
     kept = {name: values[made] for name, made in reduce.returned("gradient").items()}
     found = {**forward.bound(*PARAMETERS), **kept}
@@ -49,12 +49,12 @@ def fact_faults(
     What these do not say is the plan's, or the model's alone: the values of ``constants``, the names in ``aliases`` and
     ``init``, and parameters that are frozen though no program reads them.
     """
-    mesh = programs["F"].mesh
+    mesh = programs[FORWARD].mesh
     wanted = {"mesh": dict(mesh.declared.axes), **program_facts(programs, reference)}
     return unlike(manifest, wanted, "programs say") or [
         *_schedule_faults(manifest["microbatches"], roles),
         *_input_faults(manifest, reference),
-        *_state_faults(manifest, programs["F"]),
+        *_state_faults(manifest, programs[FORWARD]),
     ]
 
 
@@ -129,7 +129,7 @@ def _shape(values: Any) -> tuple[int, ...]:
 def _schedule_faults(microbatches: int, roles: Mapping[str, Role]) -> Iterator[Fault]:
     for name, role in roles.items():
         done = Counter((action.stage, action.kind) for action in role.actions)
-        for stage, kind in product(role.stages, WORK):
+        for stage, kind in product(role.stages, work_kinds()):
             if done[stage, kind] != microbatches:
                 yield fact_fault(f"`microbatches` is {microbatches}, but {name} does `{kind}` of stage {stage} "
                                  f"{done[stage, kind]} times")  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...grammar.nearest import listed
-from ..plan.limits import PHASES
+from ..program.actions import PHASES
 
 
 class FormError(Exception):

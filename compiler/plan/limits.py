@@ -9,6 +9,7 @@ from ...grammar.codes_language import BAD_VALUE
 from ...grammar.diagnostics import Diagnostic, Label
 from ...grammar.nearest import did_you_mean, listed
 from ...grammar.syntax import Word
+from ..program.actions import PHASES
 from .directive import Directive, Scope, argument
 
 ANY = "any"
@@ -20,7 +21,6 @@ COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
 }
 """Names that a line may use, and the collectives of programs that each means; a row's maximum is an all-reduce
 too, and so is a sum among some stages."""
-PHASES = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,114 @@
-"""Actions: the pieces of a step in the order in which a role does them, with their text form ``0F2``."""
+"""Actions: the pieces of a step in the order in which a role does them, with their text form ``0F2``; and the table of
+their kinds, from which every pass, schedule, check and run takes what it knows of a kind."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-ActionKind = Literal["COUNT", "SCALE", "F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "STEP"]
-ACTION_KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
-WORK: tuple[ActionKind, ActionKind] = ("F", "B")
-ONCE: tuple[ActionKind, ...] = ("SCALE", "REDUCE", "STEP")
-"""What a role does once a step; every other action is of one microbatch."""
+from .binding import Kind
+
+COUNTING, SCALING, FORWARD, BACKWARD, REDUCE, STEP = "COUNT", "SCALE", "F", "B", "REDUCE", "STEP"
+PLACES = ("before", "work", "after", "end")
+PHASES = ("forward", "backward", "step")
 AHEAD = 2
 """Receives are started so many actions before the one that waits for them, so that messages travel meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionRow:
+    """A kind of action: its place in a step, whose program it runs, and what that reads and returns.
+
+    ``ActionRow("COUNT", "before", "step", each=True, returns=("count",))``: ahead of the work, for each microbatch, a
+    program that all roles share, whose results of the kind ``count`` are added up for whoever reads ``count``.
+    """
+
+    kind: str
+    place: Literal["before", "work", "after", "end"]
+    """``before`` the work of a schedule, part of it, ``after`` it, or at the step's ``end``, when all else is done."""
+    program: Literal["step", "stage", "role", ""]
+    """Whose program it runs: one of the whole step, each stage's, each role's, or none."""
+    each: bool = False
+    """Whether it is done for each microbatch; else once a step."""
+    reads: tuple[Kind, ...] = ()
+    """Kinds of values that its program reads of what other actions return; any may read the model and its inputs."""
+    returns: tuple[Kind, ...] = ()
+    """Kinds of values that its program returns, beside what it hands to another stage."""
+    optional: bool = False
+    """Whether only those steps have it for which there is a program."""
+    evaluated: bool = False
+    """Whether an evaluation does it, which has no backward."""
+    compiled: bool = False
+    """Whether ``--compile`` compiles its program; what a step does once is little, and REDUCE grows with the layers."""
+    phase: Literal["forward", "backward", "step"] = "step"
+    """Where ``expect`` and ``forbid`` count its collectives."""
+    to: int = 0
+    """Of work: from a stage to the one that its results go to; 0 where they go nowhere."""
+    slots: int = 1
+    """Of work: how long it takes in a drawing."""
+    colors: tuple[str, ...] = ("#b08ed0",)
+    """Of work: its boxes in a drawing, a shade for each of a role's stages."""
+
+    @property
+    def works(self) -> bool:
+        """Whether it is work, whose order a schedule gives."""
+        return self.place == "work"
+
+    @property
+    def follows(self) -> tuple[str, ...]:
+        """The kinds whose results it reads: of work that of the same stage and microbatch, else all of them."""
+        read = {*self.reads}
+        return tuple(row.kind for row in ACTIONS.values() if row is not self and not read.isdisjoint(row.returns))
+
+
+ACTIONS: dict[str, ActionRow] = {row.kind: row for row in (
+    ActionRow(COUNTING, "before", "step", each=True, returns=("count",), optional=True, evaluated=True,
+              phase="forward"),
+    ActionRow(SCALING, "before", "step", reads=("count",), returns=("scale",), evaluated=True, phase="forward"),
+    ActionRow(FORWARD, "work", "stage", each=True, returns=("loss", "saved", "buffer"), evaluated=True, compiled=True,
+              phase="forward", to=1, colors=("#4c8ed9", "#7db3ec", "#b1d3f7")),
+    ActionRow(BACKWARD, "work", "stage", each=True, reads=("scale", "saved"), returns=("gradient",), compiled=True,
+              phase="backward", to=-1, slots=2, colors=("#3f9b5b", "#74be88", "#aedcba")),
+    ActionRow(REDUCE, "after", "role", reads=("loss", "scale", "gradient"), returns=("gradient", "loss", "grad_norm")),
+    ActionRow(STEP, "end", ""),
+)}  # fmt: skip
+"""Every kind of action but messages, which follow from the work whose results they carry."""
+
+
+def step_kinds(*places: str) -> Iterator[ActionRow]:
+    """The rows of some places, or of all, in the order of a step."""
+    for place in places or PLACES:
+        yield from (row for row in ACTIONS.values() if row.place == place)
+
+
+def work_kinds() -> tuple[str, ...]:
+    """The kinds of work, whose order a schedule gives."""
+    return tuple(row.kind for row in step_kinds("work"))
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRow:
+    """One side of a message: the kind of work whose results it carries, whether it sends them, and the stage of the
+    other side, counted from its own."""
+
+    work: str
+    sends: bool
+    to: int
+
+
+def message_row(kind: str) -> MessageRow | None:
+    """What a kind of action says of a message, ``SEND_F`` or ``RECV_F``; None where it is none.
+
+    >>> message_row("RECV_B")
+    MessageRow(work='B', sends=False, to=1)
+    """
+    word, _, work = kind.partition("_")
+    row = ACTIONS.get(work)
+    if row is None or not row.to or word not in ("SEND", "RECV"):
+        return None
+    return MessageRow(work, word == "SEND", row.to if word == "SEND" else -row.to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +120,27 @@ class Action:
     """
 
     stage: int
-    kind: ActionKind
+    kind: str
     microbatch: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{'' if self.kind in ONCE else self.microbatch}"
+        return f"{self.stage}{self.kind}{self.microbatch if _each(self.kind) else ''}"
+
+    @property
+    def works(self) -> bool:
+        """Whether it is work, whose order a schedule gives."""
+        return self.kind in ACTIONS and ACTIONS[self.kind].works
+
+    @property
+    def message(self) -> MessageRow | None:
+        """What it says of a message; None where it sends and receives nothing."""
+        return message_row(self.kind)
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether an evaluation does it: what has no backward, with its messages."""
+        message = self.message
+        return ACTIONS[self.kind if message is None else message.work].evaluated
 
     def program_in(self, programs: Collection[str]) -> str:
         """The key of its program among a role's: ``2F`` where there are stages."""
@@ -43,21 +154,77 @@ class Action:
             ValueError: not an action.
         """
         match = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text)
-        kind = next((kind for kind in ACTION_KINDS if match is not None and kind == match[2]), None)
-        if match is None or kind is None or bool(match[3]) == (kind in ONCE):
+        known = match is not None and (match[2] in ACTIONS or message_row(match[2]) is not None)
+        if match is None or not known or bool(match[3]) != _each(match[2]):
             raise ValueError(f"`{text}` is not an action such as `0F2`")
-        return cls(int(match[1]), kind, int(match[3] or 0))
+        return cls(int(match[1]), match[2], int(match[3] or 0))
 
 
-def accumulation(microbatches: int, *, counts: bool) -> tuple[Action, ...]:
+def _each(kind: str) -> bool:
+    """Whether a kind is of a microbatch, as messages are."""
+    return kind not in ACTIONS or ACTIONS[kind].each
+
+
+def send_kind(work: str) -> str:
+    """The kind that sends the results of some work."""
+    return f"SEND_{work}"
+
+
+def receive_kind(work: str) -> str:
+    """The kind that receives the results of some work."""
+    return f"RECV_{work}"
+
+
+def whole_step(work: Sequence[Action], stage: int, microbatches: int, also: Collection[str] = ()) -> tuple[Action, ...]:
+    """A role's timeline: its work and messages, with what comes before and after; ``also`` has the optional kinds."""
+
+    def of(*places: str) -> Iterator[Action]:
+        for row in step_kinds(*places):
+            if not row.optional or row.kind in also:
+                yield from (Action(stage, row.kind, index) for index in range(microbatches if row.each else 1))
+
+    return (*of("before"), *work, *of("after", "end"))
+
+
+def accumulation(microbatches: int, *, also: Collection[str] = ()) -> tuple[Action, ...]:
     """One stage, its microbatches one after the other: gradient accumulation.
 
-    >>> " ".join(map(str, accumulation(2, counts=True)))
+    >>> " ".join(map(str, accumulation(2, also=["COUNT"])))
     '0COUNT0 0COUNT1 0SCALE 0F0 0B0 0F1 0B1 0REDUCE 0STEP'
     """
-    count = [Action(0, "COUNT", index) for index in range(microbatches)] if counts else []
-    work = [Action(0, kind, index) for index in range(microbatches) for kind in WORK]
-    return (*count, Action(0, "SCALE"), *work, Action(0, "REDUCE"), Action(0, "STEP"))
+    kinds = [row.kind for row in step_kinds("work") if not row.optional or row.kind in also]
+    work = [Action(0, kind, index) for index in range(microbatches) for kind in kinds]
+    return whole_step(work, 0, microbatches, also)
+
+
+StageRanks = tuple[int, ...]
+"""Where stages lie: of each stage the rank along the pipeline's axis, which is the number of its role."""
+
+
+def stage_ranks(timelines: Sequence[Sequence[Action]]) -> StageRanks:
+    """Where stages lie, by who does their work.
+
+    >>> rows = "0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"
+    >>> stage_ranks([[Action.parse(word) for word in row.split()] for row in rows])
+    (0, 1, 1, 0)
+
+    Raises:
+        ValueError: a stage has work on two ranks, or on none.
+    """
+    found: dict[int, int] = {}
+    for rank, actions in enumerate(timelines):
+        for action in actions:
+            if action.works and found.setdefault(action.stage, rank) != rank:
+                raise ValueError(f"stage {action.stage} has work on rank {found[action.stage]} and on rank {rank}")
+    missing = [stage for stage in range(max(found, default=0)) if stage not in found]
+    if missing or not found:
+        raise ValueError(f"stage {next(iter(missing), 0)} has no work on any rank")
+    return tuple(found[stage] for stage in range(len(found)))
+
+
+def stages_in_turn(stages: int, ranks: int) -> StageRanks:
+    """Stage k on rank k mod ``ranks``, as most schedules have them."""
+    return tuple(stage % ranks for stage in range(stages))
 
 
 def schedule_text(timelines: Mapping[str, Sequence[Action]]) -> str:

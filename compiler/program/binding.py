@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 Kind = Literal[
     "parameter", "frozen", "buffer", "constant", "input", "rng", "key", "saved", "received", "sent", "count", "scale",
-    "loss", "gradient", "grad_norm", "value",
+    "loss", "gradient", "grad_norm", "metric", "value",
 ]  # fmt: skip
 Home = Literal["parameters", "buffers", "batch", "stage", "neighbour", "step", "result", "program"]
 """Where bound values are while no program runs: among a rank's ``parameters`` or ``buffers`` from step to step; in the
@@ -45,6 +45,7 @@ KINDS: Mapping[Kind, KindRow] = MappingProxyType(
         "loss": KindRow("step", "kind"),
         "gradient": KindRow("step"),
         "grad_norm": KindRow("result", "kind"),
+        "metric": KindRow("result"),  # a number that a run tells of each step
         "value": KindRow("program", "name"),  # what a function gives to the one that calls it
     }
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..layout.placement import TensorType
 from ..ops.rules import facts
-from .actions import AHEAD, Action
+from .actions import ACTIONS, AHEAD, Action, receive_kind, send_kind
 from .binding import PARAMETERS
 from .program import Function, Program
 from .totals import addable, lasting
@@ -88,7 +88,7 @@ def estimate_memory(
     """Memory of a rank of a role: its own parameters among ``stored``, and what is kept between its actions as they
     run one after the other: what is saved for backward, received, and sent until the next such message; ``moments``
     says how many tensors of optimizer state each parameter has."""
-    work = [program for program in programs.values() if program.action in ("F", "B")]
+    work = [program for program in programs.values() if ACTIONS[program.action].works]
     own = {name for program in work for name in program.main.bound(*PARAMETERS)}
     sizes = {name: local_bytes(type_, work[0]) for name, type_ in stored.items() if name in own}
     optimizer = sum(moments.get(name, 0) * size for name, size in sizes.items())
@@ -99,7 +99,7 @@ def estimate_memory(
     peaks: dict[str, int] = {}
     for key, program in programs.items():
         values = program.main.values()
-        if program.action == "B":
+        if program in work:
             made = program.main.returned("gradient")
             gradients.update((name, local_bytes(values[value].type, program)) for name, value in made.items())
         keeps, sends = {*program.main.returned("saved").values()}, {*program.main.returned("sent").values()}
@@ -107,23 +107,28 @@ def estimate_memory(
         sent[key] = sum(local_bytes(values[name].type, program) for name in sends - keeps)
         received[key] = sum(local_bytes(value.type, program) for value in program.main.bound("received").values())
         peaks[key] = _peak(program, program.main, {}, {})[0] if program in work else 0
-        if program.action == "B" and sent[key]:  # with the weights' gradients made one by one after it sends
+        if (
+            program in work and program.main.returned("gradient") and sent[key]
+        ):  # with the weights' gradients made one by one after it sends
             late = addable(program)
             one = max((local_bytes(values[name].type, program) for name in late[program.main.name]), default=0)
             peaks[key] = max(peaks[key], _peak(program, program.main, late, {})[0] + one)
-    held, most = _Held(), 0
+    held, most, own_stages = _Held(), 0, {action.stage for action in actions if action.works}
     for index, action in enumerate(actions):
         for coming in actions[index : index + 1 + AHEAD]:
-            if coming.kind in ("RECV_F", "RECV_B"):
-                held.put(received[f"{coming.stage}{coming.kind[-1]}"], coming.kind, coming.stage, coming.microbatch)
+            message = coming.message
+            if message is not None and not message.sends:
+                held.put(received[f"{coming.stage}{message.work}"], coming.kind, coming.stage, coming.microbatch)
         key, stage, m = action.program_in(programs), action.stage, action.microbatch
         most = max(most, held.total + peaks.get(key, 0))
-        if action.kind in ("SEND_F", "SEND_B"):
+        if action.message is not None and action.message.sends:
             held.put(held.put(0, "made", action.kind, stage, m), action.kind, stage)
-        elif action.kind in ("F", "B"):
-            held.put(0, f"RECV_{action.kind}", stage, m)
-            held.put(saved[key] if action.kind == "F" else 0, "saved", stage, m)
-            held.put(sent[key], "made", f"SEND_{action.kind}", stage, m)
+        elif action.works:
+            held.put(0, receive_kind(action.kind), stage, m)
+            held.put(saved[key], "saved", stage, m)
+            to = stage + ACTIONS[action.kind].to
+            there = (receive_kind(action.kind), to) if to in own_stages else ("made", send_kind(action.kind), stage)
+            held.put(sent[key], *there, m)
     return Memory(sum(sizes.values()), sum(gradients.values()), optimizer, most)
 
 

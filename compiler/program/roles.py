@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from ..ops.rules import facts
-from .actions import Action
-from .binding import GRAD_NORM, LOSS, Binding
+from .actions import ACTIONS, FORWARD, REDUCE, Action, StageRanks, step_kinds
+from .binding import Binding
 from .program import Function, Line, Program, Ref, Value, map_references
 
 Programs = Mapping[str, Program]
@@ -26,42 +26,78 @@ class Role:
     name: str
     programs: Programs
     actions: tuple[Action, ...]
+    axis: str = ""
+    """The pipeline's axis; nothing where there are no stages."""
 
     @property
     def stages(self) -> list[int]:
         """The stages whose work it does."""
-        return sorted({action.stage for action in self.actions if action.kind == "F"})
+        return sorted({action.stage for action in self.actions if action.works})
 
     @property
-    def axis(self) -> str:
-        """The pipeline's axis; nothing where there are no stages."""
-        return "" if "F" in self.programs else self.name.removesuffix(str(self.stages[0]))
+    def rank(self) -> int:
+        """Its coordinate along the axis."""
+        return int(self.name.removeprefix(self.axis)) if self.axis else 0
+
+
+def roles_of(programs: Mapping[str, Programs], timelines: Mapping[str, Sequence[Action]]) -> dict[str, Role]:
+    """The roles of a build, by their programs and what each does; their names are the axis and its coordinates."""
+    axis = next(iter(programs)).removesuffix("0") if len(programs) > 1 else ""
+    return {name: Role(name, own, tuple(timelines[name]), axis) for name, own in programs.items()}
 
 
 class JoinFault(ValueError):
     """Programs of stages that are no pieces of one step."""
 
 
-def work_programs(roles: Mapping[str, Programs]) -> dict[int, tuple[Program, Program]]:
-    """F and B of every stage, in order.
+StageWork = Mapping[str, Program]
+"""The programs of one stage, by the kind of work."""
+
+
+def stage_key(key: str) -> tuple[int, str] | None:
+    """The stage and the kind of work of a program's key, as ``2F``; None for one of the whole role."""
+    match = re.fullmatch(r"([0-9]+)([A-Z]+)", key)
+    return None if match is None else (int(match[1]), match[2])
+
+
+def work_programs(roles: Mapping[str, Programs]) -> dict[int, StageWork]:
+    """The programs of every stage's work, in order.
 
     Raises:
-        JoinFault: a stage has one of them alone, or a number is missing.
+        JoinFault: a stage lacks one of them, or a number is missing.
     """
     found: dict[int, dict[str, Program]] = {}
     for programs in roles.values():
         for key, program in programs.items():
-            if key[:-1].isdigit():
-                found.setdefault(int(key[:-1]), {})[key[-1]] = program
-    if sorted(found) != list(range(len(found))) or any(set(pair) != {"F", "B"} for pair in found.values()):
-        raise JoinFault(f"stages {sorted(found)} are not all there with their F and B")
-    return {stage: (found[stage]["F"], found[stage]["B"]) for stage in sorted(found)}
+            if (stage := stage_key(key)) is not None:
+                found.setdefault(stage[0], {})[stage[1]] = program
+    kinds = set().union(*found.values(), (row.kind for row in step_kinds("work") if not row.optional))
+    if sorted(found) != list(range(len(found))) or any(set(work) != kinds for work in found.values()):
+        needed = " and ".join(kind for kind in ACTIONS if kind in kinds)
+        raise JoinFault(f"stages {sorted(found)} are not all there with their {needed}")
+    return {stage: found[stage] for stage in sorted(found)}
+
+
+def ranks_of(roles: Mapping[str, Programs]) -> StageRanks:
+    """Where stages lie, by who has their programs: of each stage the number of its role.
+
+    Raises:
+        JoinFault: a stage's programs are on two roles, or not all there.
+    """
+    if len(roles) == 1:
+        return (0,)
+    found: dict[int, int] = {}
+    for rank, programs in enumerate(roles.values()):
+        for stage, _ in filter(None, map(stage_key, programs)):
+            if found.setdefault(stage, rank) != rank:
+                raise JoinFault(f"stage {stage} has programs on role {found[stage]} and on role {rank}")
+    return tuple(found[stage] for stage in work_programs(roles))
 
 
 def join_roles(roles: Mapping[str, Programs]) -> dict[str, Program]:
     """The programs of a step as if one role ran it: stages one after the other, nothing sent.
 
-    A gradient of several stages is their sum, and what roles sum among themselves in REDUCE is a sum there. What is
+    A gradient of several stages is their sum, and what roles sum among themselves once a step is a sum there. What is
     wrong with what stages hand one another is not seen here.
 
     Raises:
@@ -69,15 +105,21 @@ def join_roles(roles: Mapping[str, Programs]) -> dict[str, Program]:
     """
     if len(roles) == 1:
         return dict(next(iter(roles.values())))
-    work, first = work_programs(roles), next(iter(roles.values()))
-    for name, missing in ((name, {"SCALE", "REDUCE"} - programs.keys()) for name, programs in roles.items()):
-        if missing:
-            raise JoinFault(f"{name} has no {', '.join(sorted(missing))}")
-    forward = _chain([pair[0] for pair in work.values()])
-    backward = _chain([pair[1] for pair in reversed(work.values())])
-    shared = {key: first[key] for key in ("COUNT", "SCALE") if key in first}
-    reduce = _joined_reduce([programs["REDUCE"] for programs in roles.values()])
-    return {**shared, "F": forward, "B": backward, "REDUCE": reduce}
+    work, joined = list(work_programs(roles).values()), dict[str, Program]()
+    kinds = {key for programs in roles.values() for key in programs} | {*work[0]}
+    for row in step_kinds():
+        if not row.program or (row.optional and row.kind not in kinds):
+            continue
+        if row.program == "stage":
+            in_order = work[::-1] if row.to < 0 else work
+            joined[row.kind] = _chain([programs[row.kind] for programs in in_order])
+            continue
+        for name, programs in roles.items():
+            if row.kind not in programs:
+                raise JoinFault(f"{name} has no {row.kind}")
+        every = [programs[row.kind] for programs in roles.values()]
+        joined[row.kind] = every[0] if row.program == "step" else _joined_once(every)
+    return joined
 
 
 def _chain(programs: Sequence[Program]) -> Program:
@@ -110,7 +152,7 @@ def _chain(programs: Sequence[Program]) -> Program:
         for key, name in program.main.returns:
             if key.kind == "sent" or (key.kind == "saved" and returns.get(key) == name):
                 continue
-            if key in returns and (program.action == "F" or returns[key] == name):
+            if key in returns and (key.kind != "gradient" or returns[key] == name):
                 text = key.key_in(program.action)
                 raise JoinFault(f"{program.role}.{program.action} returns `{text}`, which another stage returns too")
             if key in returns:
@@ -124,20 +166,22 @@ def _chain(programs: Sequence[Program]) -> Program:
     return replace(programs[0], role=SINGLE, functions=(*functions.values(), main))
 
 
-def _joined_reduce(programs: Sequence[Program]) -> Program:
-    """REDUCE of all roles in one: gradients of the first role that makes them, which the others make by the same lines;
-    the loss and the norm's square are sums over roles."""
+def _joined_once(programs: Sequence[Program]) -> Program:
+    """The programs of one kind that roles run after their work, in one. Gradients are those of the first role that has
+    them, which the others make by the same lines. All else is a sum of what roles have, as the loss, or the root of
+    one, as the norm."""
     parameters: dict[Binding | None, Value] = {}
     lines: list[Line] = []
     returns: dict[Binding, str] = {}
     summed: dict[Binding, list[str]] = {}
     values: dict[str, Value] = {}
     ways: dict[Binding, object] = {}
+    roots: dict[str, Line] = {}
     for index, program in enumerate(programs):
         names: dict[str, str] = {}
         for value in program.main.parameters:
             names[value.name] = parameters.setdefault(value.binding, replace(value, name=f"{value.name}_{index}")).name
-        ends, made = dict(program.main.returns), set(program.main.bindings)
+        given = set(program.main.bindings)
         for line in program.main.lines:
             if line.op == "parc.all_reduce_among" and isinstance(line.args[0], Ref) and line.results[0] is not None:
                 names[line.results[0].name] = names[line.args[0].name]
@@ -146,25 +190,29 @@ def _joined_reduce(programs: Sequence[Program]) -> Program:
             names.update((v.name, f"{v.name}_{index}") for v in line.results if v is not None)
             values.update((v.name, v) for v in results if v is not None)
             lines.append(_renamed(replace(line, results=results), names))
-        for key, name in ends.items():
-            if key in (LOSS, GRAD_NORM):
+            roots.update((v.name, lines[-1]) for v in lines[-1].made if facts(line.op).power == 0.5)
+        for key, name in program.main.returns:
+            if key.kind != "gradient":
                 summed.setdefault(key, []).append(names[name])
-            elif key in made:
-                if ways.setdefault(key, way := _way(program.main, name)) != way:
-                    raise JoinFault(f"{program.role}.REDUCE makes `{key}` otherwise than an earlier role")
+            elif key not in given:  # zeros, for the roles that make it
+                continue
+            elif ways.setdefault(key, way := _way(program.main, name)) != way:
+                raise JoinFault(f"{program.role}.{program.action} makes `{key}` otherwise than an earlier role")
+            else:
                 returns.setdefault(key, names[name])
-    squares = [line for line in lines if line.results[0] and line.results[0].name in summed.get(GRAD_NORM, ())]
-    if len(summed.get(LOSS, ())) != len(programs) or len(squares) != len(programs):
-        raise JoinFault("a role's REDUCE makes no loss or no norm of gradients")
-    returns[LOSS] = _added(summed[LOSS], values, lines, "loss")
-    lines = [line for line in lines if line not in squares]
-    inner = [name for line in squares for name in line.uses()]
-    total = _added(inner, values, lines, "square")
-    root = replace(values[summed[GRAD_NORM][0]], name="grad_norm")
-    lines.append(replace(squares[0], results=(root,), args=(Ref(total),)))
-    returns[GRAD_NORM] = "grad_norm"
-    main = Function("reduce", tuple(parameters.values()), _read(lines, returns.values()), tuple(returns.items()))
-    return replace(programs[0], role=SINGLE, functions=(main,))
+    for key, parts in summed.items():
+        if len(parts) != len(programs) or len({part in roots for part in parts}) > 1:
+            raise JoinFault(f"not every role's {programs[0].action} makes `{key}`, as a sum or as the root of one")
+        if parts[0] not in roots:
+            returns[key] = _added(parts, values, lines, key.name or key.kind)
+            continue
+        total = _added([name for part in parts for name in roots[part].uses()], values, lines, "square")
+        root = replace(values[parts[0]], name=key.name or key.kind)
+        lines.append(replace(roots[parts[0]], results=(root,), args=(Ref(total),)))
+        returns[key] = root.name
+    first = programs[0]
+    main = Function(first.main.name, tuple(parameters.values()), _read(lines, returns.values()), tuple(returns.items()))
+    return replace(first, role=SINGLE, functions=(main,))
 
 
 def _way(function: Function, name: str) -> object:
@@ -209,23 +257,32 @@ def _added(names: Sequence[str], values: dict[str, Value], lines: list[Line], ba
     return total.name
 
 
-def group(programs: Iterable[Program]) -> dict[str, dict[str, Program]]:
-    """Programs by role and key.
+def group(programs: Iterable[Program], timelines: Mapping[str, Sequence[Action]]) -> dict[str, dict[str, Program]]:
+    """Programs by role and key; a stage's are of the role whose timeline has its work.
 
     Raises:
         JoinFault: they are not the programs of the roles of one build.
     """
     found = list(programs)
-    roles = {program.role for program in found if program.action == "REDUCE"}
-    if roles <= {SINGLE}:
-        return {SINGLE: {program.action: program for program in found}}
+    if unknown := [program for program in found if program.action not in ACTIONS]:
+        raise JoinFault(f"there is no action `{unknown[0].action}`, which {unknown[0].role} has a program of")
+    roles = {program.role for program in found if program.action == REDUCE} or {SINGLE}
     axis = next((name[:-1] for name in roles if roles == {f"{name[:-1]}{rank}" for rank in range(len(roles))}), "")
-    made: dict[str, dict[str, Program]] = {f"{axis}{rank}": {} for rank in range(len(roles))}
+    names = [SINGLE] if roles == {SINGLE} else [f"{axis}{rank}" for rank in range(len(roles))]
+    if list(timelines) != names:
+        raise JoinFault(f"its schedule is of {', '.join(timelines)}, its programs are of {', '.join(names)}")
+    if names == [SINGLE]:
+        return {SINGLE: {program.action: program for program in found}}
+    made: dict[str, dict[str, Program]] = {name: {} for name in names}
+    home = {action.stage: name for name, actions in timelines.items() for action in actions if action.kind == FORWARD}
     for program in found:
-        stage = re.fullmatch(r"stage([0-9]+)", program.role)
-        if program.action in ("F", "B") and stage is not None:
-            made[f"{axis}{int(stage[1]) % len(roles)}"][f"{stage[1]}{program.action}"] = program
-        elif program.action in ("COUNT", "SCALE"):
+        row, stage = ACTIONS[program.action], re.fullmatch(r"stage([0-9]+)", program.role)
+        if row.program == "stage" and stage is not None:
+            name = home.get(int(stage[1]), "")
+            if name not in made:
+                raise JoinFault(f"no role does {FORWARD} of {program.role}")
+            made[name][f"{stage[1]}{program.action}"] = program
+        elif row.program == "step":
             for own in made.values():
                 own[program.action] = program
         elif program.role in made:
@@ -236,8 +293,10 @@ def group(programs: Iterable[Program]) -> dict[str, dict[str, Program]]:
 
 
 def neighbours(roles: Mapping[str, Programs]) -> Iterator[tuple[Program, Program]]:
-    """What sends and what receives: F of each stage and the next, B of each and the one before."""
+    """What hands on results and what takes them: F of each stage and the next, B of each and the one before."""
     work = work_programs(roles)
-    for stage in range(len(work) - 1):
-        yield work[stage][0], work[stage + 1][0]
-        yield work[stage + 1][1], work[stage][1]
+    for stage, programs in work.items():
+        for kind, program in programs.items():
+            other = work.get(stage + ACTIONS[kind].to)
+            if ACTIONS[kind].to and other is not None:
+                yield program, other[kind]

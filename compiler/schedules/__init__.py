@@ -1,15 +1,15 @@
 """Schedules: which rank does which piece of a pipeline's step when; one file each, a function or a table.
 
-A schedule maps (stages, microbatches, chunks) to a timeline of ``F`` and ``B`` for each of p = stages / chunks ranks,
-where stage k is on rank k % p. ``timelines`` makes whole steps of it.
+A schedule maps (stages, microbatches, chunks) to a timeline of work for each of p = stages / chunks ranks. A stage lies
+on the rank that has its work. ``timelines`` makes whole steps of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from ..program.actions import Action
+from ..program.actions import Action, StageRanks, stage_ranks, whole_step
 from .gpipe import gpipe
 from .interleaved import interleaved
 from .messages import add_messages
@@ -39,11 +39,12 @@ def timelines(
     chunks: int = 1,
     *,
     axis: str = "pp",
-    counts: bool = False,
+    also: Collection[str] = (),
     text: str = "",
 ) -> dict[str, tuple[Action, ...]]:
-    """The timeline of every role ``{axis}{rank}``: ``COUNT`` of every microbatch if ``counts``, ``SCALE``, the work of
-    the schedule and its messages, ``REDUCE``, ``STEP``. ``text`` is the table of the schedule called ``table``.
+    """The timeline of every role ``{axis}{rank}``: ``SCALE``, the work of the schedule and its messages, ``REDUCE``,
+    ``STEP``, and the optional kinds that the step has ``also``, as ``COUNT``. ``text`` is the table of the schedule
+    called ``table``.
 
     >>> from parc.compiler.program.actions import schedule_text
     >>> print(schedule_text(timelines("1f1b", 2, 2)), end="")
@@ -53,11 +54,24 @@ def timelines(
     Raises:
         ValueError: ``problem`` says why.
     """
-    made = {}
-    for rank, work in enumerate(add_messages(_work(name, stages, microbatches, chunks, text))):
-        count = [Action(rank, "COUNT", m) for m in range(microbatches)] if counts else []
-        made[f"{axis}{rank}"] = (*count, Action(rank, "SCALE"), *work, Action(rank, "REDUCE"), Action(rank, "STEP"))
-    return made
+    work = _work(name, stages, microbatches, chunks, text)
+    first = {rank: stage for stage, rank in reversed([*enumerate(stage_ranks(work))])}
+    return {
+        f"{axis}{rank}": whole_step(actions, first[rank], microbatches, also)
+        for rank, actions in enumerate(add_messages(work))
+    }
+
+
+def places_of(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> StageRanks:
+    """Where a schedule's stages lie.
+
+    >>> places_of("looped", 6, 1, 2)
+    (0, 1, 2, 0, 1, 2)
+
+    Raises:
+        ValueError: ``problem`` says why.
+    """
+    return stage_ranks(_work(name, stages, microbatches, chunks, text))
 
 
 def problem(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> str | None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from html import escape
 from itertools import zip_longest
 from math import floor, log10
 from typing import TYPE_CHECKING
 
-from ..program.actions import WORK, Action
+from ..program.actions import ACTIONS, Action, work_kinds
 from .timeline import Timeline, TimeSpan
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-_COLORS = {"F": ("#4c8ed9", "#7db3ec", "#b1d3f7"), "B": ("#3f9b5b", "#74be88", "#aedcba")}
-"""Of forwards and backwards, a shade for each of a role's chunks."""
 
 Cell = tuple[str, Action | None]
 
@@ -40,30 +37,40 @@ def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text
     """The same for a terminal: microbatches alone, forwards blue and backwards green, chunks in lighter shades."""
     from rich.text import Text
 
-    picture = Text()
+    picture, shades = Text(), _shades(timeline)
     for row in _rows(timeline, slot, width, lambda a: str(a.microbatch), " "):
         for (text, action), (_, then) in zip_longest(row, row[1:], fillvalue=("", None)):
             box = text[: len(text) - (action != then)]  # a gap between two boxes
-            picture.append(box, style=f"black on {_color(timeline, action)}" if action is not None else "")
+            picture.append(box, style=f"black on {_color(shades, action)}" if action is not None else "")
             picture.append(text[len(box) :])
         picture.append("\n")
     return picture
 
 
 def _chunks(timeline: Timeline) -> int:
-    stages = {span.action.stage for spans in timeline.spans.values() for span in spans}
-    return len(stages) // max(len(timeline.spans), 1)
+    """The most stages that a role has."""
+    return max((len(_stages(spans)) for spans in timeline.spans.values()), default=0)
 
 
-def _color(timeline: Timeline, action: Action) -> str:
-    shades = _COLORS[action.kind]
-    return shades[action.stage // len(timeline.spans) % len(shades)]
+def _stages(spans: Iterable[TimeSpan]) -> list[int]:
+    """A role's stages, in order."""
+    return sorted({span.action.stage for span in spans if span.action.works})
+
+
+def _shades(timeline: Timeline) -> dict[int, int]:
+    """Of each stage which of its role's it is, from 0."""
+    return {stage: chunk for spans in timeline.spans.values() for chunk, stage in enumerate(_stages(spans))}
+
+
+def _color(shades: Mapping[int, int], action: Action) -> str:
+    colors = ACTIONS[action.kind].colors
+    return colors[shades[action.stage] % len(colors)]
 
 
 def _rows(
     timeline: Timeline, slot: float, width: int | None, label: Callable[[Action], str], fill: str
 ) -> Iterator[list[Cell]]:
-    work = {role: [span for span in spans if span.action.kind in WORK] for role, spans in timeline.spans.items()}
+    work = {role: [span for span in spans if span.action.works] for role, spans in timeline.spans.items()}
     cell = 1 + max((len(label(span.action)) for spans in work.values() for span in spans), default=0)
     head = 1 + max(map(len, work), default=0)
     columns = round(timeline.makespan / slot)
@@ -96,8 +103,8 @@ _GREY = "#5f6b7a"
 def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
     """An SVG picture with a lane a role, a box for each ``F`` and ``B`` with its microbatch, and an axis of time in
     ``unit``; a box says more under the pointer."""
-    work = [span for spans in timeline.spans.values() for span in spans if span.action.kind in WORK]
-    makespan = timeline.makespan or 1
+    work = [span for spans in timeline.spans.values() for span in spans if span.action.works]
+    makespan, shades = timeline.makespan or 1, _shades(timeline)
     shortest = min((span.end - span.start for span in work if span.end > span.start), default=makespan)
     scale = min(max(900 / makespan, 20 / shortest), 6000 / makespan)
     right, bottom = _LEFT + makespan * scale, _TOP + len(timeline.spans) * (_ROW + _GAP)
@@ -110,8 +117,8 @@ def svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
             _words(right + 10, y + _ROW / 2, f"idle {_percent(timeline, role)}", "start", _GREY),
         ]
         for span in timeline.spans[role]:
-            if span.action.kind in WORK:
-                parts += _box(timeline, span, scale, y, unit)
+            if span.action.works:
+                parts += _box(span, _color(shades, span.action), scale, y, unit)
     width, height = f"{right + _RIGHT:.0f}", f"{bottom + _BOTTOM:.0f}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -127,12 +134,12 @@ def _words(x: float, y: float, text: str, anchor: str, color: str = "#1f2933", w
     )
 
 
-def _box(timeline: Timeline, span: TimeSpan, scale: float, y: float, unit: str) -> Iterator[str]:
+def _box(span: TimeSpan, color: str, scale: float, y: float, unit: str) -> Iterator[str]:
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
     number = str(span.action.microbatch)
     yield (
         f'<rect x="{x + 0.5:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{_ROW}" rx="3"'
-        f' fill="{_color(timeline, span.action)}">'
+        f' fill="{color}">'
         f"<title>{span.action}: {span.start:g} to {span.end:g} {escape(unit)}</title></rect>"
     )
     if width >= 9 * len(number):
@@ -143,14 +150,15 @@ def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
     """The title, and at the right end what the colours mean."""
     yield _words(_LEFT, 22, title, "start", weight="600")
     chunks = _chunks(timeline)
-    names = {"F": "forward", "B": "backward"}
     x = right
-    for kind in reversed(WORK):
-        for chunk in reversed(range(min(chunks, 3))):
-            text = str(chunk) if chunk else f"{names[kind]}, chunk 0" if chunks > 1 else names[kind]
+    used = {span.action.kind for spans in timeline.spans.values() for span in spans}
+    for kind in (kind for kind in reversed(work_kinds()) if kind in used):
+        for chunk in reversed(range(min(chunks, len(ACTIONS[kind].colors)))):
+            name = ACTIONS[kind].phase
+            text = str(chunk) if chunk else f"{name}, chunk 0" if chunks > 1 else name
             yield _words(x, 22, text, "end", _GREY)
             x -= 8 * len(text) + 20
-            yield f'<rect x="{x:.1f}" y="15" width="14" height="14" rx="3" fill="{_COLORS[kind][chunk]}"/>'
+            yield f'<rect x="{x:.1f}" y="15" width="14" height="14" rx="3" fill="{ACTIONS[kind].colors[chunk]}"/>'
             x -= 14
 
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from ..program.actions import Action, ActionKind
-
-_TO: Mapping[ActionKind, int] = {"F": 1, "B": -1}
-"""From a stage to the one that reads its results."""
-_SEND: Mapping[ActionKind, ActionKind] = {"F": "SEND_F", "B": "SEND_B"}
-_RECV: Mapping[ActionKind, ActionKind] = {"F": "RECV_F", "B": "RECV_B"}
-_TIME: Mapping[ActionKind, int] = {"F": 1, "B": 2}
+from ..program.actions import ACTIONS, Action, receive_kind, send_kind, stage_ranks
 
 
 class Endless(ValueError):
@@ -18,14 +12,16 @@ class Endless(ValueError):
 
 
 def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
-    """The timelines of ``F`` and ``B`` with what goes between ranks: a result is sent as soon as it is made, and
-    received just before it is read, or before the next one comes from the same rank.
+    """The timelines of work with what goes between ranks: a result is sent as soon as it is made, and received just
+    before it is read, or before the next one comes from the same rank. What goes to a stage of the same rank is no
+    message.
 
     So from one rank to another messages go in one order and one at a time is under way. The lists are written in the
     order of a step whose stages take equal times, each action after all that it needs: no rank waits for ever.
 
     Raises:
         Endless: the order of work never ends; the message says who waits for what.
+        ValueError: a stage has work on two ranks.
     """
     walk, now = _Walk(work), 0
     while True:
@@ -35,7 +31,7 @@ def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
                 walk.finish(action)
         for rank, todo in enumerate(walk.todo):
             if rank not in walk.running and todo and walk.lack(todo[-1]) is None:
-                walk.running[rank] = now + _TIME[todo[-1].kind], todo[-1]
+                walk.running[rank] = now + ACTIONS[todo[-1].kind].slots, todo[-1]
                 walk.begin(todo.pop())
         if not walk.running:
             break
@@ -49,8 +45,8 @@ class _Walk:
     """How far each rank has come."""
 
     def __init__(self, work: Sequence[Sequence[Action]]) -> None:
-        self.ranks = len(work)
-        self.stages = range(1 + max(action.stage for actions in work for action in actions))
+        self.rank_of = stage_ranks(work)
+        self.stages = range(len(self.rank_of))
         self.todo = [list(reversed(actions)) for actions in work]
         self.running: dict[int, tuple[int, Action]] = {}
         """What each rank does, and when it ends."""
@@ -59,49 +55,57 @@ class _Walk:
         """Work of which each rank has the results."""
         self.wires: dict[tuple[int, int], Action] = {}
         """By sender and receiver: the work whose result is under way."""
+        self.follows = {kind: [other for other in row.follows if ACTIONS[other].works] for kind, row in ACTIONS.items()}
 
     def sources(self, action: Action) -> list[Action]:
-        """The work whose results an action reads."""
+        """The work whose results an action reads: of the neighbour's stage, and of its own."""
         stage, kind, m = action.stage, action.kind, action.microbatch
-        before = [Action(stage - _TO[kind], kind, m)] if stage - _TO[kind] in self.stages else []
-        return [*before, Action(stage, "F", m)] if kind == "B" else before
+        to = ACTIONS[kind].to
+        before = [Action(stage - to, kind, m)] if to and stage - to in self.stages else []
+        return [*before, *(Action(stage, other, m) for other in self.follows[kind])]
 
     def wire(self, action: Action) -> tuple[int, int]:
         """The ranks that the result of some work goes from and to."""
-        return action.stage % self.ranks, (action.stage + _TO[action.kind]) % self.ranks
+        return self.rank_of[action.stage], self.rank_of[action.stage + ACTIONS[action.kind].to]
+
+    def is_sent(self, action: Action) -> bool:
+        """Whether the result of some work goes to another rank."""
+        to = ACTIONS[action.kind].to
+        return to != 0 and action.stage + to in self.stages and len({*self.wire(action)}) > 1
 
     def lack(self, action: Action) -> Action | None:
         """The work that an action waits for."""
-        there = self.there[action.stage % self.ranks]
-        sources = [source for source in self.sources(action) if source not in there]
-        return next((source for source in sources if self.wires.get(self.wire(source)) != source), None)
+        there = self.there[self.rank_of[action.stage]]
+        sources = (source for source in self.sources(action) if source not in there)
+        return next((s for s in sources if not self.is_sent(s) or self.wires.get(self.wire(s)) != s), None)
 
     def waits(self) -> list[str]:
         """Why ranks that are not done cannot go on: one that is wrong by itself, or else who waits for whom."""
-        found = [(rank, todo[-1], self.lack(todo[-1])) for rank, todo in enumerate(self.todo) if todo]
-        own = [f"rank {rank} has `{action}` before `{action.stage}F{action.microbatch}`" for rank, action, _ in found
-               if action.kind == "B" and Action(action.stage, "F", action.microbatch) in self.todo[rank]]  # fmt: skip
-        return own or [f"rank {rank} waits with `{action}` for `{lack}` of rank {lack.stage % self.ranks}"
-                       for rank, action, lack in found if lack is not None]  # fmt: skip
+        stuck = [(rank, todo[-1], self.lack(todo[-1])) for rank, todo in enumerate(self.todo) if todo]
+        own = [f"rank {rank} has `{action}` before `{source}`" for rank, action, _ in stuck
+               for source in self.sources(action) if source in self.todo[rank]]  # fmt: skip
+        return own or [f"rank {rank} waits with `{action}` for `{lack}` of rank {self.rank_of[lack.stage]}"
+                       for rank, action, lack in stuck if lack is not None]  # fmt: skip
 
     def begin(self, action: Action) -> None:
-        rank = action.stage % self.ranks
+        rank = self.rank_of[action.stage]
         for source in self.sources(action):
             if source not in self.there[rank]:
                 self.receive(self.wire(source))
         self.made[rank].append(action)
 
     def finish(self, action: Action) -> None:
-        rank = action.stage % self.ranks
+        rank = self.rank_of[action.stage]
         self.there[rank].add(action)
-        if action.stage + _TO[action.kind] in self.stages:
+        if self.is_sent(action):
             self.receive(self.wire(action))
             self.wires[self.wire(action)] = action
-            self.made[rank].append(Action(action.stage, _SEND[action.kind], action.microbatch))
+            self.made[rank].append(Action(action.stage, send_kind(action.kind), action.microbatch))
 
     def receive(self, wire: tuple[int, int]) -> None:
         """Take what is under way, if there is anything."""
         came = self.wires.pop(wire, None)
         if came is not None:
+            to = came.stage + ACTIONS[came.kind].to
             self.there[wire[1]].add(came)
-            self.made[wire[1]].append(Action(came.stage + _TO[came.kind], _RECV[came.kind], came.microbatch))
+            self.made[wire[1]].append(Action(to, receive_kind(came.kind), came.microbatch))

@@ -4,6 +4,8 @@
 that a table is of all sizes, a number may be a range in parentheses, made of whole numbers and p ranks, v chunks,
 n = p v stages, m microbatches and r, the rank: ``(0..m-1)``, or ``(m-1,m-2..0)`` with the first, the second and the
 last. ``(0..1)F(0..2)`` is ``0F0 0F1 0F2 1F0 1F1 1F2``. ``#`` starts a comment.
+
+Stage k lies on rank k mod p, unless lines such as ``stages of rank r: (r) (n-1-r)`` say which stages a rank has.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
-from ..program.actions import WORK, Action
+from ..program.actions import Action, StageRanks, stages_in_turn, step_kinds, work_kinds
 
 TableRow = tuple[int, str]
 """The number of its line, and its words."""
@@ -43,63 +45,103 @@ def table_schedule(text: str) -> Callable[[int, int, int], tuple[tuple[Action, .
         ValueError: by the schedule, for sizes whose work the table does not list.
     """
     rows: dict[str, TableRow] = {}
+    lies: dict[str, TableRow] = {}
     for number, line in enumerate(text.split("\n"), 1):
         line = line.partition("#")[0].strip()
-        match = re.fullmatch(r"rank +(r|[0-9]{1,6}) *:(.*)", line)
+        match = re.fullmatch(r"(stages +of +)?rank +(r|[0-9]{1,6}) *:(.*)", line)
         if line and match is None:
-            shown = bool(rows) or line.startswith("rank")
+            shown = bool(rows or lies) or line.startswith(("rank", "stages"))
             raise RowError(number, f" is not `rank 0: 0F0 0B0`{f': `{line[:80]}`' if shown else ''}", shown)
         if match is not None:
-            rank = match[1] if match[1] == "r" else str(int(match[1]))
-            if rank in rows:
-                raise RowError(number, f" is a second row of rank {rank}")
-            rows[rank] = number, match[2]
-    return lambda stages, microbatches, chunks: _timelines(rows, stages, microbatches, chunks)
+            kind, rank = (lies if match[1] else rows), match[2] if match[2] == "r" else str(int(match[2]))
+            if rank in kind:
+                raise RowError(number, f" is a second row of {'the stages of ' if match[1] else ''}rank {rank}")
+            kind[rank] = number, match[3]
+    return lambda stages, microbatches, chunks: _timelines(rows, lies, stages, microbatches, chunks)
 
 
 def _timelines(
-    rows: Mapping[str, TableRow], stages: int, microbatches: int, chunks: int
+    rows: Mapping[str, TableRow], lies: Mapping[str, TableRow], stages: int, microbatches: int, chunks: int
 ) -> tuple[tuple[Action, ...], ...]:
-    ranks = stages // chunks
+    sizes = {"p": stages // chunks, "v": chunks, "n": stages, "m": microbatches}
     timelines: list[dict[Action, None]] = []
-    for row, (number, _) in rows.items():
-        if row != "r" and int(row) >= ranks:
-            raise RowError(number, f" is of rank {row}, and there are {ranks} ranks")
-    for rank in range(ranks):
-        number, words = rows.get(str(rank), rows.get("r", (0, "")))
-        if not number:
-            raise ValueError(
-                f"the table has no row of rank {rank}: {stages} stages in {chunks} chunks are on {ranks} ranks"
-            )
+    for table in (lies, rows):
+        for row, (number, _) in table.items():
+            if row != "r" and int(row) >= sizes["p"]:
+                raise RowError(number, f" is of rank {row}, and there are {sizes['p']} ranks")
+    ranks = _stage_ranks(lies, sizes) if lies else stages_in_turn(stages, sizes["p"])
+    for rank in range(sizes["p"]):
+        number, words = _row_of(rows, rank, sizes, "row")
         timelines.append({})
-        for action in _work(words, number, {"p": ranks, "v": chunks, "n": stages, "m": microbatches, "r": rank}):
+        for action in _work(words, number, {**sizes, "r": rank}):
             if action.stage not in range(stages) or action.microbatch not in range(microbatches):
                 raise RowError(number, f": `{action}` is not of {stages} stages and {microbatches} microbatches")
-            if action.stage % ranks != rank:
-                raise RowError(number, f": `{action}` is of rank {action.stage % ranks}, not of rank {rank}")
+            if ranks[action.stage] != rank:
+                raise RowError(number, f": `{action}` is of rank {ranks[action.stage]}, not of rank {rank}")
             if action in timelines[-1]:
                 raise RowError(number, f": `{action}` is there twice")
             timelines[-1][action] = None
-    every = (Action(stage, kind, m) for stage in range(stages) for kind in WORK for m in range(microbatches))
-    missing = [action for action in every if action not in timelines[action.stage % ranks]]
+    listed = {action.kind for actions in timelines for action in actions}
+    kinds = [row.kind for row in step_kinds("work") if not row.optional or row.kind in listed]
+    every = (Action(stage, kind, m) for stage in range(stages) for kind in kinds for m in range(microbatches))
+    missing = [action for action in every if action not in timelines[ranks[action.stage]]]
     if missing:
         what = f"`{missing[0]}` and {len(missing) - 1} more are" if len(missing) > 1 else f"`{missing[0]}` is"
-        sizes = f"{stages} stages and {microbatches} microbatches"
-        raise ValueError(f"{what} not in the table: it needs `F` and `B` of {sizes}, each once")
+        needed = " and ".join(f"`{kind}`" for kind in kinds)
+        raise ValueError(f"{what} not in the table: it needs {needed} of {stages} stages and {microbatches}"
+                         " microbatches, each once")  # fmt: skip
     return tuple(map(tuple, timelines))
 
 
+def _row_of(table: Mapping[str, TableRow], rank: int, sizes: Mapping[str, int], what: str) -> TableRow:
+    """The line of a rank, its own or that of all ranks.
+
+    Raises:
+        ValueError: there is none.
+    """
+    row = table.get(str(rank), table.get("r"))
+    if row is None:
+        lie = f"{sizes['n']} stages in {sizes['v']} chunks are on {sizes['p']} ranks"
+        raise ValueError(f"the table has no {what} of rank {rank}: {lie}")
+    return row
+
+
+def _stage_ranks(lies: Mapping[str, TableRow], sizes: Mapping[str, int]) -> StageRanks:
+    """Where stages lie, by the lines that say so.
+
+    Raises:
+        ValueError: a stage lies on no rank, or on two, or there is no such stage.
+    """
+    found: dict[int, int] = {}
+    for rank in range(sizes["p"]):
+        number, words = _row_of(lies, rank, sizes, "line of the stages")
+        for word in words.split():
+            try:
+                own = _numbers(word, {**sizes, "r": rank})
+            except ValueError:
+                raise RowError(number, f": `{word}` is not stages such as `2` or `(n-1-r)`") from None
+            for stage in own:
+                if stage not in range(sizes["n"]):
+                    raise RowError(number, f": there is no stage {stage}, but {sizes['n']} stages")
+                if stage in found:
+                    raise RowError(number, f": stage {stage} is of rank {found[stage]} and of rank {rank}")
+                found[stage] = rank
+        if (own_stages := list(found.values()).count(rank)) != sizes["v"]:
+            raise RowError(number, f": rank {rank} has {own_stages} stages, not {sizes['v']} as every rank")
+    return tuple(found[stage] for stage in range(sizes["n"]))
+
+
 def _work(words: str, line: int, sizes: Mapping[str, int]) -> Iterator[Action]:
+    kinds = work_kinds()
     for word in words.split():
-        match = re.fullmatch(r"([0-9]+|\([^FB]+\))([FB])([0-9]+|\([^FB]+\))", word)
+        match = re.fullmatch(r"([0-9]+|\([^A-Z]+\))([A-Z]+)([0-9]+|\([^A-Z]+\))", word)
         try:
-            if match is None:
+            if match is None or match[2] not in kinds:
                 raise ValueError(word)
             stages, microbatches = _numbers(match[1], sizes), _numbers(match[3], sizes)
         except ValueError:
             raise RowError(line, f": `{word}` is not work such as `0F2` or `(0..1)F(0..m-1)`") from None
-        kind = next(kind for kind in WORK if kind == match[2])
-        yield from (Action(stage, kind, m) for stage in stages for m in microbatches)
+        yield from (Action(stage, match[2], m) for stage in stages for m in microbatches)
 
 
 def _numbers(text: str, sizes: Mapping[str, int]) -> range:

@@ -6,10 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..program.actions import WORK, Action, ActionKind
-
-_FROM: Mapping[ActionKind, tuple[ActionKind, int]] = {"RECV_F": ("SEND_F", -1), "RECV_B": ("SEND_B", 1)}
-"""Of what receives a message: what sends it, and how far from there its stage is."""
+from ..program.actions import ACTIONS, BACKWARD, FORWARD, Action, send_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,8 @@ class Timeline:
         return max((span.end for spans in self.spans.values() for span in spans), default=0)
 
     def busy(self, role: str) -> float:
-        """How long a role runs ``F`` and ``B``."""
-        return sum(span.end - span.start for span in self.spans[role] if span.action.kind in WORK)
+        """How long a role does work."""
+        return sum(span.end - span.start for span in self.spans[role] if span.action.works)
 
     @property
     def bubble(self) -> float:
@@ -56,7 +53,7 @@ def peak_live(actions: Sequence[Action]) -> int:
     >>> peak_live([Action.parse(word) for word in "0F0 0F1 0B0 0F2 0B1 0B2".split()])
     2
     """
-    return max(accumulate(((action.kind == "F") - (action.kind == "B") for action in actions), initial=0))
+    return max(accumulate(((action.kind == FORWARD) - (action.kind == BACKWARD) for action in actions), initial=0))
 
 
 Times = float | Sequence[float] | Callable[[Action], float]
@@ -72,14 +69,16 @@ def simulate(
     latency: float = 0,
 ) -> Timeline:
     """Play timelines whose ``F`` and ``B`` take these times, and what comes ``after`` each ``SEND_B``, when the message
-    is under way; all else takes none.
+    is under way; other work takes its slots, all else no time.
 
     A message is there ``latency`` after it was sent. Senders do not wait, as in a run, which posts receives early.
 
     Raises:
         ValueError: an order that never ends, or a message that is never sent.
     """
-    times: Mapping[ActionKind, Times] = {"F": forward, "B": backward, "SEND_B": after}
+    late = send_kind(BACKWARD)
+    works: Mapping[str, Times] = {row.kind: row.slots for row in ACTIONS.values() if row.works}
+    times = {**works, FORWARD: forward, BACKWARD: backward, late: after}
     spans: dict[str, list[TimeSpan]] = {role: [] for role in timelines}
     sent: dict[Action, float] = {}
     moved = True
@@ -89,14 +88,14 @@ def simulate(
             made = spans[role]
             for action in actions[len(made) :]:
                 start = made[-1].end if made else 0
-                kind, far = _FROM.get(action.kind, (action.kind, 0))
-                if far:
-                    message = Action(action.stage + far, kind, action.microbatch)
+                row = action.message
+                if row is not None and not row.sends:
+                    message = Action(action.stage + row.to, send_kind(row.work), action.microbatch)
                     if message not in sent:
                         break
                     start = max(start, sent[message] + latency)
                 end = start + _taken(times.get(action.kind, 0), action)
-                sent[action] = start if action.kind == "SEND_B" else end
+                sent[action] = start if action.kind == late else end
                 made.append(TimeSpan(action, start, end))
                 moved = True
     stuck = [

@@ -110,7 +110,8 @@ class Backward:
 
 
 def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
-    """What REDUCE makes of each parameter's gradient, and what its norm and its loss are made of.
+    """What REDUCE makes of each parameter's gradient, and what its norm and its loss are made of; what the results of
+    any other program are made of that a step runs after its work.
 
     Raises:
         WiringFault: a gradient is made of another parameter's, or the norm is not of all gradients, each once.
@@ -127,7 +128,9 @@ def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
         if key == GRAD_NORM and made != gradients:
             raise WiringFault("the norm in REDUCE is not of every gradient once")
         for term, way in sums[name]:
-            yield PieceFact(("reduced", star(str(key)), star(str(term))), way, NONE, f"REDUCE {key}")
+            times = (f"{made.count(str(term))} times",) if key.kind == "metric" else ()
+            place = "reduced", star(str(key)), star(str(term))
+            yield PieceFact(place, (*way, *times), NONE, f"{reduce.action} {key}")
 
 
 def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:

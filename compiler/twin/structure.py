@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property, reduce
 from operator import or_
 
+from ..program.actions import BACKWARD, COUNTING, FORWARD, SCALING, step_kinds
 from ..program.faults import Fault
 from ..program.program import Program
 from ..program.roles import Programs
@@ -32,7 +33,7 @@ def compare_structure(full: Programs, captured: Program, twin: Programs, twin_ca
         fault = _fact_fault(list(large.facts()), seen)
     except WiringFault as problem:
         return [Fault("numbers", whose, str(problem))]
-    fault = fault or _number_fault(large, small) or _scale_fault(full["SCALE"], twin["SCALE"])
+    fault = fault or _number_fault(large, small) or _scale_fault(full[SCALING], twin[SCALING])
     return [] if fault is None else [fault]
 
 
@@ -41,16 +42,18 @@ class _Step:
 
     def __init__(self, programs: Programs, captured: Program, kinds: Kinds) -> None:
         self.programs = programs
-        self.forwards = {"F": Forward(programs["F"], programs["B"], Graph(captured.main, kinds), kinds)}
-        if "COUNT" in programs and len(captured.functions) > 1:
-            self.forwards["COUNT"] = Forward(programs["COUNT"], None, Graph(captured.functions[0], kinds), kinds)
+        self.forwards = {FORWARD: Forward(programs[FORWARD], programs[BACKWARD], Graph(captured.main, kinds), kinds)}
+        if COUNTING in programs and len(captured.functions) > 1:
+            self.forwards[COUNTING] = Forward(programs[COUNTING], None, Graph(captured.functions[0], kinds), kinds)
 
     def facts(self) -> Iterator[PieceFact]:
         """All that is so at the places of the step."""
         for forward in self.forwards.values():
             yield from forward.facts()
-        yield from Backward(self.programs["B"], self.forwards["F"]).facts()
-        yield from reduce_facts(self.programs["REDUCE"])
+        yield from Backward(self.programs[BACKWARD], self.forwards[FORWARD]).facts()
+        for row in step_kinds("after"):
+            if row.kind in self.programs:
+                yield from reduce_facts(self.programs[row.kind])
 
 
 def _fact_fault(facts: Sequence[PieceFact], of_twin: Sequence[PieceFact]) -> Fault | None:
@@ -136,4 +139,4 @@ def _scale_fault(full: Program, twin: Program) -> Fault | None:
         body = function_body(program.main, program.mesh)
         given = [numbers.given for numbers in body.numbers]
         bodies.append((program.main.bindings, body.rows, given))
-    return None if bodies[0] == bodies[1] else Fault("numbers", "SCALE", "is not as in the twin")
+    return None if bodies[0] == bodies[1] else Fault("numbers", SCALING, "is not as in the twin")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import inf, isnan
 
 from ..ops.rules import facts
+from ..program.actions import work_kinds
 from ..program.faults import Fault
 from ..program.program import Line, Program, default_numbers, numbers_in
 
@@ -24,7 +25,7 @@ def check_bounds(programs: Mapping[str, Program], reference: Program) -> Iterato
     lines = [line for function in reference.functions for line in function.lines]
     known = _PLAIN.union(*map(_numbers, lines), *(default_numbers(line.op).values() for line in lines))
     known = known.union(*(facts(line.op).limits for line in lines))
-    for program in (programs[action] for action in ("F", "B") if action in programs):
+    for program in (programs[action] for action in work_kinds() if action in programs):
         for function in program.functions:
             values = function.values()
             for line in function.lines:

@@ -22,6 +22,7 @@ from ..layout.collectives import COLLECTIVES
 from ..ops.factors import fill_operands
 from ..ops.precision import base_name
 from ..ops.rules import facts
+from ..program.actions import BACKWARD, step_kinds
 from ..program.binding import BUFFERS
 from ..program.faults import Fault
 from ..program.program import Program, Value, operator
@@ -164,7 +165,7 @@ def check_integers(programs: Mapping[str, Program], reference: Program) -> Itera
     for function in reference.functions:
         follow(reference, function, [express.source(value, {}) for value in function.parameters], noted)
     saved: dict[str, int] = {}
-    for program in [programs[action] for action in ("COUNT", "F", "B") if action in programs]:
+    for program in [programs[row.kind] for row in step_kinds() if row.each and row.kind in programs]:
         made, faults = _held(program, express, known, saved)
         ends = zip(program.main.returns, made, strict=True)
         saved.update((key.name, expression) for (key, _), expression in ends if key.kind == "saved")
@@ -179,7 +180,7 @@ def _held(
 
     def held(function: str, question: Question, given: tuple[int, ...]) -> list[int]:
         found, parts, tables = express.answer(question, given)
-        if not known.issuperset(parts if program.action == "B" else [*parts, *tables]):  # B differentiates tables
+        if not known.issuperset(parts if program.action == BACKWARD else [*parts, *tables]):  # B differentiates tables
             where = f"{program.action} {function}: {', '.join(value.name for value in question.line.made)}"
             what = "whole numbers" if parts else "tables"
             faults[where] = Fault("types", where, f"{question.line.op} makes other {what} than the model")

@@ -14,6 +14,7 @@ from ..layout.placement import TensorType
 from ..ops.neutral import is_neutral
 from ..padding.flow import Extra, Extras, PaddingFault, follow_padding
 from ..padding.pads import Pad, Pads
+from ..program.actions import step_kinds
 from ..program.binding import PARAMETERS, Binding
 from ..program.faults import Fault
 from ..program.program import Program
@@ -28,8 +29,8 @@ def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[s
         return []
     faults = list(_stored_faults(pads, stored))
     known: dict[Binding | None, Extras] = {}
-    for action in ("F", "B", "REDUCE") if not faults else ():
-        program = programs[action]
+    rows = (row for row in step_kinds("work", "after") if row.kind in programs)
+    for action, program in ((row.kind, programs[row.kind]) for row in (rows if not faults else ())):
         given = [_given(value.binding, pads, known) for value in program.main.parameters]
         try:
             made = follow(program, program.main, given, _made)

@@ -19,6 +19,7 @@ from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Shape
 from ..ops.precision import Rounding, base_name, is_narrow, is_sensitive, may_narrow
 from ..ops.rules import facts
+from ..program.actions import BACKWARD, FORWARD, work_kinds
 from ..program.binding import BUFFERS, LOSS, Binding
 from ..program.faults import Fault
 from ..program.program import Function, Line, Program, Value
@@ -29,13 +30,13 @@ def check_precision(programs: Mapping[str, Program], reference: Program, roundin
     """What the captured graph and a plan's lines say of the types of a step's programs."""
     own = _Own(reference)
     faults = [*_outside_faults(programs, reference, rounding)]
-    widened = _widened(programs["F"])
+    widened = _widened(programs[FORWARD])
     for action, program in programs.items():
         for function in program.functions:
             for line, fault in _line_faults(function, action, rounding, own, widened):
                 names = ", ".join(value.name for value in line.made)
                 faults.append(Fault("types", f"{action} {function.name}: {names}", fault))
-    return [*faults, *_loss_faults(programs["F"], own), *_table_faults(programs, own)]
+    return [*faults, *_loss_faults(programs[FORWARD], own), *_table_faults(programs, own)]
 
 
 class _Own:
@@ -84,8 +85,8 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, roundin
             kept = rounding.lines and dtype == torch.float32  # what is narrow in the model itself may be kept whole
             if dtype != known.get(key, dtype) and not (kept and is_narrow(known[key])):
                 yield Fault("types", f"{action} {key}", f"is {_text(dtype)}, but {_text(known[key])} in the model")
-    values = programs["B"].main.values()
-    for name, made_as in programs["B"].main.returned("gradient").items():
+    values = programs[BACKWARD].main.values()
+    for name, made_as in programs[BACKWARD].main.returned("gradient").items():
         dtype = values[made_as].type.dtype
         if is_narrow(dtype) and dtype not in (known.get(Binding("parameter", name)), rounding.sums):
             yield Fault("types", f"B {name}", f"is added up over microbatches in {_text(dtype)}")
@@ -115,18 +116,18 @@ def _line_faults(
         if line.calls_function or not rounded or rounded[0].type.dtype in own.types:
             continue
         dtype, module = rounded[0].type.dtype, line.origin.module
-        if is_sensitive(line.op, backward=action == "B") and base_name(line.op) not in own.ops:
+        if is_sensitive(line.op, backward=action == BACKWARD) and base_name(line.op) not in own.ops:
             yield line, f"{line.op} is sensitive to rounding, but takes or gives {_text(dtype)}"
         elif narrow and len(rounded) == len(narrow):  # it is here that the value becomes narrow
             shape = narrow[0].type.shape
             if facts(line.op).makes_zeros(line.args):
                 continue
-            if action == "B" and narrow[0].name in returned and dtype == rounding.sums:
+            if action == BACKWARD and narrow[0].name in returned and dtype == rounding.sums:
                 continue
             allowed = may_narrow(rounding.lines, module) or own.mixes(module)
-            if action == "B":  # the gradient of what was made wide there
+            if action == BACKWARD:  # the gradient of what was made wide there
                 allowed = (module, shape) in widened
-            if action not in ("F", "B") or not shape or not allowed:
+            if action not in work_kinds() or not shape or not allowed:
                 yield line, f"rounds to {_text(dtype)}, which no line of the plan asks for"
 
 
@@ -160,7 +161,7 @@ class _Table(Enum):
 def _table_faults(programs: Mapping[str, Program], own: _Own) -> Iterator[Fault]:
     """Tables, angles and masks are rounded by nothing but the line that meets narrow activations."""
     saved: dict[str, _Table] = {}
-    for program in (programs["F"], programs["B"]):
+    for program in (programs[FORWARD], programs[BACKWARD]):
         main = program.main
         given = [saved.get(value.name, _Table.OTHER) if value.kind == "saved" else _source(value)
                  for value in main.parameters]  # fmt: skip

@@ -13,6 +13,7 @@ from ..layout.collectives import COLLECTIVES
 from ..ops.factors import OpCall
 from ..ops.infer import rule_or_opaque
 from ..ops.rules import facts
+from ..program.actions import ACTIONS, SCALING
 from ..program.binding import Kind
 from ..program.faults import Fault
 from ..program.program import Program, Ref
@@ -30,9 +31,10 @@ _MIXED = float("nan")
 
 def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
     """The scale is one over the count, and the loss and each gradient have it once."""
-    scale = programs["SCALE"]
-    found = [fault for action in ("B", "REDUCE") for fault in scaled_once(programs[action], action)]
-    return [*scaled_once(scale, "SCALE"), *found] if scale.main.parameters else found
+    scale = programs[SCALING]
+    scaled = [action for action in programs if "gradient" in ACTIONS[action].returns]
+    found = [fault for action in scaled for fault in scaled_once(programs[action], action)]
+    return [*scaled_once(scale, SCALING), *found] if scale.main.parameters else found
 
 
 def scaled_once(program: Program, where: str) -> list[Fault]:

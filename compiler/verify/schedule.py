@@ -1,94 +1,106 @@
 """The checker of a step's timelines: complete, each action where it belongs and after what it needs, no deadlock.
 
-It shares no code with the schedules. Of n stages on p roles, stage k is on role k % p. From one role to another
-messages are received in the order in which they are sent, and a sender waits while ``CAPACITY`` of them are under way.
+It shares no code with the schedules. What kinds of actions there are, and what each reads and returns, it takes from
+their table; where stages lie, from whoever has their programs. From one role to another messages are received in the
+order in which they are sent, and a sender waits while ``CAPACITY`` of them are under way.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 
-from ..program.actions import Action, ActionKind
+from ..program.actions import ACTIONS, Action, ActionRow, StageRanks, receive_kind, send_kind
 from ..program.faults import Fault
 
 CAPACITY = 1
-_MEETS: Mapping[ActionKind, tuple[ActionKind, int]] = {
-    "SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1),
-}  # fmt: skip
-"""The other side of a message, and how far its stage is."""
+_LATE = ("after", "end")
+"""Places of a step that come when all before them is done."""
 
 
 def check_timelines(
-    timelines: Mapping[str, Sequence[Action]], stages: int, microbatches: int, *, counts: bool
+    timelines: Mapping[str, Sequence[Action]], ranks: StageRanks, microbatches: int, *, also: Collection[str] = ()
 ) -> list[Fault]:
-    """Faults of the timelines of a step's roles, which are given in the order of their coordinates.
+    """Faults of the timelines of a step's roles, which are given in the order of their coordinates; stage k lies on
+    ``ranks[k]``.
 
-    ``counts``: whether the loss is over a count of targets, so that every role has ``COUNT`` of every microbatch.
+    ``also``: the optional kinds that the step has, as ``COUNT`` where the loss is over a count of targets.
     """
     roles = len(timelines)
-    if not roles or stages % roles or (stages > 1 and roles == 1):
-        return [_fault("schedule", f"{stages} stages are not on {roles} roles, the same number on each")]
+    own = [tuple(stage for stage, rank in enumerate(ranks) if rank == role) for role in range(roles)]
+    even = roles and all(len(stages) * roles == len(ranks) > 0 for stages in own)
+    if not even or (len(ranks) > 1 and roles == 1):
+        return [_fault("schedule", f"{len(ranks)} stages are not on {roles} roles, the same number on each")]
+    rows = [row for row in ACTIONS.values() if not row.optional or row.kind in also]
     faults = []
-    for rank, (role, actions) in enumerate(timelines.items()):
-        own = _own_actions(rank, roles, stages, microbatches, counts)
+    for (role, actions), stages in zip(timelines.items(), own, strict=True):
+        expected = dict.fromkeys(_own_actions(stages, rows, len(ranks), microbatches))
         found = Counter(actions)
-        faults += [_fault(role, f"`{a}` is there {found[a]} times, not once") for a in own if found[a] != 1]
-        faults += [_fault(role, f"`{a}` is not one of its actions in this step") for a in found if a not in own]
+        faults += [_fault(role, f"`{a}` is there {found[a]} times, not once") for a in expected if found[a] != 1]
+        faults += [_fault(role, f"`{a}` is not one of its actions in this step") for a in found if a not in expected]
     if faults:
         return faults
     for role, actions in timelines.items():
+        needs = _Needs(rows, actions, len(ranks))
         position = {action: index for index, action in enumerate(actions)}
         for action in actions:
-            late = (need for need in _needs(action, actions, stages) if position[need] > position[action])
+            late = (need for need in needs.of(action) if position.get(need, -1) > position[action])
             faults += [_fault(role, f"`{action}` comes before `{need}`") for need in islice(late, 1)]
-    return faults or _deadlock(timelines)
+    return faults or _deadlock(timelines, ranks)
 
 
 def _fault(where: str, message: str) -> Fault:
     return Fault("communication", where, message)
 
 
-def _own_actions(rank: int, roles: int, stages: int, microbatches: int, counts: bool) -> dict[Action, None]:
-    """What a role does in a step, each once."""
-    made = [Action(rank, "SCALE"), Action(rank, "REDUCE"), Action(rank, "STEP")]
-    for m in range(microbatches):
-        if counts:
-            made.append(Action(rank, "COUNT", m))
-        for stage in range(rank, stages, roles):
-            made += [Action(stage, "F", m), Action(stage, "B", m)]
-            if stage > 0:
-                made += [Action(stage, "RECV_F", m), Action(stage, "SEND_B", m)]
-            if stage < stages - 1:
-                made += [Action(stage, "SEND_F", m), Action(stage, "RECV_B", m)]
-    return dict.fromkeys(made)
+def _own_actions(stages: Sequence[int], rows: Sequence[ActionRow], count: int, microbatches: int) -> Iterator[Action]:
+    """What a role does in a step, each once; results stay where the next stage is the role's own."""
+    for row in rows:
+        for m in range(microbatches if row.each else 1):
+            for stage in stages if row.works else stages[:1]:
+                yield Action(stage, row.kind, m)
+                for kind, other in ((send_kind(row.kind), stage + row.to), (receive_kind(row.kind), stage - row.to)):
+                    if row.to and 0 <= other < count and other not in stages:
+                        yield Action(stage, kind, m)
 
 
-def _needs(action: Action, actions: Sequence[Action], stages: int) -> Iterator[Action]:
-    """What a role has to do before one of its actions."""
-    stage, m = action.stage, action.microbatch
-    match action.kind:
-        case "SCALE":
-            yield from (other for other in actions if other.kind == "COUNT")
-        case "F" if stage > 0:
-            yield Action(stage, "RECV_F", m)
-        case "B":
-            yield Action(stage, "F", m)
-            yield next(other for other in actions if other.kind == "SCALE")
-            if stage < stages - 1:
-                yield Action(stage, "RECV_B", m)
-        case "SEND_F":
-            yield Action(stage, "F", m)
-        case "SEND_B":
-            yield Action(stage, "B", m)
-        case "REDUCE":
-            yield from (other for other in actions if other.kind not in ("REDUCE", "STEP"))
-        case "STEP":
-            yield from (other for other in actions if other.kind != "STEP")
+class _Needs:
+    """What has to be done before an action on its own role, by what kinds read and return."""
+
+    def __init__(self, rows: Sequence[ActionRow], actions: Sequence[Action], stages: int) -> None:
+        self.rows, self.stages = {row.kind: row for row in rows}, stages
+        self.done: dict[str, list[Action]] = defaultdict(list)
+        """A role's actions by kind."""
+        for action in actions:
+            self.done[action.kind].append(action)
+        self.late = [row.kind for place in _LATE for row in rows if row.place == place]
+        self.sources = {
+            row.kind: sorted((other for other in rows if other is not row and {*row.reads} & {*other.returns}),
+                             key=lambda other: not other.works)
+            for row in rows
+        }  # fmt: skip
+
+    def of(self, action: Action) -> Iterator[Action]:
+        """All that is needed; results of the role's own stages too, where no message brings them."""
+        stage, m, message = action.stage, action.microbatch, action.message
+        if message is not None:
+            if message.sends:
+                yield Action(stage, message.work, m)
+            return
+        row = self.rows[action.kind]
+        if row.kind in self.late:
+            then = self.late[self.late.index(row.kind) :]
+            yield from (other for kind, found in self.done.items() if kind not in then for other in found)
+            return
+        for source in self.sources[row.kind]:
+            yield from [Action(stage, source.kind, m)] if row.works and source.works else self.done[source.kind]
+        if row.works and row.to and 0 <= stage - row.to < self.stages:
+            yield Action(stage, receive_kind(row.kind), m)
+            yield Action(stage - row.to, row.kind, m)
 
 
-def _deadlock(timelines: Mapping[str, Sequence[Action]]) -> list[Fault]:
+def _deadlock(timelines: Mapping[str, Sequence[Action]], ranks: StageRanks) -> list[Fault]:
     """All roles run together until each is done or waits for another."""
     names = list(timelines)
     todo = {role: deque(actions) for role, actions in timelines.items()}
@@ -97,11 +109,12 @@ def _deadlock(timelines: Mapping[str, Sequence[Action]]) -> list[Fault]:
     def wait(role: str) -> str:
         """Do the next action of a role, or say what it waits for."""
         action = todo[role][0]
-        if action.kind in _MEETS:
-            kind, far = _MEETS[action.kind]
-            other = Action(action.stage + far, kind, action.microbatch)
-            peer = names[other.stage % len(names)]
-            if kind in ("RECV_F", "RECV_B"):
+        message = action.message
+        if message is not None:
+            kind = receive_kind(message.work) if message.sends else send_kind(message.work)
+            other = Action(action.stage + message.to, kind, action.microbatch)
+            peer = names[ranks[other.stage]]
+            if message.sends:
                 wire = wires[role, peer]
                 if len(wire) == CAPACITY:
                     return f"until {peer} receives `{wire[0]}`"

@@ -11,74 +11,86 @@ from collections.abc import Collection, Iterator, Mapping
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
+from ..program.actions import ACTIONS, BACKWARD, FORWARD, REDUCE, step_kinds
 from ..program.binding import GRAD_NORM, LOSS, Binding
 from ..program.faults import Fault
 from ..program.program import Program, Value
-from ..program.roles import JoinFault, Programs, neighbours, work_programs
+from ..program.roles import JoinFault, Programs, StageWork, neighbours, ranks_of, stage_key, work_programs
 from .scaling import scaled_once
 
 AMONG = "parc.all_reduce_among"
 
 
 def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[Fault]:
-    """Stages lie on the roles in turn; what one sends the next receives, of the same type and in the same order; what
-    B reads of F is saved in its own stage; every role reduces the gradients of its stages, those of several roles over
-    exactly these, and the loss and the norm over all, in which each parameter counts once."""
+    """A stage's work lies on one role, and each role has as many stages; what one sends the next receives, of the same
+    type and in the same order; what B reads of F is saved in its own stage; every role reduces the gradients of its
+    stages, those of several roles over exactly these, and the loss and the norm over all, in which each parameter
+    counts once."""
     try:
-        work = work_programs(roles)
+        work, places = work_programs(roles), Counter(ranks_of(roles))
     except JoinFault as fault:
         return [Fault("types", "step", str(fault))]
     faults = [*_place_faults(roles, mesh, axis)]
+    if len({places[rank] for rank in range(len(roles))}) > 1:
+        faults.append(Fault("types", "step", f"{len(work)} stages do not lie on the roles, the same number on each"))
     for sender, receiver in neighbours(roles):
         faults += _message_faults(sender, receiver)
-    last = len(work) - 1
-    ends = ((work[0][0], "received"), (work[last][0], "sent"), (work[last][1], "received"), (work[0][1], "sent"))
-    for program, kind in ends:
+    ends = [(program, side) for stage, programs in work.items() for kind, program in programs.items()
+            for side, to in (("sent", ACTIONS[kind].to), ("received", -ACTIONS[kind].to))
+            if not to or stage + to not in work]  # fmt: skip
+    for program, side in ends:
         keys = [*program.main.bindings, *(key for key, _ in program.main.returns)]
         faults += [Fault("types", f"{program.role}.{program.action} {key}", "goes beyond the ends of the pipeline")
-                   for key in keys if key.kind == kind]  # fmt: skip
-    for forward, backward in work.values():
+                   for key in keys if key.kind == side]  # fmt: skip
+    for programs in work.values():
+        forward, backward = programs[FORWARD], programs[BACKWARD]
         for name in sorted(forward.main.returned("saved").keys() ^ backward.main.bound("saved").keys()):
             where = f"{forward.role} {Binding('saved', name)}"
             faults.append(Fault("types", where, "is saved or read in this stage, not both"))
-        faults += scaled_once(backward, f"{backward.role}.B")
+        for program in (program for kind, program in programs.items() if "gradient" in ACTIONS[kind].returns):
+            faults += scaled_once(program, f"{program.role}.{program.action}")
     faults += _buffer_faults(work)
     faults += _meeting_faults(roles, axis)
     return faults or [*_reduce_faults(roles, mesh, axis)]
 
 
-def _buffer_faults(work: Mapping[int, tuple[Program, Program]]) -> Iterator[Fault]:
+def _buffer_faults(work: Mapping[int, StageWork]) -> Iterator[Fault]:
     """A buffer that one stage updates is as it was on the others."""
-    for stage, (forward, _) in work.items():
-        updated = {key for key, _ in forward.main.returns if key.kind == "buffer"}
-        for other in (program for at, pair in work.items() if at != stage for program in pair):
+    for stage, programs in work.items():
+        updated = {key for key, _ in programs[FORWARD].main.returns if key.kind == "buffer"}
+        for other in (program for at, own in work.items() if at != stage for program in own.values()):
             for key in sorted(updated.intersection(other.main.bindings)):
                 yield Fault("types", f"{other.role}.{other.action} {key}", f"is updated in stage {stage}")
 
 
 def _meeting_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]:
-    """Nothing but REDUCE's sums is between roles, which do not run their other programs at the same time."""
+    """Nothing but sums of what roles do alike after the work is between them, which do not run their other programs at
+    the same time."""
     for programs in roles.values():
         for key, program in programs.items():
             for function in program.functions:
                 for line in function.lines:
                     row = COLLECTIVES.get(line.op)
                     axes = program.mesh.joined(row.axes(line.args[1:])) if row is not None else ()
-                    if (axis in axes or line.op == AMONG) and (line.op, key, list(axes)) != (AMONG, "REDUCE", [axis]):
+                    may = line.op == AMONG and list(axes) == [axis] and key in _together(programs)
+                    if (axis in axes or line.op == AMONG) and not may:
                         yield Fault("communication", f"{program.role}.{key}", f"has `{line.op}` over `{axis}`")
+
+
+def _together(programs: Programs) -> list[str]:
+    """The programs that all roles run after their work, in one order."""
+    return [row.kind for row in step_kinds("after") if row.program == "role" and row.kind in programs]
 
 
 def _place_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iterator[Fault]:
     ranks = mesh.size(axis)
     if list(roles) != [f"{axis}{rank}" for rank in range(ranks)]:
         yield Fault("types", "step", f"its roles are {', '.join(roles)}, not those of the {ranks} ranks of `{axis}`")
-    for rank, (name, programs) in enumerate(roles.items()):
+    for name, programs in roles.items():
         for key, program in programs.items():
-            stage = int(key[:-1]) if key[:-1].isdigit() else None
-            if stage is not None and stage % ranks != rank:
-                yield Fault("types", f"{name} {key}", f"stage {stage} does not lie there")
-            expected = name if key == "REDUCE" else f"stage{stage or 0}"
-            if program.role != expected or program.mesh != mesh or not key.endswith(program.action):
+            stage, kind = stage_key(key) or (0, key)
+            expected = name if kind in ACTIONS and ACTIONS[kind].program == "role" else f"stage{stage}"
+            if program.role != expected or program.mesh != mesh or program.action != kind:
                 yield Fault("types", f"{name} {key}", f"says that it is {program.action} of {program.role}")
 
 
@@ -110,21 +122,21 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
     """Sums among roles, followed from the gradients of each role's stages."""
     owners: dict[str, list[int]] = {}
     makes = [
-        {key for name, program in programs.items() if name.endswith("B") for key in program.main.returned("gradient")}
+        {key for name, program in programs.items() if stage_key(name) for key in program.main.returned("gradient")}
         for programs in roles.values()
     ]
     trained = set().union(*makes)
     for rank, (made, programs) in enumerate(zip(makes, roles.values(), strict=True)):
-        for name in sorted(made ^ programs["REDUCE"].main.bound("gradient").keys()):
-            yield Fault("types", f"{programs['REDUCE'].role}.REDUCE {name}", "is no gradient of the role's stages")
-        forwards = [program for name, program in programs.items() if name.endswith("F")]
+        for name in sorted(made ^ programs[REDUCE].main.bound("gradient").keys()):
+            yield Fault("types", f"{programs[REDUCE].role}.REDUCE {name}", "is no gradient of the role's stages")
+        forwards = [program for program in programs.values() if program.action == FORWARD]
         reads = {name for program in forwards for name in program.main.bound("parameter")}
         for name in made | (reads & trained):  # a role that only reads it keeps it up to date
             owners.setdefault(name, []).append(rank)
     everyone = tuple(range(mesh.size(axis)))
     counted, losses = Counter[_Part](), Counter[_Part]()
     for rank, programs in enumerate(roles.values()):
-        program = programs["REDUCE"]
+        program = programs[REDUCE]
         parts, made_up = _parts(program, makes[rank])
         if made_up:
             yield Fault(
@@ -156,11 +168,26 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
     if losses != Counter([(LOSS, ())]):
         yield Fault("types", "REDUCE loss", "is not the loss of one role")
     yield from _order_faults(roles, axis)
+    yield from _metric_faults(roles, everyone)
+
+
+def _metric_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> Iterator[Fault]:
+    """A metric is one sum over all roles, in each of them."""
+    for programs in roles.values():
+        for kind in _together(programs):
+            main = programs[kind].main
+            lines = {value.name: line for line in main.lines for value in line.made}
+            for label, name in main.returned("metric").items():
+                line = lines.get(name)
+                if line is None or line.op != AMONG or tuple(line.args[2]) != everyone:
+                    where = f"{programs[kind].role}.{kind} {label}"
+                    yield Fault("types", where, "is not summed once over all roles")
 
 
 def _order_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]:
     """Two roles meet in the same sums in the same order."""
-    lines = [[line for line in programs["REDUCE"].main.lines if line.op == AMONG] for programs in roles.values()]
+    lines = [[line for kind in _together(programs) for line in programs[kind].main.lines if line.op == AMONG]
+             for programs in roles.values()]  # fmt: skip
     meetings = [[(line.args[2], str(line.results[0] and line.results[0].type)) for line in own] for own in lines]
     for second in range(len(meetings)):
         for first in range(second):

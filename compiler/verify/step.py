@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..padding.pads import Pads, padded_shape
-from ..program.binding import COUNT, GRAD_NORM, KINDS, LOSS, OUTSIDE, PARAMETERS, SCALE, Binding
+from ..program.actions import ACTIONS, BACKWARD, FORWARD, SCALING, ActionRow, step_kinds
+from ..program.binding import COUNT, KINDS, LOSS, OUTSIDE, PARAMETERS, Binding, Kind
 from ..program.faults import Fault
 from ..program.program import Function, LocalSize, Program, Value
 from .samples import combination
 from .scaling import check_scaling
 
-_ORDER = ("COUNT", "SCALE", "F", "B", "REDUCE")
 _HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("stage", "step"))
+
+
+def _rows(programs: Mapping[str, Program]) -> list[ActionRow]:
+    """The kinds of which there are programs, in the order of a step."""
+    return [row for row in step_kinds() if row.kind in programs]
 
 
 def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
     """All programs are there, and each is of the build's mesh, and of the action and the role that it stands for."""
-    missing = [action for action in _ORDER[1:] if action not in programs]
+    missing = [row.kind for row in step_kinds() if row.program and not row.optional and row.kind not in programs]
     faults = [Fault("types", "step", f"has no program {', '.join(missing)}")] if missing else []
     for action, program in programs.items():
         if program.mesh != mesh:
             faults.append(Fault("types", action, f"is of mesh {program.mesh}, not {mesh}"))
         if program.action != action:
             faults.append(Fault("types", action, f"says that it is {program.action}"))
+        if action not in ACTIONS or not ACTIONS[action].program:
+            faults.append(Fault("types", action, "is no action that runs a program"))
     roles = sorted({program.role for program in programs.values()})
     return faults if len(roles) == 1 else [*faults, Fault("types", "step", f"is of the roles {roles}, not of one")]
 
@@ -43,16 +50,15 @@ def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorT
 def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
     """Every parameter of a program is made before it, once, with its type."""
     made: dict[Binding, TensorType] = {}
-    updated = {key for key, _ in programs["F"].main.returns}
-    for action in _ORDER:
-        if action not in programs:
-            continue
-        main, values = programs[action].main, programs[action].main.values()
+    updated: dict[Binding, str] = {}
+    for row in _rows(programs):
+        action, main = row.kind, programs[row.kind].main
         for twice in {binding for binding in main.bindings if main.bindings.count(binding) > 1}:
             yield Fault("types", action, f"takes `{twice}` twice")
         for value in main.parameters:
             kind, binding = value.kind, value.binding
-            if binding is None or kind not in _HANDED_OVER.union(OUTSIDE) or (action == "F" and kind == "scale"):
+            known = kind in _HANDED_OVER and (kind in row.reads or binding not in made)
+            if binding is None or not (known or kind in OUTSIDE):
                 yield Fault("types", f"{action} {value.name}", f"nothing is bound to `{binding or ''}`")
                 continue
             expected = stored.get(binding.name) if kind in PARAMETERS else made.get(binding)
@@ -60,51 +66,64 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
                 yield Fault("types", f"{action} {value.name}", f"nothing makes `{binding}` before it")
             elif expected is not None and expected != value.type:
                 yield Fault("types", f"{action} {value.name}", f"`{binding}` has another type where it is made")
-            if action == "B" and kind == "buffer" and binding in updated:
-                yield Fault("types", f"B {value.name}", f"`{binding}` is another since F")
+            if binding in updated:
+                yield Fault("types", f"{action} {value.name}", f"`{binding}` is another since {updated[binding]}")
             if kind in OUTSIDE:
                 made.setdefault(binding, value.type)
+        values = main.values()
         made.update((key, values[name].type) for key, name in main.returns)
+        updated.update((key, action) for key, _ in main.returns if key.kind == "buffer")
 
 
 def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
     """Every program returns what it is there for, placed as those who take it expect."""
-    returned = {action: [key for key, _ in programs[action].main.returns] for action in _ORDER if action in programs}
-    given = programs["F"].main.bindings
-    expected = {
-        "COUNT": [COUNT],
-        "SCALE": [SCALE],
-        "F": [LOSS, *(key for key in returned["F"] if key.kind == "saved" or (key.kind == "buffer" and key in given))],
-        "B": [key for key in returned["B"] if key.kind == "gradient" and key.name in stored],
-        "REDUCE": [*returned["B"], LOSS, *([GRAD_NORM] if returned["B"] else [])],
-    }
-    for action, keys in returned.items():
-        for key in dict.fromkeys([*expected[action], *keys]):
-            if (key in keys) != (key in expected[action]):
-                why = "is not returned" if key in expected[action] else "is returned, but nobody takes it"
-                yield Fault("types", action, f"`{key.key_in(action)}` {why}")
-    values = programs["F"].main.values()
-    for key, name in programs["F"].main.returns:
-        before = next((v.type for v in programs["F"].main.parameters if v.binding == key), None)
-        if before is not None and before != values[name].type:
-            yield Fault("types", f"F {key}", "is not placed as the buffer that it updates")
-    values = programs["REDUCE"].main.values()
-    for key, name in programs["REDUCE"].main.returns:
-        yield from _final_faults(key, values[name].type, stored)
+    trained: dict[Binding, None] = {}
+    for row in _rows(programs):
+        main = programs[row.kind].main
+        keys = [key for key, _ in main.returns]
+        expected = [key for kind in row.returns for key in _due(kind, row, main, stored, trained)]
+        for key in dict.fromkeys([*expected, *keys]):
+            if (key in keys) != (key in expected):
+                why = "is not returned" if key in expected else "is returned, but nobody takes it"
+                yield Fault("types", row.kind, f"`{key.key_in(row.kind)}` {why}")
+        trained |= dict.fromkeys(key for key in keys if row.works and key.kind == "gradient")
+    for row in _rows(programs):
+        main, values = programs[row.kind].main, programs[row.kind].main.values()
+        for key, name in main.returns:
+            before = next((v.type for v in main.parameters if v.binding == key and key.kind == "buffer"), None)
+            if before is not None and before != values[name].type:
+                yield Fault("types", f"{row.kind} {key}", "is not placed as the buffer that it updates")
+            if row.place == "after":
+                yield from _final_faults(row.kind, key, values[name].type, stored)
 
 
-def _final_faults(key: Binding, type_: TensorType, stored: Mapping[str, TensorType]) -> Iterator[Fault]:
+def _due(
+    kind: Kind, row: ActionRow, main: Function, stored: Mapping[str, TensorType], trained: Collection[Binding]
+) -> Iterable[Binding]:
+    """The bindings of a kind that a program has to return, or may where it does; ``trained`` are the gradients of the
+    work before it."""
+    if kind == "gradient" and kind in row.reads:
+        return trained
+    if KINDS[kind].text == "kind":
+        return [Binding(kind)] if trained or kind != "grad_norm" else []
+    keys = [key for key, _ in main.returns if key.kind == kind]
+    if kind == "gradient":
+        return [key for key in keys if key.name in stored]
+    return [key for key in keys if kind != "buffer" or key in main.bindings]
+
+
+def _final_faults(action: str, key: Binding, type_: TensorType, stored: Mapping[str, TensorType]) -> Iterator[Fault]:
     if type_.placement.partial:
-        yield Fault("types", f"REDUCE {key}", f"is still to be summed over {', '.join(type_.placement.partial)}")
+        yield Fault("types", f"{action} {key}", f"is still to be summed over {', '.join(type_.placement.partial)}")
     elif key.kind == "gradient" and stored.get(key.name) != type_:
-        yield Fault("types", f"REDUCE {key}", "is not placed as its parameter is stored")
-    elif key in (LOSS, GRAD_NORM) and (type_.placement.split_axes() or type_.shape):
-        yield Fault("types", f"REDUCE {key}", "is not one number, whole on every rank")
+        yield Fault("types", f"{action} {key}", "is not placed as its parameter is stored")
+    elif key.kind != "gradient" and (type_.placement.split_axes() or type_.shape):
+        yield Fault("types", f"{action} {key}", "is not one number, whole on every rank")
 
 
 def _saved_faults(programs: Mapping[str, Program]) -> Iterator[Fault]:
     """A saved value keeps its name from the line that makes it to the program that reads it, and is read."""
-    forward, backward = programs["F"].main, programs["B"].main
+    forward, backward = programs[FORWARD].main, programs[BACKWARD].main
     read = backward.bound("saved")
     for key, name in forward.returns:
         if key.kind == "saved" and key.name != name:
@@ -114,7 +133,7 @@ def _saved_faults(programs: Mapping[str, Program]) -> Iterator[Fault]:
     for label, value in read.items():
         if label != value.name:
             yield Fault("types", f"B {value.name}", f"is not `{value.binding}`")
-    for program in (programs["F"], programs["B"]):
+    for program in (programs[FORWARD], programs[BACKWARD]):
         for function in program.functions[:-1]:
             for key, name in function.returns:
                 if key != Binding("value", name):
@@ -131,10 +150,10 @@ def check_reference(
     captured = reference.functions[-1]
     return [
         *_outside_faults(programs, reference, pads),
-        *_stream_faults(programs["F"], captured),
-        *_position_faults(programs["F"], captured),
-        *_gradient_faults(programs["B"], captured),
-        *_average_faults(programs["SCALE"], reference, microbatches, summed),
+        *_stream_faults(programs[FORWARD], captured),
+        *_position_faults(programs[FORWARD], captured),
+        *_gradient_faults(programs[BACKWARD], captured),
+        *_average_faults(programs[SCALING], reference, microbatches, summed),
     ]
 
 
@@ -149,7 +168,7 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, pads: P
                 yield Fault("types", f"{action} {value.name}", f"the model reads no `{binding}`")
             elif value.type.shape != _expected(known[binding].shape, binding, pads):
                 yield Fault("shapes", f"{action} {value.name}", f"`{binding}` has another shape in the model")
-    ours, theirs = (function.returned("buffer") for function in (programs["F"].main, reference.main))
+    ours, theirs = (function.returned("buffer") for function in (programs[FORWARD].main, reference.main))
     for name in sorted(ours.keys() ^ theirs.keys()):
         yield Fault("types", f"F {Binding('buffer', name)}", "is updated in one of the model and the programs alone")
 
@@ -168,9 +187,9 @@ def _streams(functions: Sequence[Function]) -> list[tuple[object, ...]]:
 def _stream_faults(forward: Program, captured: Function) -> Iterator[Fault]:
     ours, theirs = _streams(forward.functions), _streams([captured])
     for stream in sorted(set(ours) ^ set(theirs), key=str):
-        yield Fault("types", "F", f"the random stream {stream} is drawn in one of the model and the program alone")
+        yield Fault("types", FORWARD, f"the random stream {stream} is drawn in one of the model and the program alone")
     for stream in sorted({stream for stream in ours if ours.count(stream) > 1}, key=str):
-        yield Fault("types", "F", f"the random stream {stream} is drawn twice")
+        yield Fault("types", FORWARD, f"the random stream {stream} is drawn twice")
 
 
 def _position_faults(forward: Program, captured: Function) -> Iterator[Fault]:
@@ -219,10 +238,10 @@ def _average_faults(scale: Program, reference: Program, microbatches: int, summe
     averaged."""
     if len(reference.functions) > 1:
         if COUNT not in scale.main.bindings:
-            yield Fault("types", "SCALE", "does not read the count of targets")
+            yield Fault("types", SCALING, "does not read the count of targets")
         return
     summed = combination(reference) == "sum" if summed is None else summed
     wanted = 1.0 if summed else 1.0 / microbatches
     line = scale.main.lines[0] if len(scale.main.lines) == 1 else None
     if line is None or line.op != "aten.full.default" or line.args != ([], wanted):
-        yield Fault("types", "SCALE", f"the loss is to be scaled by {wanted}")
+        yield Fault("types", SCALING, f"the loss is to be scaled by {wanted}")

@@ -16,10 +16,11 @@ from parc.compiler.build.build import Build
 from parc.compiler.build.plan_facts import plan_faults
 from parc.compiler.plan.directives.precision import WHOLE
 from parc.compiler.plan.plan import Plan
+from parc.compiler.program.actions import FORWARD, REDUCE, SCALING
 from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import REFERENCE_FILE
-from parc.compiler.program.roles import SINGLE, Role
+from parc.compiler.program.roles import SINGLE, Role, ranks_of
 from parc.compiler.schedules.timeline import simulate
 from parc.compiler.sizes.template import ShapeFault, sizes_text
 from parc.compiler.verify.bounds import check_bounds
@@ -69,19 +70,20 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
     if not faults:
         faults += check_bindings(programs, build.types)
         faults += check_reference(programs, reference, build.microbatches, build.pads, summed)
-        faults += check_reduce(programs["SCALE"], programs["REDUCE"])
+        faults += check_reduce(programs[SCALING], programs[REDUCE])
         faults += (*check_integers(programs, reference), *check_bounds(programs, reference))
         faults += check_precision(programs, reference, build.rounding)
         faults += check_padding(programs, build.pads, build.types)
-        faults += check_schedule(roles, build.microbatches, counts="COUNT" in programs)
+        faults += check_schedule(roles, build.microbatches)
     return faults
 
 
-def check_schedule(roles: Mapping[str, Role], microbatches: int, *, counts: bool) -> list[Fault]:
-    """The action lists of all roles together."""
+def check_schedule(roles: Mapping[str, Role], microbatches: int) -> list[Fault]:
+    """The action lists of all roles together: of the kinds of which they have programs, and where these lie."""
     actions = {name: role.actions for name, role in roles.items()}
-    stages = 1 + max((stage for role in roles.values() for stage in role.stages), default=0)
-    return check_timelines(actions, stages, microbatches, counts=counts)
+    ranks = ranks_of({name: role.programs for name, role in roles.items()})
+    kinds = {program.action for role in roles.values() for program in role.programs.values()}
+    return check_timelines(actions, ranks, microbatches, also=kinds)
 
 
 def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Checked:
@@ -199,6 +201,8 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
             "parameter_beyond_rounding": agreement.parameter,
             "eager_loss": eager.loss, "eager_gradient": eager.gradient, "eager_buffer": eager.buffer,
         }  # fmt: skip
+        if agreement.metric:
+            errors["metric"] = agreement.metric
         found.update((name, max(found.get(name, 0), error)) for name, error in errors.items())
         where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
         checked.faults += _number_faults(agreement, eager, where)
@@ -232,7 +236,7 @@ def case_of(compiled: Compiled) -> Case:
     build, recipes = compiled.build, compiled.recorded.recipes
     constants = compiled.captured.constants  # which capture found in the code
     buffers = {name: recipes[name].whole() if name in recipes else constants[name]
-               for name in build.programs["F"].main.bound(*BUFFERS)}  # fmt: skip
+               for name in build.programs[FORWARD].main.bound(*BUFFERS)}  # fmt: skip
     roles = build.roles if build.axis else {}
     return Case(
         build.programs, build.reference, () if roles else build.roles[SINGLE].actions, build.mesh, build.microbatches,

@@ -10,6 +10,7 @@ import torch
 
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.rules import facts
+from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.program import Line
 from parc.runtime.compare.model_run import Case, ReferenceRun
 from parc.runtime.compare.simulate import TOLERANCE, Simulation
@@ -88,7 +89,7 @@ def first_difference(case: Case) -> Difference | None:
     by_stage: dict[int, _Watch] = {}
     for stepper, backend in zip(simulation.steppers, simulation.backends, strict=True):
         for name, machine in stepper.machines.items():
-            if machine.program.action == "F":
+            if machine.program.action == FORWARD:
                 watch = by_stage[int(name[:-1] or 0)] = _Watch(case.mesh, backend.ranks)
                 machine.watch = watch
     simulation.run(Stepper.loss, batches, 0)

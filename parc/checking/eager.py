@@ -21,6 +21,7 @@ from parc.compiler.capture.complex_numbers import real_form
 from parc.compiler.capture.model_calls import caller, loss_function, model_builder
 from parc.compiler.initial.recipes import initialize
 from parc.compiler.plan.directive import Directive
+from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.program import Line
 from parc.compiling.driver import Compiled
 from parc.compiling.plan_capture import failure, input_specs
@@ -227,7 +228,7 @@ def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], e
     line = compiled.plan.model if of_model else compiled.plan.loss
     if not bool(eager.loss.isfinite()):
         watcher = Watcher(0, lambda: None)
-        _captured(case, inputs, watch=watcher.watch("F"))
+        _captured(case, inputs, watch=watcher.watch(FORWARD))
         bad = watcher.found()
         notes = (bad.what.removesuffix(" on rank 0"), *bad.notes) if bad is not None else ()
         return not_finite(line, f"the loss is {float(eager.loss)} on a batch of random data", notes=notes)

@@ -11,9 +11,11 @@ from parc.compiler.build.communication import Communication, messages
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.ops.rules import facts
 from parc.compiler.plan.limits import Promise
+from parc.compiler.program.actions import ACTIONS, BACKWARD, FORWARD, step_kinds
 from parc.compiler.program.cost import local_bytes
 from parc.compiler.resolve.names import find_modules
 from parc.compiler.schedules import EARLY, problem
+from parc.compiler.sizes.size_range import BATCH
 from parc.compiling.driver import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import FORBIDDEN, NOT_EXPECTED, OVER_BUDGET
@@ -22,7 +24,6 @@ from parc.grammar.syntax import size_text
 from parc.passes.pipeline import names_of
 from parc.report import memory_of
 
-_ACTIONS = ("COUNT", "SCALE", "F", "B", "REDUCE")
 _SHOWN = 5
 _WORTH = 20  # a parameter that is less than this part of all is not worth a line
 _INSTEAD = dict.fromkeys(
@@ -50,12 +51,14 @@ def hold_promises(compiled: Compiled) -> None:
 
 def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
     programs = compiled.build.programs
-    found = [message for action in _ACTIONS if action in programs for message in messages(programs[action])]
+    kinds = [row.kind for row in step_kinds() if row.kind in programs]
+    found = [message for kind in kinds for message in messages(programs[kind])]
     among: Counter[Communication] = (
         Counter()
     )  # sums among roles, which joined programs do not have; each role says the same
     for role in compiled.build.roles.values():
-        among |= Counter(m for m in messages(role.programs["REDUCE"]) if m.op == "all_reduce_among")
+        own = (program for program in role.programs.values() if ACTIONS[program.action].program == "role")
+        among |= Counter(m for program in own for m in messages(program) if m.op == "all_reduce_among")
     found += among.elements()
     names = names_of(compiled.captured)
 
@@ -180,7 +183,7 @@ def _budget(compiled: Compiled) -> Iterator[Diagnostic]:
 
 
 def _parameters(compiled: Compiled, types: Mapping[str, TensorType]) -> Iterator[_Held]:
-    forward = compiled.build.programs["F"]
+    forward = compiled.build.programs[FORWARD]
     for name, type_ in types.items():
         yield _Held(f"`{name}`", type_.text(compiled.mesh), local_bytes(type_, forward))
 
@@ -188,7 +191,7 @@ def _parameters(compiled: Compiled, types: Mapping[str, TensorType]) -> Iterator
 def _values(compiled: Compiled) -> Iterator[_Held]:
     """The largest value that lines of each module make; a module's own are enough to find it."""
     largest: dict[str, _Held] = {}
-    for action in ("F", "B"):
+    for action in (FORWARD, BACKWARD):
         program = compiled.build.programs[action]
         lines = [line for function in program.functions for line in function.lines]
         for line in lines:
@@ -209,8 +212,8 @@ def _values(compiled: Compiled) -> Iterator[_Held]:
 def _way_out(compiled: Compiled, types: Mapping[str, TensorType], activations: bool) -> str:
     """A line that would take less memory: more microbatches, or a split of the largest parameter that is whole."""
     plan = compiled.plan
-    if activations and "B" in plan.sizes:
-        batch = plan.sizes["B"]
+    if activations and BATCH in plan.sizes:
+        batch = plan.sizes[BATCH]
         unit = batch.low if batch.fixed else batch.step
         more = next((n for n in range(plan.microbatches + 1, unit + 1) if unit % n == 0 and _cuts(compiled, n)), None)
         if more is not None:
@@ -220,7 +223,7 @@ def _way_out(compiled: Compiled, types: Mapping[str, TensorType], activations: b
     data = {axis for type_ in _inputs(compiled) for axis in type_.placement.split_axes()}
     taken = data | ({compiled.pipeline.axis} if compiled.pipeline is not None else set())
     free = [axis for axis in compiled.mesh.names if compiled.mesh.size(axis) > 1 and axis not in taken]
-    sizes = {name: local_bytes(type_, compiled.build.programs["F"]) for name, type_ in types.items()}
+    sizes = {name: local_bytes(type_, compiled.build.programs[FORWARD]) for name, type_ in types.items()}
     for name in sorted(types, key=lambda n: -sizes[n]):
         if sizes[name] * _WORTH < sum(sizes.values()):
             break
@@ -240,7 +243,7 @@ def _cuts(compiled: Compiled, microbatches: int) -> bool:
         and (schedule.name not in EARLY or problem(schedule.name, pipeline.stages, microbatches, pipeline.chunks))
     ):
         return False
-    batch = compiled.plan.sizes["B"]
+    batch = compiled.plan.sizes[BATCH]
     part = (batch.low if batch.fixed else batch.step) // microbatches
     ways = 1
     for type_ in _inputs(compiled):
@@ -250,4 +253,4 @@ def _cuts(compiled: Compiled, microbatches: int) -> bool:
 
 
 def _inputs(compiled: Compiled) -> Iterator[TensorType]:
-    return (value.type for value in compiled.build.programs["F"].main.bound("input").values())
+    return (value.type for value in compiled.build.programs[FORWARD].main.bound("input").values())

@@ -13,6 +13,7 @@ from parc.checking.recompilation import differences
 from parc.checking.twins import subject_of
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import read_build
+from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.faults import Fault
 from parc.compiling.driver import Progress, compile_plan
 from parc.report import plan_of
@@ -59,7 +60,7 @@ def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: boo
     """
     altered: list[str] = []
     build = read_build(path, altered=altered)
-    check_fits(build, build.programs["F"].mesh.world)
+    check_fits(build, build.programs[FORWARD].mesh.world)
     check_source_of(build)
     progress("shapes, types, communication")
     found = Verified(build, check_files(build), altered)

@@ -112,7 +112,7 @@ def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 
 def communication_text(entries: Iterable[Mapping[str, Any]]) -> str:
     """Collectives of one rank in one step, by phase, axis and operator; of several roles that which sends most."""
-    from parc.compiler.plan.limits import PHASES
+    from parc.compiler.program.actions import PHASES
 
     sums: dict[tuple[str, str, str], dict[str, list[int]]] = {}
     axes: dict[str, int] = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from parc.cli.plan_arguments import add_defines, is_plan, read
 from parc.cli.terminal import print_json, say, stages, text_table
+from parc.compiler.program.actions import FORWARD
 from parc.grammar.syntax import size_text
 from parc.placement_words import in_words
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DIR|PLAN", type=Path, help="a build, or a plan that is built for this alone")
     parser.add_argument("--role", metavar="R", help="show a role's programs as text, e.g. stage0")
-    parser.add_argument("--action", metavar="F", help="one action's program: COUNT, SCALE, F, B or REDUCE")
+    parser.add_argument("--action", metavar=FORWARD, help="one action's program: COUNT, SCALE, F, B or REDUCE")
     parser.add_argument(
         "--list", action="store_true", help="the modules that a plan's lines can name, with their weights"
     )
@@ -86,7 +87,7 @@ def _show(given: argparse.Namespace, path: Path) -> int:
         return _show_timeline(given, build)
     report = {
         **build.report,
-        "mesh": dict(build.programs["F"].mesh.declared.axes),
+        "mesh": dict(build.programs[FORWARD].mesh.declared.axes),
     }  # JSON's sorted keys lost their order
     parameters = _parameters(build)
     programs = _programs(build)
@@ -123,7 +124,7 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     if given.svg:
         given.svg.write_text(svg(timeline, title, "slots"), encoding="utf-8")
         axis = build.report["pipeline"].get("axis", "")
-        ranks = f", on {build.programs['F'].mesh.size(axis)} ranks of `{axis}`" if axis else ""
+        ranks = f", on {build.programs[FORWARD].mesh.size(axis)} ranks of `{axis}`" if axis else ""
         say(f"drew {given.svg}: {title}{ranks}")
         return 0
     if given.json:
@@ -157,7 +158,7 @@ def _parameters(build: Build) -> list[dict[str, Any]]:
     """Each parameter with its global shape, how it is placed, and the bytes that a rank holds of it."""
     from parc.compiler.layout.placement import parse_type
 
-    mesh = build.programs["F"].mesh
+    mesh = build.programs[FORWARD].mesh
     rows = []
     for name, text in build.manifest["parameters"].items():
         type_ = parse_type(text, mesh)

@@ -163,7 +163,7 @@ def compile_captured(
     Raises:
         PlanError: the plan, the model or both are at fault.
     """
-    asked = ask(plan, recorded, captured, copies, longer, declared, choices, smaller)
+    asked = ask(plan, folder, recorded, captured, copies, longer, declared, choices, smaller)
     try:
         built = build_programs(captured, asked.mesh, asked.request)
     except RuleMisfit as error:
@@ -172,7 +172,7 @@ def compile_captured(
         found = Diagnostic(BAD_RULE, str(error), Label(span), help=error.hint, notes=tuple(source))
         raise PlanError([found]) from error
     pipeline = asked.request.pipeline
-    timelines = timelines_of(plan, "COUNT" in built.programs, pipeline, folder)
+    timelines = timelines_of(plan, built.programs, pipeline, folder)
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
         plan, folder, asked.mesh, task_lines(plan), recorded, captured, asked.resolved, built, timelines, pipeline,
@@ -191,8 +191,8 @@ class Asked:
 
 
 def ask(
-    plan: Plan, recorded: Recorded, captured: Captured, copies: Copies | None = None, longer: Pads | None = None,
-    declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
+    plan: Plan, folder: Path, recorded: Recorded, captured: Captured, copies: Copies | None = None,
+    longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
 ) -> Asked:  # fmt: skip
     """Make the request that ``compile_captured`` gives the passes.
 
@@ -200,7 +200,7 @@ def ask(
         PlanError: the plan is at fault.
     """
     lines, names = task_lines(plan), replace(names_of(captured), smaller=smaller)
-    pipeline = pipeline_of(plan, names, captured)
+    pipeline = pipeline_of(plan, folder, names, captured)
     pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
     if copies is None:  # what must divide depends on what several ranks keep
         asked = resolve(plan, names, longer, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from parc.compiler.capture.capture import Captured
@@ -11,33 +12,38 @@ from parc.compiler.program.actions import Action, accumulation
 from parc.compiler.program.roles import SINGLE
 from parc.compiler.resolve.names import PlanNames
 from parc.compiler.resolve.stage_cuts import cuts_of
-from parc.compiler.schedules import timelines
+from parc.compiler.schedules import places_of, timelines
 from parc.passes.programs.cut import Pipeline
 
 
-def pipeline_of(plan: Plan, names: PlanNames, captured: Captured) -> Pipeline | None:
+def pipeline_of(plan: Plan, folder: Path, names: PlanNames, captured: Captured) -> Pipeline | None:
     """How the plan cuts the step into stages; None where it is one.
 
     Raises:
-        PlanError: the cuts do not fit the model.
+        PlanError: the cuts do not fit the model, or the schedule's file is none of these stages.
     """
     cuts = cuts_of(plan, names, captured)
     if not cuts or plan.schedule is None:
         return None
     places = tuple((cut.module, cut.after) for cut in cuts)
     origins = (noted(node).origin.module for node in captured.graph.nodes if node.op == "call_function")
-    return Pipeline(plan.stages[0].axis.text, plan.schedule.chunks, places, tuple(dict.fromkeys(origins)))
+    stages, schedule = len(cuts) + 1, plan.schedule
+    table = schedule.table_of(folder, stages)
+    ranks = places_of(schedule.name, stages, plan.microbatches, schedule.chunks, text=table)
+    return Pipeline(plan.stages[0].axis.text, schedule.chunks, places, ranks, tuple(dict.fromkeys(origins)))
 
 
-def timelines_of(plan: Plan, counts: bool, pipeline: Pipeline | None, folder: Path) -> dict[str, tuple[Action, ...]]:
-    """The actions of each role in a step, in order; ``counts`` where the loss is divided by a count of targets.
+def timelines_of(
+    plan: Plan, programs: Collection[str], pipeline: Pipeline | None, folder: Path
+) -> dict[str, tuple[Action, ...]]:
+    """The actions of each role in a step, in order, of the kinds of which there are programs.
 
     Raises:
         PlanError: the schedule's file cannot be read, or is no schedule of these stages.
     """
     if pipeline is None or plan.schedule is None:
-        return {SINGLE: accumulation(plan.microbatches, counts=counts)}
+        return {SINGLE: accumulation(plan.microbatches, also=programs)}
     return timelines(
-        plan.schedule.name, pipeline.stages, plan.microbatches, pipeline.chunks, axis=pipeline.axis, counts=counts,
+        plan.schedule.name, pipeline.stages, plan.microbatches, pipeline.chunks, axis=pipeline.axis, also=programs,
         text=plan.schedule.table_of(folder, pipeline.stages),
     )  # fmt: skip

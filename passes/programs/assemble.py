@@ -1,4 +1,4 @@
-"""Assembly: the functions of all segments become the step's programs, COUNT, SCALE, F, B and REDUCE of one role."""
+"""Assembly: the functions of all segments become programs: the work of every stage, COUNT and SCALE."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import fx
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
+from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD, SCALING
 from ...compiler.program.binding import COUNT, LOSS, RNG, SCALE, Binding
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
+from ...compiler.program.roles import StageWork
 from ..calls import outputs
 from .cut import Pipeline, StagePiece, split_lines
 from .emit import BlockPair, FreshNames, emit_pair, identifier, size_argument
 from .joint import trace_joint
-from .reduce import Writer, reductions, whole_type
 from .segments import Segment, cut_segments, node_type
+from .writer import Writer, whole_type
 
 
 @dataclass(slots=True)
@@ -165,20 +167,26 @@ def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int],
 
 
 @dataclass(frozen=True, slots=True)
-class StepPrograms:
-    """The programs of a step: F and B of every stage, and REDUCE of every role."""
+class Assembled:
+    """The work of every stage, and what is left to do once a step."""
 
-    work: tuple[tuple[Program, Program], ...]
-    reduce: tuple[Program, ...]
+    work: tuple[StageWork, ...]
+    gradients: tuple[tuple[int, str, Value], ...]
+    """Gradients as work returns them: their stage and the parameter's name."""
+    loss: Value
+    last: int
+    """The stage that makes the loss."""
+    reads: tuple[frozenset[str], ...]
+    """The parameters that each stage's forward reads and trains."""
 
 
 def assemble(
     graph: fx.Graph, mesh: Mesh, seed: int, sums: torch.dtype | None = None, pipeline: Pipeline | None = None
-) -> StepPrograms:
-    """F, B and REDUCE of a typed graph whose first output is the loss's numerator.
+) -> Assembled:
+    """F and B of a typed graph whose first output is the loss's numerator.
 
     B's gradients have the types of the parameters as F reads them, dual, in the dtype ``sums`` in which microbatches
-    are added up; REDUCE sums what is partial, back to the parameters as they are stored.
+    are added up.
     """
     main, pairs = call_segments(graph, mesh, seed)
     loss, *updates = outputs(graph)
@@ -222,16 +230,14 @@ def assemble(
     for stage, (forward, backward) in enumerate(zip(forwards, backwards, strict=True)):
         role = f"stage{stage}"
         shared = [[pair.forward for pair in unique], [pair.backward for pair in unique if pair.backward]]
-        programs = [
-            Program(role, action, mesh, (*_called(functions, piece), piece.function(name)))
+        work.append({
+            action: Program(role, action, mesh, (*_called(functions, piece), piece.function(name)))
             for action, name, functions, piece in (
-                ("F", "forward", shared[0], forward), ("B", "backward", shared[1], backward)
+                (FORWARD, "forward", shared[0], forward), (BACKWARD, "backward", shared[1], backward)
             )
-        ]  # fmt: skip
-        work.append((programs[0], programs[1]))
-    reads_of = [piece.function("forward").bound("parameter") for piece in forwards]
-    reduce = reductions(graph, mesh, gradients, main.bind(loss), reads_of, lying[0], pipeline)
-    return StepPrograms(tuple(work), tuple(reduce))
+        })  # fmt: skip
+    reads_of = (frozenset(piece.function("forward").bound("parameter")) for piece in forwards)
+    return Assembled(tuple(work), tuple(gradients), main.bind(loss), lying[0], tuple(reads_of))
 
 
 def _called(functions: Sequence[Function], piece: StagePiece) -> list[Function]:
@@ -253,7 +259,7 @@ def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
     (count,) = outputs(graph)
     returns = ((COUNT, main.bind(count).name),)
     function = Function("count", tuple(main.parameters.values()), tuple(main.forward.lines), returns)
-    return Program(role, "COUNT", mesh, (*(pair.forward for pair in pairs.values()), function))
+    return Program(role, COUNTING, mesh, (*(pair.forward for pair in pairs.values()), function))
 
 
 def assemble_scale(count: TensorType | None, dtype: torch.dtype, parts: int, mesh: Mesh, role: str) -> Program:
@@ -265,4 +271,4 @@ def assemble_scale(count: TensorType | None, dtype: torch.dtype, parts: int, mes
         total = write.total(write.take("count", count, COUNT))
         real = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
         made = write.emit("aten.reciprocal.default", (Ref(real.name),), whole)
-    return write.program(role, "SCALE", [(SCALE, made.name)])
+    return write.program(role, SCALING, [(SCALE, made.name)])

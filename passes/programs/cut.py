@@ -10,6 +10,7 @@ from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.reach import computed_anywhere
+from ...compiler.program.actions import StageRanks
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import Function, Line, Value
 from ..calls import computes, outputs
@@ -24,6 +25,8 @@ class Pipeline:
     chunks: int
     cuts: tuple[tuple[str, bool], ...]
     """``(module, after)``."""
+    ranks: StageRanks
+    """Where stages lie: of each the rank of the axis."""
     modules: tuple[str, ...] = ()
     """In the order in which the model first comes to each."""
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ...compiler.layout.collectives import COLLECTIVES, SUMS, join_dim, slice_dim
 from ...compiler.layout.mesh import Mesh, Shape
+from ...compiler.program.actions import ACTIONS, StageRanks, step_kinds
 from ...compiler.program.program import Program
 from ..communication import Message, PeerLost, Sending
 from ..processes import HOLDERS, new_group
@@ -163,10 +164,10 @@ class _Sending:
 class Distributed:
     """The backend of a real run. Every process makes it alike, since making a group is collective.
 
-    With the ``axis`` of a pipeline, whose ``programs`` are those of all stages, the ranks along it send each other
-    messages. Gloo tells them apart by their tags. NCCL takes them in their order, and sends of two ranks to each other
-    would wait for one another: each channel, what one stage sends to a neighbour, has a group of its own, and so a
-    communicator and a stream.
+    With the ``axis`` of a pipeline, whose ``programs`` are those of all stages and ``stages`` says where these lie, the
+    ranks along it send each other messages. Gloo tells them apart by their tags. NCCL takes them in their order, and
+    sends of two ranks to each other would wait for one another: each channel, what one stage sends to a neighbour, has
+    a group of its own, and so a communicator and a stream.
     """
 
     def __init__(
@@ -176,10 +177,10 @@ class Distributed:
         rank: int,
         device: torch.device,
         axis: str = "",
+        stages: StageRanks = (),
     ) -> None:
-        self.mesh, self.rank, self.device = mesh, rank, device
+        self.mesh, self.rank, self.device, self.stages = mesh, rank, device, stages
         programs = list(programs)
-        self.stages = sum(program.action == "F" for program in programs)
         self.coordinates = mesh.coordinates(rank)
         self.native_reduce_scatter = device.type != "cpu"
         self._groups: dict[GroupPlace, Any] = {}
@@ -190,6 +191,7 @@ class Distributed:
                 made = new_group(chosen)
                 if rank in chosen:
                     self._groups[axes, members] = made
+        self._kinds = [row.kind for row in step_kinds("work") if row.to]
         self._channels: dict[tuple[int, str], Any] = {}
         self._what = ""
         """What a collective that is under way would wait for."""
@@ -200,8 +202,8 @@ class Distributed:
 
     def _open_channels(self, axis: str) -> None:
         """Make the groups of messages; those of NCCL meet for the first time here, all ranks in one order."""
-        pairs = [(stage, kind) for kind in ("F", "B") for stage in range(self.stages)
-                 if 0 <= stage + (1 if kind == "F" else -1) < self.stages]  # fmt: skip
+        pairs = [(stage, kind) for kind in self._kinds for stage, place in enumerate(self.stages)
+                 if 0 <= (to := stage + ACTIONS[kind].to) < len(self.stages) and self.stages[to] != place]  # fmt: skip
         if self.device.type == "cpu":
             made = self._line_group(axis)
             self._channels = dict.fromkeys(pairs, made)
@@ -209,11 +211,11 @@ class Distributed:
             return
         for stage, kind in pairs:
             self._channels[stage, kind] = self._line_group(axis)
-            message = Message(axis, stage, "F" if kind == "F" else "B", 0)
+            message = Message(axis, stage, kind, 0)
             at, token = self.coordinates[axis], torch.zeros(1, device=self.device)
-            if at == stage % self.mesh.size(axis):
+            if at == self.stages[stage]:
                 self.send(message, [[token]]).wait()
-            elif at == message.receiver % self.mesh.size(axis):
+            elif at == self.stages[message.receiver]:
                 self.receive(message, [((1,), token.dtype)])()
 
     def _line_group(self, axis: str) -> Any:
@@ -299,8 +301,8 @@ class Distributed:
         return take
 
     def _start(self, run: Callable[..., Any], tensor: torch.Tensor, peer: int, message: Message, at: int) -> Any:
-        channel = message.stage * 2 + (message.kind == "B")
-        tag = (message.microbatch * self.stages * 2 + channel) * _MOST_TENSORS + at
+        channel = message.stage * len(self._kinds) + self._kinds.index(message.kind)
+        tag = (message.microbatch * len(self.stages) * len(self._kinds) + channel) * _MOST_TENSORS + at
         try:
             return run(tensor, peer, group=self._channels[message.stage, message.kind], tag=tag % 2**31)
         except RuntimeError as error:
@@ -308,7 +310,7 @@ class Distributed:
 
     def _peer(self, message: Message, stage: int) -> int:
         """The rank of a stage that has this rank's place on all other axes."""
-        return self.mesh.rank({**self.coordinates, message.axis: stage % self.mesh.size(message.axis)})
+        return self.mesh.rank({**self.coordinates, message.axis: self.stages[stage]})
 
 
 def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:

@@ -10,7 +10,7 @@ import torch
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.padding.pads import Pads
-from ...compiler.program.actions import Action
+from ...compiler.program.actions import SCALING, Action
 from ...compiler.program.binding import BUFFERS, COUNT, LOSS, PARAMETERS
 from ...compiler.program.program import Line, Program
 from ...compiler.program.roles import Role
@@ -22,6 +22,11 @@ from .plain import CPU
 
 Microbatches = Sequence[Mapping[str, torch.Tensor]]
 """The inputs of each microbatch of a step, whole."""
+
+Metrics = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""What an action's metrics are, of the whole parameters and gradients of a model that is not cut."""
+METRICS: dict[str, Metrics] = {}
+"""By kind of action, for those whose programs return metrics."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class ReferenceRun:
         }
         self.buffers = {name: self._copied(value) for name, value in case.buffers.items()}
         self.optimizer = make_optimizer(self.parameters, case.optimizer)
+        self.metrics: Mapping[str, torch.Tensor] = {}
+        """Of the last step."""
 
     def _environment(
         self, function: str, batch: Mapping[str, torch.Tensor], step: int, microbatch: int
@@ -111,10 +118,15 @@ class ReferenceRun:
 
     def step(self, batches: Microbatches, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and whole gradients of one step; then the update."""
-        (scaling, *_) = self.case.programs["SCALE"].main.lines
+        (scaling, *_) = self.case.programs[SCALING].main.lines
         total, gradients = self.gradients(batches, step, 1.0 if self.counts else float(scaling.args[1]))
         norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros((), dtype=torch.float64)))
         with torch.no_grad():
+            self.metrics = {
+                name: value
+                for kind in self.case.programs.keys() & METRICS.keys()
+                for name, value in METRICS[kind](self.parameters, gradients).items()
+            }
             # clipping scales in place, and what is returned is compared before clipping
             given = {name: gradient.clone() for name, gradient in gradients.items()}
             line = self.case.optimizer

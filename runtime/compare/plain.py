@@ -21,7 +21,9 @@ from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh
 from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
+from ...compiler.program.actions import COUNTING, FORWARD, SCALING
 from ...compiler.program.binding import COUNT
+from ...compiler.sizes.size_range import BATCH
 from ..backends.in_process import InProcess
 from ..data.feed import Feed
 from ..data.sizes import BySizes
@@ -131,7 +133,7 @@ class Plain:
         for name in manifest["frozen"]:
             self._parameters[name].requires_grad_(False)
         self._optimizer = make_optimizer(self._parameters, manifest["optimizer"])
-        whole = Mesh(tuple((axis, 1) for axis in build.programs["F"].mesh.names))
+        whole = Mesh(tuple((axis, 1) for axis in build.programs[FORWARD].mesh.names))
         self._by_sizes = BySizes(build, lambda at: (at, Feed(at, whole, whole.coordinates(0), CPU)))
 
     def _read_weights(self) -> None:
@@ -188,7 +190,7 @@ class Plain:
     def _unread(self, at: Build, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for the inputs that the model takes but nothing reads, which a build does not feed."""
         sizes = dict(at.manifest["sizes"])
-        sizes["B"] = int(sizes.get("B", 1)) // int(at.manifest["microbatches"])
+        sizes[BATCH] = int(sizes.get(BATCH, 1)) // int(at.manifest["microbatches"])
         return {
             entry["name"]: torch.zeros(
                 [sizes.get(dim, dim) for dim in entry["dims"]], dtype=getattr(torch, entry["dtype"])
@@ -199,8 +201,8 @@ class Plain:
 
     def _weights(self, at: Build, parts: list[dict[str, Tensor]]) -> list[float]:
         """What each microbatch's loss counts for: its share of the targets, where the loss is a mean over those."""
-        if "COUNT" not in at.programs:
-            (scale,) = at.programs["SCALE"].main.lines
+        if COUNTING not in at.programs:
+            (scale,) = at.programs[SCALING].main.lines
             return [float(scale.args[1])] * len(parts)
         machine = Machine(at.reference, InProcess(Mesh()), CPU, kernels=REFERENCE_KERNELS)
         needed = at.reference.function("count").bound("input")

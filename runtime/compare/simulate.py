@@ -14,6 +14,7 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType, parse_type, take
 from ...compiler.padding.pads import Pad
 from ...compiler.padding.tensors import grow, shrink
+from ...compiler.program.actions import COUNTING, FORWARD
 from ...compiler.program.binding import BUFFERS, LOSS, RNG, Binding, Kind
 from ...compiler.program.program import Line
 from ...compiler.program.roles import SINGLE, Role
@@ -39,6 +40,7 @@ class Agreement:
     loss: float = 0.0
     gradient: float = 0.0
     norm: float = 0.0
+    metric: float = 0.0
     parameter: float = 0.0
     updated: float = 0.0
     """The error of updated parameters as it is; ``parameter`` is what rounding does not explain."""
@@ -52,7 +54,7 @@ class Agreement:
     @property
     def largest(self) -> float:
         """The largest of them."""
-        return max(self.loss, self.gradient, self.norm, self.parameter)
+        return max(self.loss, self.gradient, self.norm, self.metric, self.parameter)
 
     def note(self, kind: str, error: float, where: str) -> None:
         """Keep the error if it is the largest of its kind; a number that is not finite is the largest of all."""
@@ -75,7 +77,7 @@ class Simulation:
         self.meeting = Meeting()
         self.roles = tuple(case.roles.values()) or (Role(SINGLE, case.programs, tuple(case.actions)),)
         self.backends = [
-            InProcess(case.mesh, role.stages[0], role.axis, self.meeting) if role.axis else InProcess(case.mesh)
+            InProcess(case.mesh, role.rank, role.axis, self.meeting) if role.axis else InProcess(case.mesh)
             for role in self.roles
         ]
         self.steppers = [
@@ -106,12 +108,12 @@ class Simulation:
         return take(whole, type_.placement, self.case.mesh, self.case.mesh.coordinates(rank))
 
     def _buffer_types(self, kinds: Sequence[Kind] = BUFFERS) -> dict[str, TensorType]:
-        forwards = (program for role in self.roles for program in role.programs.values() if program.action == "F")
+        forwards = (program for role in self.roles for program in role.programs.values() if program.action == FORWARD)
         return {name: value.type for program in forwards for name, value in program.main.bound(*kinds).items()}
 
     def local_batches(self, batches: Microbatches) -> list[list[dict[str, torch.Tensor]]]:
         """Each rank's part of each microbatch."""
-        programs = [self.case.programs[action] for action in ("F", "COUNT") if action in self.case.programs]
+        programs = [self.case.programs[action] for action in (FORWARD, COUNTING) if action in self.case.programs]
         types = {name: value.type for program in programs for name, value in program.main.bound("input").items()}
         given = [[(name, whole, types[name]) for name, whole in batch.items() if name in types] for batch in batches]
         return [[{name: self.part(whole, type_, rank) for name, whole, type_ in batch} for batch in given]
@@ -124,6 +126,7 @@ class Simulation:
         whole = {name: self._whole(gradients, name) for name in dict.fromkeys(n for found in gradients for n in found)}
         self.spread = _spread(gradients, self.types, self.case.mesh)
         self.norms = [result.grad_norm for result in results]
+        self.metrics = [result.metrics for result in results]
         for state, optimizer, result in zip(self.states, self.optimizers, results, strict=True):
             # ranks of one process share what a collective made, and clipping scales in place
             given = {name: gradient.clone() for name, gradient in result.gradients.items()}
@@ -230,6 +233,7 @@ def compare(case: Case, steps: int = 3) -> Agreement:
         for rank, returned in enumerate(simulation.norms if found else ()):
             error = float("inf") if returned is None else abs(float(returned) - norm) / max(norm, 1e-30)
             agreement.note("norm", error, f"step {step}, rank {rank}")
+        _compare_metrics(agreement, reference, simulation, step)
         for name, gradient in gradients.items():
             if name not in found and _largest(gradient) > 0:
                 agreement.note("gradient", float("inf"), f"step {step}, {name} (missing)")
@@ -248,6 +252,17 @@ def compare(case: Case, steps: int = 3) -> Agreement:
         simulation.take_state(reference)
         agreement.steps += 1
     return agreement
+
+
+def _compare_metrics(agreement: Agreement, reference: ReferenceRun, simulation: Simulation, step: int) -> None:
+    """What other actions returned, on every rank."""
+    for rank, returned in enumerate(simulation.metrics):
+        for name in sorted({*returned, *reference.metrics}):
+            error = float("inf")
+            if name in returned and name in reference.metrics:
+                expected = reference.metrics[name]
+                error = _largest(returned[name] - expected) / max(_largest(expected), 1e-30)
+            agreement.note("metric", error, f"step {step}, rank {rank}, {name}")
 
 
 def _norm(gradients: Iterable[torch.Tensor]) -> float:

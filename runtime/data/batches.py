@@ -12,6 +12,7 @@ import torch
 from ...compiler.initial.counter import stream
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.binding import COUNT
+from ...compiler.sizes.size_range import BATCH
 from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_run import BATCHES_DIFFER
 from ..faults import RunError
@@ -105,7 +106,7 @@ class Batches:
 
     def _samples(self, at: AtSizes) -> int:
         """How many of a step's samples a rank has of its own."""
-        return int(at.build.manifest["sizes"].get("B", 1)) // max(self._feed.shares.values(), default=1)
+        return int(at.build.manifest["sizes"].get(BATCH, 1)) // max(self._feed.shares.values(), default=1)
 
 
 def _odd_one(numbers: Sequence[int], place: Callable[[int], Hashable] = lambda _: 0) -> tuple[int, int] | None:

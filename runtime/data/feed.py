@@ -17,8 +17,9 @@ from ...compiler.build.build import Build
 from ...compiler.initial.counter import digest
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType, dim_index, take
+from ...compiler.program.actions import COUNTING, FORWARD
 from ...compiler.program.program import Program
-from ...compiler.sizes.size_range import SizeRange
+from ...compiler.sizes.size_range import BATCH, SizeRange
 from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
@@ -51,7 +52,7 @@ class Feed:
         self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
         self.types = input_types(build.programs)
         self._count = int(build.manifest["microbatches"])
-        self._batched = {line["name"]: line["dims"][:1] == ["B"] for line in build.manifest["inputs"]}
+        self._batched = {line["name"]: line["dims"][:1] == [BATCH] for line in build.manifest["inputs"]}
         self._bounds = class_bounds(build.reference)
         self.shares = {name: math.prod(mesh.size(axis) for axis in self.batch_axes(name)) for name in self.types}
         """Among how many ranks the samples of an input are divided."""
@@ -162,7 +163,7 @@ class Feed:
             for index in range(self._count)
         }
         rows = sorted({int(row) for numbers in wanted.values() for row in numbers})
-        size = int(self._build.manifest["sizes"].get("B", 1))
+        size = int(self._build.manifest["sizes"].get(BATCH, 1))
         try:
             with self._reading:
                 samples = read_batch(source, step, size, rows)
@@ -252,5 +253,5 @@ def _end_reading() -> None:
 
 def input_types(programs: Mapping[str, Program]) -> dict[str, TensorType]:
     """The type of each input that the programs read, in one microbatch."""
-    found = [programs[action] for action in ("F", "COUNT") if action in programs]
+    found = [programs[action] for action in (FORWARD, COUNTING) if action in programs]
     return {name: value.type for program in found for name, value in program.main.bound("input").items()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.initial.counter import normal, stream, uniform
-from ...compiler.sizes.size_range import SizeRange
+from ...compiler.sizes.size_range import BATCH, SizeRange
 from ...grammar.nearest import did_you_mean
 
 
@@ -138,7 +138,7 @@ class SyntheticData:
 
     def _drawn(self, line: Mapping[str, Any], number: int) -> Tensor:
         name, dtype = line["name"], getattr(torch, line["dtype"])
-        shape = [int(self._sizes.get(dim, dim)) for dim in line["dims"][line["dims"][:1] == ["B"] :]]
+        shape = [int(self._sizes.get(dim, dim)) for dim in line["dims"][line["dims"][:1] == [BATCH] :]]
         index = torch.arange(math.prod(shape)).reshape(shape)
         key = stream(self._seed, f"synthetic {name}", number)
         if dtype.is_floating_point:
@@ -152,7 +152,7 @@ def sample_misfit(
     """The first input whose tensor in a sample is not what its ``input`` line says, and what it is instead; inputs that
     the sample does not hold are left out."""
     for line in inputs:
-        value, dims = sample.get(line["name"]), line["dims"][line["dims"][:1] == ["B"] :]  # a sample has no batch dim
+        value, dims = sample.get(line["name"]), line["dims"][line["dims"][:1] == [BATCH] :]  # a sample has no batch dim
         if value is None:
             continue
         wanted = [SizeRange(dim, dim) if isinstance(dim, int) else sizes[dim] for dim in dims]

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar, final
 import torch
 
 from ...compiler.build.build import Build
-from ...compiler.sizes.size_range import SizeRange
+from ...compiler.sizes.size_range import BATCH, SizeRange
 from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_build import BAD_DATA, OUT_OF_RANGE
 from ..faults import RunError
@@ -86,7 +86,7 @@ def _sizes_of(build: Build, batch: Mapping[str, torch.Tensor], shares: Mapping[s
         for dim, size in zip(line["dims"], shape, strict=False):
             if len(shape) != len(line["dims"]) or dim not in build.template.ranges:
                 continue
-            size = size * shares.get(line["name"], 1) if dim == "B" else size
+            size = size * shares.get(line["name"], 1) if dim == BATCH else size
             first, known = found.setdefault(dim, (line["name"], size))
             if known != size:
                 message = f"`{first}` has {dim}={known}, but `{line['name']}` has {dim}={size}"

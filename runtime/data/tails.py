@@ -9,6 +9,7 @@ from typing import final
 import torch
 
 from ...compiler.build.build import Build
+from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
 from .random_batch import class_bounds
@@ -21,7 +22,7 @@ class Tails:
     def __init__(self, build: Build, batched: Mapping[str, bool]) -> None:
         self._reference = build.reference
         self._names = [name for name, has in batched.items() if has]
-        self._size = int(build.manifest["sizes"].get("B", 1))
+        self._size = int(build.manifest["sizes"].get(BATCH, 1))
 
     @cached_property
     def _ignored(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from typing import Any, Self, final
 import torch
 
 from ...compiler.build.build import Build
+from ...compiler.sizes.size_range import BATCH
 from ..faults import RunError
 from ..processes import launched
 from ..session import Session
@@ -106,7 +107,7 @@ def train(session: Session, options: Options) -> int:
             asked = max(row[0] for row in rows)
             if metrics is not None:
                 metrics.step(
-                    report.step, report.loss, grad_norm=report.grad_norm, lr=report.lr, step_s=step_s,
+                    report.step, report.loss, **report.metrics, grad_norm=report.grad_norm, lr=report.lr, step_s=step_s,
                     **{what: count, f"{what}_per_s": count / step_s}, peak_bytes=[row[1] for row in rows],
                 )  # fmt: skip
             if display is not None and session.regions is not None and report.step == started + 1:
@@ -162,7 +163,7 @@ def work_per_step(build: Build) -> tuple[str, int]:
     sizes, line = build.manifest["sizes"], build.manifest["inputs"][0]
     if len(line["dims"]) == 2 and line["dtype"] in ("int32", "int64"):
         return "tokens", math.prod(int(sizes.get(dim, dim)) for dim in line["dims"])
-    return "samples", int(sizes.get("B", 1))
+    return "samples", int(sizes.get(BATCH, 1))
 
 
 def rate_ends(build: Build, steps: int) -> str:

@@ -24,6 +24,7 @@ from ...compiler.initial.counter import words
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.rules import facts
+from ...compiler.program.actions import ACTIONS
 from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references
 from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
@@ -34,8 +35,6 @@ from .kernels import Site
 from .reuse import last_uses, made_by, summed
 from .ways import code_for
 
-_COMPILED_ACTIONS = frozenset({"F", "B"})
-"""The others do little, and REDUCE grows with the layers."""
 _NOTHING_SPARE = frozenset[str]()
 """What is written over: Inductor does that within a region, and what leaves one may share storage with something."""
 
@@ -117,7 +116,7 @@ class Regions:
 
     def machine(self, program: Program, backend: Backend, device: torch.device, **options: Any) -> Machine:
         """The machine of a program: compiled where there is much to do and nobody watches the lines."""
-        if program.action not in _COMPILED_ACTIONS or options.get("watch") is not None:
+        if not ACTIONS[program.action].compiled or options.get("watch") is not None:
             return Machine(program, backend, device, **options)
         return CompiledMachine(program, backend, device, regions=self, **options)
 

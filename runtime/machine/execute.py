@@ -151,7 +151,8 @@ class Machine:
     def _prepare(self, function: Function) -> list[_Step]:
         if self.reuse:
             function = fused(function, self.mesh, products="aten.mm.default" not in self.kernels)
-        owned = [value.name for value in function.bound("gradient").values()]
+        # what a program takes to give it back as another is its own
+        owned = [value.name for value in function.bound("gradient").values() if function.returned("gradient")]
         late = lasting(function, self._addable[function.name])
         spares = spare_operands(function, owned, late) if self.reuse else [frozenset[str]()] * len(function.lines)
         sums, dying = summed(function.lines), last_uses(function, [(line,) for line in function.lines])

@@ -8,17 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.program.actions import ACTION_KINDS, ONCE, Action, accumulation, parse_schedule, schedule_text
+from parc.compiler.program.actions import (
+    ACTIONS,
+    Action,
+    accumulation,
+    parse_schedule,
+    receive_kind,
+    schedule_text,
+    send_kind,
+    work_kinds,
+)
 from parc.compiler.verify.schedule import check_timelines
+
+MESSAGES = [kind(work) for work in work_kinds() for kind in (send_kind, receive_kind)]
 
 actions = st.one_of(
     st.builds(
         Action,
         st.integers(0, 99),
-        st.sampled_from([kind for kind in ACTION_KINDS if kind not in ONCE]),
+        st.sampled_from([*(kind for kind, row in ACTIONS.items() if row.each), *MESSAGES]),
         st.integers(0, 99),
     ),
-    st.builds(Action, st.integers(0, 99), st.sampled_from(ONCE)),
+    st.builds(Action, st.integers(0, 99), st.sampled_from([kind for kind, row in ACTIONS.items() if not row.each])),
 )
 
 
@@ -56,7 +67,7 @@ def test_a_line_without_a_role_is_refused() -> None:
 
 @given(st.integers(1, 5), st.booleans())
 def test_accumulation_is_a_schedule_that_holds(microbatches: int, counts: bool) -> None:
-    made = accumulation(microbatches, counts=counts)
-    assert not check_timelines({"stage0": made}, 1, microbatches, counts=counts)
+    made = accumulation(microbatches, also=["COUNT"] * counts)
+    assert not check_timelines({"stage0": made}, (0,), microbatches, also=["COUNT"] * counts)
     assert len(made) == microbatches * (3 if counts else 2) + 3
     assert len(set(made)) == len(made)

@@ -58,7 +58,7 @@ def test_messages_are_those_that_meet_other_ranks_once_a_call_with_the_callers_m
 
 
 def test_the_table_counts_each_message_once_with_how_often_it_runs() -> None:
-    rows = communication_table(Role("stage0", {"F": program()}, accumulation(3, counts=False)))
+    rows = communication_table(Role("stage0", {"F": program()}, accumulation(3)))
     assert [row["number"] for row in rows] == list(range(5))
     assert {row["count_per_step"] for row in rows} == {3}
     assert rows[0]["module"] == "blocks.0.mlp"
@@ -67,7 +67,7 @@ def test_the_table_counts_each_message_once_with_how_often_it_runs() -> None:
 
 def test_rows_are_by_phase_whatever_the_order_of_programs_and_roles() -> None:
     backward, forward = replace(program(), action="B"), program()
-    role = Role("pp0", {"B": backward, "F": forward}, accumulation(3, counts=False))
+    role = Role("pp0", {"B": backward, "F": forward}, accumulation(3))
     rows = communication_table(role)
     assert [row["phase"] for row in rows] == ["forward"] * 5 + ["backward"] * 5
     other = [{**row, "role": "pp1", "axis": "pp" if row["op"] == "row_max" else row["axis"]} for row in rows]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.program.actions import WORK, Action
-from parc.compiler.schedules import problem, timelines
+from parc.compiler.program.actions import Action, stages_in_turn, work_kinds
+from parc.compiler.schedules import places_of, problem, timelines
 from parc.compiler.schedules.timeline import simulate
 from parc.compiler.verify.schedule import check_timelines
 
@@ -54,6 +54,15 @@ def test_a_row_of_a_rank_is_before_the_row_of_all() -> None:
         (PLAIN.replace("1F0", "(q)F0"), "`(q)F0` is not work"),
         ("rank r: (r)F(0..999999999)", "line 1 of the table: `0F2` is not of 2 stages and 2 microbatches"),
         ("", "the table has no row of rank 0"),
+        ("stages of rank 0: 0\n" + PLAIN, "the table has no line of the stages of rank 1: 2 stages in 1 chunks are on"),
+        ("stages of rank r: 0\n" + PLAIN, "line 1 of the table: stage 0 is of rank 0 and of rank 1"),
+        ("stages of rank r: (r) (r+1)\n" + PLAIN, "line 1 of the table: rank 0 has 2 stages, not 1 as every rank"),
+        ("stages of rank r: (r+1)\n" + PLAIN, "line 1 of the table: there is no stage 2, but 2 stages"),
+        ("stages of rank r: 0F0\n" + PLAIN, "line 1 of the table: `0F0` is not stages such as `2` or `(n-1-r)`"),
+        ("stages of rank r: (1-r)\n" + PLAIN, "line 2 of the table: `0F0` is of rank 1, not of rank 0"),
+        ("stages of rank 1: 0\nstages of rank 1: 0\n" + PLAIN, "line 2 of the table is a second row of the stages of"),
+        ("stages of rank 2: 0\n" + PLAIN, "line 1 of the table is of rank 2, and there are 2 ranks"),
+        ("stages 0 1\n" + PLAIN, "line 1 of the table is not `rank 0: 0F0 0B0`: `stages 0 1`"),
         (PLAIN.replace("0F0 0F1 0B0", "0B0 0F0 0F1"), "the order of work never ends: rank 0 has `0B0` before `0F0`"),
         (
             PLAIN.replace("0F1 0B0", "0B0 0F1"),
@@ -66,23 +75,55 @@ def test_a_table_that_is_wrong_is_refused_by_its_line_and_action(text: str, why:
     assert found is not None and why in found, found
 
 
+V = """\
+stages of rank r: (r) (n-1-r)  # down the ranks and up again
+rank r: (r)F(0..m-1) (n-1-r)F(0..m-1) (n-1-r)B(0..m-1) (r)B(0..m-1)
+"""
+
+
+def test_a_table_says_where_stages_lie() -> None:
+    made = timelines("table", 4, 1, 2, text=V)
+    assert {role: " ".join(map(str, actions)) for role, actions in made.items()} == {
+        "pp0": "0SCALE 0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0 0REDUCE 0STEP",
+        "pp1": "1SCALE 1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0 1REDUCE 1STEP",
+    }
+    for p, m in ((2, 1), (2, 4), (3, 2), (5, 5)):
+        made, ranks = timelines("table", 2 * p, m, 2, text=V), (*range(p), *reversed(range(p)))
+        assert places_of("table", 2 * p, m, 2, text=V) == ranks
+        assert not check_timelines(made, ranks, m)
+        assert check_timelines(made, stages_in_turn(2 * p, p), m)
+
+
+def test_a_value_of_the_rank_itself_is_there_before_it_is_read() -> None:
+    made = timelines("table", 4, 1, 2, text=V)
+    actions = list(made["pp1"])
+    actions[2:4] = reversed(actions[2:4])
+    assert [str(action) for action in actions[2:4]] == ["2F0", "1F0"]
+    (fault,) = check_timelines({**made, "pp1": actions}, (0, 1, 1, 0), 1)
+    assert fault.message == "`2F0` comes before `1F0`"
+
+
 @given(st.integers(2, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_every_order_of_work_that_can_end_becomes_a_schedule_that_holds(
     p: int, m: int, v: int, draw: random.Random
 ) -> None:
-    """Messages are put where no rank waits for ever, whatever the order; and an order that cannot end is refused."""
+    """Messages are put where no rank waits for ever, whatever the order and wherever stages lie; and an order that
+    cannot end is refused."""
+    order = draw.sample(range(p * v), p * v)
+    lies = {stage: place % p for place, stage in enumerate(order)}
     done: list[Action] = []
-    todo = [Action(k, kind, i) for k in range(p * v) for kind in WORK for i in range(m)]
+    todo = [Action(k, kind, i) for k in range(p * v) for kind in work_kinds() for i in range(m)]
     while todo:
         ready = [action for action in todo if all(need in done for need in needs(action, p * v))]
         done.append(draw.choice(ready))
         todo.remove(done[-1])
-    rows = [[action for action in done if action.stage % p == rank] for rank in range(p)]
+    rows = [[action for action in done if lies[action.stage] == rank] for rank in range(p)]
     if draw.random() < 0.3:  # most often this is an order that cannot end
         row = draw.choice(rows)
         a, b = draw.randrange(len(row)), draw.randrange(len(row))
         row[a], row[b] = row[b], row[a]
     text = "".join(f"rank {rank}: {' '.join(map(str, row))}\n" for rank, row in enumerate(rows))
+    text += "".join(f"stages of rank {rank}: {' '.join(map(str, order[rank::p]))}\n" for rank in range(p))
     graph = {action: set(needs(action, p * v)) for row in rows for action in row}
     for row in rows:
         for first, then in pairwise(row):
@@ -93,8 +134,8 @@ def test_every_order_of_work_that_can_end_becomes_a_schedule_that_holds(
         assert "never ends" in str(problem("table", p * v, m, v, text=text))
         return
     made = timelines("table", p * v, m, v, text=text)
-    assert [[a for a in actions if a.kind in WORK] for actions in made.values()] == rows
-    assert not check_timelines(made, p * v, m, counts=False)
+    assert [[a for a in actions if a.works] for actions in made.values()] == rows
+    assert not check_timelines(made, tuple(lies[stage] for stage in range(p * v)), m)
     assert simulate(made).makespan >= 3 * m * v
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from parc.compiler.program.actions import WORK, Action
+from parc.compiler.program.actions import Action, stages_in_turn
 from parc.compiler.schedules import SCHEDULES, problem, timelines
 from parc.compiler.schedules.timeline import peak_live, simulate
 from parc.compiler.verify.schedule import check_timelines
@@ -26,12 +26,12 @@ def accepted() -> Mapping[Sizes, Timelines]:
     for name in SCHEDULES:
         for p, m, v in ((p, m, v) for p in range(1, 9) for m in range(1, 17) for v in range(1, 4)):
             with suppress(ValueError):
-                made[name, p, m, v] = timelines(name, p * v, m, v, counts=m % 2 == 0)
+                made[name, p, m, v] = timelines(name, p * v, m, v, also=["COUNT"] * (m % 2 == 0))
     return made
 
 
 def work_of(actions: Sequence[Action]) -> list[Action]:
-    return [action for action in actions if action.kind in WORK]
+    return [action for action in actions if action.works]
 
 
 def test_sizes_are_accepted_that_the_schedules_are_published_for() -> None:
@@ -46,7 +46,7 @@ def test_sizes_are_accepted_that_the_schedules_are_published_for() -> None:
 
 def test_every_schedule_is_proved() -> None:
     for (name, p, m, v), made in accepted().items():
-        assert not check_timelines(made, p * v, m, counts=m % 2 == 0), (name, p, m, v)
+        assert not check_timelines(made, stages_in_turn(p * v, p), m, also=["COUNT"] * (m % 2 == 0)), (name, p, m, v)
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (1, 1), (3, 2)])

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parc.compiler.program.actions import WORK, Action
+from parc.compiler.program.actions import Action
 from parc.compiler.schedules import timelines
 from parc.compiler.schedules.drawing import draw, paint, svg
 from parc.compiler.schedules.timeline import Timeline, simulate
@@ -87,7 +87,7 @@ def test_an_svg_has_a_box_for_each_forward_and_backward_to_scale(forward: float,
     for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
         for title in rect:
             boxes[(title.text or "").partition(":")[0]] = rect
-    spans = [span for spans in played.spans.values() for span in spans if span.action.kind in WORK]
+    spans = [span for spans in played.spans.values() for span in spans if span.action.works]
     assert set(boxes) == {str(span.action) for span in spans}
     width = float(root.attrib["width"])
     lanes = {boxes[str(span.action)].attrib["y"] for span in spans}

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parc.compiler.program.actions import WORK, Action, accumulation
+from parc.compiler.program.actions import Action, accumulation, stages_in_turn, work_kinds
+from parc.compiler.program.faults import Fault
 from parc.compiler.schedules import SCHEDULES, problem, timelines
 from parc.compiler.verify.schedule import check_timelines
 
@@ -25,11 +26,16 @@ def good() -> Sequence[tuple[Timelines, int, int]]:
     """Schedules on 2 to 5 ranks with their stages and microbatches; every second has counts."""
     sizes = [(p, m, v) for p in range(2, 6) for m in range(1, 9) for v in range(1, 4)]
     return [
-        (timelines(name, p * v, m, v, counts=m % 2 == 0), p * v, m)
+        (timelines(name, p * v, m, v, also=["COUNT"] * (m % 2 == 0)), p * v, m)
         for name in SCHEDULES
         for p, m, v in sizes
         if problem(name, p * v, m, v) is None
     ]
+
+
+def faults_of(made: Timelines, stages: int, m: int) -> Sequence[Fault]:
+    """Those of timelines like the good ones."""
+    return check_timelines(made, stages_in_turn(stages, len(made)), m, also=["COUNT"] * (m % 2 == 0))
 
 
 def may_run(made: Timelines) -> bool:
@@ -52,7 +58,7 @@ def may_run(made: Timelines) -> bool:
                 before[Action(k - 1, "RECV_B", m)].add(a)
                 sent.setdefault((rank, (k - 1) % len(names)), []).append(Action(k - 1, "RECV_B", m))
             elif a.kind in ("RECV_F", "RECV_B"):
-                kind, step = WORK[a.kind == "RECV_B"], -1 if a.kind == "RECV_F" else 1
+                kind, step = work_kinds()[a.kind == "RECV_B"], -1 if a.kind == "RECV_F" else 1
                 before[Action(k, kind, m)].add(a)
                 received.setdefault(((k + step) % len(names), rank), []).append(a)
             elif a.kind == "B":
@@ -126,7 +132,7 @@ def test_a_thousand_mutants_are_refused() -> None:
     while refused.total() < 1000:
         made, stages, m = draw.choice(good())
         for kind, mutant in mutants(made, stages, m, draw):
-            assert check_timelines(mutant, stages, m, counts=m % 2 == 0), (kind, mutant)
+            assert faults_of(mutant, stages, m), (kind, mutant)
             refused[kind] += 1
     assert min(refused.values()) > 100 and len(refused) == 6, refused
 
@@ -143,23 +149,24 @@ def test_another_order_is_refused_just_if_it_cannot_run() -> None:
             action = actions.pop(at)
             actions.insert(min(max(at + draw.choice((-3, -2, -1, 1, 2, 3)), 0), len(actions)), action)
         runs = may_run(made)
-        assert bool(check_timelines(made, stages, m, counts=m % 2 == 0)) == (not runs), made
+        assert bool(faults_of(made, stages, m)) == (not runs), made
         outcomes[runs] += 1
     assert min(outcomes[True], outcomes[False]) > 50, outcomes
 
 
 @given(st.integers(1, 3), st.randoms())
 def test_an_order_of_one_stage_is_refused_just_if_it_cannot_run(microbatches: int, draw: random.Random) -> None:
-    actions = list(accumulation(microbatches, counts=True))
+    actions = list(accumulation(microbatches, also=["COUNT"]))
     draw.shuffle(actions)
-    assert bool(check_timelines({"stage0": actions}, 1, microbatches, counts=True)) != may_run({"stage0": actions})
+    made = {"stage0": actions}
+    assert bool(check_timelines(made, (0,), microbatches, also=["COUNT"])) != may_run(made)
 
 
 def test_counts_are_there_just_if_the_loss_is_over_a_count() -> None:
-    for counts in (True, False):
-        made = timelines("1f1b", 2, 2, counts=counts)
-        assert not check_timelines(made, 2, 2, counts=counts)
-        assert check_timelines(made, 2, 2, counts=not counts)
+    for also, other in ((["COUNT"], []), ([], ["COUNT"])):
+        made = timelines("1f1b", 2, 2, also=also)
+        assert not check_timelines(made, (0, 1), 2, also=also)
+        assert check_timelines(made, (0, 1), 2, also=other)
 
 
 @pytest.mark.parametrize(
@@ -201,5 +208,5 @@ def test_counts_are_there_just_if_the_loss_is_over_a_count() -> None:
 def test_a_fault_names_the_role_and_the_actions(orders: Sequence[str], why: str) -> None:
     made = {f"stage{k}": [Action.parse(word) for word in text.split()] for k, text in enumerate(orders)}
     microbatches = 1 + max((action.microbatch for actions in made.values() for action in actions), default=0)
-    faults = [str(fault) for fault in check_timelines(made, max(len(made), 1), microbatches, counts=False)]
+    faults = [str(fault) for fault in check_timelines(made, tuple(range(max(len(made), 1))), microbatches)]
     assert any(why in fault for fault in faults), faults

@@ -14,7 +14,7 @@ from parc.checking.checks import check_build, check_schedule, static_faults
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import parse_schedule, schedule_text
 from parc.compiler.program.binding import Binding
-from parc.compiler.program.roles import Role, group, join_roles
+from parc.compiler.program.roles import group, join_roles, roles_of
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.stages import check_stages
 from parc.compiling.driver import Compiled, compile_plan
@@ -71,11 +71,12 @@ def refusals(build: Good, programs: Files | None = None, schedule: str | None = 
     programs = build.programs if programs is None else programs
     same = set(map(id, build.programs.values()))
     try:
-        found = group(p if id(p) in same else parse_program(p.text()) for p in programs.values())
+        texts = (p if id(p) in same else parse_program(p.text()) for p in programs.values())
+        found = group(texts, compiled.timelines)
         actions = parse_schedule(build.texts["schedule.txt"] if schedule is None else schedule)
-        roles = {name: Role(name, own, actions.get(name, ())) for name, own in found.items()}
+        roles = roles_of(found, {name: actions.get(name, ()) for name in found})
         if schedule is not None:
-            return list(map(str, check_schedule(roles, compiled.plan.microbatches, counts=False)))
+            return list(map(str, check_schedule(roles, compiled.plan.microbatches)))
         faults = static_faults(replace(compiled.build, programs=join_roles(found), roles=roles))
     except ValueError as error:
         return [str(error)]

@@ -149,7 +149,7 @@ def roles(mesh: str, ranks: int, order: Sequence[Action] | None = None) -> dict[
         for stage in range(rank, STAGES, ranks):
             programs[f"{stage}F"] = program(f"stage{stage}", "F", mesh, FORWARD[stage], types)
             programs[f"{stage}B"] = program(f"stage{stage}", "B", mesh, BACKWARD[stage], {**back, **transposed})
-        made[f"pp{rank}"] = Role(f"pp{rank}", programs, tuple(timeline(order or accumulated(), ranks, rank)))
+        made[f"pp{rank}"] = Role(f"pp{rank}", programs, tuple(timeline(order or accumulated(), ranks, rank)), "pp")
     return made
 
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from parc.checking.checks import case_of, report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
-from parc.compiler.program.actions import Action
+from parc.compiler.program.actions import REDUCE, Action
 from parc.compiling.driver import Compiled, compile_plan
 from parc.runtime.backends.in_process import Stuck
 from parc.runtime.communication import PeerLost
@@ -30,6 +30,7 @@ from parc.runtime.launch.failures import failure_of, leave_failure
 from parc.runtime.launch.launch import _outcome
 from parc.runtime.opening import open_build
 from parc.runtime.session import Session
+from parc.runtime.step import HANDLERS
 from tests.runtime.ranks import run_ranks
 from tests.runtime.staged import MICROBATCHES, batch, roles, staged, write
 
@@ -298,7 +299,7 @@ def hang(path: str, file: str) -> None:
     rank = session.rank
     session.step(batch(0))
     if rank == 0:
-        session._by_sizes().stepper._reduce = lambda *_: os._exit(0)  # type: ignore[method-assign]
+        HANDLERS[REDUCE] = lambda *_: os._exit(0)
     try:
         session.step(batch(1))
     except RuntimeError as error:

@@ -44,6 +44,7 @@ class Schedule(Directive):
 
     `table "FILE"`: the order that a file gives, relative to the plan's folder: a line a rank of the axis, with `F` and
     `B` of every stage and microbatch, as `rank 0: 0F0 0F1 0B0 0B1`; rows stand in any order, and `#` begins a comment.
+    Of p ranks, rank r has stage r and every p-th after it, unless lines such as `stages of rank 0: 0 3` say otherwise.
     `looped` (breadth first: a rank's chunks one after the other) is such a table that parc ships, `schedule looped
     microbatches 8 chunks 2`.
 

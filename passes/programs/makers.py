@@ -1,0 +1,90 @@
+"""Makers: of each kind of action that runs a program, what makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD, REDUCE, SCALING, StageRanks, step_kinds
+from ...compiler.program.program import Program
+from ...compiler.program.roles import SINGLE, Programs
+from ..calls import outputs
+from .assemble import Assembled, assemble_count, assemble_scale
+from .cut import Pipeline
+from .reduce import reductions
+from .segments import node_type
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What programs are made of: the typed graphs of the forward and of the count of targets, where there is one, and
+    the work of every stage."""
+
+    mesh: Mesh
+    graph: fx.Graph
+    count: fx.Graph | None
+    averaged: int
+    """Of how many parts the loss is the mean, where no count divides it."""
+    made: Assembled
+    pipeline: Pipeline | None
+
+    @property
+    def ranks(self) -> StageRanks:
+        """Where stages lie: of each the number of its role."""
+        return self.pipeline.ranks if self.pipeline is not None else (0,)
+
+    @property
+    def roles(self) -> Sequence[str]:
+        """The names of the roles."""
+        axis = self.pipeline.axis if self.pipeline is not None else ""
+        return [f"{axis}{rank}" for rank in range(self.mesh.size(axis))] if axis else [SINGLE]
+
+
+Maker = Callable[[StepParts], Sequence[Program]]
+"""Makes the programs of a kind: one of the whole step, or each stage's, or each role's, as its row says; none where a
+step does not have it."""
+
+
+def _count(parts: StepParts) -> Sequence[Program]:
+    return [] if parts.count is None else [assemble_count(parts.count, parts.mesh, SINGLE)]
+
+
+def _scale(parts: StepParts) -> Sequence[Program]:
+    count = None if parts.count is None else node_type(outputs(parts.count)[0])
+    dtype: torch.dtype = node_type(outputs(parts.graph)[0]).dtype
+    return [assemble_scale(count, dtype, parts.averaged, parts.mesh, SINGLE)]
+
+
+def _work(kind: str) -> Maker:
+    return lambda parts: [work[kind] for work in parts.made.work]
+
+
+MAKERS: dict[str, Maker] = {
+    COUNTING: _count,
+    SCALING: _scale,
+    FORWARD: _work(FORWARD),
+    BACKWARD: _work(BACKWARD),
+    REDUCE: lambda parts: [*reductions(parts.graph, parts.mesh, parts.made, parts.pipeline)],
+}
+
+
+def make_roles(parts: StepParts) -> dict[str, Programs]:
+    """The programs of every role: those that all share, its stages' work and its own."""
+    roles: dict[str, dict[str, Program]] = {name: {} for name in parts.roles}
+    for row in step_kinds():
+        for at, program in enumerate(MAKERS[row.kind](parts) if row.program else ()):
+            key = f"{at}{row.kind}" if row.program == "stage" and parts.pipeline is not None else row.kind
+            for name in _holders(row.program, at, parts):
+                roles[name][key] = program
+    return dict(roles)
+
+
+def _holders(program: str, at: int, parts: StepParts) -> Sequence[str]:
+    """The roles that have a kind's program of some number."""
+    if program == "step":
+        return parts.roles
+    return [parts.roles[parts.ranks[at] if program == "stage" else at]]

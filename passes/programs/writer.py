@@ -1,0 +1,102 @@
+"""Writing: the one function of a program that a step runs once, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import Placement, TensorType
+from ...compiler.program.binding import Binding
+from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
+from .emit import FreshNames, identifier, size_argument
+
+ORIGIN = Origin()
+"""Of lines that stand for no line of the model."""
+
+
+def whole_type(mesh: Mesh, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> TensorType:
+    """The type of a value that every rank holds whole."""
+    return TensorType(dtype, shape, Placement.whole(mesh))
+
+
+@dataclass(frozen=True, slots=True)
+class Across:
+    """How the REDUCE of one role meets the others: over all coordinates of the pipeline's axis, and for a parameter of
+    several roles over theirs."""
+
+    axis: str
+    ranks: Sequence[int]
+    tied: Mapping[str, Sequence[int]]
+    elsewhere: Collection[str]
+    """Of these parameters those that another role counts in the norm."""
+
+
+@dataclass(slots=True)
+class Writer:
+    """The function of a program of steps while it grows; with ``across`` that of one of several roles."""
+
+    mesh: Mesh
+    across: Across | None = None
+    names: FreshNames = field(default_factory=FreshNames)
+    parameters: list[Value] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+
+    def take(self, base: str, type_: TensorType, binding: Binding) -> Value:
+        """A parameter."""
+        self.parameters.append(Value(self.names.fresh(base), type_, binding))
+        return self.parameters[-1]
+
+    def emit(self, op: str, args: tuple[object, ...], type_: TensorType, origin: Origin = ORIGIN, name: str = "",
+             **options: object) -> Value:  # fmt: skip
+        """The result of one more line, named after its operator unless told otherwise."""
+        value = Value(self.names.fresh(name or op.split(".")[1].strip("_")), type_)
+        self.lines.append(Line((value,), op, args, tuple(options.items()), origin))
+        return value
+
+    def stacked_sum(self, values: Sequence[Value]) -> Value:
+        """The sum of values of one type, each a single number."""
+        row = replace(values[0].type, shape=(len(values),))
+        stacked = self.emit("aten.stack.default", ([Ref(value.name) for value in values],), row)
+        return self.emit("aten.sum.default", (Ref(stacked.name),), values[0].type)
+
+    def zeros(self, type_: TensorType, origin: Origin = ORIGIN) -> Value:
+        """What this role adds where it makes no part."""
+        shape = [size_argument(type_, dim) for dim in range(len(type_.shape))]
+        return self.emit("aten.full.default", (shape, 0.0), type_, origin, "zeros", dtype=type_.dtype)
+
+    def total(self, value: Value, origin: Origin = ORIGIN) -> Value:
+        """The sum over the axes on which a value is partial."""
+        axes = value.type.placement.partial
+        if not axes:
+            return value
+        return self.emit("parc.all_reduce", (Ref(value.name), ",".join(axes)), summed_type(value.type), origin)
+
+    def among(self, value: Value, ranks: Sequence[int], origin: Origin = ORIGIN) -> Value:
+        """The sum over roles, where there are several."""
+        if self.across is None:
+            return value
+        args = Ref(value.name), self.across.axis, list(ranks)
+        return self.emit("parc.all_reduce_among", args, value.type, origin)
+
+    def gradient(self, name: str, made: Value | TensorType, dtype: torch.dtype, origin: Origin) -> Value:
+        """A gradient's sum over this role's ranks; of one whose type alone is given, zeros."""
+        if isinstance(made, TensorType):  # its stages read the parameter where no gradient flows
+            return self.zeros(replace(summed_type(made), dtype=dtype), origin)
+        value = self.take(identifier(name), made.type, Binding("gradient", name))
+        if made.type.dtype != dtype:
+            wide = replace(made.type, dtype=dtype)
+            value = self.emit("aten._to_copy.default", (Ref(value.name),), wide, origin, "widen", dtype=dtype)
+        return self.total(value, origin)
+
+    def program(self, role: str, action: str, returns: Sequence[tuple[Binding, str]]) -> Program:
+        """What was written, as the one function of an action's program."""
+        function = Function(action.lower(), tuple(self.parameters), tuple(self.lines), tuple(returns))
+        return Program(role, action, self.mesh, (function,))
+
+
+def summed_type(type_: TensorType) -> TensorType:
+    """A type with nothing left to sum."""
+    return replace(type_, placement=type_.placement.replace(dict.fromkeys(type_.placement.partial, "I")))

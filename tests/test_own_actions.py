@@ -1,0 +1,269 @@
+"""A kind of action that is added from outside, by one row and what makes its program: a step has it everywhere."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import parc
+from parc.actions import TABLES, register_action
+from parc.build import build
+from parc.checking.checks import case_of, check_files, static_faults
+from parc.compiler.build.build import Build
+from parc.compiler.build.directory import read_build
+from parc.compiler.capture.node_facts import noted
+from parc.compiler.layout.placement import Placement
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.actions import ACTIONS, ActionRow, parse_schedule, schedule_text
+from parc.compiler.program.binding import LOSS, Binding
+from parc.compiler.program.program import Program, Ref
+from parc.compiler.program.roles import join_roles
+from parc.compiling.driver import Compiled, compile_plan
+from parc.grammar.source import Source
+from parc.passes.programs.emit import identifier
+from parc.passes.programs.makers import StepParts
+from parc.passes.programs.segments import node_type
+from parc.passes.programs.writer import Across, Writer, whole_type
+from parc.runtime.compare.simulate import TOLERANCE, compare
+from tests.planted_builds import ROOT
+from tests.runtime.ranks import run_ranks
+from tests.test_house import python_files, shown, tree
+
+KIND = "CHECKSUM"
+_PLAN = """\
+model "./planted_models.py:Tied" (layers=3)
+input x float32 [B, 4]
+input wanted float32 [B, 4]
+sizes B=8
+loss "./planted_models.py:square"(output, wanted)
+optimizer sgd lr 0.1 clip 1.0
+mesh tp=2, pp=2
+column layers.1 over tp
+stage before layers.1 over pp
+schedule 1f1b microbatches 2
+"""
+_CUT = ("stage before layers.1 over pp\n", "1f1b ", ", pp=2")
+PLANS = {"pipeline": _PLAN, "one role": reduce(lambda text, word: text.replace(word, ""), _CUT, _PLAN)}
+
+
+# ---- the kind: a row, what makes its program, and the numbers of a model that is not cut
+
+
+def make_checksum(parts: StepParts) -> Sequence[Program]:
+    """The squares of all parameters, summed: of each role those that no role before it reads."""
+    nodes = {noted(node).binding: node for node in parts.graph.find_nodes(op="placeholder")}
+    made, everyone = [], range(len(parts.roles))
+    for rank, role in enumerate(parts.roles):
+        write = Writer(parts.mesh, None if parts.pipeline is None else Across(parts.pipeline.axis, everyone, {}, ()))
+        one = whole_type(parts.mesh, torch.float32)
+        squares = []
+        for name in sorted({name for names in parts.made.reads for name in names}):
+            if rank == min(parts.ranks[stage] for stage, names in enumerate(parts.made.reads) if name in names):
+                binding = Binding("parameter", name)
+                value = write.take(identifier(name), node_type(nodes[binding]), binding)
+                axes = value.type.placement.split_axes()
+                partial = replace(one, placement=Placement.of(parts.mesh, dict.fromkeys(axes, "P")))
+                squares.append(write.total(write.emit("parc.square_sum.default", (Ref(value.name),), partial)))
+        total = write.among(write.stacked_sum(squares) if squares else write.zeros(one), everyone)
+        made.append(write.program(role, KIND, [(Binding("metric", "checksum"), total.name)]))
+    return made
+
+
+def checksum(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The same of whole parameters."""
+    return {"checksum": torch.stack([value.detach().double().square().sum() for value in parameters.values()]).sum()}
+
+
+def register() -> None:
+    register_action(
+        ActionRow(KIND, "after", "role", returns=("metric",), optional=True), make_checksum, metrics=checksum
+    )
+
+
+# ---- held
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """With the kind, which no other test sees."""
+    register()
+    yield
+    for table in TABLES:
+        table.pop(KIND, None)
+
+
+def compiled(plan: str) -> Compiled:
+    """One of the plans."""
+    return compile_plan(read_plan(Source("own.parc", PLANS[plan])), ROOT / "tests")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.usefixtures("registered")
+def test_a_kind_is_built_checked_and_simulated(plan: str) -> None:
+    made = compiled(plan)
+    for role in made.build.roles.values():
+        words = [str(action) for action in role.actions[-3:]]
+        assert words == [f"{role.stages[0]}{kind}" for kind in ("REDUCE", KIND, "STEP")]
+    assert not refusals(made) and metric_error(made) < 1e-12
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_kind_is_printed_read_and_run(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "planted_models.py", tmp_path)
+    (tmp_path / "own.parc").write_text(PLANS["pipeline"])
+    build(tmp_path / "own.parc", tmp_path / "out", {})
+    text = (tmp_path / "out" / "programs" / f"pp1.{KIND}.py").read_text()
+    assert text.startswith('"""parc program: role pp1, action CHECKSUM"""') and '"metric checksum":' in text
+    found = read_build(tmp_path / "out")
+    assert not check_files(found)
+    assert found.roles["pp1"].programs[KIND].text() == text
+    sums = [line for line in found.report["communication"] if line["op"] == "all_reduce_among"]
+    assert Counter(line["role"] for line in sums) == {"pp0": 4, "pp1": 4}  # a weight of both, loss, norm, and this
+    expected = checksum(dict(parc.reference(tmp_path / "out").module.named_parameters()), {})["checksum"]
+    for value in run_ranks(metric_of_a_step, 4, str(tmp_path / "out")):
+        assert value == pytest.approx(float(expected), rel=1e-6)
+
+
+def metric_of_a_step(path: str) -> float:
+    """On one rank, which has the kind by one call."""
+    register()
+    generator = torch.Generator().manual_seed(0)
+    batch = {name: torch.randn(8, 4, generator=generator) for name in ("x", "wanted")}
+    with parc.load(path) as session:
+        return session.step(batch).metrics["checksum"]
+
+
+def test_a_kind_has_one_name_and_a_maker() -> None:
+    with pytest.raises(ValueError, match="`REDUCE` is the name of another"):
+        register_action(ActionRow("REDUCE", "after", "role"), make_checksum)
+    with pytest.raises(ValueError, match="not in capital letters"):
+        register_action(ActionRow("SEND_F", "after", ""))
+    with pytest.raises(ValueError, match="has a maker just if"):
+        register_action(ActionRow(KIND, "after", "role"))
+
+
+# ---- bugs planted in it
+
+
+def with_programs(made: Compiled, changed: Mapping[str, Program], schedule: str = "") -> Build:
+    """The build of which some roles have another program of the kind, or all another schedule.
+
+    Raises:
+        ValueError: the programs are no pieces of one step.
+    """
+    timelines = parse_schedule(schedule) if schedule else made.timelines
+    roles = {
+        name: replace(
+            role, programs={**role.programs, KIND: changed.get(name, role.programs[KIND])}, actions=timelines[name]
+        )
+        for name, role in made.build.roles.items()
+    }
+    programs = join_roles({name: role.programs for name, role in roles.items()})
+    return replace(made.build, programs=programs, roles=roles)
+
+
+def refusals(made: Compiled, changed: Mapping[str, Program] = MappingProxyType({}), schedule: str = "") -> str:
+    """Why it is refused, by the checks of texts alone."""
+    try:
+        return "; ".join(map(str, static_faults(with_programs(made, changed, schedule))))
+    except ValueError as error:
+        return str(error)
+
+
+def metric_error(made: Compiled, changed: Mapping[str, Program] = MappingProxyType({})) -> float:
+    """How far the kind's numbers are from those of a model that is not cut."""
+    agreement = compare(case_of(replace(made, written=with_programs(made, changed))), steps=1)
+    assert max(agreement.loss, agreement.gradient, agreement.parameter) < TOLERANCE
+    return agreement.metric
+
+
+def main_with(program: Program, **changes: Any) -> Program:
+    """A program with another main function."""
+    return replace(program, functions=(replace(program.main, **changes),))
+
+
+def without(program: Program, op: str) -> Program:
+    """A program without its first line of an operator, whose operand stands for its result."""
+    gone = next(line for line in program.main.lines if line.op == op)
+    (old,), (new,) = (value.name for value in gone.made), gone.uses()
+
+    def named(item: Any) -> Any:
+        if isinstance(item, list):
+            return [named(each) for each in item]
+        return Ref(new) if item == Ref(old) else item
+
+    lines = tuple(replace(line, args=tuple(map(named, line.args))) for line in program.main.lines if line != gone)
+    return main_with(
+        program, lines=lines, returns=tuple((key, new if n == old else n) for key, n in program.main.returns)
+    )
+
+
+@pytest.mark.usefixtures("registered")
+def test_bugs_in_a_kind_are_refused() -> None:
+    made = compiled("pipeline")
+    programs = {name: role.programs[KIND] for name, role in made.build.roles.items()}
+    first = programs["pp0"]
+    assert "still to be summed over `tp`" in refusals(made, {"pp0": without(first, "parc.all_reduce")})
+    for name, program in programs.items():
+        one = refusals(made, {name: without(program, "parc.all_reduce_among")})
+        assert f"{name}.{KIND} checksum: is not summed once over all roles" in one
+    (name, value), *_ = first.main.bound("parameter").items()
+    gradient = replace(value, binding=Binding("gradient", name))
+    changed = main_with(first, parameters=tuple(gradient if v is value else v for v in first.main.parameters))
+    assert "nothing is bound to `gradient" in refusals(made, {"pp0": changed})
+    loss = {name: main_with(own, returns=((LOSS, own.main.returns[0][1]),)) for name, own in programs.items()}
+    assert "`loss` is returned, but nobody takes it" in refusals(made, loss)
+    assert "makes `loss`" in refusals(made, {"pp0": loss["pp0"]})
+
+
+@pytest.mark.usefixtures("registered")
+def test_numbers_that_are_wrong_are_refused() -> None:
+    made = compiled("pipeline")
+    last = made.build.roles["pp1"].programs[KIND]
+    squares = [at for at, line in enumerate(last.main.lines) if line.op == "parc.square_sum.default"]
+    lines = list(last.main.lines)
+    lines[squares[0]] = replace(lines[squares[0]], args=lines[squares[1]].args)
+    changed = {"pp1": main_with(last, lines=tuple(lines))}
+    assert metric_error(made, changed) > 1e-3
+
+
+@pytest.mark.usefixtures("registered")
+def test_roles_that_meet_in_another_order_are_refused() -> None:
+    made = compiled("pipeline")
+    text = schedule_text(made.timelines)
+    assert not refusals(made, schedule=text)
+    swapped = text.replace(f"1REDUCE 1{KIND}", f"1{KIND} 1REDUCE")
+    assert f"pp1: `1{KIND}` comes before `1REDUCE`" in refusals(made, schedule=swapped)
+    assert f"`1{KIND}` is there 0 times" in refusals(made, schedule=text.replace(f" 1{KIND}", ""))
+    assert f"`0{KIND}` is there 2 times" in refusals(made, schedule=text.replace(f"0{KIND}", f"0{KIND} 0{KIND}"))
+
+
+# ---- kinds are named in one place
+
+
+def test_kinds_are_named_in_their_table_and_in_schedules_alone() -> None:
+    """Elsewhere code asks the table, or names a constant of it. What B returns has a form of its own in its text, and
+    the batch is called B too."""
+    named = Counter(
+        shown(file)
+        for file in python_files("compiler", "passes", "runtime", "parc")
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in ACTIONS
+    )
+    allowed = {
+        "compiler/program/actions.py": len(ACTIONS),
+        "compiler/program/binding.py": 2,
+        "compiler/sizes/size_range.py": 1,
+    }
+    assert {name: count for name, count in named.items() if not name.startswith("compiler/schedules/")} == allowed
