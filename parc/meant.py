@@ -84,7 +84,7 @@ def _changes(plan: Plan, groups: set[int]) -> Iterator[tuple[int, str, Plan]]:
     """The plan with one line changed, for each line of its own and each way to mistake it: its number and new text."""
     for line in plan.placements:
         span = line.arguments.statement.span
-        if not isinstance(line, SplitWeights) or line.role == "vocab" or line.pad or span.source is not plan.source:
+        if not isinstance(line, SplitWeights) or line.style == "vocab" or line.pad or span.source is not plan.source:
             continue
         for text in _mistakes(span.text, line, groups):
             whole = f"{plan.source.text[: span.start]}{text}{plan.source.text[span.end :]}"
@@ -101,9 +101,9 @@ def _changes(plan: Plan, groups: set[int]) -> Iterator[tuple[int, str, Plan]]:
 def _mistakes(text: str, line: SplitWeights, groups: set[int]) -> Iterator[str]:
     axis = line.axis.text
     plain = re.sub(r"\s+rows\s*\([^)]*\)", "", text)
-    other = "row" if line.role == "column" else "column"
-    yield re.sub(rf"^{line.role}\b\s*", f"{other} ", plain)
-    if line.role == "column":
+    other = "row" if line.style == "column" else "column"
+    yield re.sub(rf"^{line.style}\b\s*", f"{other} ", plain)
+    if line.style == "column":
         yield from (f"{plain} rows ({count} h/{axis} d)" for count in sorted(groups))
         if plain != text:
             yield plain

@@ -1,4 +1,4 @@
-"""Placements as directives ask for them before the model is known: layouts, and splits by a weight's role."""
+"""Placements as directives ask for them before the model is known: layouts, and splits by a weight's style."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Fix(Directive):
 
 @dataclass(frozen=True)
 class SplitWeights(Directive):
-    """Weights of modules (or weights by name), split over one axis on the dim that ``role`` picks."""
+    """Weights of modules (or weights by name), split over one axis on the dim that ``style`` picks."""
 
     ONCE = False
 
@@ -74,7 +74,7 @@ class SplitWeights(Directive):
     pad: bool = argument(lambda given: "pad" in given)
 
     @property
-    def role(self) -> str:
+    def style(self) -> str:
         """``column``, ``row`` or ``vocab``."""
         return self.arguments.statement.verb.text
 

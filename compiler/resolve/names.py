@@ -134,24 +134,24 @@ def find_weights(line: SplitWeights, word: Word, names: PlanNames) -> tuple[tupl
         help_ = f"name modules inside it, as {listed(children[:3], 'or')}" if children else "name a linear layer"
         message = f"the module `{modules[0]}` has no weight"
         return (), (Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_),)
-    errors = [error for name, _ in weights if (error := _check_role(line, word, name, names)) is not None]
+    errors = [error for name, _ in weights if (error := _check_style(line, word, name, names)) is not None]
     if errors:
         return (), tuple(errors)
     return tuple(weights), ()
 
 
-def split_dim(role: str, use: WeightUse) -> int | None:
-    """The dim of a weight that a role splits, or None if the weight's use has no such dim."""
-    if role == "vocab":
+def split_dim(style: str, use: WeightUse) -> int | None:
+    """The dim of a weight that a style splits, or None if the weight's use has no such dim."""
+    if style == "vocab":
         return use.out_dim if use.kind in ("lookup", "linear") else None
     if use.kind != "linear":
         return None
-    return use.in_dim if role == "row" else use.out_dim
+    return use.in_dim if style == "row" else use.out_dim
 
 
-def _check_role(line: SplitWeights, word: Word, name: str, names: PlanNames) -> Diagnostic | None:
+def _check_style(line: SplitWeights, word: Word, name: str, names: PlanNames) -> Diagnostic | None:
     use = names.use(name)
-    if split_dim(line.role, use) is not None:
+    if split_dim(line.style, use) is not None:
         return None
     entries = ", ".join("_" for _ in names.shape(name))
     help_ = f"place it by its dims: `shard {name} [{entries}]` with `/{line.axis.text}` on one of them"
@@ -159,7 +159,7 @@ def _check_role(line: SplitWeights, word: Word, name: str, names: PlanNames) -> 
     if use.kind == "lookup":
         message = f"`{name}` is an embedding table, not the weight of a linear layer"
         help_ = f"use `vocab {word.text} over {line.axis.text}`"
-    elif line.role == "vocab":
+    elif line.style == "vocab":
         message = f"`{name}` is neither an embedding table nor the weight of a linear layer"
     return Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_)
 

@@ -297,10 +297,10 @@ class _Resolver:
     def _split_weight(
         self, line: SplitWeights, word: Word, weight: str, bias: str | None
     ) -> Iterator[PlacementSeed | Diagnostic]:
-        dim = split_dim(line.role, self._names.use(weight))
-        assert dim is not None  # find_weights checked the role
+        dim = split_dim(line.style, self._names.use(weight))
+        assert dim is not None  # find_weights checked the style
         targets = [(weight, dim)]
-        if bias is not None and line.role != "row":
+        if bias is not None and line.style != "row":
             targets.append((bias, 0))
         rows = line.rows or DimLayout((Factor(None, None, (line.axis,), line.axis.span),), line.axis.span)
         for name, at in targets:
