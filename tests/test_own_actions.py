@@ -29,6 +29,7 @@ from parc.compiler.program.actions import ACTIONS, ActionRow, parse_schedule, sc
 from parc.compiler.program.binding import LOSS, Binding
 from parc.compiler.program.program import Program, Ref
 from parc.compiler.program.roles import join_roles
+from parc.compiler.twin.structure import compare_structure
 from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.source import Source
 from parc.passes.programs.emit import identifier
@@ -231,11 +232,17 @@ def test_bugs_in_a_kind_are_refused() -> None:
 def test_numbers_that_are_wrong_are_refused() -> None:
     made = compiled("pipeline")
     last = made.build.roles["pp1"].programs[KIND]
-    squares = [at for at, line in enumerate(last.main.lines) if line.op == "parc.square_sum.default"]
-    lines = list(last.main.lines)
-    lines[squares[0]] = replace(lines[squares[0]], args=lines[squares[1]].args)
-    changed = {"pp1": main_with(last, lines=tuple(lines))}
-    assert metric_error(made, changed) > 1e-3
+    at, stack = next((at, line) for at, line in enumerate(last.main.lines) if line.op == "aten.stack.default")
+    (row,), (items,) = stack.made, stack.args
+    row = replace(row, type=replace(row.type, shape=(len(items) + 1,)))
+    twice = replace(stack, results=(row,), args=([*items, items[0]],))
+    lines = (*last.main.lines[:at], twice, *last.main.lines[at + 1 :])
+    changed = {"pp1": main_with(last, lines=lines)}
+    assert not refusals(made, changed) and metric_error(made, changed) > 1e-3
+    good, bad, reference = made.build, with_programs(made, changed), made.build.reference
+    assert not compare_structure(good.programs, reference, good.programs, reference)
+    (fault,) = compare_structure(bad.programs, reference, good.programs, reference)
+    assert f"{KIND} metric checksum" in str(fault), fault
 
 
 @pytest.mark.usefixtures("registered")

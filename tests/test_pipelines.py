@@ -75,18 +75,14 @@ def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
     assert not prove(made) and error(made) < 1e-12
 
 
-V = """\
-stages of rank r: (r) (n-1-r)  # down the ranks and up again
-rank r: (r)F(0..m-1) (n-1-r)F(0..m-1) (n-1-r)B(0..m-1) (r)B(0..m-1)
-"""
-
-
 def in_a_v(tmp_path: Path) -> Path:
     """The plan of seven layers in four stages on two ranks, of which the first has the first and the last."""
     shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "v.txt").write_text(V)
+    shutil.copy(ROOT / "tests" / "in_a_v.txt", tmp_path)
     plan = tmp_path / "seven.parc"
-    text = plan.read_text().replace("schedule  gpipe microbatches 1", 'schedule  table "v.txt" microbatches 2 chunks 2')
+    text = plan.read_text().replace(
+        "schedule  gpipe microbatches 1", 'schedule  table "in_a_v.txt" microbatches 2 chunks 2'
+    )
     plan.write_text(text.replace("pp=3", "pp=2").replace("layers.2, layers.5", "layers.2, layers.4, layers.6"))
     return plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -75,10 +76,7 @@ def test_a_table_that_is_wrong_is_refused_by_its_line_and_action(text: str, why:
     assert found is not None and why in found, found
 
 
-V = """\
-stages of rank r: (r) (n-1-r)  # down the ranks and up again
-rank r: (r)F(0..m-1) (n-1-r)F(0..m-1) (n-1-r)B(0..m-1) (r)B(0..m-1)
-"""
+V = (Path(__file__).parent.parent / "in_a_v.txt").read_text()
 
 
 def test_a_table_says_where_stages_lie() -> None:

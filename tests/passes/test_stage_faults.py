@@ -42,6 +42,9 @@ _PLANS = {
     "four stages on two ranks": _PLAN.format(
         layers=4, cuts="layers.1, layers.2, layers.3", schedule="interleaved microbatches 2 chunks 2"
     ),
+    "four stages side by side": _PLAN.format(
+        layers=4, cuts="layers.1, layers.2, layers.3", schedule='table "side_by_side.txt" microbatches 2 chunks 2'
+    ),
     "a stage that reads a parameter without a gradient": _PLAN.format(
         layers=1, cuts="b", schedule="gpipe microbatches 2"
     ).replace('Tied" (layers=1)', 'Looked"'),
