@@ -111,8 +111,16 @@ TENSOR = "mesh tp=2\ncolumn up over tp\nrow down over tp\n"
 NAMES = {"squash", "total", "mix", "rows", "turned", "sevens"}
 
 
-def built(folder: Path, lines: str) -> Compiled:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The one folder of the model: a module that is made twice registers its operators twice, and torch forgets the
+    first ones, which captured graphs still hold."""
+    folder = tmp_path_factory.mktemp("outside")
     (folder / "outside_model.py").write_text(MODEL)
+    return folder
+
+
+def built(folder: Path, lines: str) -> Compiled:
     return compiled(PLAN + lines, folder)
 
 
@@ -122,9 +130,9 @@ def outside_lines(made: Compiled) -> list[Line]:
 
 
 @pytest.mark.parametrize("lines", [DATA, TENSOR], ids=["dp", "tp"])
-def test_an_operator_of_each_family_is_one_row(tmp_path: Path, lines: str) -> None:
+def test_an_operator_of_each_family_is_one_row(folder: Path, lines: str) -> None:
     """Its programs are proved, its numbers are those of the plain model, and it is computed in parts."""
-    made = built(tmp_path, lines)
+    made = built(folder, lines)
     assert checked(made).report["checks"]["numbers"] == "tested"
     found = outside_lines(made)
     assert {line.op.split(".")[1] for line in found} == NAMES
@@ -132,8 +140,8 @@ def test_an_operator_of_each_family_is_one_row(tmp_path: Path, lines: str) -> No
     assert split == (NAMES if lines == DATA else {"mix", "squash"})
 
 
-def test_an_operator_from_outside_is_costed_by_its_row(tmp_path: Path) -> None:
-    made = built(tmp_path, DATA)
+def test_an_operator_from_outside_is_costed_by_its_row(folder: Path) -> None:
+    made = built(folder, DATA)
     cost = {str(node.target).split(".")[1]: operations_of(node) for node in made.captured.graph.nodes
             if str(node.target).startswith("outside.") and "down" not in str(node.args)}  # fmt: skip
     samples = 8
@@ -142,16 +150,16 @@ def test_an_operator_from_outside_is_costed_by_its_row(tmp_path: Path) -> None:
     assert cost["squash"] == PASSES * FLOPS_PER_BYTE * 2 * 4 * samples * 4 * 12
 
 
-def test_an_operator_from_outside_computes_in_the_type_that_its_row_says(tmp_path: Path) -> None:
-    made = built(tmp_path, DATA + "precision bf16\n")
+def test_an_operator_from_outside_computes_in_the_type_that_its_row_says(folder: Path) -> None:
+    made = built(folder, DATA + "precision bf16\n")
     checked(made)
     types = {line.op.split(".")[1]: line.made[0].type.dtype for line in outside_lines(made)}
     assert types["mix"] == torch.bfloat16
     assert types["total"] == torch.float32
 
 
-def test_facts_that_are_none_are_refused(tmp_path: Path) -> None:
-    built(tmp_path, DATA)
+def test_facts_that_are_none_are_refused(folder: Path) -> None:
+    built(folder, DATA)
     assert facts("outside.mix.default").precision == "product"
     with pytest.raises(RuleError, match="'colour' is no fact of an operator; these are: addable"):
         register("outside.other.default", "... -> ...", colour="red")
