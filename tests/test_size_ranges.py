@@ -248,9 +248,9 @@ def planted(gpt: Path, old: str, new: str, file: str = "stage0.F.py") -> Build:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("reshape.default(native_layer_norm, [{B*S/2}", "reshape.default(native_layer_norm, [{B*S/2+1}"),
-        ("reshape.default(native_layer_norm, [{B*S/2}", "reshape.default(native_layer_norm, [{B*S/4}"),
-        ("reshape.default(native_layer_norm, [{B*S/2}", "reshape.default(native_layer_norm, [{8*S}"),  # right at B=16
+        ("(norm1_native_layer_norm, [{B*S/2}", "(norm1_native_layer_norm, [{B*S/2+1}"),
+        ("(norm1_native_layer_norm, [{B*S/2}", "(norm1_native_layer_norm, [{B*S/4}"),
+        ("(norm1_native_layer_norm, [{B*S/2}", "(norm1_native_layer_norm, [{8*S}"),  # right at B=16
         ("iota.default({S}", "iota.default({S+1}"),
         ("iota.default({S}", "iota.default({2*S-32}"),  # right at the largest
         ("iota.default({S}, 0", "iota.default({S}, {S**2-32*S}"),  # right at the largest, and of the same shape
