@@ -228,7 +228,7 @@ def kept(microbatches: int = 16) -> None:
         plan = read_plan(ROOT / "examples" / "llama-pipeline.parc", defines)
         small = {"width": 64, "ffn": 128, "vocab": 256, "length": 128}
         made = compile_plan(plan, ROOT / "examples", overrides=small)
-        case = case_of(made, made.built.programs, made.roles())
+        case = case_of(made)
         simulation = Simulation(case, account=True)
         simulation.step(random_batch(case.reference, microbatches, torch.Generator().manual_seed(0)), 0)
         peaks[schedule] = {
