@@ -92,7 +92,8 @@ class OpFacts:
     """Such numbers that no argument says."""
 
     reaches_outside: bool = False
-    """It does more than its results say, or reads more than its operands: a file, a number in Python, the screen."""
+    """It does more than its results say, or reads more than its operands: a file, a number in Python, the screen, or
+    memory that nobody wrote. No program may use it."""
     addable: bool = False
     """It makes gradients of weights, and can add them to something."""
     compiled: bool = True

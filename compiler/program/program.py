@@ -292,13 +292,15 @@ _FOREIGN = frozenset({
 
 def allowed(op: str, custom: Collection[str] = ()) -> bool:
     """Whether a program may use the operator: a collective, one with a rule, any functional one of aten, or one of
-    those that it declares as ``custom``, which must be functional too."""
+    those that it declares as ``custom``, which must be functional too; none that reaches outside its operands."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
+    if facts(op).reaches_outside:
+        return False
     if op in COLLECTIVES or (has_rule(op) and namespace in ("aten", "parc")):
         return True
     own = namespace == "aten" or (op in custom and namespace not in _FOREIGN)
-    if not own or not all(map(str.isidentifier, (namespace, name, overload))) or facts(op).reaches_outside:
+    if not own or not all(map(str.isidentifier, (namespace, name, overload))):
         return False
     try:
         found = operator(op)

@@ -14,7 +14,7 @@ from parc.compiler.program.actions import accumulation
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import SINGLE, Role
-from parc.compiler.program.text import parse_program
+from parc.compiler.program.text import ProgramError, parse_program
 from parc.compiler.verify.lines import check_program
 from parc.compiler.verify.scaling import degrees
 from parc.compiler.verify.step import check_bindings, check_reference, mesh_faults, trained
@@ -235,8 +235,7 @@ def forward(
     assert not check_program(parse_program(lookup))
 
 
-def test_zeros_are_partial_sums_of_zero_and_ones_are_not() -> None:
-    text = '''"""parc program: role stage0, action F"""
+ZEROS = '''"""parc program: role stage0, action F"""
 
 mesh(dp=2, tp=2)
 
@@ -248,8 +247,18 @@ def forward(
         "loss": full,
     }
 '''
-    assert not check_program(parse_program(text))
-    assert check_program(parse_program(text.replace("0.0", "1.0")))
+
+
+def test_zeros_are_partial_sums_of_zero_and_ones_are_not() -> None:
+    assert not check_program(parse_program(ZEROS))
+    assert check_program(parse_program(ZEROS.replace("0.0", "1.0")))
+
+
+@pytest.mark.parametrize("call", ["empty.memory_format([4]", "empty_strided.default([4], [1]"])
+def test_memory_that_nobody_wrote_is_no_value(call: str) -> None:
+    """It often holds zeros, and then every test of numbers accepts it."""
+    with pytest.raises(ProgramError, match="is not an operator that a program may use"):
+        parse_program(ZEROS.replace("full.default([4], 0.0", call))
 
 
 def test_programs_of_another_mesh_or_action_or_role_are_refused() -> None:

@@ -11,11 +11,15 @@ def made(call: OpCall) -> OpRule:
 
 
 CREATION_RULES = {
-    # memory that nobody wrote counts as zeros
-    **rows_of("zeros empty.memory_format", OpRow(made, result_shape(0, "size"), number=0)),
-    **rows_of("new_zeros new_empty", OpRow(made, result_shape(1, "size"), number=0)),
-    **rows_of("zeros_like empty_like", OpRow(pointwise(), number=0)),
-    **rows_of("zero empty_strided new_empty_strided empty_permuted _efficientzerotensor", OpRow(number=0)),
+    **rows_of("zeros", OpRow(made, result_shape(0, "size"), number=0)),
+    **rows_of("new_zeros", OpRow(made, result_shape(1, "size"), number=0)),
+    **rows_of("zeros_like", OpRow(pointwise(), number=0)),
+    **rows_of("zero _efficientzerotensor", OpRow(number=0)),
+    # a model's memory that nobody wrote is written as zeros: no program may read what lies there
+    **rows_of("empty.memory_format", OpRow(made, result_shape(0, "size"), number=0, reaches_outside=True)),
+    **rows_of("new_empty", OpRow(made, result_shape(1, "size"), number=0, reaches_outside=True)),
+    **rows_of("empty_like", OpRow(pointwise(), number=0, reaches_outside=True)),
+    **rows_of("empty_strided new_empty_strided empty_permuted", OpRow(number=0, reaches_outside=True)),
     **rows_of("ones", OpRow(made, result_shape(0, "size"), number=1)),
     **rows_of("new_ones", OpRow(made, result_shape(1, "size"), number=1)),
     **rows_of("ones_like", OpRow(pointwise(), number=1)),
