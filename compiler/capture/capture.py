@@ -53,9 +53,9 @@ class InputSpec:
 class Captured:
     """The forward graph of model and loss.
 
-    Every placeholder has ``meta["binding"]``, a parameter, a buffer, a constant or an input;
-    every other node ``meta["origin"]``, and in ``meta["loss"]`` whether it is outside the model, in the loss. The
-    outputs are the loss, then the new value of each buffer in ``updates``.
+    Every placeholder has a ``binding``: a parameter, a buffer, a constant or an input. Every other node has an
+    ``origin``, and ``in_loss`` where it is outside the model, in the loss (`node_facts`). The outputs are the loss,
+    then the new value of each buffer in ``updates``.
     """
 
     graph: fx.Graph

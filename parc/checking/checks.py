@@ -113,23 +113,29 @@ def proved(build: Build) -> tuple[str, ...]:
 
 
 def prove(compiled: Compiled) -> list[Fault]:
-    """Shapes, types and communication of a compiled plan, from the texts of its programs.
+    """Facts, shapes, types and communication of a compiled plan, from the texts that are about to be written.
 
     Raises:
         PlanError: something does not divide at a size that the plan declares.
     """
-    if errors := range_faults(compiled.build):
-        raise PlanError([fault_diagnostic(compiled.plan, fault) for fault in errors])
-    return program_faults(compiled.build, compiled.plan)
+    build, plan = compiled.build, compiled.plan
+    if faults := stated_faults(build, plan):
+        return faults
+    if errors := range_faults(build):
+        raise PlanError([fault_diagnostic(plan, fault) for fault in errors])
+    return program_faults(build, plan)
 
 
 def check_files(build: Build) -> list[Fault]:
-    """Re-prove a build from its files alone: its manifest and its report, then shapes, types and communication."""
+    """Prove the same of a build from its files alone; and that its report says what they say."""
     plan = plan_of(build)
-    if faults := [*build.fact_faults(), *plan_faults(build.manifest, plan)]:
-        return faults
-    faults = [fault.fault() for fault in range_faults(build)] or program_faults(build, plan)
-    return faults or report_faults(build, plan)
+    faults = stated_faults(build, plan) or [fault.fault() for fault in range_faults(build)]
+    return faults or program_faults(build, plan) or report_faults(build, plan)
+
+
+def stated_faults(build: Build, plan: Plan) -> list[Fault]:
+    """Facts of the manifest that are not what the programs, the schedule and the plan say."""
+    return [*build.fact_faults(), *plan_faults(build.manifest, plan)]
 
 
 def range_faults(build: Build) -> list[ShapeFault]:

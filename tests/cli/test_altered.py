@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from parc.checking.checks import check_files
+from parc.checking.checks import check_files, prove
 from parc.compiler.build.directory import read_build
+from parc.compiler.plan.plan import read_plan
+from tests.captured_once import compile_once
 from tests.cli.commands import Captured, parc
 from tests.runtime.tiny import PLAN, TENSOR, build
 
@@ -102,6 +104,16 @@ def test_a_manifest_is_held_against_plan_programs_and_schedule(made: Path, key: 
     MUTANTS[key](manifest)
     faults = check_files(replace(build, manifest=manifest))
     assert any(f"`{key}` " in fault.message for fault in faults) and {fault.check for fault in faults} == {"facts"}
+
+
+def test_a_compilation_is_held_to_the_same_facts_before_it_is_written(made: Path) -> None:
+    compiled = compile_once(read_plan(made.with_suffix(".parc")), made.parent)
+    assert prove(compiled) == []
+    for key, change in MUTANTS.items():
+        manifest = json.loads(json.dumps(compiled.build.manifest))
+        change(manifest)
+        faults = prove(replace(compiled, written=replace(compiled.build, manifest=manifest)))
+        assert any(f"`{key}` " in fault.message for fault in faults), key
 
 
 @pytest.mark.parametrize("key", ["mesh", "microbatches", "padding"])
