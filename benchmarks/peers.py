@@ -157,7 +157,7 @@ CASES: dict[str, tuple[int, dict[str, int], str, Callable[[], Step]]] = {
     )
     if not (settings and "--compile" in case)
 }
-"""What is measured against what: as both ship, then with the same settings."""
+"""The measured pairs, parc and a peer, by name: as both ship, then with the same settings."""
 
 
 def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) -> None:

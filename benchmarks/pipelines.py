@@ -131,8 +131,8 @@ def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) 
 
 
 def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
-    """What a step takes where nothing is added to the work: the schedule played with the measured time of each action,
-    and the sums and the update after it. The medians of all steps."""
+    """Return the seconds of a step if nothing were added to the work: the schedule played with the measured time of
+    each action, then the sums and the update. Times are medians over all steps."""
     from parc.compiler.build.directory import read_build
     from parc.compiler.program.actions import Action
     from parc.compiler.schedules.timeline import simulate
@@ -152,7 +152,7 @@ def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
         return middle.get(str(action), 0.0)
 
     def slowest(kind: str, choose: Callable[[Iterable[float]], float] = max) -> float:
-        """Of what both ranks do at the same time."""
+        """Return the time of work that both ranks do at once: that of the slower rank, or whatever ``choose`` takes."""
         return choose(sum(value for name, value in middle.items() if re.fullmatch(rf"{rank}{kind}\d*", name))
                       for rank in "01")  # fmt: skip
 

@@ -83,7 +83,8 @@ def environment(folder: Path, wheel: Path) -> Path:
 
 
 def use(parc: Path, folder: Path) -> None:
-    """What a newcomer does after ``pip install``, in a folder of one's own."""
+    """Follow a newcomer's first commands after ``pip install``, in a new folder: example, build, run, show, and a
+    family of models."""
     folder.mkdir()
     run(parc, "example", "gpt", cwd=folder)
     run(parc, "build", "gpt.parc", "-o", "gpt", cwd=folder)

@@ -1,1 +1,1 @@
-"""What a program is and what is known about it: meshes, placements, rules, capture, checks, build directory."""
+"""Programs and the knowledge about them: meshes, placements, rules, capture, checks, build directory."""

@@ -43,7 +43,8 @@ def trace(
 
 
 def is_composite(target: Any) -> bool:
-    """Whether an operator is made of others that torch has to see: of its own, it may return its operand or a view."""
+    """Return whether an operator has to be taken apart into others that torch has to see: called as one operator, it
+    may return its operand or a view."""
     from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 
     return isinstance(target, torch._ops.OpOverload) and _is_cia_op(target) and not _is_preservable_cia_op(target)
@@ -161,7 +162,7 @@ def compile_graph(function: Callable[..., Any], values: Sequence[torch.Tensor]) 
 
 
 def _computes(target: Any) -> bool:
-    """Whether a node of a graph does more than look at a tensor in another way."""
+    """Return whether a node of a graph does more than look at a tensor in another way."""
     return isinstance(target, torch._ops.OpOverload) and not any(item.alias_info for item in target._schema.returns)
 
 

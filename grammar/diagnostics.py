@@ -43,7 +43,7 @@ class Diagnostic:
 
     @property
     def is_error(self) -> bool:
-        """Whether this message stops a build."""
+        """True where this message stops a build."""
         return self.severity is Severity.ERROR
 
 

@@ -81,7 +81,8 @@ def parse_lines(source: Source) -> Iterator[SourceLine]:
 
 
 def _hidden(text: str) -> int | None:
-    """Where a line has a control character, a sign of direction, a joiner or a space of another width."""
+    """Return the column of the first control character, sign of direction, joiner or space of another width; None if
+    there is none."""
     ends = text.removesuffix("\r")
     return next((at for at, character in enumerate(ends) if not character.isprintable() and character != "\t"), None)
 

@@ -43,7 +43,7 @@ class Source:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Where each line begins."""
+        """The offsets at which lines begin."""
         return [0, *(at + 1 for at, character in enumerate(self.text) if character == "\n")]
 
 

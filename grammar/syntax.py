@@ -71,7 +71,7 @@ class Number:
 
     @property
     def is_integer(self) -> bool:
-        """Whether the number is a plain whole number, without a unit."""
+        """True where the number is a plain whole number, without a unit."""
         return self.text.lstrip("-").isdigit()
 
     @property

@@ -148,7 +148,7 @@ class Arguments:
         return tuple(out)
 
     def span(self, name: str) -> Span:
-        """Where an argument stands; the whole statement if it was left out."""
+        """Return the place of an argument in the text, or of the whole statement if the argument was left out."""
         return self.phrases[name].span if name in self.phrases else self.statement.span
 
 

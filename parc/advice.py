@@ -62,7 +62,7 @@ def _gather_text(found: Sequence[Reshard]) -> str:
 
 
 _SHOWN = 3
-"""How many gathers are named beside the line that causes them."""
+"""The number of gathers that are named beside the line that causes them."""
 
 
 def _meant(meant: Meant, texts: Sequence[str]) -> Diagnostic:

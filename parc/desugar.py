@@ -90,7 +90,7 @@ def _factor(axes: list[str], size: int | None) -> str:
 
 
 def _types(compiled: Compiled) -> dict[str, TensorType]:
-    """How every parameter and input lies on the mesh."""
+    """Return the type of every parameter and input, which says how it lies on the mesh."""
     types = dict(compiled.build.types)
     for action in (COUNTING, FORWARD):
         if action in compiled.build.programs:

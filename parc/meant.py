@@ -24,7 +24,7 @@ from parc.passes.placing.partition import Reshard
 _MOST_OPERATORS = 3000
 """The most operators of a graph for which changes are tried: each try takes as long as placing it."""
 _TOGETHER = 2
-"""How many lines may be wrong together."""
+"""The most lines that may be wrong together."""
 _WORTH = 0.75
 """The part of what ranks send that a second line may leave, where the first was enough for gathers."""
 
@@ -38,7 +38,7 @@ class Meant:
 
 
 def is_gather(reshard: Reshard) -> bool:
-    """Whether a conversion moves parts of a value between ranks though no line asks for it."""
+    """Return whether a conversion moves parts of a value between ranks though no line asks for it."""
     return isinstance(reshard.source, Split) and not reshard.heads
 
 
@@ -67,7 +67,7 @@ def find_meant(compiled: Compiled) -> Meant | None:
 
 
 def _groups(kind: AxisType) -> set[int]:
-    """How many equal groups of a dim a placement splits, where it does."""
+    """Return the number of equal groups of a dim that a placement splits, as a set of at most one."""
     return {kind.outer} - {1} if isinstance(kind, Split) and isinstance(kind.outer, int) else set()
 
 

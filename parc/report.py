@@ -61,8 +61,8 @@ def plan_of(build: Build) -> Plan:
 
 
 def report_faults(build: Build, plan: Plan) -> list[Fault]:
-    """Where a build's report is not what its programs and its schedule say. Errors of tests, the lines of the plan that
-    it names, and what its build asked for are its own: a recompilation holds them."""
+    """Return the faults of a build's report that its programs and its schedule contradict. Errors of tests, the plan's
+    lines and what the build was asked for are not in these: only a recompilation can check them."""
     wanted = json.loads(json_text(unlined(program_rows(build, plan))))
     return [
         Fault("facts", "report.json", f"`{key}` is not what the programs say")

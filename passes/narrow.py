@@ -29,7 +29,8 @@ from .calls import computes, operands_of, outputs, substitute_nodes, tensors_of
 
 
 class _Flow(IntEnum):
-    """What a float32 value of the captured graph asks of its readers; of several the largest counts."""
+    """The demand that a float32 value of the captured graph makes on its readers. Among several operands the largest
+    counts."""
 
     MADE = 0
     """Made of constants alone (masks): stays as it is, and asks for nothing."""
@@ -48,7 +49,7 @@ _GIVEN = {
     **dict.fromkeys(("buffer", "constant"), _Flow.TABLE), **dict.fromkeys(("parameter", "frozen"), _Flow.STORED),
     "input": _Flow.WIDE,
 }  # fmt: skip
-"""What a value of the captured graph's placeholders is, by the kind of its binding."""
+"""The demand of the captured graph's placeholders, by the kind of their binding."""
 
 
 def narrow(graph: fx.Graph, lines: PrecisionRegions) -> None:
@@ -76,7 +77,7 @@ def _keep_masters(graph: fx.Graph, lines: PrecisionRegions) -> None:
 
 
 class _Parts(TorchDispatchMode):
-    """Whether one of the operators that others are made of never takes a narrow type."""
+    """A mode that sees the parts of a composite operator, and notes whether one of them never takes a narrow type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class _Narrowing:
         return self.form(value, line.dtype, value.next, replace(origin, plan=line.line))  # in the module, not after it
 
     def is_float(self, value: fx.Node, narrow: bool) -> bool:
-        """Whether a value is float32 in the captured graph, or narrower."""
+        """Return whether a value is float32 in the captured graph, or, with ``narrow``, of a narrower type."""
         dtype = self.captured[value][0].dtype
         return dtype == torch.float32 or (narrow and is_narrow(dtype))
 
@@ -167,7 +168,7 @@ class _Narrowing:
         self.flow[node] = _Flow.KEPT if single else flow
 
     def sensitive(self, node: fx.Node) -> bool:
-        """Whether an operator, or one that it is made of (``square``: ``pow``), never takes a narrow type."""
+        """Return whether an operator, or one of its parts (``square``: ``pow``), never takes a narrow type."""
         target: Any = node.target
         if target not in self.made_of_sensitive:
             with self.mode:  # of one type: some operators take no other
@@ -178,8 +179,8 @@ class _Narrowing:
         return self.made_of_sensitive[target]
 
     def beyond(self, node: fx.Node, floats: list[fx.Node], dtype: torch.dtype) -> bool:
-        """Whether an operator of narrow operands must compute wide: a number beyond the narrow type's range, which
-        masks are made of, or a constant's tensor in an operator that does not promote types."""
+        """Return whether an operator of narrow operands must compute wide. That is so if it reads a number beyond the
+        narrow type's range, such as masks hold, or a constant tensor in an operator that does not promote types."""
         made = [n for n in floats if self.flow[n] is _Flow.MADE or not noted(n).value.dim()]
         numbers = [n.args[1] for n in made if n.target is aten.full.default] + [*node.args, *node.kwargs.values()]
         most = torch.finfo(dtype).max

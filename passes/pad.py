@@ -50,7 +50,7 @@ def pad(graph: fx.Graph, pads: BoundPads) -> None:
 
 @dataclass(slots=True)
 class _Need:
-    """What an operator needs of one operand before it can compute on padded factors."""
+    """The changes to one operand that an operator needs before it can compute on padded factors."""
 
     cut: list[Extra] = field(default_factory=list)
     grow: list[Extra] = field(default_factory=list)
@@ -104,7 +104,7 @@ class _Padder:
     # ---- what an operator needs
 
     def _needs(self, node: fx.Node, operands: Sequence[fx.Node]) -> list[_Need]:
-        """What must be done to each operand, so that the operator computes padded where its rule lets it."""
+        """Return the changes that each operand needs, so that the operator computes padded where its rule lets it."""
         rule, needs = self.rules[node], [_Need() for _ in operands]
         parts: dict[str, dict[int, tuple[Any, Extra]]] = {}
         for index, (operand, dims) in enumerate(zip(operands, rule.operands, strict=True)):
@@ -133,7 +133,8 @@ class _Padder:
         return needs
 
     def _fills(self, node: fx.Node, rule: OpRule, name: str, sides: Mapping[int, tuple[Any, Extra]]) -> Any:
-        """What the padding of each operand must hold so that results do not see it; None where nothing helps."""
+        """Return the number that each operand's padding must hold so that it changes no result; None where there is no
+        such number."""
         held = {index: extra.held for index, (_, extra) in sides.items()}
         if all(any(name in names for names in dims) for dims in rule.results):
             return self._safe(node, held)

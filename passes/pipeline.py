@@ -46,7 +46,8 @@ __all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the passes need of a plan, beside the mesh: claims by the binding of the value they speak of."""
+    """The demands of a plan on the passes, beside the mesh: claims, by the binding of the value they speak of, and the
+    facts below."""
 
     claims: tuple[tuple[Binding, str, Split | None, int], ...]
     """``(binding, axis, split or None for whole, line)``, in order of the plan's lines."""
@@ -63,7 +64,7 @@ class Request:
     unbatched: frozenset[str] = frozenset()
     """Inputs whose first dim is not the batch."""
     choices: Choices | None = None
-    """Of a plan with ranges of sizes: what was chosen at its largest sizes."""
+    """The choices made at the largest sizes, where the plan has ranges of sizes."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ class Built:
 
     reference: Program
     programs: dict[str, Program]
-    """Of the whole step: those of its one role, or those of all roles joined."""
+    """The programs of the whole step: those of its one role, or those of all roles joined."""
     roles: dict[str, Programs]
     reshards: tuple[Reshard, ...]
     without_rule: tuple[str, ...]
     averaged: bool = False
-    """Whether microbatches are averaged though that may not be the whole batch's loss."""
+    """True where microbatches are averaged though their mean may not be the whole batch's loss."""
 
 
 def prepare(graph: fx.Graph) -> fx.Node | None:

@@ -20,8 +20,9 @@ BoundTensors = dict[Binding, Any]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What stage ``stage`` hands to its neighbour over a mesh axis: results of its work of a ``kind``, of ``F`` to the
-    stage after it, of ``B`` to the one before it. Prints as the action that sends it."""
+    """A message between neighbouring stages over a mesh axis: results of the work of ``kind`` that stage ``stage`` did.
+    Those of ``F`` go to the stage after it, those of ``B`` to the one before it. It prints as the action that sends
+    it."""
 
     axis: str
     stage: int
@@ -48,7 +49,7 @@ class Sending(Protocol):
     """A message that is being sent, whose tensors it holds."""
 
     def done(self) -> bool:
-        """Whether it is known to be taken: ``wait`` returns at once."""
+        """Return whether the message is known to be taken, so that ``wait`` returns at once."""
 
     def wait(self) -> None:
         """Wait until it is taken, and its tensors may be written over.
@@ -71,7 +72,8 @@ class PeerLost(RuntimeError):
 
 
 class Backend(Protocol):
-    """How ranks communicate. ``pieces`` are the operands of this process's ranks, results come back alike."""
+    """A way in which ranks communicate. ``pieces`` are the operands of this process's ranks; results come back in the
+    same order."""
 
     @property
     def ranks(self) -> Sequence[int]:

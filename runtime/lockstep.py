@@ -1,4 +1,4 @@
-"""Whether a rank is where the others are: what all do in step, and what an error in the middle of it leaves."""
+"""The lockstep of ranks: what all ranks do together, and the state that an error in the middle of it leaves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Together:
             raise RunError(LEFT_STEP, message, help_)
 
     def agreed(self, make: Callable[[], _Made]) -> _Made:
-        """What every rank makes by itself; where one fails, none goes on.
+        """Call ``make`` on every rank, without the others, and return its result; where it fails on one rank, it fails
+        on all.
 
         Raises:
             RunError: the first rank's that failed, on all of them.
@@ -47,7 +48,8 @@ class Together:
     def exchanged(
         self, make: Callable[[], tuple[_Made, Sequence[int | torch.Tensor]]], width: int
     ) -> tuple[_Made, list[list[int]]]:
-        """What every rank makes by itself, with a row of ``width`` numbers; and the rows of all ranks.
+        """Call ``make`` on every rank as ``agreed`` does. It returns its result and a row of ``width`` numbers; return
+        the result of this rank, and the rows of all ranks.
 
         Raises:
             RunError: the first rank's that failed, on all of them.

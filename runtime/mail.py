@@ -14,7 +14,8 @@ from .work import Work
 
 
 class Mail:
-    """What goes between the stages of a role, which its ``actions`` name, and those of others along ``axis``."""
+    """The messages between the stages of a role, which its ``actions`` name, and the stages of other roles along
+    ``axis``."""
 
     def __init__(self, machines: Mapping[str, Machine], backend: Backend, axis: str, actions: Sequence[Action]) -> None:
         self.machines, self.backend, self.axis = machines, backend, axis
@@ -69,7 +70,7 @@ class Mail:
 
     @property
     def sending(self) -> bool:
-        """Whether something that was sent is not known to be taken."""
+        """True where a message that was sent is not known to be taken."""
         return bool(self._sends)
 
     def settle(self) -> None:

@@ -106,7 +106,8 @@ def constants_of(build: Build) -> dict[str, TensorType]:
 
 
 def checkpoint_bytes(build: Build) -> int:
-    """How large a checkpoint of a build is: parameters, the optimizer's state of each, buffers that steps change."""
+    """Return the size of a build's checkpoint in bytes: parameters, the optimizer's state of each, buffers that steps
+    change."""
     mesh, line, constants = build_mesh(build), build.manifest["optimizer"], constants_of(build)
     slots = 2 if line["name"] == "adamw" else int(bool(line["momentum"]))
     parameters = [parse_type(text, mesh) for text in build.manifest["parameters"].values()] * (1 + slots)

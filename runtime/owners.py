@@ -1,4 +1,4 @@
-"""Who holds what: which ranks of a pipeline have which tensors of the model, and which piece."""
+"""The owners of tensors: the ranks of a pipeline that have each tensor of the model, and the piece that each holds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def keepers_of(roles: Sequence[Role], buffers: Iterable[str]) -> dict[str, tuple
 
 
 def piece_place(rank: int, placement: Placement, mesh: Mesh) -> tuple[int, ...]:
-    """Which piece of a tensor, or which part of a sum, a rank has: ranks of one place hold the same."""
+    """Return the place of a rank's piece in a tensor, or of its part in a sum: ranks of one place hold the same
+    numbers."""
     at = mesh.coordinates(rank)
     return tuple(at[axis] for axis in (*placement.split_axes(), *placement.partial))
 

@@ -37,7 +37,8 @@ HOLDERS: WeakSet[Holder] = WeakSet()
 
 
 def launched() -> int:
-    """How many processes torchrun or ``parc run`` started this one among; 0 where neither did."""
+    """Return the number of processes in the run that torchrun or ``parc run`` started this process for; 0 where neither
+    did."""
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return int(os.environ["WORLD_SIZE"])
     return 0

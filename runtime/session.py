@@ -110,8 +110,8 @@ class Session:
         return Stepper(role.programs, role.actions, self.backend, self.device, machine, axis=role.axis, **options)
 
     def _products(self) -> Mapping[str, Kernel]:
-        """How matrices are multiplied: specially where every rank would do so, and what ranks compute alike is alike to
-        the bit."""
+        """The kernels that multiply matrices. Special ones are used only where every rank would use them, so that equal
+        work has bitwise equal results on all ranks."""
         kernels = kernels_for(self.device)
         return kernels if all(row[0] for row in self.exchange([int(kernels is not KERNELS)])) else KERNELS
 
@@ -249,7 +249,7 @@ class Session:
         }
 
     def _whole_buffers(self) -> dict[str, torch.Tensor]:
-        """Of the role that changes a buffer."""
+        """Gather the whole buffers that steps change, each from the role that changes it."""
         return {
             name: self._gatherer.whole(self.state.buffers.get(name), type_, self._keepers[name])
             for name, type_ in self._updates.items()

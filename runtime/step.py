@@ -34,7 +34,8 @@ from .work import Batch, RankState, Work, bind, named
 
 @dataclass(slots=True)
 class StepResult:
-    """Of one rank: the loss and the gradients' global norm (the same on all), and its pieces of the gradients."""
+    """The results of a step on one rank: the loss and the gradients' global norm (the same on all ranks), and the
+    rank's pieces of the gradients."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None
@@ -77,7 +78,7 @@ class Stepper:
         self.peak_saved_bytes: dict[int, int] = {}
         """With ``account``: the most bytes that one rank held for each stage's later actions, saved and received."""
         self.current: Action | None = None
-        """What runs now, or ran last."""
+        """The action that runs now, or ran last."""
         self._following: Action | None = None
         self._later: list[Callable[[], torch.Tensor]] = []
         self._completing: Collection[Binding] = ()
@@ -101,7 +102,7 @@ class Stepper:
 
     @property
     def counts_apart(self) -> bool:
-        """Whether a rank counts its targets without the others."""
+        """True where a rank counts its targets without the others."""
         count = self.machines.get(COUNTING)
         return count is not None and not any(
             line.op in COLLECTIVES and COLLECTIVES[line.op].communicates
@@ -253,7 +254,8 @@ class Stepper:
         return zip(work, machine.run(given, totals=totals, later=later, ready=ready), strict=True)
 
     def _inputs(self, action: Action, step: int, work: Sequence[Work], *kinds: str) -> list[BoundTensors]:
-        """What a microbatch's work reads: its random numbers' place, its inputs, and what was kept for it."""
+        """Return the inputs of a microbatch's work: the numbers that key its random stream, its inputs, and the values
+        kept for it."""
         rng = torch.tensor([step, action.microbatch], dtype=torch.int64)
         found: list[BoundTensors] = []
         for w in work:

@@ -37,7 +37,8 @@ class Recorder:
 
 
 def clock_offset(exchange: Callable[[Sequence[int]], list[list[int]]], rank: int, host: int, rounds: int = 8) -> int:
-    """How many nanoseconds this process's clock is ahead of rank 0's; ``exchange`` gives every rank's row of numbers.
+    """Return the nanoseconds by which this process's clock is ahead of rank 0's. ``exchange`` returns every rank's row
+    of numbers.
 
     Processes of one host read one clock. Across hosts nobody has all readings before each was made, which bounds the
     offset from both sides; what is left of the round trip is the error.

@@ -1,4 +1,4 @@
-"""What one rank holds between steps, and has and gathers during one."""
+"""The tensors that one rank holds between steps, and those that it has and gathers during one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..compiler.program.binding import BUFFERS, PARAMETERS, Binding, Kind
 from .communication import BoundTensors, Environment
 
 WorkKey = tuple[int, str, int]
-"""What is kept between actions belongs to a stage, its ``F`` or ``B``, and a microbatch."""
+"""The key of values that are kept between actions: a stage, its ``F`` or ``B``, and a microbatch."""
 Batch = Mapping[str, torch.Tensor]
 """One microbatch of one rank: its part of each input."""
 
 
 @dataclass(slots=True)
 class RankState:
-    """What one rank holds between steps: its pieces of parameters and buffers, by name."""
+    """The state of one rank between steps: its pieces of parameters and buffers, by name."""
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -27,8 +27,8 @@ class RankState:
 
 @dataclass(slots=True)
 class Work:
-    """What one rank has and gathers during a step: its state, its part of each microbatch; ``keep`` what backward
-    reads."""
+    """The work of one rank in a step: its state, its part of each microbatch, and the values it gathers. ``keep`` is
+    False where no backward will read what F saves."""
 
     state: RankState
     parts: Sequence[Batch]
@@ -40,7 +40,7 @@ class Work:
     begun: dict[str, Environment] = field(default_factory=lambda: defaultdict(dict))
     """By action what was begun ahead of it: of REDUCE sums of gradients, of SCALE the count of all ranks."""
     owned: set[Binding] = field(default_factory=set)
-    """Of totals those with storage of their own, to which later parts are added."""
+    """The totals with storage of their own, to which later parts are added."""
 
     def total(self, key: Binding, value: torch.Tensor, own: bool = False) -> None:
         """Add a microbatch's part, unless it was added as it was made; ``own`` where its storage is nothing else's."""

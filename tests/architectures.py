@@ -94,7 +94,8 @@ class Recommender(nn.Module):
 
 
 class Readers(nn.Module):
-    """What is trained, read by indices of the batch: one of each sample's, along dims, and by repeated batches."""
+    """A model that reads trained values by indices of the batch: one row for each sample, along dims, and by repeated
+    batches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ def compiled(text: str, folder: Path = EXAMPLES, **defines: int) -> Compiled:
 
 
 def checked(made: Compiled) -> Checked:
-    """What the checks of a build report; every one must hold."""
+    """Return the report of all checks of a build; every one must hold."""
     found = check_build(made)
     assert not found.faults, "\n".join(map(str, found.faults))
     return found

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 
 def turns(dim: int, length: int, theta: float = 10000.0) -> Tensor:
-    """Of every position, one number on the unit circle for each pair of a head's entries."""
+    """Return, for every position, one number on the unit circle for each pair of a head's entries: shape `[length, dim
+    / 2]`."""
     frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2).float() / dim))
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return torch.polar(torch.ones_like(angles), angles)

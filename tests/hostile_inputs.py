@@ -47,7 +47,7 @@ SAID = re.compile(r"(error|warning)\[P[0-9]{4}\]|usage:|parc \w+:|`|would change
 
 @dataclass
 class Outcome:
-    """What became of one input: its ``end`` is ``accepted``, ``refused`` or what parc did not bear."""
+    """The outcome of one input. Its ``end`` is ``accepted``, ``refused``, or the name of what parc did not bear."""
 
     number: int
     what: str

@@ -43,12 +43,12 @@ class ModelSpec:
 
     @property
     def has_head(self) -> bool:
-        """Whether it gives logits of a vocabulary."""
+        """True where the model gives logits of a vocabulary."""
         return self.loss in CLASS_LOSSES
 
     @property
     def drops(self) -> bool:
-        """Whether something in it is random."""
+        """True where some layer is random."""
         return any(
             layer.kind == "dropout" or layer.options == ("drop",) or (layer.kind == "attention" and layer.options[-1])
             for layer in self.layers

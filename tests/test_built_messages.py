@@ -225,7 +225,7 @@ def altered(folder: Path) -> list[str]:
 
 
 def runs(folder: Path) -> list[str]:
-    """What stops a run before or in a step."""
+    """Return the messages that stop a run before or in a step."""
     build(folder, TENSOR)
     said = [
         command("run", "build", "--nproc", "3"),
@@ -279,7 +279,7 @@ GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"
 
 
 def command(*words: str) -> str:
-    """What a command says where it fails or warns."""
+    """Return the message of a command that fails or warns."""
     capture = command.capture  # type: ignore[attr-defined]
     capture.readouterr()
     main(list(words))
@@ -301,7 +301,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def said(place: Path, case: Case) -> str:
-    """What the command of a case says."""
+    """Return the message of a case's command."""
     plan = PLAN
     if case.model:
         plan = re.sub("model .*", f'model "./models.py:{case.of}" (way="{case.model}")', plan)

@@ -33,7 +33,7 @@ replicate norm.weight
 
 
 def messages(made: Compiled) -> list[dict[str, Any]]:
-    """What a step communicates, without the lines that asked for it."""
+    """Return the rows of a step's communication, without the lines of the plan that asked for it."""
     table = communication_table(*made.build.roles.values())
     return [{key: value for key, value in row.items() if key != "line"} for row in table]
 

@@ -1,4 +1,4 @@
-"""What of the user's own code nothing can be held against, and a model that does not run in float64."""
+"""User code that the captured graph cannot be compared with, and a model that does not run in float64."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ TABLES = {
 """Tables of code: what an operator is without complex numbers, an element of what it makes, the padding that it makes
 or takes away, and how it is traced where torch's own trace would not do."""
 REGISTERS = {"rewrites", "takes_apart", "runs"}
-"""What notes code in the tables of ``passes/canonical/rewriter.py`` and ``runtime/machine/ways.py``."""
+"""The decorators that note code in the tables of ``passes/canonical/rewriter.py`` and ``runtime/machine/ways.py``."""
 FILES = [file for file in python_files("parc", *LAYERS) if "compiler/ops/" not in shown(file)]
 
 _QUALIFIED = re.compile(r"(aten|parc|prims|transformers)\.[A-Za-z_]\w*(\.\w+)?")
@@ -69,21 +69,21 @@ def qualified(node: ast.AST) -> str | None:
 
 
 def named(nodes: Sequence[ast.AST | None]) -> bool:
-    """Whether these are the names of several operators."""
+    """Return whether these are the names of several operators."""
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     bare = len(texts) == len(nodes) > 2 and all(text.partition(".")[0] in bare_names() for text in texts)
     return bare or len({name for node in nodes if node is not None and (name := qualified(node))}) > 1
 
 
 def words(text: str) -> bool:
-    """Whether a text is a list of operators."""
+    """Return whether a text is a list of operators."""
     found = [word for word in re.split(r"[\s|,()?:\\]+", text) if word not in ("", ".", "aten", "parc")]
     full = [word for word in found if _QUALIFIED.fullmatch(word) and word not in COLLECTIVES]
     return len(full) > 1 or (len(found) > 2 and all(word.partition(".")[0] in bare_names() for word in found))
 
 
 def compared(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """What an expression compares with operators, and each of those."""
+    """Yield each expression that is compared with an operator, and that operator's name."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Compare):
             for name in filter(None, map(qualified, inner.comparators)):
@@ -97,7 +97,7 @@ def most(pairs: Iterator[tuple[str, str]]) -> int:
 
 
 def is_table(node: ast.AST) -> bool:
-    """Whether a node of a syntax tree is a table of operators."""
+    """Return whether a node of a syntax tree is a table of operators."""
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
         return named(node.elts)
     if isinstance(node, ast.Dict):

@@ -175,7 +175,7 @@ def with_programs(made: Compiled, changed: Mapping[str, Program], schedule: str 
 
 
 def refusals(made: Compiled, changed: Mapping[str, Program] = MappingProxyType({}), schedule: str = "") -> str:
-    """Why it is refused, by the checks of texts alone."""
+    """Return the reasons for a refusal by the checks of texts alone, "" if there is none."""
     try:
         return "; ".join(map(str, static_faults(with_programs(made, changed, schedule))))
     except ValueError as error:
@@ -183,7 +183,7 @@ def refusals(made: Compiled, changed: Mapping[str, Program] = MappingProxyType({
 
 
 def metric_error(made: Compiled, changed: Mapping[str, Program] = MappingProxyType({})) -> float:
-    """How far the kind's numbers are from those of a model that is not cut."""
+    """Return the largest error of the action's metrics beside those of a model that is not cut."""
     agreement = compare(case_of(replace(made, written=with_programs(made, changed))), steps=1)
     assert max(agreement.loss, agreement.gradient, agreement.parameter) < TOLERANCE
     return agreement.metric

@@ -35,7 +35,7 @@ def compiled(name: str, **defines: object) -> Compiled:
 
 
 def error(made: Compiled) -> float:
-    """How far all ranks are from the unsharded model in three steps of float64."""
+    """Return the largest error of all ranks beside the unsharded model in three steps of float64."""
     checked = Checked({})
     check_numbers(made, checked)
     assert not checked.faults, checked.faults

@@ -17,7 +17,7 @@ from tests.runtime.tiny import BOTH, EXAMPLES, PLAN, TENSOR
 
 
 def broken(lines: str, placements: str = BOTH) -> list[Diagnostic]:
-    """What is said of promises that are not kept."""
+    """Return the diagnostics of promises that are not kept."""
     try:
         hold_promises(compiled(PLAN + placements + lines))
     except PlanError as error:

@@ -101,7 +101,7 @@ def build(made: Subject, text: str) -> Compiled:
 
 
 def case_of(made: Subject, compiled: Compiled) -> Case:
-    """What the simulator needs, with programs read back from their texts."""
+    """Return the case that the simulator runs, with programs read back from their texts."""
     build = compiled.build
     for program in build.files():
         reread(program)
@@ -134,7 +134,7 @@ def check(made: Subject, text: str, steps: int = 2) -> tuple[Compiled, Agreement
 
 
 def eager_error(made: Subject, compiled: Compiled) -> float:
-    """How far loss and gradients of the captured graph are from the module's own, relative to the largest."""
+    """Return the error of the captured graph's loss and gradients beside the module's own, relative to the largest."""
     model, case = filled(made.spec).train(), case_of(made, compiled)
     batch = random_batch(case.reference, 1, torch.Generator().manual_seed(3))[0]
     dtype, shape = input_shapes(made.spec)["x"]

@@ -38,7 +38,7 @@ class BuildError(Exception):
 
 
 def program_file(program: Program) -> str:
-    """Where a build has a program."""
+    """Return the path of a program's file in a build's folder."""
     return f"{_PROGRAMS}{program.role}.{program.action}.py"
 
 
@@ -98,7 +98,8 @@ class Build:
 
     @property
     def rounding(self) -> Rounding:
-        """Where programs may round."""
+        """The precision lines of the plan, which say where programs may round, and the type of sums over
+        microbatches."""
         lines = regions((line["type"], line["modules"], line["line"]) for line in self.manifest["precision"])
         return Rounding(lines, getattr(torch, self.manifest["accumulate"]))
 
@@ -109,7 +110,7 @@ class Build:
 
     @property
     def stage_ranks(self) -> StageRanks:
-        """Where stages lie: of each the number of its role."""
+        """The number of the role that has each stage."""
         return ranks_of({name: role.programs for name, role in self.roles.items()})
 
     def at(self, sizes: Mapping[str, int]) -> Build:
@@ -135,7 +136,7 @@ class Build:
         return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
 
     def fact_faults(self) -> list[Fault]:
-        """Where the manifest is not what the programs and the schedule say."""
+        """Return the faults of the manifest beside the programs and the schedule."""
         return fact_faults(self.manifest, self.programs, self.reference, self.roles)
 
     def role_at(self, coordinates: Mapping[str, int]) -> Role:

@@ -79,7 +79,7 @@ def _place(item: tuple[str, Program]) -> tuple[int, int]:
 
 
 def _sent(key: str, program: Program, role: Role) -> Iterator[Communication]:
-    """What a stage hands to its neighbour on another role."""
+    """Yield the messages of a stage to its neighbour, where that lies on another role."""
     values, (stage, _) = program.main.values(), stage_key(key) or (0, "")
     if stage + ACTIONS[program.action].to in role.stages:
         return

@@ -44,7 +44,7 @@ def stored_in(programs: Mapping[str, Program]) -> dict[str, TensorType]:
 def fact_faults(
     manifest: Mapping[str, Any], programs: Mapping[str, Program], reference: Program, roles: Mapping[str, Role]
 ) -> list[Fault]:
-    """Where a manifest is not what the programs and the schedule of its build say.
+    """Return the faults of a manifest that contradicts the programs or the schedule of its build.
 
     What these do not say is the plan's, or the model's alone: the values of ``constants``, the names in ``aliases`` and
     ``init``, and parameters that are frozen though no program reads them.

@@ -21,7 +21,8 @@ class FolderHeld(Exception):
 
 
 def current(path: Path) -> Path:
-    """Where the folder's contents are: at ``path``, or beside it where a process died between two renames."""
+    """Return the folder that has the contents: ``path`` itself, or the one beside it where a process died between two
+    renames."""
     old = _old(path.resolve())
     return old if not path.exists() and old.is_dir() else path
 
@@ -133,7 +134,7 @@ def _lock(handle: int, wait: bool) -> None:
 
 
 def _is_at(file: Path, handle: int) -> bool:
-    """Whether an open file is the one at this path, which another process may remove or replace at any time."""
+    """Return whether an open file is the one at this path, which another process may remove or replace at any time."""
     try:
         return os.path.samestat(os.stat(file), os.fstat(handle))
     except FileNotFoundError:

@@ -72,7 +72,7 @@ def _optimizer_facts(line: Optimizer, steps: int | None) -> dict[str, Any]:
 
 
 def plan_faults(manifest: Mapping[str, Any], plan: Plan) -> list[Fault]:
-    """Where a manifest is not what the plan of its build says."""
+    """Return the faults of a manifest that contradicts the plan of its build."""
     known = {key.removesuffix("?") for key in MANIFEST_FORM} | {"format"}
     faults = [fact_fault(f"`{key}` is no fact of a build") for key in sorted(manifest.keys() - known)]
     faults += unlike(manifest, {"ranges": None, "budget": None, **plan_facts(plan)}, "plan says", _PARTS)

@@ -215,7 +215,7 @@ _DEPENDS = {
     True: ("a tensor whose shape", "keep all entries: multiply by a mask, or choose with `torch.where`"),
     False: ("a number that", "leave it a tensor: operators take one wherever they take a number"),
 }
-"""Whether it is a tensor → what it is, and the way out."""
+"""The words of a message about data-dependent code and its remedy, for a tensor (True) and for a number (False)."""
 
 
 def check_values(graph: fx.Graph) -> None:
@@ -300,7 +300,7 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
 
 
 def _bindings(signature: ExportGraphSignature, aliases: Mapping[str, str], inputs: Sequence[str]) -> dict[str, Binding]:
-    """What each placeholder is bound to, by its name."""
+    """Return the binding of each placeholder, by the placeholder's name."""
     kinds: dict[InputKind, Kind] = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
     kinds[InputKind.CONSTANT_TENSOR] = "constant"
     given = iter(inputs)
@@ -320,7 +320,7 @@ def _module_path(node: fx.Node) -> str:
 
 
 def _is_loss(node: fx.Node) -> bool:
-    """Whether the operator stands outside the model's own forward."""
+    """Return whether an operator stands outside the model's own forward, and so in the loss."""
     stack = noted(node).modules or {}
     return not any(path.removeprefix("L['self'].").startswith("model") for path, _ in stack.values())
 
@@ -330,7 +330,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def _is_own(path: str) -> bool:
-    """Whether a file is the model's, and not torch's or of this package."""
+    """Return whether a file is the model's, and not torch's or of this package."""
     return not path.startswith(("<", _HERE)) and "/torch/" not in path
 
 

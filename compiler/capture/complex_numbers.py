@@ -43,7 +43,7 @@ def pair(x: Any) -> ComplexPair:
 
 
 def is_pair(x: Any) -> bool:
-    """Whether an operand is a pair, which a tree of operands keeps whole."""
+    """Return whether an operand is a pair of real and imaginary part; walks over trees of operands keep it whole."""
     return isinstance(x, ComplexPair)
 
 
@@ -226,7 +226,8 @@ def sigmoid(x: Any) -> ComplexPair:
 
 
 def equal(x: Any, y: Any) -> Tensor:
-    """Where both parts are those of a value or a number."""
+    """Compare the entries of two complex values, or of one and a number: an entry is true where both parts are
+    equal."""
     (a, b), (c, d) = whole(x), pair(y)
     return torch.eq(a, 0.0 if c is None else c) & torch.eq(b, 0.0 if d is None else d)
 

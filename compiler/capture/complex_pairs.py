@@ -37,7 +37,7 @@ def _is_complex(value: object) -> bool:
 
 
 def _meets_complex(node: fx.Node) -> bool:
-    """Whether an operator takes or gives complex numbers."""
+    """Return whether an operator takes or gives complex numbers."""
     values = (noted(node).value, *(noted(operand).value for operand in node.all_input_nodes))
     return any(map(_is_complex, tree_leaves(values)))
 

@@ -64,7 +64,7 @@ def _body(module: fx.GraphModule, region: fx.Node) -> fx.Graph:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether an operator writes to no tensor, and gives real tensors of shapes that are known."""
+    """Return whether an operator writes to no tensor, and gives real tensors of known shapes."""
     target: Any = node.target
     if node.op != "call_function" or target is operator.getitem:
         return node.op != "get_attr"

@@ -32,7 +32,7 @@ def _sliced(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _taken(item: Any) -> int:
-    """How many dims an item of an index is of."""
+    """Return the number of dims that an item of an index takes."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     return item.dim() if isinstance(item, torch.Tensor) and item.dtype is torch.bool else 1

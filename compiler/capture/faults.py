@@ -1,4 +1,4 @@
-"""Why a model cannot be captured, and where in its own code."""
+"""The reasons why a model cannot be captured, each with the place in the model's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model is made: in the plan's folder, from which its paths count, and without asking the Hugging Face Hub."""
+"""The making of a model: in the plan's folder, from which its paths count, and without asking the Hugging Face Hub."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def model_builder(
 
 
 def caller(model: nn.Module, lines: TaskLines) -> CallModel:
-    """How the model is called: by the names of its forward's parameters.
+    """Return a function that calls the model with the inputs, by the names of its forward's parameters.
 
     Raises:
         InputsError: forward has no parameter for an input that the loss does not read, or no input for a required one.

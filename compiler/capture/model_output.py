@@ -12,7 +12,7 @@ from ...grammar.nearest import nearest
 from .faults import CaptureError
 
 _MOST = 6
-"""How many things of an output a message names."""
+"""The number of entries of an output that a message names at most."""
 
 
 def tensor_at(name: str, output: Any) -> torch.Tensor:

@@ -46,23 +46,23 @@ class NodeFacts:
 
     __slots__ = ("meta",)
     value = Fact[Any](None, key="val")
-    """What the node makes, as fake tensors: torch's own note too."""
+    """The node's result, as fake tensors. Torch keeps its own note under the same key."""
     modules = Fact[Mapping[str, Any]]({}, key="nn_module_stack")
     """The modules in which torch traced it."""
     trace = Fact[str]("", key="stack_trace")
     """The lines of Python at which torch traced it."""
     binding = Fact(Binding("value"))
-    """What a placeholder is bound to."""
+    """The binding of a placeholder."""
     origin = Fact(Origin())
     """The place in the model's code, and the plan's line, that it comes from."""
     in_loss = Fact(False)
-    """Whether it stands outside the model, in the loss."""
+    """True where the node stands outside the model, in the loss."""
     token_losses = Fact(False)
-    """Whether it is nothing but a loss of each target, zero where that is ignored."""
+    """True where the node's result is the loss of each target, and zero for ignored targets."""
     kept = Fact(False)
-    """Whether a pass put it at the graph's end, to give an output the form in which it is kept."""
+    """True where a pass put the node at the graph's end, to give an output the form in which it is kept."""
     updates = Fact[tuple[str, ...]](())
-    """Of the output: the buffers whose new values come after the loss."""
+    """The buffers whose new values follow the loss; a note of the output node."""
     types = Fact[list[TensorType | None]]([])
     """The types of its results on the mesh."""
     line = Fact(0)

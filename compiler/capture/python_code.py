@@ -131,7 +131,7 @@ def _is_library(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def _is_plain_class(node: ast.ClassDef, plain: set[str], library: set[str], others: set[str]) -> bool:
-    """Whether to make a class does nothing else."""
+    """Return whether a class definition does nothing but define the class."""
     bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
     known = all(_dotted(base) in plain or _dotted(base).partition(".")[0] in library for base in bases)
     body = (_is_inert(inner, library, others) for inner in node.body)
@@ -146,7 +146,7 @@ _EXPRESSIONS = (
 
 
 def _is_inert(node: ast.AST | None, library: set[str], others: set[str]) -> bool:
-    """Whether a statement or expression only makes a value, and gives it to names."""
+    """Return whether a statement or expression only makes a value, and gives it to names."""
     match node:
         case None | ast.Pass() | ast.Expr(value=ast.Constant()):
             return True
@@ -186,7 +186,7 @@ _DECORATORS = frozenset({
 def _decorated(
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, library: set[str], others: set[str]
 ) -> bool:
-    """Whether a definition's decorators do nothing but to wrap it."""
+    """Return whether a definition's decorators do nothing but wrap it."""
     for decorator in node.decorator_list:
         given: list[ast.expr] = []
         if isinstance(decorator, ast.Call):

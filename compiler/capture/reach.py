@@ -38,7 +38,7 @@ class GradientFlow:
 
 
 def carries_gradient(node: fx.Node) -> bool:
-    """Whether an operator's results could have gradients and let them back: of several results any could."""
+    """Return whether any of an operator's results could have a gradient, and let it back to the operands."""
     if facts(node.target).stops_gradient or node.target is OPS.row_max.default:  # what it gives is only subtracted
         return False
     value, types = noted(node).value, () if noted(node).value is not None else noted(node).types

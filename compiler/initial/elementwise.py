@@ -93,8 +93,8 @@ _LAWS: dict[str, Callable[[Bound], Law | None]] = {
 
 
 def law_of(func: Any, bound: Bound, dtype: torch.dtype) -> Law | None:
-    """How an operator draws, if each number by itself; of complex numbers both parts, as torch does: of a normal one
-    each part has half of the variance."""
+    """Return the law by which an operator draws, or None if it does not draw each number by itself. Of a complex number
+    both parts are drawn, as torch does: those of a normal number have half of the variance each."""
     name = facts(func).law
     if not name or not dtype.is_complex:
         return _LAWS[name](bound) if name else None

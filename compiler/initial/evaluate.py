@@ -1,4 +1,4 @@
-"""How recorded tensors get their values: a graph of draws, constants and operators, evaluated at chosen elements only.
+"""The evaluation of recorded tensors: a graph of draws, constants and operators, computed at chosen elements only.
 
 A *node* gives the elements of one storage by flat index; a *read* is a strided look at a node, as a tensor is at its
 storage. So views need no rules of their own, and writing through one is a node that asks two others.
@@ -98,7 +98,7 @@ class Read:
 
     @property
     def is_whole(self) -> bool:
-        """Whether flat indices of the tensor are flat indices of the storage."""
+        """Return whether flat indices of the tensor are flat indices of the storage."""
         return self.offset == 0 and math.prod(self.sizes) == self.node.count and is_contiguous(self.sizes, self.strides)
 
     def locate(self, index: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def reachable(node: Node) -> list[Node]:
 
 
 def is_contiguous(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether these strides are those of a dense tensor in C order; dims of size 1 do not count."""
+    """Return whether these strides are those of a dense tensor in C order; dims of size 1 do not count."""
     pairs = zip(sizes, strides, contiguous_strides(sizes), strict=True)
     return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
 

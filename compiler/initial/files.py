@@ -137,7 +137,7 @@ class Weights:
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a type holds every number of another of its kind."""
+    """Return whether a type holds every number of another type of its kind."""
     alike = dtype.is_floating_point == other.is_floating_point and other != torch.bool
     return alike and torch.promote_types(dtype, other) == dtype
 

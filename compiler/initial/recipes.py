@@ -26,8 +26,8 @@ _PART = 1 << 22  # elements whose indices are made at once
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How to compute the initial value of one parameter or buffer, of global shape ``shape``, on a CPU; a complex one's
-    as programs hold it, in its ``real_form``.
+    """A recipe for the initial value of one parameter or buffer, of global shape ``shape``, computed on a CPU. A
+    complex value is computed as programs hold it, in its ``real_form``.
 
     Element i depends on the seed, on the parameter's name and on i alone, never on which other elements are asked for.
     """

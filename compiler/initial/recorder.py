@@ -210,7 +210,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _is_nested(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether each stride steps over all that the smaller ones reach: then a storage index is at most one element."""
+    """Return whether each stride steps over all that the smaller ones reach: then a storage index is at most one
+    element."""
     reach = 0
     for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1):
         if stride <= reach:

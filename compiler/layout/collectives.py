@@ -42,8 +42,8 @@ def axes_of(args: Sequence[Any]) -> tuple[str, ...]:
 
 
 def local_outer(placement: Placement, mesh: Mesh, axis: str) -> Outer:
-    """How many entries a rank holds before the split of ``axis``, or in which parts: its ``outer`` less the axes major
-    to it."""
+    """Return the count of entries that a rank holds before the split of ``axis``, or their proportions: the ``outer``
+    of the split, divided by the axes that are major to it."""
     kind = placement[axis]
     assert isinstance(kind, Split)
     splits = placement.splits(kind.dim)

@@ -118,7 +118,7 @@ class Mesh:
         return dict(self.axes)[axis]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis.
+        """Return the index of a rank on each axis.
 
         Raises:
             ValueError: there is no such rank.

@@ -1,4 +1,5 @@
-"""Where a tensor lives: one type per mesh axis, its text form, and the arithmetic between global and local shapes."""
+"""The placement of a tensor: one type per mesh axis, its text form, and the arithmetic between global and local
+shapes."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ class Placement:
         return sorted(found, key=lambda split: (count(split[0]), split[1]))
 
     def nests(self, shape: Sequence[int], mesh: Mesh) -> bool:
-        """Whether the splits of each dim fit each other and divide it."""
+        """Return whether the splits of each dim fit each other and divide it."""
         return all(
             nest(size, [(outer, mesh.size(axis)) for outer, axis in self.splits(dim)]) for dim, size in enumerate(shape)
         )
@@ -236,7 +237,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def is_supported(dtype: torch.dtype) -> bool:
-    """Whether a program can hold tensors of the dtype."""
+    """Return whether a program can hold tensors of the dtype."""
     return dtype in _NAMES
 
 

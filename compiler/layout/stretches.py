@@ -98,7 +98,7 @@ def terms(size: int, splits: Sequence[tuple[Outer, str]]) -> list[tuple[int, lis
 
 
 def nest(size: int, splits: Iterable[tuple[Outer, int]]) -> bool:
-    """Whether splits, each over so many ranks, divide a dim together."""
+    """Return whether splits, each over so many ranks, divide a dim together."""
     ordered = sorted(splits, key=lambda split: count(split[0]))
     try:
         for stretch, equal in terms(size, [(outer, str(ranks)) for outer, ranks in ordered]):

@@ -46,7 +46,7 @@ class OpCall:
 
 @dataclass(frozen=True, slots=True)
 class OpRule:
-    """What may be split in one call. Names of factors mean nothing outside their rule; sizes are global.
+    """The ways to split one call of an operator. Names of factors mean nothing outside their rule; sizes are global.
 
     Splitting a factor splits every tensor that has it. A result that lacks it while an operand has it becomes
     Partial(sum); where that is not so, the factor is in `whole`. `sums` are factors that are others, one after the

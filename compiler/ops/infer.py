@@ -27,7 +27,7 @@ def rule_or_opaque(call: OpCall) -> OpRule:
 def infer(
     call: OpCall, operands: Sequence[Placement], mesh: Mesh, expected: Sequence[Placement] | None = None
 ) -> list[Placement]:
-    """What the bytes of each result mean, for a call on *global* shapes.
+    """Return the placement of each result of a call on *global* shapes.
 
     ``R`` and ``I`` hold the same bytes and both read ``I``. ``expected`` settles what operands cannot: the split of a
     factor that only results have (a rank that makes its own part of a mask), which is free.

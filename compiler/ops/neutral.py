@@ -17,7 +17,7 @@ _s, _c = sympy.symbols("s c", real=True)
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How entries are reduced, and the ``value`` that more of them must hold to change nothing.
+    """A way to reduce entries, and the ``value`` that extra entries must hold to change nothing.
 
     ``adds`` is what one entry adds to a sum, or, where ``joins``, what it makes of the result ``s`` so far. ``c`` is
     whatever else an entry is multiplied by.
@@ -38,15 +38,16 @@ _WAYS = {
 
 
 def reduction_of(op: str) -> Reduction | None:
-    """How an operator reduces its first operand; None where it sums what it is linear in, or nothing."""
+    """Return the way in which an operator reduces its first operand, or None where it is linear in what it sums, or
+    reduces nothing."""
     way = facts(op).reduces
     return None if way in ("", "sum") else _WAYS[way]
 
 
 @lru_cache(maxsize=256)
 def is_neutral(op: str, held: float | None) -> bool:
-    """Whether m entries that hold ``held`` leave a reduction of n others as it is, for all n and m: proved in sympy
-    from what one entry does. None is data, of which nothing is known."""
+    """Return whether m extra entries that hold ``held`` leave a reduction of n others as it is, for all n and m. Sympy
+    proves it from what one entry does. ``held`` is None for data, of which nothing is known."""
     if facts(op).looks_up:  # no row n + i is one of the numbers below n, which are n - 1 - j
         return ((_n + _i) - (_n - 1 - _j)).is_positive is True
     if held is None or math.isnan(held):

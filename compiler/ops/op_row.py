@@ -15,21 +15,23 @@ Ruling = Callable[[OpCall], OpRule]
 
 
 Precision = Literal["", "product", "sensitive", "loss"]
-"""How an operator computes where a plan asks for a narrow type, as torch's autocast has it: a *product* takes and gives
-the narrow type, a *sensitive* operator takes and gives float32 (sums, statistics, norms, softmax and what amplifies
-rounding), and so does a *loss*, of which all that is made stays float32 too. Others follow their operands."""
+"""The behaviour of an operator where a plan asks for a narrow type, as in torch's autocast. A *product* takes and gives
+the narrow type. A *sensitive* operator takes and gives float32 (sums, statistics, norms, softmax and what amplifies
+rounding). So does a *loss*, and all that is computed from it stays float32 too. Other operators follow their
+operands."""
 Moves = Literal["", "copy", "shape", "dims", "place", "join", "index", "scatter"]
-"""How an operator without arithmetic places entries: a *copy* of its operand; all of them in their order in another
-*shape*; in renamed or repeated *dims*; some of them, or at another *place*, maybe with a constant beside them; the
-entries of all operands, *joined*; entries that an *index* names, or entries *scattered* to where one says."""
+"""The way in which an operator without arithmetic places entries: a *copy* of its operand; all of them in their order
+in another *shape*; in renamed or repeated *dims*; some of them, or at another *place*, maybe with a constant beside
+them; the entries of all operands, *joined*; entries that an *index* names, or entries *scattered* to where one says."""
 Storage = Literal["", "view", "fresh"]
-"""Where results lie: in the first operand's storage, or surely in none of the operands'. Else it is not known."""
+"""The storage of an operator's results: that of the first operand (``view``), surely none of the operands' (``fresh``),
+or not known (``""``)."""
 Reduces = Literal["", "sum", "squares", "max", "exponentials"]
-"""How the entries of the first operand are reduced over a factor that results lack."""
+"""The reduction of the first operand's entries over a factor that results lack."""
 Computes = Literal["", "total", "difference", "multiple", "ratio", "both", "either", "below", "at most", "above",
                    "at least"]  # fmt: skip
-"""What an operator computes of two operands, whatever their types: `a + b`, `a - b`, `a * b`, `a / b`, `a & b`,
-`a | b` and the comparisons."""
+"""The arithmetic of an operator on two operands, whatever their types: `a + b`, `a - b`, `a * b`, `a / b`, `a & b`, `a
+| b` and the comparisons."""
 LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential"]
 """The law of the numbers that an operator draws."""
 
@@ -42,7 +44,7 @@ class OpFacts:
     backward: bool = False
     """It is the derivative of an operator of this precision, and computes as that does."""
     flops: Callable[[OpCall], int] | None = None
-    """How many products of two numbers a call adds up; None where it makes none to speak of."""
+    """The count of multiply-adds in a call, from its shapes; None where there are none to speak of."""
 
     moves: Moves = ""
     storage: Storage = ""
@@ -104,17 +106,17 @@ class OpFacts:
 
     @property
     def looks_up(self) -> bool:
-        """Whether it reads rows of its first operand by numbers below how many there are."""
+        """True where the operator reads rows of its first operand by numbers below the count of rows."""
         return self.moves == "index" and self.counted is not None
 
     @property
     def keeps_values(self) -> bool:
-        """Whether its results are entries of its first operand as they are."""
+        """True where the results are entries of the first operand, unchanged."""
         return self.moves in ("copy", "shape", "dims", "place")
 
     @property
     def creates(self) -> bool:
-        """Whether its result holds one number that is no operand's."""
+        """True where the result holds one number that is no operand's."""
         return self.number is not None or self.number_at is not None
 
     def number_in(self, args: Sequence[Any]) -> Any:
@@ -122,7 +124,7 @@ class OpFacts:
         return self.number if self.number_at is None else args[self.number_at]
 
     def makes_zeros(self, args: Sequence[Any]) -> bool:
-        """Whether its result holds nothing but zeros, called with these arguments."""
+        """Return whether the result of a call with these arguments holds nothing but zeros."""
         return self.creates and bool(self.number_in(args) == 0)
 
 
@@ -235,7 +237,7 @@ def dim_argument(position: int, name: str = "dim", default: int | None = -1) -> 
 
 
 def is_operand(value: Any) -> bool:
-    """Whether an argument is a tensor; an optional one may be None."""
+    """Return whether an argument is a tensor; an optional tensor may also be None."""
     return isinstance(value, Operand)
 
 

@@ -16,13 +16,14 @@ def base_name(op: str) -> str:
 
 
 def is_sensitive(op: str, *, backward: bool = False) -> bool:
-    """Whether an operator of a forward never takes a narrow type; or one of a backward, as that of such an operator."""
+    """Return whether an operator of a forward never takes a narrow type; with ``backward``, whether it is the backward
+    of such an operator."""
     row = facts(op)
     return row.precision in ("sensitive", "loss") and row.backward == backward
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether a type rounds what float32 holds."""
+    """Return whether a floating type has fewer bytes than float32, and so rounds what float32 holds."""
     return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
 
 
@@ -35,7 +36,7 @@ class PrecisionLine:
     line: int = 0
 
     def holds(self, module: str) -> bool:
-        """Whether a module is one of the line's, or inside one; ``*`` in its path is any number."""
+        """Return whether a module is one of the line's, or inside one; ``*`` in its path is any number."""
         path = module.split(".") if module else []
         return any(_begins(path, name.split(".") if name else []) for name in self.modules)
 
@@ -61,7 +62,7 @@ def line_at(lines: PrecisionRegions, module: str) -> PrecisionLine | None:
 
 
 def may_narrow(lines: PrecisionRegions, module: str) -> bool:
-    """Whether a module's operators may round; ``layers.*`` stands for blocks of which one may."""
+    """Return whether a module's operators may round; ``layers.*`` stands for blocks of which one may."""
     if "*" in module.split("."):
         return any(is_narrow(line.dtype) and line.holds(module) for line in lines)
     return line_at(lines, module) is not None

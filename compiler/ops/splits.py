@@ -1,4 +1,5 @@
-"""Which part of an operator's factors the split of a tensor's dim is, and where that lies in its other tensors."""
+"""The part of an operator's factors that the split of a tensor's dim is, and its place in the operator's other
+tensors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,7 @@ def _own_factor(rule: OpRule, dims: Dims, dim: int, outer: Any, ranks: int) -> t
 
 
 def _divides(size: int, outer: tuple[int, ...], ranks: int) -> bool:
-    """Whether a factor consists of parts in these proportions, each a multiple of the ranks."""
+    """Return whether a factor consists of parts in these proportions, each a multiple of the ranks."""
     return size % sum(outer) == 0 and all(part * (size // sum(outer)) % ranks == 0 for part in outer)
 
 
@@ -76,7 +77,7 @@ def _sum_outer(rule: OpRule, members: Sequence[str], outers: Mapping[str, Any]) 
 
 
 def _fits(rule: OpRule, total: str, outer: Any, ranks: int) -> bool:
-    """Whether the parts of a sum lie in its factors, and divide there."""
+    """Return whether the parts of a sum lie in its factors, and divide there."""
     members = rule.sums[total]
     sizes = tuple(rule.sizes[name] for name in members)
     if outer == 0:

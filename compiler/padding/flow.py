@@ -1,5 +1,5 @@
-"""What padding holds, followed through an operator by its rule: entries that the model does not have must reach nothing
-that it has.
+"""The contents of padding, followed through an operator by its rule: entries that the model does not have must change
+none that it has.
 
 A factor that may be split is one whose entries do not see each other, so padding of an operand is padding of the
 results that have the factor, and a result that lacks it is a sum to which padding must add nothing.
@@ -42,7 +42,7 @@ class Extra:
     held: Held = 0.0
 
     def is_at(self, outer: int, real: int, padded: int) -> bool:
-        """Whether this is, or can be, that padding of the dim."""
+        """Return whether this padding is, or can be, the one at these sizes of the dim."""
         if self.real is None:
             return self.outer in (0, outer)
         return (self.outer, self.real, self.padded) == (outer, real, padded)
@@ -84,7 +84,8 @@ def locate(rule: OpRule, dims: Dims, extra: Extra, *, real: bool = False) -> tup
 
 
 def place_of_part(sizes: Mapping[str, int], dims: Dims, name: str, part: _Part) -> tuple[int, int, int, int] | None:
-    """Where that padding sits in a tensor of these dims: dim, outer, and the sizes of both forms; None if absent."""
+    """Return the place of a factor's padding in a tensor of these dims: dim, outer, and the sizes with one and with the
+    other padding; None if the tensor lacks the factor."""
     for dim, names in enumerate(dims):
         if name in names:
             at = names.index(name)
@@ -218,7 +219,7 @@ def _carried(call: OpCall, rule: OpRule, operands: Sequence[Extras]) -> dict[str
 
 
 def _require_neutral(call: OpCall, rule: OpRule, name: str, carried: _Carried) -> None:
-    """What is summed over a padded factor must be what it is without the padding."""
+    """Refuse an operator that sums over a padded factor (raise ``PaddingFault``), if the padding changes the sum."""
     reduction = reduction_of(call.op)
     if reduction is not None:
         held = carried.held.get(0, UNKNOWN)
@@ -235,14 +236,14 @@ def _word(held: Held) -> str:
 
 
 def _is_zero(rule: OpRule, carried: _Carried) -> bool:
-    """Whether the operator makes zeros of the padding: it is linear in operands that hold zeros there."""
+    """Return whether the operator makes zeros of the padding: it is linear in operands that hold zeros there."""
     zeros = {index for index, held in carried.held.items() if held == 0.0}
     finite = all(held is None or math.isfinite(held) for held in carried.held.values())
     return finite and any(joint and joint <= zeros for joint in rule.linear)
 
 
 def _result(call: OpCall, rule: OpRule, carried: _Carried, dtypes: Sequence[torch.dtype]) -> Held:
-    """What results hold in the padding of a factor."""
+    """Return the number that results hold in the padding of a factor."""
     if _is_zero(rule, carried):
         return 0.0
     held = list(carried.held.values())
@@ -258,7 +259,7 @@ def _result(call: OpCall, rule: OpRule, carried: _Carried, dtypes: Sequence[torc
 
 
 def _moves(call: OpCall, held: Held) -> bool:
-    """Whether results consist of entries of operands, and of what padding holds."""
+    """Return whether results consist of entries of operands, and of the number in the padding."""
     if call.op == "aten.constant_pad_nd.default":
         return bool(held == call.argument(2, "value", 0))
     return facts(call.op).moves in ("copy", "shape", "dims", "place", "join")
@@ -302,7 +303,7 @@ def _grow(call: OpCall, x: Extras) -> Extras:
 
 
 def _mixed(held: Held, value: float) -> Held:
-    """What is held where some entries hold another value."""
+    """Return the contents of padding of which some entries hold another value."""
     if held == value:
         return held
     return None if math.isfinite(value) and (held is None or math.isfinite(held)) else UNKNOWN

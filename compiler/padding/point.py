@@ -1,4 +1,5 @@
-"""What padding holds, and a pointwise operator at that one point: its value there, and whether it has a slope."""
+"""The number that padding holds, and pointwise operators at that one number: their value, and whether they have a
+slope."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from ..program.program import operator
 
 UNKNOWN = math.nan
 Held = float | None
-"""What all padding of a dim holds: one number, which may be infinite; None for numbers that depend on data; UNKNOWN,
-which may be no number at all."""
+"""The contents of all padding of a dim: one number, which may be infinite; None for finite numbers that depend on data;
+UNKNOWN for data that may be infinite or not a number."""
 
 
 _known: dict[tuple[Any, ...], tuple[float, bool]] = {}

@@ -40,7 +40,7 @@ def families() -> tuple[str, ...]:
 
 
 def has_plan_name(path: Path) -> bool:
-    """Whether a file is a plan by its name."""
+    """Return whether a file's name ends as a plan's does."""
     return path.suffix == ".parc"
 
 
@@ -69,7 +69,7 @@ def read_text(path: Path) -> tuple[str | None, str]:
 
 
 def _is_statements(statements: Sequence[Statement], malformed: Sequence[Diagnostic]) -> bool:
-    """Whether at least half of a file's lines are statements of a plan, comments aside."""
+    """Return whether at least half of a file's lines, comments aside, are statements of a plan."""
     known = sum(statement.verb.text in verbs() for statement in statements)
     return 2 * known >= len(statements) + len(malformed)
 

@@ -34,7 +34,7 @@ class DimLayout:
     rest: bool = False
     more: tuple[tuple[Factor, ...], ...] = ()
     pad: bool = False
-    """Whether the dim may become longer where its splits do not divide it."""
+    """True where the dim may become longer if its splits do not divide it."""
 
     @property
     def axes(self) -> tuple[Word, ...]:

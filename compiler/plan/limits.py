@@ -25,7 +25,8 @@ too, and so is a sum among some stages."""
 
 @dataclass(frozen=True)
 class Promise(Directive):
-    """How many collectives a microbatch's forward and backward (or one phase) run in each of some modules."""
+    """A promise of how many collectives a microbatch's forward and backward (or one phase) run in each of some
+    modules."""
 
     ONCE = False
 
@@ -36,7 +37,7 @@ class Promise(Directive):
     phase: Word | None = argument(lambda given: given.word("during"))
 
     def means(self, op: str, axes: tuple[str, ...], phase: str) -> bool:
-        """Whether a collective is one of those that the line speaks of."""
+        """Return whether a collective is one of those that the line speaks of."""
         phases = ("forward", "backward") if self.phase is None else (self.phase.text,)
         named = self.op.text == ANY or op in COLLECTIVE_WORDS[self.op.text]
         return named and phase in phases and (self.axis is None or self.axis.text in axes)

@@ -1,4 +1,4 @@
-"""Where mesh axes cut a dim of known size: sub-dims inferred, divisibility checked."""
+"""The cuts of mesh axes in a dim of known size: sub-dims inferred, divisibility checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DimSplit:
 
 
 Pieces = Callable[[], tuple[int, ...]]
-"""How the model itself takes a dim apart; nothing if it does not."""
+"""A function that returns the sizes into which the model itself takes a dim apart; empty if it does not."""
 
 
 def cut_dims(

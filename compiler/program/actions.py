@@ -29,31 +29,32 @@ class ActionRow:
     place: Literal["before", "work", "after", "end"]
     """``before`` the work of a schedule, part of it, ``after`` it, or at the step's ``end``, when all else is done."""
     program: Literal["step", "stage", "role", ""]
-    """Whose program it runs: one of the whole step, each stage's, each role's, or none."""
+    """The owner of the program that the action runs: the whole step, each stage, each role, or nobody."""
     each: bool = False
-    """Whether it is done for each microbatch; else once a step."""
+    """True where the action is done once a microbatch; else once a step."""
     reads: tuple[Kind, ...] = ()
     """Kinds of values that its program reads of what other actions return; any may read the model and its inputs."""
     returns: tuple[Kind, ...] = ()
     """Kinds of values that its program returns, beside what it hands to another stage."""
     optional: bool = False
-    """Whether only those steps have it for which there is a program."""
+    """True where only those steps have the action for which there is a program."""
     evaluated: bool = False
-    """Whether an evaluation does it, which has no backward."""
+    """True where an evaluation, which has no backward, does the action too."""
     compiled: bool = False
-    """Whether ``--compile`` compiles its program; what a step does once is little, and REDUCE grows with the layers."""
+    """True where ``--compile`` compiles the action's program. Programs that run once a step are short, and REDUCE grows
+    with the number of layers: they are not worth it."""
     phase: Literal["forward", "backward", "step"] = "step"
-    """Where ``expect`` and ``forbid`` count its collectives."""
+    """The phase to which ``expect`` and ``forbid`` count the action's collectives."""
     to: int = 0
-    """Of work: from a stage to the one that its results go to; 0 where they go nowhere."""
+    """The distance, for work, from a stage to the one that takes its results; 0 where no stage does."""
     slots: int = 1
-    """Of work: how long it takes in a drawing."""
+    """The duration of work in a drawing."""
     colors: tuple[str, ...] = ("#b08ed0",)
-    """Of work: its boxes in a drawing, a shade for each of a role's stages."""
+    """The colors of work in a drawing, a shade for each of a role's stages."""
 
     @property
     def works(self) -> bool:
-        """Whether it is work, whose order a schedule gives."""
+        """True where the action is work, which is what a schedule puts in order."""
         return self.place == "work"
 
     @property
@@ -99,7 +100,7 @@ class MessageRow:
 
 
 def message_row(kind: str) -> MessageRow | None:
-    """What a kind of action says of a message, ``SEND_F`` or ``RECV_F``; None where it is none.
+    """Return the row of a kind of action that is a message, such as ``SEND_F`` or ``RECV_F``; None for other kinds.
 
     >>> message_row("RECV_B")
     MessageRow(work='B', sends=False, to=1)
@@ -128,17 +129,17 @@ class Action:
 
     @property
     def works(self) -> bool:
-        """Whether it is work, whose order a schedule gives."""
+        """True where the action is work, which is what a schedule puts in order."""
         return self.kind in ACTIONS and ACTIONS[self.kind].works
 
     @property
     def message(self) -> MessageRow | None:
-        """What it says of a message; None where it sends and receives nothing."""
+        """The row of the message that the action sends or receives; None where it does neither."""
         return message_row(self.kind)
 
     @property
     def evaluated(self) -> bool:
-        """Whether an evaluation does it: what has no backward, with its messages."""
+        """True where an evaluation does the action: all but backward and its messages."""
         message = self.message
         return ACTIONS[self.kind if message is None else message.work].evaluated
 
@@ -161,7 +162,7 @@ class Action:
 
 
 def _each(kind: str) -> bool:
-    """Whether a kind is of a microbatch, as messages are."""
+    """Return whether actions of a kind are done once a microbatch, as messages are."""
     return kind not in ACTIONS or ACTIONS[kind].each
 
 
@@ -198,11 +199,11 @@ def accumulation(microbatches: int, *, also: Collection[str] = ()) -> tuple[Acti
 
 
 StageRanks = tuple[int, ...]
-"""Where stages lie: of each stage the rank along the pipeline's axis, which is the number of its role."""
+"""The rank along the pipeline's axis on which each stage lies, which is the number of its role."""
 
 
 def stage_ranks(timelines: Sequence[Sequence[Action]]) -> StageRanks:
-    """Where stages lie, by who does their work.
+    """Return the rank of each stage: the one whose timeline has the stage's work.
 
     >>> rows = "0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"
     >>> stage_ranks([[Action.parse(word) for word in row.split()] for row in rows])

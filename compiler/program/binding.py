@@ -15,14 +15,14 @@ Kind = Literal[
     "loss", "gradient", "grad_norm", "metric", "value",
 ]  # fmt: skip
 Home = Literal["parameters", "buffers", "batch", "stage", "neighbour", "step", "result", "program"]
-"""Where bound values are while no program runs: among a rank's ``parameters`` or ``buffers`` from step to step; in the
-``batch``, with each microbatch; kept by a ``stage`` for a later action of a microbatch; on the way to or from a
-``neighbour``, of a microbatch too; in a ``step``, once or as a sum over microbatches; in a step's ``result``; nowhere,
-because the ``program`` makes and reads them itself."""
+"""The place of bound values while no program runs: among a rank's ``parameters`` or ``buffers`` from step to step; in
+the ``batch``, with each microbatch; kept by a ``stage`` for a later action of the same microbatch; on the way to or
+from a ``neighbour``, per microbatch too; in a ``step``, once or as a sum over microbatches; in a step's ``result``;
+nowhere, because the ``program`` makes and reads them itself."""
 
 
 class KindRow(NamedTuple):
-    """What is so of every binding of a kind: its home, and what its text is made of."""
+    """The facts about every binding of a kind: its home, and the form of its text."""
 
     home: Home
     text: Literal["kind name", "kind", "name"] = "kind name"
@@ -60,7 +60,7 @@ OUTSIDE: tuple[Kind, ...] = (*STORED, *(kind for kind, row in KINDS.items() if r
 
 
 class Binding(NamedTuple):
-    """What a value is bound to: ``parameter blocks.0.w``, ``saved tanh``, ``loss``.
+    """The name by which a value is known outside its program: ``parameter blocks.0.w``, ``saved tanh``, ``loss``.
 
     >>> Binding.parse("parameter blocks.0.w")
     Binding(kind='parameter', name='blocks.0.w')
@@ -73,7 +73,7 @@ class Binding(NamedTuple):
 
     @property
     def home(self) -> Home:
-        """Where the value is while no program runs."""
+        """The place of the value while no program runs."""
         return KINDS[self.kind].home
 
     def __str__(self) -> str:

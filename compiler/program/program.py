@@ -1,4 +1,4 @@
-"""What a program is: typed lines in functions, the operators they may use, and the one text they print as."""
+"""Programs: typed lines in functions, the operators that they may use, and the one text that they print as."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LocalSize:
     axes: tuple[str, ...]
 
     def local(self, mesh: Mesh) -> int:
-        """What one rank sees."""
+        """Return the size of the dim on one rank."""
         return self.size // math.prod(mesh.size(axis) for axis in self.axes)
 
 
@@ -61,7 +61,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a line comes from: module path, ``file:line`` of the model, line of the plan that last touched it."""
+    """The origin of a line: module path, ``file:line`` of the model, and the line of the plan that touched it last."""
 
     module: str = ""
     source: str = ""
@@ -106,7 +106,7 @@ class Line:
 
     @property
     def calls_function(self) -> bool:
-        """Whether the line calls another function of its program."""
+        """True where the line calls another function of its program."""
         return "." not in self.op
 
     @property
@@ -160,7 +160,7 @@ class Function:
 
     @property
     def bindings(self) -> list[Binding]:
-        """What its parameters are bound to, in order."""
+        """The bindings of the function's parameters, in order."""
         return [value.binding for value in self.parameters if value.binding is not None]
 
     def bound(self, *kinds: Kind) -> dict[str, Value]:
@@ -291,8 +291,9 @@ _FOREIGN = frozenset({
 
 
 def allowed(op: str, custom: Collection[str] = ()) -> bool:
-    """Whether a program may use the operator: a collective, one with a rule, any functional one of aten, or one of
-    those that it declares as ``custom``, which must be functional too; none that reaches outside its operands."""
+    """Return whether a program may use the operator. Collectives, operators with a rule and all functional ones of aten
+    are allowed, and so are functional ones that the program declares as ``custom``. An operator that reaches outside
+    its operands never is."""
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
     if facts(op).reaches_outside:

@@ -79,7 +79,7 @@ def work_programs(roles: Mapping[str, Programs]) -> dict[int, StageWork]:
 
 
 def ranks_of(roles: Mapping[str, Programs]) -> StageRanks:
-    """Where stages lie, by who has their programs: of each stage the number of its role.
+    """Return the number of the role that has each stage's programs.
 
     Raises:
         JoinFault: a stage's programs are on two roles, or not all there.
@@ -216,7 +216,7 @@ def _joined_once(programs: Sequence[Program]) -> Program:
 
 
 def _way(function: Function, name: str) -> object:
-    """How a value is made of a function's parameters, whatever values are called."""
+    """Return an expression of how a value is made of a function's parameters. It is independent of values' names."""
     known: dict[str, object] = {value.name: value.binding for value in function.parameters}
     for line in function.lines:
         made = line.op, map_references([*line.args, *line.kwargs], known.__getitem__)
@@ -293,7 +293,8 @@ def group(programs: Iterable[Program], timelines: Mapping[str, Sequence[Action]]
 
 
 def neighbours(roles: Mapping[str, Programs]) -> Iterator[tuple[Program, Program]]:
-    """What hands on results and what takes them: F of each stage and the next, B of each and the one before."""
+    """Yield the pairs of programs of which one hands its results to the other: F of each stage to that of the next, B
+    of each to that of the one before."""
     work = work_programs(roles)
     for stage, programs in work.items():
         for kind, program in programs.items():

@@ -166,7 +166,7 @@ class _Reader:
         return self.types[text]
 
     def behind(self, node: ast.expr | ast.stmt | ast.arg) -> str:
-        """What stands on a node's last line after it."""
+        """Return the text behind a node, on its last line."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self.rows[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
 
@@ -187,7 +187,8 @@ class _Reader:
         return Function(node.name, parameters, lines, self._returns(node.body[-1], outside))
 
     def _returns(self, node: ast.stmt, outside: bool) -> tuple[tuple[Binding, str], ...]:
-        """What a function returns: to the ``outside`` of the program, or to the function that calls it."""
+        """Read a function's returns: bindings if it is the program's main function (``outside``), else names for the
+        function that calls it."""
         if not isinstance(node, ast.Return) or not isinstance(node.value, ast.Dict):
             raise self.fail(node, "a function ends in `return {…}`")
         returns: dict[Binding, str] = {}

@@ -10,7 +10,7 @@ from .program import Function, Line, Program, Value
 
 
 def uses_of(function: Function) -> Counter[str]:
-    """How often each value is read or returned."""
+    """Count how often each value is read or returned."""
     read = Counter(name for line in function.lines for name in line.uses())
     return read + Counter(name for _, name in function.returns)
 
@@ -43,15 +43,15 @@ def _adds(op: str, operators: Collection[str] | None) -> bool:
 
 
 def _made(program: Program, line: Line) -> list[tuple[Value, str]]:
-    """What a line makes, with the name that it has in a function that the line calls."""
+    """Return the values that a line makes, each with the name that it has in a function that the line calls, or ""."""
     if not line.calls_function:
         return [(value, "") for value in line.made]
     return [(value, name) for value, (_, name) in zip(line.made, program.function(line.op).returns, strict=True)]
 
 
 def lasting(function: Function, added: Collection[str]) -> set[str]:
-    """What may be read after the function's last line, where what is ``added`` may be made then: operands, and of a
-    function that is called what it gives back too, which it may still read."""
+    """Return the values that may be read after the function's last line. A line that makes a value of ``added`` may run
+    that late: its operands last, and, if it calls a function, its other results, which the function may still read."""
     late = [line for line in function.lines if any(value.name in added for value in line.made)]
     back = {value.name for line in late if line.calls_function for value in line.made}
     return ({name for line in late for name in line.uses()} | back) - set(added)

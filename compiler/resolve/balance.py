@@ -18,15 +18,16 @@ from ..ops.rules import facts
 from ..program.binding import PARAMETERS, Binding
 
 FLOPS_PER_BYTE = 100
-"""What moving a byte costs: accelerators do 100 to 300 operations of products in bfloat16 in the time of one byte."""
+"""The cost of moving a byte, in operations: accelerators do 100 to 300 operations of products in bfloat16 in the time
+of one byte."""
 PASSES = 3
 """A backward takes twice the work of its forward: it makes a gradient for each operand of a product."""
 
 
 @dataclass(frozen=True, slots=True)
 class BalancedPiece:
-    """What is never cut: its operations, the bytes of what one microbatch's backward needs of its forward, and by name
-    the bytes that its parameters take with their gradients and optimizer state."""
+    """A piece of the model that is never cut: its operations; the bytes that one microbatch's backward needs of its
+    forward; and by name the bytes of its parameters with their gradients and optimizer state."""
 
     operations: int
     kept: int
@@ -50,7 +51,7 @@ def operations_of(node: fx.Node) -> int:
 
 
 def _passes_on(node: fx.Node) -> bool:
-    """Whether an operator gives what it reads: a copy, a dropout of nothing."""
+    """Return whether an operator's result equals its operand: a copy, or a dropout that drops nothing."""
     row = facts(node.target)
     if str(node.target) == "aten.dropout.default":
         return not node.args[1] or not node.args[2]
@@ -59,12 +60,12 @@ def _passes_on(node: fx.Node) -> bool:
 
 
 def numbers_of(node: fx.Node) -> int:
-    """How many numbers a node's tensors hold."""
+    """Count the numbers in a node's tensors."""
     return sum(value.numel() for value in _tensors(node))
 
 
 def products_of(node: fx.Node) -> int:
-    """How many products of two numbers an operator adds up; 0 for one that is no product."""
+    """Count the multiply-adds of an operator; 0 for one that is no product."""
     flops = facts(node.target).flops
     if flops is None:
         return 0

@@ -19,7 +19,7 @@ OPTIONAL = "a `?` at the end lets a pattern match nothing"
 
 @dataclass(frozen=True, slots=True)
 class WeightUse:
-    """How a parameter is used: the dim of a linear weight or lookup table that is its outputs (of a table: its
+    """The use of a parameter as a linear weight or a lookup table: the dim of its outputs (in a table: of its
     vocabulary), and the dim that is contracted."""
 
     kind: Literal["linear", "lookup", "other"]
@@ -39,7 +39,8 @@ class PlanNames:
     pieces: Callable[[str, int], tuple[int, ...]] = lambda name, dim: ()
     """The sizes of the pieces into which the model takes apart what a dim of a parameter becomes, if it does."""
     smaller: bool = False
-    """Whether the model is a twin, which may lack what the plan's own model has: patterns may match nothing."""
+    """True where the model is a twin, which may lack layers of the plan's own model: patterns may then match
+    nothing."""
 
     def canonical(self, name: str) -> str:
         """The one name of a parameter or input."""
@@ -51,7 +52,7 @@ class PlanNames:
         return self.parameters[name] if name in self.parameters else self.inputs[name]
 
     def use(self, name: str) -> WeightUse:
-        """How a parameter is used under this name."""
+        """Return the use of the parameter that has this name."""
         return self.uses.get(name) or self.uses.get(self.canonical(name)) or WeightUse("other")
 
     @property

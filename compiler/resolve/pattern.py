@@ -32,7 +32,7 @@ class Pattern:
 
     @property
     def wild(self) -> bool:
-        """Whether it can match more than one name."""
+        """True where the pattern can match more than one name."""
         return WILD.search(self.text) is not None
 
     @property
@@ -41,7 +41,7 @@ class Pattern:
         return tuple(re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^.\[\{])+", self.text.removesuffix("?")))
 
     def matches(self, name: str) -> bool:
-        """Whether the whole name fits the pattern."""
+        """Return whether the whole name fits the pattern."""
         return _fits(self.segments, tuple(name.split(".")))
 
     def of(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -105,7 +105,8 @@ class Pattern:
 
 
 def _fits(segments: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    """Whether the path fits: the set of pattern positions reachable after each of its segments, as an automaton."""
+    """Return whether the path fits. An automaton keeps the set of pattern positions that are reachable after each
+    segment of the path."""
     positions = _skip(segments, {0})
     for name in path:
         after: set[int] = set()
@@ -140,7 +141,8 @@ def _segment(segment: str) -> NamePart:
 
 
 def _ends(segment: str, name: str, starts: set[int]) -> set[int]:
-    """Where in ``name`` the segment can end if it begins at one of ``starts``; sets, so that no pattern is slow."""
+    """Return the positions in ``name`` at which the segment can end if it begins at one of ``starts``. Sets are kept,
+    so that no pattern is slow."""
     ends = starts
     for part in re.findall(r"\*+|\{[^}]*\}|[^*{]+", segment):
         if part.startswith("*"):

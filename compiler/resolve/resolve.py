@@ -92,7 +92,7 @@ def input_faults(plan: Plan) -> list[Diagnostic]:
 
 
 def _one_cause(first: Diagnostic, other: Diagnostic) -> bool:
-    """Whether two inputs are as long, and do not divide by the same axes."""
+    """Return whether two inputs are equally long, and do not divide by the same axes."""
     uneven = first.code is UNEVEN_SHARD is other.code and "`pad`" not in first.help
     return uneven and bool(first.related) and (first.help, first.related) == (other.help, other.related)
 

@@ -78,7 +78,7 @@ class _View:
         self.ends: dict[str, tuple[int, int]] = {}
         """The first and the last held operator of every module, the whole model (``""``) included."""
         self.work = [0]
-        """How many held operators that are more than views lie before each."""
+        """The number of held operators before each node, views not counted."""
         for index, node in enumerate(self.nodes):
             held = node in self.held
             self.work.append(self.work[-1] + (held and operations_of(node) > 0))
@@ -96,12 +96,12 @@ class _View:
         return index
 
     def works(self, module: str) -> bool:
-        """Whether a module computes with what parameters reach."""
+        """Return whether a module computes with values that depend on parameters."""
         first, last = self.ends.get(module, (0, -1))
         return self.work[first] < self.work[last + 1]
 
     def crossings(self) -> list[int]:
-        """How many held values are made before each operator and read by it or after it."""
+        """Count, for each operator, the held values that are made before it and read by it or after it."""
         index = {node: at for at, node in enumerate(self.nodes)}
         change = [0] * (len(self.nodes) + 2)
         for node in index.keys() & self.held:
@@ -207,9 +207,10 @@ def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[StageCut, ..
 
 
 def _places(captured: Captured, view: _View, span: Span) -> list[StageCut]:
-    """Where ``stage balanced`` may cut: where numbered modules (layers) begin and end, and other modules that have
-    weights of their own. Inside a numbered module only where no more values cross than before it, nowhere inside a
-    cycle of state, and of places with no work between them only one."""
+    """Return the places at which ``stage balanced`` may cut: the beginnings and ends of numbered modules (layers), and
+    of other modules with weights of their own. A place inside a numbered module counts only where no more values cross
+    than before the module. A cut never lies inside a cycle of state. Of places with no work between them only one is
+    kept."""
     owners = {name.rpartition(".")[0] for name in (*captured.placeholders("parameter"), *captured.aliases)}
     crossings, index = view.crossings(), {node: at for at, node in enumerate(view.nodes)}
     lying = [[index[node] for node in nodes] for _, nodes in _states(captured, view.held)]

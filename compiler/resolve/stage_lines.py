@@ -27,7 +27,7 @@ class StageCut:
 
 
 def stage_count(plan: Plan) -> int:
-    """How many stages the plan's model has: 1 without ``stage`` lines, and where their axis has one rank."""
+    """Return the number of stages of the plan's model: 1 without ``stage`` lines, and where their axis has one rank."""
     if not plan.stages or plan.mesh.size(plan.stages[0].axis.text) == 1:
         return 1
     return plan.mesh.size(plan.stages[0].axis.text) * (plan.schedule.chunks if plan.schedule is not None else 1)

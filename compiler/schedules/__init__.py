@@ -63,7 +63,7 @@ def timelines(
 
 
 def places_of(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> StageRanks:
-    """Where a schedule's stages lie.
+    """Return the rank of each stage of a schedule.
 
     >>> places_of("looped", 6, 1, 2)
     (0, 1, 2, 0, 1, 2)
@@ -75,7 +75,7 @@ def places_of(name: str, stages: int, microbatches: int, chunks: int = 1, *, tex
 
 
 def problem(name: str, stages: int, microbatches: int, chunks: int = 1, *, text: str = "") -> str | None:
-    """Why there is no such schedule for these sizes, and the way out; None if there is one."""
+    """Return the reason why there is no such schedule for these sizes, with the way out; None if there is one."""
     try:
         timelines(name, stages, microbatches, chunks, text=text)
     except ValueError as error:

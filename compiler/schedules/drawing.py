@@ -58,7 +58,7 @@ def _stages(spans: Iterable[TimeSpan]) -> list[int]:
 
 
 def _shades(timeline: Timeline) -> dict[int, int]:
-    """Of each stage which of its role's it is, from 0."""
+    """Return the index of each stage among the stages of its role, from 0."""
     return {stage: chunk for spans in timeline.spans.values() for chunk, stage in enumerate(_stages(spans))}
 
 

@@ -42,14 +42,14 @@ def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
 
 
 class _Walk:
-    """How far each rank has come."""
+    """A walk through all ranks' work in time, with the progress of each rank."""
 
     def __init__(self, work: Sequence[Sequence[Action]]) -> None:
         self.rank_of = stage_ranks(work)
         self.stages = range(len(self.rank_of))
         self.todo = [list(reversed(actions)) for actions in work]
         self.running: dict[int, tuple[int, Action]] = {}
-        """What each rank does, and when it ends."""
+        """The work that each rank is doing, and the time at which it ends."""
         self.made: list[list[Action]] = [[] for _ in work]
         self.there: list[set[Action]] = [set() for _ in work]
         """Work of which each rank has the results."""
@@ -69,7 +69,7 @@ class _Walk:
         return self.rank_of[action.stage], self.rank_of[action.stage + ACTIONS[action.kind].to]
 
     def is_sent(self, action: Action) -> bool:
-        """Whether the result of some work goes to another rank."""
+        """Return whether the result of some work goes to another rank."""
         to = ACTIONS[action.kind].to
         return to != 0 and action.stage + to in self.stages and len({*self.wire(action)}) > 1
 
@@ -80,7 +80,8 @@ class _Walk:
         return next((s for s in sources if not self.is_sent(s) or self.wires.get(self.wire(s)) != s), None)
 
     def waits(self) -> list[str]:
-        """Why ranks that are not done cannot go on: one that is wrong by itself, or else who waits for whom."""
+        """Return the reasons why ranks that are not done cannot go on: a wrong order within one rank, or else who waits
+        for whom."""
         stuck = [(rank, todo[-1], self.lack(todo[-1])) for rank, todo in enumerate(self.todo) if todo]
         own = [f"rank {rank} has `{action}` before `{source}`" for rank, action, _ in stuck
                for source in self.sources(action) if source in self.todo[rank]]  # fmt: skip

@@ -21,8 +21,8 @@ TableRow = tuple[int, str]
 
 
 class RowError(ValueError):
-    """What is wrong with one line of a table; its number is ``line``, from 1, and may be ``shown`` where the file is a
-    table at all."""
+    """An error in one line of a table. ``line`` is its number, from 1; ``shown`` is False where the file is no table at
+    all, so that its text should not be shown."""
 
     def __init__(self, line: int, message: str, shown: bool = True) -> None:
         super().__init__(f"line {line} of the table{message}")
@@ -107,7 +107,7 @@ def _row_of(table: Mapping[str, TableRow], rank: int, sizes: Mapping[str, int], 
 
 
 def _stage_ranks(lies: Mapping[str, TableRow], sizes: Mapping[str, int]) -> StageRanks:
-    """Where stages lie, by the lines that say so.
+    """Return the rank of each stage, as the table's lines state it.
 
     Raises:
         ValueError: a stage lies on no rank, or on two, or there is no such stage.

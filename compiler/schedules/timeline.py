@@ -29,26 +29,27 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """When the last role is done."""
+        """The time at which the last role is done."""
         return max((span.end for spans in self.spans.values() for span in spans), default=0)
 
     def busy(self, role: str) -> float:
-        """How long a role does work."""
+        """Return the time that a role works."""
         return sum(span.end - span.start for span in self.spans[role] if span.action.works)
 
     @property
     def bubble(self) -> float:
-        """What part of the time ranks are idle, all together."""
+        """The fraction of the time in which ranks are idle, over all ranks."""
         whole = self.makespan * len(self.spans)
         return sum(map(self.idle, self.spans)) / whole if whole else 0.0
 
     def idle(self, role: str) -> float:
-        """How long it does not."""
+        """Return the time that a role does not work."""
         return self.makespan - self.busy(role)
 
 
 def peak_live(actions: Sequence[Action]) -> int:
-    """Of how many microbatches, counted once for each stage, a role holds at most what backward needs.
+    """Return the most microbatches for which a role holds, at one time, the values that backward needs. Each stage of
+    the role counts by itself.
 
     >>> peak_live([Action.parse(word) for word in "0F0 0F1 0B0 0F2 0B1 0B2".split()])
     2
@@ -57,7 +58,7 @@ def peak_live(actions: Sequence[Action]) -> int:
 
 
 Times = float | Sequence[float] | Callable[[Action], float]
-"""Of all actions of a kind, of each stage's, or of each."""
+"""The time of actions of a kind: one for all, one for each stage, or a function of the action."""
 
 
 def simulate(

@@ -133,7 +133,7 @@ def sample_points(ranges: Ranges) -> Iterator[dict[str, int]]:
 
 
 def choices_of(ranges: Ranges) -> int:
-    """How many choices of sizes there are."""
+    """Count the choices of sizes in the declared ranges."""
     return math.prod(len(size.values) for size in ranges.values())
 
 
@@ -151,7 +151,7 @@ def check_points(ranges: Ranges) -> list[dict[str, int]]:
 
 
 def _apart(ranges: Ranges, points: Sequence[Sizes]) -> bool:
-    """Whether no size is ``a * x + c`` of another size x at these points."""
+    """Return whether no size is ``a * x + c`` of another size x at these points."""
     first, second, third = points
     return all(
         (second[x] - first[x]) * (third[y] - first[y]) != (third[x] - first[x]) * (second[y] - first[y])
@@ -191,8 +191,8 @@ def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) ->
 
 
 def _same(first: Polynomial, second: Polynomial, ranges: Ranges) -> bool:
-    """Whether two polynomials are equal at all declared sizes, as `B+1` and `B**2/3+5/3` are at 1 and 2. Of a size
-    that takes one value more than its highest power, or all that there are."""
+    """Return whether two polynomials are equal at all declared sizes, as `B+1` and `B**2/3+5/3` are at 1 and 2. It is
+    enough to look at one value more of each size than its highest power, or at all values if there are fewer."""
     few = [list(itertools.islice(size.values, _POWER + 1)) for size in ranges.values()]
     return all(first.at(at) == second.at(at) for each in itertools.product(*few)
                for at in [dict(zip(ranges, each, strict=True))])  # fmt: skip
@@ -225,9 +225,9 @@ def _solve(rows: Sequence[Sequence[Fraction]], right: Sequence[Fraction]) -> lis
 
 
 def is_whole(size: Polynomial, ranges: Ranges, multiples: Mapping[str, int] | None = None) -> bool:
-    """Whether a polynomial is a whole number for all declared sizes, by exact arithmetic: every coefficient is, or, as
-    residues repeat, its value for every residue of the sizes. ``multiples``: of those sizes only that are multiples of
-    so many steps."""
+    """Return whether a polynomial is a whole number for all declared sizes, by exact arithmetic: each of its
+    coefficients is whole, or its value is whole for every residue of the sizes (residues repeat). ``multiples`` limits
+    a size to multiples of so many steps."""
     steps = {name: ranges[name].step for name in size.names}
     below = math.lcm(*(factor.denominator for _, factor in size.terms))
     # of how many steps: a size is `step * t`

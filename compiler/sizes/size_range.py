@@ -26,7 +26,7 @@ class SizeRange:
 
     @property
     def problem(self) -> str:
-        """Why there are no such sizes, "" if there are."""
+        """Return the reason why there are no such sizes, or "" if there are."""
         if self.low < 1:
             return f"a size of {self.low}: sizes are 1 or more"
         if self.step < 1:

@@ -146,7 +146,8 @@ class Template:
         return {name: _PLACE.sub(bound, text) for name, text in self.texts.items()}
 
     def misfit(self, sizes: Sizes, made: Mapping[str, str]) -> Misfit | None:
-        """Where programs made at some sizes are not what the template is there; the other sizes are the largest.
+        """Return the first place where programs made at some sizes differ from the template at these sizes, beside its
+        largest sizes.
 
         Raises:
             ValueError: an expression is no whole number for these sizes.

@@ -36,7 +36,7 @@ class Backward:
         self.goes: dict[tuple[PieceCall, int], list[list[int]]] = {}
 
     def facts(self) -> Iterator[PieceFact]:
-        """What each call of B reads, and where each gradient that it makes goes.
+        """Yield the facts about B: what each of its calls reads, and where each gradient that it makes goes.
 
         Raises:
             WiringFault: calls are not those of F in reverse, read what another call of F has, or a gradient goes to
@@ -68,7 +68,8 @@ class Backward:
             yield PieceFact(("goes", call.sort, at), len(slots), choices, f"B {call.place} result {at}")
 
     def _undo(self, call: PieceCall, line: Line) -> Iterator[PieceFact]:
-        """What a call of B reads: what its call of F read and made, and the gradients of what that made."""
+        """Yield the facts about one call of B, which reads the operands and results of its call of F and the gradients
+        of those results."""
         function = self.forward.functions[call.line.op]
         own = dict(zip((value.name for value in function.parameters), call.reads, strict=True))
         outs = [(name, self.forward.sources[made.name]) for made, (_, name)
@@ -103,15 +104,16 @@ class Backward:
             self.goes[term].append(slots)
 
     def _slots(self, term: _Term, source: PieceSource) -> list[int]:
-        """Where the call whose gradient a term is reads a value of F; what is the loss is read by nobody."""
+        """Return the operand positions at which the call behind a gradient's term reads a value of F. The loss has no
+        reader: its position is 0."""
         if isinstance(term, Binding):
             return [0] * (source == self.forward.returned.get(LOSS))
         return [slot for slot, read in enumerate(term[0].reads) if read == source]
 
 
 def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
-    """What REDUCE makes of each parameter's gradient, and what its norm and its loss are made of; what the results of
-    any other program are made of that a step runs after its work.
+    """Yield the facts about REDUCE, or another program that a step runs after its work: the terms of each gradient, of
+    the norm, of the loss and of other results.
 
     Raises:
         WiringFault: a gradient is made of another parameter's, or the norm is not of all gradients, each once.

@@ -174,7 +174,7 @@ def _joined(
 
 
 def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pairs, *, whole: bool) -> str | None:
-    """What is wrong with the numbers of two equal functions, a build's and its twin's; None if nothing is.
+    """Return the fault in the numbers of two equal functions, a build's and its twin's, or None if there is none.
 
     A number is the size of a dim of its own line in both, or what the model has in that place of its code, or made of
     such. What the ``model`` writes in an operator, a function that is the ``whole`` of it and has the operator has too.
@@ -202,7 +202,8 @@ def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pa
 def _follows(
     pair: NumberPair, near: frozenset[NumberPair], model: frozenset[NumberPair], sizes: frozenset[NumberPair]
 ) -> bool:
-    """Whether a pair is of numbers ``near`` in the model's code, or is made of some, or is one number at all sizes."""
+    """Return whether a pair of numbers is ``near`` in the model's code, or is computed from such a pair, or is one
+    number that does not depend on the size of the model."""
     here, there = pair
     if pair in near:
         return True
@@ -222,7 +223,7 @@ _FORMS: Sequence[Callable[[Scalar], Scalar]] = (
     lambda x: math.sqrt(x) if x > 0 else math.nan,
     lambda x: 1 / math.sqrt(x) if x > 0 else math.nan,
 )
-"""How a derivative, or an operator's parts, may write a number of the model."""
+"""The forms that a derivative, or an operator's decomposition, may give to a number of the model."""
 
 
 def _close(x: Scalar, y: Scalar) -> bool:

@@ -17,7 +17,8 @@ from .wiring import Forward, Graph, Kinds, PieceCall, PieceFact, WiringFault
 
 
 def compare_structure(full: Programs, captured: Program, twin: Programs, twin_captured: Program) -> list[Fault]:
-    """Where a build's programs, beside its captured graph, are not put together as its twin's beside the twin's.
+    """Return the faults where a build's programs differ in structure from its twin's, each read beside its own captured
+    graph.
 
     What is compared, and why that carries a result over: docs/architecture.md, "What a twin carries over".
     """
@@ -96,7 +97,8 @@ class _CallNumbers:
         self.known: dict[Hashable, str | None] = {}
 
     def problem(self, call: PieceCall) -> str | None:
-        """What is wrong beside every equal call of the twin; None if some call of it has no other numbers."""
+        """Return the fault of a call's numbers beside every equal call of the twin, or None if one of these has the
+        same numbers."""
         problem = None
         for key, mate in self.mates[call.sort].items():
             key = _numbers_key(call), key

@@ -23,8 +23,8 @@ _NUMBER = re.compile(r"\d+")
 _KEY = "parc.stream_key.default"
 
 PieceSource = tuple[Any, ...]
-"""Where a value comes from: ``("bound", binding)``, ``("stream", name, seed)``; ``("made", place, line, result)`` of
-the captured graph and ``("made", call, result)`` of F."""
+"""The origin of a value: ``("bound", binding)`` or ``("stream", name, seed)``; in the captured graph ``("made", place,
+line, result)``, and in F ``("made", call, result)``."""
 
 
 class WiringFault(ValueError):
@@ -33,8 +33,9 @@ class WiringFault(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PieceFact:
-    """What is so at one place of a step, told by nothing that is a repetition's own: for this ``key`` the twin has
-    ``what`` somewhere, and one of the ``options`` holds wherever both builds have the key."""
+    """A fact about one place of a step, in words that are equal for all repetitions of a block. The twin must have the
+    pair of ``key`` and ``what`` somewhere, and where both builds have the key, they must share one of the
+    ``options``."""
 
     key: Hashable
     what: Hashable
@@ -78,7 +79,8 @@ class PieceCall:
 
     @property
     def sort(self) -> tuple[int, int]:
-        """What is equal of repetitions: the piece of the captured graph and the function."""
+        """The identity that repetitions of a block share: the kind of the captured graph's piece, and of the
+        function."""
         return self.piece.kind if self.piece else -1, self.kind
 
 
@@ -170,7 +172,7 @@ class Forward:
                 self.sources[made.name] = given.get(name, ("made", len(self.calls), at))
 
     def facts(self) -> Iterator[PieceFact]:
-        """What each call is and reads, and what F returns."""
+        """Yield the facts about F: the function and the operands of each call, and what F returns."""
         for call in self.calls:
             yield PieceFact(("call", call.kind), call.sort[0], NONE, f"F {call.place}")
             for at, (source, name) in enumerate(zip(call.reads, call.line.uses(), strict=True)):
@@ -202,8 +204,8 @@ class Forward:
             yield PieceFact(slot, (made, "other"), self._otherwise(call, source), where)
 
     def _otherwise(self, call: PieceCall, source: PieceSource) -> frozenset[Hashable]:
-        """What may be said of a value that the graph does not have: how it is made of what is no repetition's own, or
-        how far before it is made."""
+        """Return the options for a value that the captured graph does not have: how it is made of values that belong to
+        no repetition, or how many calls before its reader it is made."""
         said = self._said(source)
         return frozenset({said}) if said is not None else _names(self.calls[source[1]].place, call.place)
 

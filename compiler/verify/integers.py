@@ -53,7 +53,8 @@ class _Expressions:
         return found
 
     def source(self, value: Value, saved: Mapping[str, int]) -> int:
-        """What a program is given: what is counted or named is exact, weights and activations are not followed."""
+        """Return the number of the expression of a program's parameter. Integer inputs, buffers and random streams are
+        followed exactly; a saved value is what F has saved; weights and activations are not followed."""
         kind = value.kind
         if value.binding is not None and kind == "saved":
             return saved.get(value.binding.name, _ACTIVATION)  # what is never saved, others refuse
@@ -79,7 +80,8 @@ class _Expressions:
         return self._answers[key]
 
     def ignored(self, question: Question, given: tuple[int, ...]) -> list[int]:
-        """Where a loss of the captured graph looks for targets to ignore, which programs write out."""
+        """Return the expression `target != ignore_index` where a loss of the captured graph ignores targets, because
+        programs write this comparison out. The list is empty for other operators."""
         row = facts(question.line.op)
         if row.ignored_at is None:
             return []

@@ -43,9 +43,9 @@ class Question:
 
 
 Knowledge = TypeVar("Knowledge", bound=Hashable)
-"""What a checker knows of a value."""
+"""The type of the facts that a checker keeps about one value."""
 Answer = tuple[tuple[str, str], ...]
-"""What is wrong with a line: pairs of a check and a message."""
+"""The faults of a line: pairs of the failed check's name and a message."""
 
 
 def check_program(program: Program) -> list[Fault]:
@@ -144,9 +144,10 @@ def follow(
     given: Sequence[Knowledge],
     made: Callable[[str, Question, tuple[Knowledge, ...]], Sequence[Knowledge]],
 ) -> list[Knowledge]:
-    """What is known of each value that a function returns, from what is known of its parameters, line by line.
+    """Walk through a program line by line, and return the facts known about each value that ``function`` returns.
 
-    ``made(function's name, line, facts)`` says it of a line's results, from what is known of what the line reads.
+    ``given`` are the facts about the function's parameters. ``made(function's name, line, facts)`` returns the facts
+    about a line's results, from those about the values that the line reads.
     """
     memory: dict[tuple[str, tuple[Knowledge, ...]], list[Knowledge]] = {}
 

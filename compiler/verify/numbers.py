@@ -102,14 +102,16 @@ class _Held:
         return {number for line in lines for number in numbers_in(line.args)}
 
     def follows(self, number: float, size: Polynomial, line: Line, function: Function) -> bool:
-        """Whether a number is a size of a line, or is made of some, and no other such number is it where looked at."""
+        """Return whether a number is the size of a dim of its line, or is computed from such sizes. At the sizes looked
+        at, no other size of the line may give the same number."""
         own = _shapes(line, function)
         if any(number in shape for shape in own):
             return True
         return any(self.alone(size.course, shapes) for shapes in (own, own | self.shapes[_place(line)]))
 
     def alone(self, course: Polynomial, shapes: frozenset[Shape]) -> bool:
-        """Whether a course is one of those of the shapes, and no other of them is it where looked at."""
+        """Return whether a course is one of the courses of these shapes, and differs from the others at the sizes
+        looked at."""
         if shapes not in self.courses:
             self.courses[shapes] = frozenset(_courses([[*map(self.size, shape)] for shape in shapes]))
         every = self.courses[shapes]
@@ -134,11 +136,11 @@ class _Held:
 
     @cached_property
     def complete(self) -> bool:
-        """Whether all sizes are looked at."""
+        """True where every choice of sizes in the declared ranges is looked at."""
         return len(self.points) >= choices_of(self.template.ranges)
 
     def apart(self, one: Polynomial, other: Polynomial) -> bool:
-        """Whether no ``a * one + c`` is some ``b * other + d`` at all sizes that are looked at, but for constants."""
+        """Return whether, at the sizes looked at, no ``a * one + c`` equals a ``b * other + d`` except constants."""
         (x, y), *rest = [(one.at(point), other.at(point)) for point in self.points]
         return any((x1 - x) * (y2 - y) != (x2 - x) * (y1 - y) for (x1, y1), (x2, y2) in itertools.combinations(rest, 2))
 

@@ -24,7 +24,8 @@ _ROW_MAX = "parc.row_max"
 
 
 def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[str, TensorType]) -> list[Fault]:
-    """What pads changes no number of the model's, and gradients have zeros in it."""
+    """Return the faults of padded values: the padding must change none of the model's numbers, and the padded entries
+    of gradients must be zero."""
     if not pads:
         return []
     faults = list(_stored_faults(pads, stored))
@@ -46,7 +47,7 @@ def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[s
 
 
 def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
-    """Why samples at the end of a batch that are no samples would change its loss, "" if they do not.
+    """Return the reason why extra samples at the end of a batch would change its loss, or "" if they do not.
 
     ``ignored`` are inputs whose every entry is a target to ignore in such a sample; other inputs may hold anything
     there. The loss is then the same function of the parameters as without them, and so are its gradients.
@@ -89,7 +90,7 @@ def _given(binding: Binding | None, pads: Pads, known: Mapping[Binding | None, E
 
 
 def _same(extras: Extras, pads: Sequence[Pad]) -> bool:
-    """Whether a value has zeros in just this padding."""
+    """Return whether a value's padding is where ``pads`` says, and holds zeros."""
     zeros = {extra.dim: extra for extra in extras if extra.held == 0.0}
     fits = all(pad.dim in zeros and zeros[pad.dim].is_at(pad.outer, pad.real, pad.padded) for pad in pads)
     dims = {pad.dim for pad in pads}

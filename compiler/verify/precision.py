@@ -27,7 +27,8 @@ from .lines import Question, follow
 
 
 def check_precision(programs: Mapping[str, Program], reference: Program, rounding: Rounding) -> list[Fault]:
-    """What the captured graph and a plan's lines say of the types of a step's programs."""
+    """Return the faults of the types in a step's programs: the captured graph and the plan's ``precision`` lines say
+    where a value may be narrow."""
     own = _Own(reference)
     faults = [*_outside_faults(programs, reference, rounding)]
     widened = _widened(programs[FORWARD])
@@ -40,7 +41,8 @@ def check_precision(programs: Mapping[str, Program], reference: Program, roundin
 
 
 class _Own:
-    """What of the captured graph is narrow by itself: operators, modules that mix widths, and types of parameters."""
+    """The parts of the captured graph that are narrow by themselves: operators, modules that mix widths, and
+    parameters' types."""
 
     def __init__(self, reference: Program) -> None:
         self.ops: set[str] = set()
@@ -55,7 +57,7 @@ class _Own:
                     self.modules.add(line.origin.module)
 
     def mixes(self, module: str) -> bool:
-        """Whether the model itself rounds in a module; ``layers.*`` is any block."""
+        """Return whether the model itself rounds in a module. ``layers.*`` matches any block."""
         parts = module.split(".")
         return any(
             len(parts) == len(other) and all(a in (b, "*") for a, b in zip(parts, other, strict=True))
@@ -73,7 +75,8 @@ def _floats(function: Function) -> Iterator[tuple[Line, list[Value], list[Value]
 
 
 def _outside_faults(programs: Mapping[str, Program], reference: Program, rounding: Rounding) -> Iterator[Fault]:
-    """What a step reads and gives has the model's own types."""
+    """Find values that a step reads or returns in another type than the model has, and gradients summed in a narrow
+    type."""
     known = {v.binding: v.type.dtype for function in reference.functions for v in function.parameters}
     main = reference.main.values()
     known.update((key, main[name].type.dtype) for key, name in reference.main.returns)
@@ -93,7 +96,7 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, roundin
 
 
 def _widened(forward: Program) -> set[tuple[str, Shape]]:
-    """Where a forward takes something narrow and makes it wide: modules, and shapes of what was narrow."""
+    """Return where a forward widens narrow values, as pairs of the module and the narrow value's shape."""
     found: set[tuple[str, Shape]] = set()
     for function in forward.functions:
         for line, reads, makes in _floats(function):
@@ -132,11 +135,11 @@ def _line_faults(
 
 
 def _loss_faults(forward: Program, own: _Own) -> Iterator[Fault]:
-    """What is made of a loss is nowhere narrow."""
+    """Find narrow values that are computed from a loss."""
     found: dict[str, Fault] = {}
 
     def made(function: str, question: Question, tainted: tuple[bool, ...]) -> list[bool]:
-        """Whether a line's results depend on a loss."""
+        """Return whether a line's results depend on a loss."""
         line = question.line
         row = facts(line.op)
         depends = (row.precision == "loss" and not row.backward) or any(tainted)
@@ -151,7 +154,7 @@ def _loss_faults(forward: Program, own: _Own) -> Iterator[Fault]:
 
 
 class _Table(Enum):
-    """What a value is made of."""
+    """The kinds of values that a value is computed from."""
 
     EXACT = "positions, buffers and constants, as the model computes them"
     ROUNDED = "the same, once rounded"
@@ -175,7 +178,8 @@ def _table_faults(programs: Mapping[str, Program], own: _Own) -> Iterator[Fault]
 
 
 def _followed(program: Program, given: Sequence[_Table], own: _Own) -> tuple[list[_Table], list[Fault]]:
-    """What a program returns is made of, and which lines read what they may not."""
+    """Return the kind of each value that a program returns, and the faults of lines that read a rounded table
+    wrongly."""
     faults: dict[str, Fault] = {}
 
     def made(function: str, question: Question, given: tuple[_Table, ...]) -> list[_Table]:
@@ -195,7 +199,7 @@ def _source(value: Value) -> _Table:
 
 
 def _table_made(question: Question, given: Sequence[_Table]) -> tuple[_Table, str]:
-    """What a line makes, and what is wrong with what it reads."""
+    """Return the kind of a line's results, and the fault in the operands that it reads ("" if none)."""
     line, results, row = question.line, question.results, facts(question.line.op)
     narrow = any(is_narrow(type_.dtype) for type_ in results)
     pairs = [pair for pair in zip(question.operands, given, strict=True) if pair[0].dtype.is_floating_point]

@@ -22,7 +22,8 @@ _KEEPS = frozenset({"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather"}
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a value is: what is bound, or ``squares`` (their ``root``) of values by name."""
+    """A value of REDUCE or SCALE: a binding's value, or the ``squares`` of the values with these names, or their
+    ``root``."""
 
     binding: Binding | None = None
     squares: tuple[str, ...] = ()
@@ -30,7 +31,8 @@ class _Made:
 
 
 def check_reduce(scale: Program, reduce: Program) -> Iterator[Fault]:
-    """What is wrong with the loss's scale, and with the gradients, the loss and the norm that REDUCE returns."""
+    """Find faults in the scale of the loss that SCALE returns, and in the gradients, the loss and the norm that REDUCE
+    returns."""
     if scale.main.parameters:  # else it is a number, which the captured graph gives
         known = _followed(scale)
         for key, name in scale.main.returns:
@@ -56,7 +58,8 @@ def check_reduce(scale: Program, reduce: Program) -> Iterator[Fault]:
 
 
 def _followed(program: Program) -> dict[str, _Made | None]:
-    """What the values of a program of one function are; None is nothing that it is there for."""
+    """Return, for each value of a program with one function, what it holds; None where that is none of the known
+    things."""
     known: dict[str, _Made | None] = {value.name: _Made(value.binding) for value in program.main.parameters}
     for line in program.main.lines:
         found = _made(line, [known[name] for name in line.uses()])

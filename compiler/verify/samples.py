@@ -1,4 +1,5 @@
-"""How the losses of microbatches make the whole batch's: samples followed from the inputs to the loss by the rules.
+"""The way in which the losses of microbatches combine to the whole batch's loss. The rules follow the samples from the
+inputs to the loss.
 
 It is as if each rank of an axis held one sample: what lies split over it keeps samples apart, what is still to be
 summed over it is a sum over samples, and an operator that would need communication lets them meet. Lookups, and
@@ -29,16 +30,17 @@ Adds = Literal["sum", "mean"] | None
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """How a value depends on samples: ``I`` (alike for all of them), split, ``P`` (a sum over them); ``R`` where they
-    have met."""
+    """The dependence of a value on samples: ``I`` (alike for all of them), split, ``P`` (a sum over them), or ``R``
+    where samples have met in one number."""
 
     kind: AxisType = "I"
     statistic: bool = False
-    """Whether it reads what is summed over all samples, as a BatchNorm does."""
+    """True where the value reads a sum over all samples, as a BatchNorm does."""
     adds: Adds = None
-    """What makes the whole batch's value of those of its parts, where ``P`` is surely that."""
+    """The operation that combines the values of a batch's parts to the whole batch's value, where the value is surely
+    ``P``."""
     terms: int = 0
-    """How many numbers of the samples' the ``P`` is the sum of; 0 where that is not known."""
+    """The count of the samples' numbers that the ``P`` is the sum of; 0 where it is not known."""
 
 
 _FREE, _MET = Samples(), Samples("R")
@@ -46,12 +48,13 @@ _SOMEWHERE = Split(-1)
 """Split along a dim that is not known: all that is seen from there are sums over dim 0."""
 _AXIS = "samples"
 _MAY_KEEP_APART = ("shape", "dims", "index", "scatter")
-"""How operators move entries that may still keep samples apart where the rules lose track of them."""
+"""The kinds of moves that may still keep samples apart where the rules lose track of them."""
 
 
 def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
-    """Whether microbatches' losses add up to the whole batch's (``"sum"``) or average to it (``"mean"``); None where
-    that is not sure. A loss that a count of targets divides is its numerator, which can only add up.
+    """Return ``"sum"`` if the losses of microbatches add up to the whole batch's loss, ``"mean"`` if they average to
+    it, and None where that is not sure. A loss that is divided by a count of targets is judged by its numerator, which
+    can only add up.
 
     ``unbatched`` are inputs whose first dim is not the batch. Statistics of a microbatch, as of a BatchNorm, are taken
     to be meant in a mean, and in what a count divides. In microbatches of one sample only sums over samples are seen.
@@ -101,7 +104,7 @@ def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, 
 
 
 def _placed(call: OpCall, read: Sequence[Samples], size: int) -> list[AxisType]:
-    """How each result depends on samples.
+    """Return the dependence of each result on samples.
 
     Raises:
         ValueError: samples meet, or a sum over them is read.

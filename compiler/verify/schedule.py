@@ -55,7 +55,8 @@ def _fault(where: str, message: str) -> Fault:
 
 
 def _own_actions(stages: Sequence[int], rows: Sequence[ActionRow], count: int, microbatches: int) -> Iterator[Action]:
-    """What a role does in a step, each once; results stay where the next stage is the role's own."""
+    """Yield each action that a role has to do in a step once. A result is sent only where the next stage is on another
+    role."""
     for row in rows:
         for m in range(microbatches if row.each else 1):
             for stage in stages if row.works else stages[:1]:
@@ -66,7 +67,7 @@ def _own_actions(stages: Sequence[int], rows: Sequence[ActionRow], count: int, m
 
 
 class _Needs:
-    """What has to be done before an action on its own role, by what kinds read and return."""
+    """The earlier actions of the same role that an action needs, derived from what kinds of actions read and return."""
 
     def __init__(self, rows: Sequence[ActionRow], actions: Sequence[Action], stages: int) -> None:
         self.rows, self.stages = {row.kind: row for row in rows}, stages

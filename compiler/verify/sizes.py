@@ -113,8 +113,8 @@ class _Proof:
         return q, named, tuple(self.ranges.items())
 
     def wrong(self, q: Question) -> str:
-        """What is wrong with a line, "" if nothing. Equal numbers are equal expressions here, so that what only moves a
-        value is judged by its numbers."""
+        """Return the fault of a line, or "" if it has none. Operators that only move values are not run: their numbers
+        are checked elsewhere, and equal numbers are equal expressions here."""
         if q.line.op in COLLECTIVES:
             return next((message for _, message in collective_faults(q)), "")
         if not q.line.op.startswith(_OWN):
@@ -123,8 +123,9 @@ class _Proof:
         return self.wrong_on(q, False) or (self.wrong_on(q, True) if split else "")
 
     def wrong_on(self, q: Question, local: bool) -> str:
-        """What is wrong on whole shapes, or on a rank's. An operator may go different ways at different sizes: it is
-        run at sizes for each of these, and holds for all that would go that way."""
+        """Return the fault of a line on whole shapes or, if ``local``, on one rank's shapes. An operator may take
+        different branches at different sizes: it is run once for each branch, and one run proves all sizes of its
+        branch."""
         op, mesh, left = q.line.op, q.mesh, None
         self.read = set()
         for _ in range(_MOST_WAYS):
@@ -166,7 +167,7 @@ class _Proof:
     # ---- numbers as expressions, in steps of the sizes
 
     def expression(self, number: int) -> sympy.Expr:
-        """What a number of the program stands for."""
+        """Return the expression in the plan's sizes that a number of the program stands for."""
         size = self.numbers.get(number)
         if size is None:
             return sympy.Integer(number)

@@ -208,8 +208,9 @@ def _summed(name: str, owners: Mapping[str, list[int]]) -> _Part:
 
 
 def _parts(program: Program, makes: Collection[str]) -> tuple[dict[str, Counter[_Part]], list[str]]:
-    """Of each value of REDUCE how often the loss and gradients are in it; and what is summed over roles that is neither
-    made of these nor zero. For a gradient that is not among what it ``makes``, a role adds zeros."""
+    """Count, for each value of REDUCE, how often the loss and each gradient is in it. The second result names values
+    that are summed over roles though they are neither made of these nor zero. For a gradient that is not among those it
+    ``makes``, a role adds zeros."""
     parts = {v.name: _source(v) for v in program.main.parameters}
     zeros: set[str] = set()
     others = {value: key for key, value in program.main.returns if key.kind == "gradient" and key.name not in makes}

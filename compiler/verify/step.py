@@ -40,9 +40,9 @@ def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
 
 
 def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> list[Fault]:
-    """What one program hands to another has the type the other takes, and somebody takes it; gradients end as their
-    parameters are stored; nothing that leaves a step is still to be summed; the loss is scaled once, and so is every
-    gradient."""
+    """Return the faults in what programs of a step hand to each other. A value must have the type that its reader
+    declares, and must have a reader. Gradients must have the types in which parameters are stored. Nothing that leaves
+    a step may still be partial. The loss, and so every gradient, must be scaled exactly once."""
     faults = [*_binding_faults(programs, stored), *_result_faults(programs, stored), *_saved_faults(programs)]
     return faults or check_scaling(programs)
 
@@ -144,9 +144,10 @@ def check_reference(
     programs: Mapping[str, Program], reference: Program, microbatches: int, pads: Pads = MappingProxyType({}),
     summed: bool | None = None,
 ) -> list[Fault]:  # fmt: skip
-    """What the captured graph demands of a step: the values it reads and updates, whole shapes as captured but for what
-    is padded; its own random streams; a gradient for exactly the parameters that its loss depends on; its way to
-    average, which is read off it where ``summed`` does not say whether losses add up."""
+    """Return the faults of a step beside the captured graph. The step must read and update the same values, in the
+    captured shapes (apart from padding), and use the same random streams. It must make gradients for exactly the
+    parameters that the loss depends on. It must average as the graph does; ``summed`` says whether microbatches' losses
+    add up, and None has it derived from the graph."""
     captured = reference.functions[-1]
     return [
         *_outside_faults(programs, reference, pads),
@@ -234,8 +235,8 @@ def _gradient_faults(backward: Program, captured: Function) -> Iterator[Fault]:
 
 
 def _average_faults(scale: Program, reference: Program, microbatches: int, summed: bool | None) -> Iterator[Fault]:
-    """Where no count of targets divides the loss, a sum over samples is added up over microbatches, and any other loss
-    averaged."""
+    """Find a wrong scale of the loss. Where no count of targets divides the loss, a loss that is a sum over samples is
+    summed over microbatches, and any other is averaged."""
     if len(reference.functions) > 1:
         if COUNT not in scale.main.bindings:
             yield Fault("types", SCALING, "does not read the count of targets")

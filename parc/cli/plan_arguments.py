@@ -65,10 +65,10 @@ def read(given: argparse.Namespace, plan: Path) -> Plan:
 
 
 def default_out(plan: Path) -> Path:
-    """Where a plan's build goes unless told: beside the current folder's other files."""
+    """Return the folder of a plan's build if no other is asked for; it is in the current folder."""
     return Path(f"{plan.stem}.parc.build")
 
 
 def is_plan(path: Path) -> bool:
-    """Whether a path that may be a plan or a build names a plan."""
+    """Return whether a path that may be a plan or a build names a plan."""
     return path.is_file() or (not path.exists() and path.suffix == ".parc")

@@ -1,4 +1,4 @@
-"""How a check that refused a build is shown."""
+"""The message of a check that refused a build."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _SHOWN = 10
 
 
 def show_refusal(faults: Sequence[object], *, edited: Path | None = None) -> int:
-    """Why a build was refused, and the exit code of that; ``edited``: the folder it was read from, whose files a hand
-    may have changed."""
+    """Show why a build was refused, and return the command's exit code. ``edited`` is the folder that the build was
+    read from, where a person may have changed its files."""
     from parc.compiler.build.directory import again
 
     notes = [str(fault) for fault in faults[:_SHOWN]]

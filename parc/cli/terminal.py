@@ -1,4 +1,4 @@
-"""How commands speak: messages and progress on stderr, errors with their exit codes, tables as text."""
+"""The output of commands: messages and progress on stderr, errors with their exit codes, tables as text."""
 
 from __future__ import annotations
 

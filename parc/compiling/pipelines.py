@@ -17,7 +17,7 @@ from parc.passes.programs.cut import Pipeline
 
 
 def pipeline_of(plan: Plan, folder: Path, names: PlanNames, captured: Captured) -> Pipeline | None:
-    """How the plan cuts the step into stages; None where it is one.
+    """Return the cut of the step into stages that the plan asks for; None where it is one stage.
 
     Raises:
         PlanError: the cuts do not fit the model, or the schedule's file is none of these stages.

@@ -45,7 +45,8 @@ def check_data(plan: Plan, folder: Path) -> None:
 
 @contextmanager
 def sample_said(plan: Plan, folder: Path) -> Iterator[None]:
-    """Where the model fails on what the ``input`` lines declare, say first that the first sample is something else.
+    """Enter a block that may fail because the model does not take the inputs that the plan declares. If the plan's
+    first sample differs from the ``input`` lines, that error is put first.
 
     Raises:
         PlanError: that of the code inside, with the sample's error before it.

@@ -94,7 +94,8 @@ def at_sizes(diagnostics: Iterable[Diagnostic], sizes: Mapping[str, int]) -> lis
 
 
 def misfit_diagnostic(plan: Plan, misfit: Misfit) -> Diagnostic:
-    """Why no one program serves two of the sizes: the first line that differs, and where it comes from."""
+    """Return the message that no one program serves two of the sizes: the first line that differs, and where it comes
+    from."""
     code, origin = (NOT_POLYNOMIAL if misfit.numbers else OTHER_PROGRAM), misfit.origin
     first, second = map(sizes_text, misfit.points)
     where = f" in `{origin.module}`" if origin.module else ""

@@ -22,7 +22,7 @@ from ..choices import Choices, agreed
 _MOST = 1 << 22  # entries that are looked at one by one
 
 _NEUTRAL = {"both": True, "either": False}
-"""What an operator computes of truths → the one that leaves the other as it is."""
+"""The neutral operand of each operator on truth values: it leaves the other operand as it is."""
 _COMPARISONS = {"at most": (False, 0), "below": (False, 1), "at least": (True, 0), "above": (True, 1)}
 """A comparison as ``row - column >= least``: whether its first operand is the row, and the least."""
 
@@ -57,7 +57,8 @@ def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
 
 
 def _value(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
-    """What a node holds; a value that is the same everywhere takes no room."""
+    """Return the contents of a node, or None if they are not constant. A tensor of one repeated number takes no
+    room."""
     result = noted(node).value
     if node.target is OPS.iota.default:
         size, start, step, dtype = node.args
@@ -192,8 +193,8 @@ def _widens(mask: Any) -> Any:
 
 
 def _compares(mask: fx.Node, known: dict[fx.Node, torch.Tensor]) -> bool:
-    """Whether a comparison of positions, too large to look at entry by entry, is the causal mask: the columns' numbers
-    rise, and row i's lies from column i's to before column i + 1's."""
+    """Return whether a comparison of positions, too large to look at entry by entry, is the causal mask: the numbers of
+    the columns rise, and the number of row i is at least that of column i, and below that of column i + 1."""
     while (narrower := _widens(mask)) is not None:
         mask = narrower
     operands = operands_of(mask) if mask.op == "call_function" else []

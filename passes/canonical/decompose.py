@@ -167,7 +167,7 @@ def _broadcast_tensors(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.copy.default, aten.fill.Tensor)
 def _written(c: Canonicalizer, node: fx.Node) -> None:
-    """What is written over a whole tensor is all that is left of it: the source, in the tensor's shape and dtype."""
+    """Replace a write over a whole tensor by its source, in the tensor's shape and dtype."""
     source, value = node.args[1], noted(node).value
     if not isinstance(source, fx.Node):
         return
@@ -247,7 +247,7 @@ def selected(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.einsum.default)
 def _einsum(c: Canonicalizer, node: fx.Node) -> None:
-    """What one operand alone has is summed before the product, as a sum with a type of its own."""
+    """Sum the dims that only one operand has before the product: a sum then has a type of its own."""
     equation, tensors = str(node.args[0]).replace(" ", ""), list(node.args[1])  # type: ignore[arg-type]
     inputs, _, output = equation.partition("->")
     terms = inputs.split(",")

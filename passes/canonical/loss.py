@@ -64,7 +64,7 @@ def stop_gradients(graph: fx.Graph) -> None:
 
 
 def _unscaled(loss: fx.Node) -> fx.Node:
-    """What the loss is a constant multiple of, where nothing else reads what lies between."""
+    """Return the node of which the loss is a constant multiple, where nothing else reads the nodes between."""
     while True:
         inner: Any = _scaled(loss)
         if inner is None or len(inner.users) > 1:

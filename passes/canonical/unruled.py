@@ -18,7 +18,8 @@ from ..programs.backward_forms import write_functional
 from .rewriter import PARTS, REWRITES, takes_apart
 
 _DEPTH = 4
-"""How often a part may have to be taken apart itself: decompositions of torch end after two or three."""
+"""The most times that the parts of an operator are taken apart in turn: torch's decompositions end after two or
+three."""
 
 
 def expand_unruled(graph: fx.Graph) -> None:
@@ -64,7 +65,8 @@ def _parts(node: fx.Node, depth: int) -> fx.Graph | None:
 
 
 def _writes_view(node: fx.Node) -> bool:
-    """Whether an operator writes a part of another tensor, which readers of that one would have to see."""
+    """Return whether an operator writes a part of another tensor, so that readers of that tensor would have to see
+    it."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return False

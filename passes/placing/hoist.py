@@ -1,4 +1,5 @@
-"""Where ``I → R`` goes: over operators of whole operands, toward the parameters, as a greatest fixpoint."""
+"""The place of ``I → R`` conversions: before operators of whole operands, toward the parameters, as a greatest
+fixpoint."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ class Partition:
         return target
 
     def _no_larger(self, node: fx.Node, keys: Sequence[ValueKey], partial: frozenset[int]) -> bool:
-        """Whether a sum put off moves no more bytes than one made now."""
+        """Return whether a sum made later moves at most as many bytes as one made now."""
         made: int = sum(value.nbytes for value in tensors_of(node) if isinstance(value, torch.Tensor))
         given: int = sum(fake(keys[index]).nbytes for index in partial)
         return made <= given if self.choices is None else self.choices.make(("sum", node.name), made <= given)

@@ -13,10 +13,11 @@ from ...compiler.layout.placement import AxisType, Placement, Split, along, dual
 from ...compiler.layout.stretches import count
 
 Changes = tuple[tuple[str, AxisType], ...]
-"""What one step changes: axes with their new types, all from one type to one type."""
+"""The change in one step of a path: axes with their new types, all from one old type to one new type."""
 
 _MESSAGE = 1
-"""What a message costs beside its bytes, in bytes: of two paths that move as much, the one of fewer messages."""
+"""The cost of a message beside its bytes, in bytes: of two paths that move as many bytes, the one of fewer messages
+wins."""
 
 
 @lru_cache(maxsize=65536)

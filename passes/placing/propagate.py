@@ -28,7 +28,8 @@ class Claim:
 
 @dataclass(slots=True)
 class Placed:
-    """Which dim of each value, and which factor of each operator, every axis splits; absent means whole."""
+    """The dim of each value, and the factor of each operator, that every axis splits; an absent axis leaves them
+    whole."""
 
     splits: dict[ValueKey, dict[str, Split]] = field(default_factory=dict)
     parts: dict[fx.Node, dict[str, Part]] = field(default_factory=dict)
@@ -83,7 +84,7 @@ class _Propagation:
                     self.placed.lines[reader] = line
 
     def nests(self, key: ValueKey, axis: str, split: Split) -> bool:
-        """Whether the split divides its dim together with the other axes there."""
+        """Return whether the split divides its dim together with the other axes there."""
         size = tensors_of(key[0])[key[1]].shape[split.dim]
         others = [(s.outer, a) for a, s in self.placed.splits[key].items() if s.dim == split.dim]
         return self.disjoint([*others, (split.outer, axis)], size)
@@ -111,7 +112,7 @@ class _Propagation:
         return best[1] if best else None
 
     def fits(self, node: fx.Node, axis: str, part: Part) -> bool:
-        """Whether the factor nests with the other axes on it, and the result may be split so."""
+        """Return whether the factor nests with the other axes on it, and the result may be split so."""
         rule = self.placed.rules[node]
         others = [(outer, a) for a, (name, outer) in self.placed.parts[node].items() if name == part[0]]
         if not self.disjoint([*others, (part[1], axis)], rule.sizes[part[0]]):

@@ -101,5 +101,5 @@ def _left_as_it_is(node: Any) -> fx.Node | None:
 
 
 def is_zero(node: fx.Node) -> bool:
-    """Whether a creation node makes zeros, which are a part of any sum."""
+    """Return whether a creation node makes zeros, which change no sum."""
     return bool(node.args[1] == 0)

@@ -18,21 +18,21 @@ from ..calls import computes, outputs
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """How a step is cut: the mesh axis over which stages lie, stages on each of its ranks, and where the graph is cut:
-    before the first or after the last operator of a module, in the graph's order."""
+    """The cut of a step into stages: the mesh axis over which they lie, the number of stages on each of its ranks, and
+    the cuts of the graph. A cut is before the first or after the last operator of a module, in the graph's order."""
 
     axis: str
     chunks: int
     cuts: tuple[tuple[str, bool], ...]
     """``(module, after)``."""
     ranks: StageRanks
-    """Where stages lie: of each the rank of the axis."""
+    """The rank along the axis on which each stage lies."""
     modules: tuple[str, ...] = ()
     """In the order in which the model first comes to each."""
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """The number of stages."""
         return len(self.cuts) + 1
 
 
@@ -84,7 +84,7 @@ def _homes(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> list[tuple[fx.Node
 
 def _seen_from(copies: Mapping[tuple[fx.Node, int], fx.Node], operand: fx.Node, stage: int,
                wanted: Mapping[fx.Node, set[int]]) -> fx.Node:  # fmt: skip
-    """What a stage reads of an operand: its own copy where there is one."""
+    """Return the node that a stage reads for an operand: its own copy where there is one."""
     if (operand, stage) in copies:
         return copies[operand, stage]
     return copies[operand, 0 if operand.op == "placeholder" else min(wanted[operand])]

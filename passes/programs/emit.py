@@ -93,7 +93,7 @@ class Emitter:
     titles: dict[fx.Node, str] = field(default_factory=dict)
     """Names for the values of some nodes, where the operator's own would not do."""
     differentiated: bool = False
-    """Whether autograd will run over the lines, so that ``detach`` means something."""
+    """True where autograd will run over the lines, so that ``detach`` means something."""
 
     def define(self, node: fx.Node, base: str, binding: Binding | None = None) -> Value:
         """The value of a node with one tensor."""
@@ -267,7 +267,7 @@ def _inside(path: str, block: str | None) -> str:
 
 
 def _given_back(labels: Iterable[str]) -> tuple[tuple[Binding, str], ...]:
-    """What a block's function returns, each value by its own name."""
+    """Return the names under which a block's function returns its values, each its own."""
     return tuple((Binding("value", label), label) for label in labels)
 
 

@@ -46,7 +46,7 @@ class Joint:
 
 @dataclass(slots=True)
 class _Record:
-    """What is noted while a segment is traced."""
+    """The notes that are taken while a segment is traced."""
 
     owner: dict[fx.Node, Origin] = field(default_factory=dict)
     known: dict[fx.Node, Placement] = field(default_factory=dict)
@@ -247,7 +247,7 @@ def _split(joint: Joint, graph: fx.Graph) -> None:
 
 
 def _free(node: Any) -> bool:
-    """Whether the node only looks at its operand's storage in another shape, or is its operand in a wider type."""
+    """Return whether the node is its operand's storage in another shape, or its operand in a wider type."""
     if facts(node.target).casts:
         before, after = noted(node.args[0]).value.dtype, noted(node).value.dtype
         return bool(before.is_floating_point and before.itemsize < after.itemsize)

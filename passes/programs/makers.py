@@ -21,20 +21,20 @@ from .segments import node_type
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What programs are made of: the typed graphs of the forward and of the count of targets, where there is one, and
-    the work of every stage."""
+    """The materials of a step's programs: the typed graphs of the forward and of the count of targets, where there is
+    one, and the work of every stage."""
 
     mesh: Mesh
     graph: fx.Graph
     count: fx.Graph | None
     averaged: int
-    """Of how many parts the loss is the mean, where no count divides it."""
+    """The number of parts of which the loss is the mean, where no count divides it."""
     made: Assembled
     pipeline: Pipeline | None
 
     @property
     def ranks(self) -> StageRanks:
-        """Where stages lie: of each the number of its role."""
+        """The number of the role that has each stage."""
         return self.pipeline.ranks if self.pipeline is not None else (0,)
 
     @property

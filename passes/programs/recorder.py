@@ -44,7 +44,7 @@ class RecordedTensor(torch.Tensor):
 
 
 def _writes(target: Any) -> bool:
-    """Whether an operator writes what it is given: what reads the storage by another view reads that."""
+    """Return whether an operator writes one of its operands: other views of the same storage then change too."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 

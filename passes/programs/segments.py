@@ -43,7 +43,7 @@ class Segment:
     outputs: tuple[fx.Node, ...]
     signature: str
     flow: GradientFlow
-    """Where gradients flow in the graph that it is a run of."""
+    """The flow of gradients in the graph that the segment is a run of."""
 
 
 def cut_segments(graph: fx.Graph, mesh: Mesh) -> list[Segment]:

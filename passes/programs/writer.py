@@ -14,7 +14,7 @@ from ...compiler.program.program import Function, Line, Origin, Program, Ref, Va
 from .emit import FreshNames, identifier, size_argument
 
 ORIGIN = Origin()
-"""Of lines that stand for no line of the model."""
+"""The origin of lines that stand for no line of the model."""
 
 
 def whole_type(mesh: Mesh, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> TensorType:
@@ -24,14 +24,14 @@ def whole_type(mesh: Mesh, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> T
 
 @dataclass(frozen=True, slots=True)
 class Across:
-    """How the REDUCE of one role meets the others: over all coordinates of the pipeline's axis, and for a parameter of
-    several roles over theirs."""
+    """The ranks with which the REDUCE of one role sums: all along the pipeline's axis, and for a parameter of several
+    roles those of these roles."""
 
     axis: str
     ranks: Sequence[int]
     tied: Mapping[str, Sequence[int]]
     elsewhere: Collection[str]
-    """Of these parameters those that another role counts in the norm."""
+    """The parameters of several roles that another role counts in the norm."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Writer:
         return self.emit("aten.sum.default", (Ref(stacked.name),), values[0].type)
 
     def zeros(self, type_: TensorType, origin: Origin = ORIGIN) -> Value:
-        """What this role adds where it makes no part."""
+        """Add a line that makes zeros, which a role adds to a sum of which it has no part."""
         shape = [size_argument(type_, dim) for dim in range(len(type_.shape))]
         return self.emit("aten.full.default", (shape, 0.0), type_, origin, "zeros", dtype=type_.dtype)
 
@@ -92,7 +92,7 @@ class Writer:
         return self.total(value, origin)
 
     def program(self, role: str, action: str, returns: Sequence[tuple[Binding, str]]) -> Program:
-        """What was written, as the one function of an action's program."""
+        """Return the program of an action, with all that was written as its one function."""
         function = Function(action.lower(), tuple(self.parameters), tuple(self.lines), tuple(returns))
         return Program(role, action, self.mesh, (function,))
 

@@ -133,7 +133,7 @@ class _Waiter:
         threading.Thread(target=self._run, name="parc-sends", daemon=True).start()
 
     def submit(self, wait: Callable[[], None]) -> Future[None]:
-        """What is done once ``wait`` has returned."""
+        """Return a future that is done once ``wait`` has returned."""
         future: Future[None] = Future()
         self._waits.put((wait, future))
         return future
@@ -194,7 +194,7 @@ class Distributed:
         self._kinds = [row.kind for row in step_kinds("work") if row.to]
         self._channels: dict[tuple[int, str], Any] = {}
         self._what = ""
-        """What a collective that is under way would wait for."""
+        """The words that name the collective under way, for the message of a wait that never ends."""
         self._waiter: _Waiter | None = None
         if axis:
             self._open_channels(axis)

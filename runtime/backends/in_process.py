@@ -33,7 +33,8 @@ class _Joint:
 
 @final
 class Meeting:
-    """Where the roles of one process wait for each other. A wait that nobody can end is an error at once."""
+    """The meeting point of the roles in one process, where they wait for each other. A wait that nobody can end is an
+    error at once."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -145,7 +146,8 @@ class InProcess:
         return results, None
 
     def _results(self, op: str, args: Sequence[Any], pieces: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Of the groups whose ranks are there; who is in no group keeps what it has."""
+        """Return the results of a collective in the groups whose ranks are in ``pieces``. A rank in no group keeps its
+        piece."""
         row, results = COLLECTIVES[op], dict(pieces)
         for group in row.groups(self.mesh, args):
             if group[0] not in pieces:
@@ -189,7 +191,8 @@ class InProcess:
     def receive(
         self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]
     ) -> Callable[[], list[list[torch.Tensor]]]:
-        """What to call for what comes; it raises ``ValueError`` where that is not of these shapes."""
+        """Return a function that takes the message's tensors; it raises ``ValueError`` where they are not of these
+        shapes."""
         meeting = self._meeting
         assert meeting is not None
 

@@ -24,14 +24,15 @@ Microbatches = Sequence[Mapping[str, torch.Tensor]]
 """The inputs of each microbatch of a step, whole."""
 
 Metrics = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""What an action's metrics are, of the whole parameters and gradients of a model that is not cut."""
+"""A function that computes an action's metrics for a model that is not cut, from its parameters and gradients by
+name."""
 METRICS: dict[str, Metrics] = {}
 """By kind of action, for those whose programs return metrics."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is simulated: the programs of a build, its reference, and the whole initial values by name."""
+    """The subject of a simulation: the programs of a build, its reference, and the whole initial values by name."""
 
     programs: Mapping[str, Program]
     reference: Program
@@ -44,7 +45,7 @@ class Case:
     stored: Mapping[str, str]
     pads: Pads = field(default_factory=dict)
     roles: Mapping[str, Role] = field(default_factory=dict)
-    """Of a pipeline; without them all ranks run ``programs``."""
+    """The roles of a pipeline by name; empty where all ranks run ``programs``."""
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,7 +87,7 @@ class ReferenceRun:
         self.buffers = {name: self._copied(value) for name, value in case.buffers.items()}
         self.optimizer = make_optimizer(self.parameters, case.optimizer)
         self.metrics: Mapping[str, torch.Tensor] = {}
-        """Of the last step."""
+        """The metrics of the last step."""
 
     def _environment(
         self, function: str, batch: Mapping[str, torch.Tensor], step: int, microbatch: int

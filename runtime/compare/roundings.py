@@ -52,8 +52,9 @@ class Roundings:
         self._steps.append(_Begin(parameters, dict(reference.buffers), batches, step))
 
     def beyond(self, what: Binding, expected: torch.Tensor, apart: float, least: float, top: float) -> float:
-        """How much of an error is more than rounding explains; all of one of at most ``least``, which is small enough.
-        ``expected`` is what the reference's last step made of ``what``; errors are relative to ``top``."""
+        """Return the part of the error ``apart`` that rounding does not explain. An error of at most ``least`` is small
+        enough, and is returned as it is. ``expected`` is the value of ``what`` in the reference's last step; errors are
+        relative to ``top``."""
         if not least < apart < float("inf"):
             return apart
         moved = _TIMES * largest_difference(self._made()[what], expected)

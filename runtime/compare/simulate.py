@@ -47,9 +47,11 @@ class Agreement:
     worst: dict[str, str] = field(default_factory=dict)
     steps: int = 0
     not_finite: str = ""
-    """What of the captured graph itself is not a finite number, and when; nothing is compared with that."""
+    """The value of the captured graph itself that is not a finite number, and its step; "" if there is none. Nothing is
+    compared with such a value."""
     amplified: str = ""
-    """Where errors are too large: what one rounding moves further than can be tested."""
+    """The value that one rounding moves further than can be tested, as the explanation of a large error; "" if there is
+    none."""
 
     @property
     def largest(self) -> float:
@@ -104,7 +106,7 @@ class Simulation:
         )
 
     def part(self, whole: torch.Tensor, type_: TensorType, rank: int) -> torch.Tensor:
-        """What a rank has of a whole tensor."""
+        """Return the part of a whole tensor that a rank holds."""
         return take(whole, type_.placement, self.case.mesh, self.case.mesh.coordinates(rank))
 
     def _buffer_types(self, kinds: Sequence[Kind] = BUFFERS) -> dict[str, TensorType]:
@@ -177,14 +179,14 @@ class Simulation:
                         state.buffers[name] = self.part(reference.buffers[name], type_, rank).clone()
 
     def parameter_spread(self) -> dict[str, float]:
-        """How far replicas of a parameter are from each other."""
+        """Return, by parameter, the largest difference between two replicas."""
         return _spread([state.parameters for state in self.states], self.types, self.case.mesh)
 
 
 def _spread(
     ranks: Sequence[Mapping[str, torch.Tensor]], types: Mapping[str, TensorType], mesh: Mesh
 ) -> dict[str, float]:
-    """How far replicas of a tensor are from each other: they must be one value."""
+    """Return, by tensor, the largest difference between a replica and the first one: they must be one value."""
     found: dict[str, float] = {}
     for name, type_ in types.items():
         first: dict[tuple[int, ...], torch.Tensor] = {}
@@ -255,7 +257,7 @@ def compare(case: Case, steps: int = 3) -> Agreement:
 
 
 def _compare_metrics(agreement: Agreement, reference: ReferenceRun, simulation: Simulation, step: int) -> None:
-    """What other actions returned, on every rank."""
+    """Compare the metrics that actions returned on every rank with those of the reference."""
     for rank, returned in enumerate(simulation.metrics):
         for name in sorted({*returned, *reference.metrics}):
             error = float("inf")

@@ -105,7 +105,7 @@ class Batches:
         return place
 
     def _samples(self, at: AtSizes) -> int:
-        """How many of a step's samples a rank has of its own."""
+        """Return the number of a step's samples that a rank has of its own."""
         return int(at.build.manifest["sizes"].get(BATCH, 1)) // max(self._feed.shares.values(), default=1)
 
 

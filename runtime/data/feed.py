@@ -205,7 +205,7 @@ class Feed:
         return value.contiguous()
 
     def _sizes_of(self, name: str, shape: Sequence[int]) -> str:
-        """How to run the build at a sample's sizes, where it was made for those too."""
+        """Return the advice how to run the build at a sample's sizes, or "" where it runs at these sizes now."""
         ranges = self._build.template.ranges if self._build.template is not None else {}
         dims = next(line["dims"] for line in self._build.manifest["inputs"] if line["name"] == name)
         dims = dims[self._batched[name] :]

@@ -190,7 +190,8 @@ def read_batch(source: SampleSource, step: int, batch: int, rows: Sequence[int] 
 
 
 def permuted(number: int, count: int, key: str) -> int:
-    """Where ``number`` goes in a pseudorandom permutation of ``range(count)`` chosen by ``key``, without a table.
+    """Return the position of ``number`` in a pseudorandom permutation of ``range(count)`` that ``key`` chooses, without
+    a table.
 
     Source: Black, Rogaway 2002, "Ciphers with arbitrary finite domains": a Feistel network on the next power of four,
     applied again for as long as it leaves the range.

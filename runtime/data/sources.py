@@ -21,7 +21,8 @@ NO_DATA_HELP = (
 
 
 def line_of(build: Build, verb: str = "data") -> str:
-    """Where the build's plan names its data, or says something else."""
+    """Return the place and the text of the first line of the build's plan that has a ``verb``, or "" if there is
+    none."""
     try:
         lines = (build.path / "plan.parc").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -39,7 +40,8 @@ def raised_at(error: BaseException | None) -> str:
 
 
 def is_synthetic(line: Mapping[str, Any]) -> bool:
-    """Whether a ``data`` line, as the manifest has it, is for random samples: it names no files and no callable."""
+    """Return whether a ``data`` line, as the manifest has it, is for random samples: it names no files and no
+    callable."""
     return not line["globs"] and line["callable"] is None
 
 

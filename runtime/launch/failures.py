@@ -29,8 +29,9 @@ _LOST = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank failed; ``rank`` is None where no rank is to blame. ``follows``: it failed because another had, or was
-    ``late``, and ``waited`` says for what of it."""
+    """The failure of a rank; ``rank`` is None where no rank is to blame. ``follows`` is True where it failed because
+    another rank had failed before or, if ``late``, did not come in time; ``waited`` names the wait in which it
+    ended."""
 
     rank: int | None
     time_s: float
@@ -73,12 +74,12 @@ def begin() -> None:
 
 
 def began(folder: Path) -> bool:
-    """Whether a rank has left that word."""
+    """Return whether a rank has left the word that training began."""
     return began_file(folder).exists()
 
 
 def began_file(folder: Path) -> Path:
-    """Where it is left, among the files of a run's processes."""
+    """Return the path of the file that is left when training begins, among the files of a run's processes."""
     return folder / "began"
 
 

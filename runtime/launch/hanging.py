@@ -17,7 +17,7 @@ from ..processes import STORE
 from .failures import read_failure
 
 _GRACE_S = 2.0
-"""How long the other ranks may take to see that one is gone and to say so."""
+"""The time that the other ranks have to see that one is gone, and to say so, in seconds."""
 _ANSWER_S = 1.0
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 _PARC = str(Path(__file__).resolve().parents[2])
@@ -88,7 +88,7 @@ class Hanging:
 
 
 def _foreign(file: str) -> bool:
-    """Whether a file is of Python, torch or parc itself."""
+    """Return whether a file belongs to Python, torch or parc itself."""
     return file.startswith((sysconfig.get_path("stdlib"), _PARC, "<")) or "/parc/" in file or "/torch/" in file
 
 

@@ -39,7 +39,7 @@ _STOP_S = 300  # how long ranks may take to save after SIGTERM, before they are 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """How many processes run where: ``nproc`` on this host, which is one of ``nnodes``."""
+    """The processes of a run: ``nproc`` on this host, which is one of ``nnodes``."""
 
     nproc: int
     nnodes: int = 1
@@ -50,7 +50,7 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: the exit code of the command, and the failure that explains it."""
+    """The end of a run: the exit code of the command, and the failure that explains it."""
 
     exit_code: int
     failure: Failure | None = None

@@ -36,7 +36,8 @@ from .reuse import last_uses, made_by, summed
 from .ways import code_for
 
 _NOTHING_SPARE = frozenset[str]()
-"""What is written over: Inductor does that within a region, and what leaves one may share storage with something."""
+"""The empty set of values to write over. Inductor reuses storage within a region by itself, and the results of a region
+may share storage with something else."""
 
 OperandPlace = tuple[TensorType, int]
 """A dim of a type, of which a rank has some entries."""
@@ -111,7 +112,7 @@ class Regions:
 
     @property
     def distinct(self) -> int:
-        """How many regions differ."""
+        """The number of different regions."""
         return len(self.texts)
 
     def machine(self, program: Program, backend: Backend, device: torch.device, **options: Any) -> Machine:

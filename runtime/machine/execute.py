@@ -70,7 +70,7 @@ class Machine:
 
     @property
     def ahead(self) -> Collection[Binding]:
-        """What parameters are bound to that ``begin`` takes."""
+        """The bindings of parameters whose sums ``begin`` can start."""
         return self._ahead.keys()
 
     def begin(self, key: Binding, pieces: Sequence[torch.Tensor], begun: Sequence[Environment]) -> None:
@@ -100,7 +100,8 @@ class Machine:
 
     @property
     def addable(self) -> frozenset[Binding]:
-        """Of results those that ``run`` can add to a total; without one they have storage of their own."""
+        """The bindings of results that ``run`` can add to a total. Without a total, these results have storage of their
+        own."""
         main = self.program.main
         return frozenset(key for key, name in main.returns if name in self._addable[main.name])
 
@@ -281,7 +282,8 @@ class Machine:
         return call
 
     def _adder(self, op: str, add: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """What adds an operator's result to a total; a kernel of its own has no such call."""
+        """Return the function that adds an operator's result to a total. A kernel that replaces the operator has no
+        such call: its result is made first."""
         kernel = self.kernels.get(op)
         if kernel is None or kernel is KERNELS.get(op):
             return add
@@ -314,7 +316,7 @@ class Machine:
 
 
 def _here() -> None:
-    """What is awaited is there."""
+    """Wait for nothing: the value has arrived."""
 
 
 def _refs(item: Any) -> Any:

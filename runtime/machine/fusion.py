@@ -40,8 +40,8 @@ def fused(function: Function, mesh: Mesh, products: bool) -> Function:
         return math.prod(type_.local(mesh)) * type_.dtype.itemsize
 
     def for_nothing(at: int, product: Line) -> bool:
-        """Whether the sum at a line may make the product: nothing is made between, or no more dies at the product than
-        it makes."""
+        """Return whether the sum at a line may compute the product itself: no value is made between the two, or the
+        product's operands that die with it take no more bytes than its result."""
         first, made = makers[product.made[0].name][0], product.made[0].name
         between = {v.name for line in function.lines[first + 1 : at] for v in line.made if line.op != _RESHAPE}
         dying = {name for name in product.uses() if name not in kept and last[name] == first}

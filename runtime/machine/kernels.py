@@ -34,7 +34,7 @@ class Site:
 
     @property
     def traced(self) -> bool:
-        """Whether a compiler is shown the kernel, which makes one pass of several by itself."""
+        """True where a compiler traces the kernel: it fuses several passes into one by itself."""
         return False
 
     def index(self, type_: TensorType, dim: int) -> torch.Tensor:
@@ -46,7 +46,8 @@ class Site:
         return row_major(type_.shape, (self.index(type_, dim) for dim in range(len(type_.shape))), self.device)
 
     def consecutive(self, type_: TensorType, dim: int) -> bool:
-        """Whether the rank's entries along a dim are a run: no part of the dim above one that is split is whole."""
+        """Return whether the rank's entries along a dim are consecutive: above the part that is split, no part of the
+        dim is whole."""
         (size, splits), *more = terms(type_.shape[dim], type_.placement.splits(dim))
         whole = [atom.axis is None for atom in atoms(size, splits, self.mesh.size) if atom.size > 1]
         return not more and whole == sorted(whole)
@@ -57,7 +58,7 @@ class Site:
 
 
 def _scores_keep(site: Site, q: torch.Tensor, k: torch.Tensor, key: torch.Tensor, p: float, at: int) -> torch.Tensor:
-    """Which attention weights stay, [b, h, s, t], by their global position."""
+    """Return the mask of the attention weights that dropout keeps, [b, h, s, t], drawn by their global position."""
     type_, keys = site.operands[at], site.operands[at + 1]
     scores = TensorType(type_.dtype, (*type_.shape[:3], keys.shape[2]), type_.placement)
     return keep_mask(site.key(key), site.numbers(scores), p)
@@ -87,7 +88,7 @@ def _scale(q: torch.Tensor, scale: float | None) -> float:
 
 
 def _flash(q: torch.Tensor, v: torch.Tensor, p: float) -> bool:
-    """Whether torch's own CPU kernel, which keeps no scores, can do the work."""
+    """Return whether torch's own CPU kernel, which keeps no scores, can do the work."""
     return q.device.type == "cpu" and p == 0 and q.shape[-1] == v.shape[-1] > 0
 
 
@@ -246,7 +247,8 @@ def _loss_parts_backward(
 
 
 def _within(site: Site, type_: TensorType, dim: int, padded: int) -> torch.Tensor:
-    """Where in their part of ``padded`` entries a rank's entries of a padded dim are."""
+    """Return the positions of a rank's entries along a padded dim, each counted from the start of its part of
+    ``padded`` entries."""
     return site.index(type_, dim) % padded
 
 

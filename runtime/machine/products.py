@@ -22,7 +22,7 @@ _LEAST = 1 << 21
 _PROBE = 256
 """Rows and columns of what is measured: a fraction of a millisecond."""
 _CLEARLY = 1.5
-"""How much faster it must be, so that noise never decides."""
+"""The least ratio of times at which one way counts as faster, so that noise never decides."""
 
 
 def kernels_for(device: torch.device) -> Mapping[str, Kernel]:

@@ -1,4 +1,4 @@
-"""Which values nobody reads again, and which storage a line may so write its result over."""
+"""The last uses of values, and the storage of such values that a line may write its result over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def made_by(lines: Iterable[Line]) -> list[str]:
 
 
 def summed(lines: Iterable[Line]) -> set[str]:
-    """What collectives make, which may arrive later."""
+    """Return the names of collectives' results, which may arrive later."""
     return set(made_by(line for line in lines if line.op in COLLECTIVES))
 
 
@@ -92,7 +92,7 @@ def _takes_the_same(overload: Any, target: Any) -> bool:
 
 
 def _may_alias(line: Line) -> bool:
-    """Whether a result may look at an operand's storage."""
+    """Return whether a result may share an operand's storage."""
     if line.calls_function or line.op in COLLECTIVES:
         return True
     if facts(line.op).storage == "fresh" or line.op == ADD_PRODUCT:

@@ -106,7 +106,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """How many steps were done."""
+        """The number of steps done."""
         return int(self.facts["step"])
 
     def tensors(self) -> Any:
@@ -148,7 +148,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """What a checkpoint holds; no tensor is read yet.
+    """Open a checkpoint and read its facts; no tensor is read yet.
 
     Raises:
         RunError: it is none, or its files cannot be read.

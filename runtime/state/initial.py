@@ -1,4 +1,4 @@
-"""What a rank begins with: its pieces of parameters and buffers, from recipes or from the files of ``init``."""
+"""The initial state of a rank: its pieces of parameters and buffers, from recipes or from the files of ``init``."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def _as_stored(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.
 
 
 def restore_optimizer(checkpoint: Checkpoint, name: str, types: Mapping[str, TensorType]) -> dict[str, list[str]]:
-    """Which slots of the optimizer's state a checkpoint holds for each parameter.
+    """Return the slots of the optimizer's state that a checkpoint holds for each parameter.
 
     Raises:
         RunError: they are another optimizer's, or not of the parameters' shapes and dtypes; these are named.

@@ -47,7 +47,7 @@ HOSTILE = {
     "an escape": (PLAN + "# \x1b[2J\n", "P0023"),
     "a return in a line": (PLAN + "seed 1 # \x0b seed 2\n", "P0023"),
 }  # fmt: skip
-"""What is wrong, the plan, and the code that says so."""
+"""Hostile plans by what is wrong with them: the text of the plan, and the code of its message."""
 
 
 @pytest.fixture

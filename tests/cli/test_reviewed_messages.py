@@ -1,4 +1,4 @@
-"""What a person reads when their model or their rule is at fault: a diagnostic at its place, never a traceback."""
+"""The messages for a person whose model or rule is at fault: a diagnostic at its place, never a traceback."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def test_a_signal_before_the_first_step_says_that_nothing_is_saved(folder: Path,
 
 
 def _notes_sigterm(process: int) -> bool:
-    """Whether a process has a handler of SIGTERM; Linux alone tells."""
+    """Return whether a process has a handler of SIGTERM, as Linux alone tells."""
     (line,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{process}/status").read_text())
     return bool(int(line, 16) >> signal.SIGTERM - 1 & 1)
 

@@ -101,7 +101,7 @@ def check_form(call: OpCall, rule: OpRule) -> None:
 
 
 def part_of(tensor: torch.Tensor, place: tuple[int, Any] | None, rank: int, ranks: int) -> torch.Tensor:
-    """What `rank` holds of a tensor in placement `S(dim, outer)`; all of it where there is none."""
+    """Return the part of a tensor that `rank` holds in placement `S(dim, outer)`; all of it without a placement."""
     if place is None:
         return tensor
     dim, outer = place
@@ -169,7 +169,7 @@ def check_split(whole: Whole, factor: str, outer: int, ranks: int) -> None:
 
 
 def _masked_lookup(whole: Whole, rows: torch.Tensor, outer: int, rank: int, ranks: int) -> list[torch.Tensor]:
-    """What is emitted for a split vocabulary: own rows looked up, zeros for the others."""
+    """Look up a rank's own rows, with zeros for the others, as programs do for a split vocabulary."""
     table, indices = whole.operands[:2]
     own = part_of(torch.arange(table.shape[0]), (0, outer), rank, ranks)
     at = torch.full((table.shape[0],), -1)

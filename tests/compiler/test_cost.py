@@ -23,7 +23,8 @@ def test_what_is_received_and_sent_is_counted() -> None:
 
 
 def test_a_rank_keeps_no_more_between_actions_than_is_estimated() -> None:
-    """Of these stages the executor keeps as many values as the tests of running measure."""
+    """The estimate is at least the number of values that the executor keeps, as tests of running measure it for these
+    stages."""
     for role, kept in zip(roles("pp=4", 4).values(), (1, 6, 3, 4), strict=True):
         assert estimate_memory(role.programs, role.actions, {}, {}).activations >= kept * VALUE
 

@@ -31,7 +31,7 @@ def read(folder: Path, plan: str, **files: str) -> Plan:
 
 
 def refused(folder: Path, plan: str, **files: str) -> str:
-    """What is said of a plan that is refused."""
+    """Return the message of a plan that is refused."""
     with pytest.raises(PlanError) as caught:
         read(folder, plan, **files)
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""What a build's hash of its model covers: the model's file and the files of the plan's folder that it imports."""
+"""The hash of a build's model: it covers the model's file and the files of the plan's folder that it imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says: typed values, defaults, substitution, and its text as built."""
+"""The values of a plan: typed values, defaults, substitution, and its text as built."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_what_is_the_same_at_the_few_values_of_a_size_is_one() -> None:
 @settings(max_examples=25)
 @given(st.data())
 def test_what_is_fitted_is_right_at_every_size(data: st.DataObject) -> None:
-    """Of few terms, a polynomial is found or more sizes are asked for; never is another one found."""
+    """A polynomial of few terms is found, or more sizes are asked for; another one is never found."""
     ranges = {}
     for name in ("B", "S"):
         step, low = data.draw(st.sampled_from([1, 2, 8, 128])), data.draw(st.integers(1, 4))

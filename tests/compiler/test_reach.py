@@ -1,4 +1,4 @@
-"""Where gradients flow in a graph, and what is made without a parameter."""
+"""The flow of gradients in a graph, and the values that are made without a parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where stages begin in captured graphs, which operators they have, and what cannot be cut."""
+"""The beginnings and operators of stages in captured graphs, and graphs that cannot be cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is made, and called with a plan's inputs."""
+"""The making of a model, and its call with a plan's inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Wrapper(nn.Module):
 
 
 def called(model: nn.Module, inputs: str, places: dict[str, str] | None = None, reads: str = "targets") -> Any:
-    """What the forward is given: of each parameter the number of the input that goes there."""
+    """Return the arguments that the forward gets: for each parameter the number of the input that goes there."""
     names = tuple(inputs.split())
     lines = TaskLines("", (), names, "cross_entropy", "", ("output", reads), None, tuple((places or {}).items()))
     return caller(model, lines)(model, {name: torch.tensor(at) for at, name in enumerate(names)})

@@ -1,4 +1,5 @@
-"""What parc relies on inside torch, an entry a test: one that fails with another torch names what changed there."""
+"""The parts inside torch that parc relies on, one test for each: a failure with another torch names what changed
+there."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def step(action: str = "", old: str = "", new: str = "") -> dict[str, Program]:
 
 
 def faults(programs: dict[str, Program], stored: dict[str, TensorType] | None = None) -> list[Fault]:
-    """What all static checks of programs say."""
+    """Return the faults that all static checks of programs find."""
     found = [fault for program in programs.values() for fault in check_program(program)]
     found += mesh_faults(programs, MESH) + check_bindings(programs, STORED if stored is None else stored)
     return found + check_reference(programs, parse_program(MODEL), 2)

@@ -39,7 +39,7 @@ def faults_of(made: Timelines, stages: int, m: int) -> Sequence[Fault]:
 
 
 def may_run(made: Timelines) -> bool:
-    """Whether complete timelines can be run, by definition: what must come before what has no cycle."""
+    """Return whether complete timelines can be run, by definition: the order that actions need has no cycle."""
     names = list(made)
     before: dict[Action, set[Action]] = {action: set() for actions in made.values() for action in actions}
     sent: dict[tuple[int, int], list[Action]] = {}
@@ -113,8 +113,8 @@ def mutants(made: Timelines, stages: int, m: int, draw: random.Random) -> Iterat
 
 
 def must_follow(first: Action, then: Action) -> bool:
-    """Whether an action is before another of its role in every schedule, or, of messages of one stage and kind, in
-    every one whose other side is as it is."""
+    """Return whether an action precedes another of its role in every schedule; for two messages of one stage and kind,
+    in every schedule that leaves the other side as it is."""
     same = (first.stage, first.microbatch) == (then.stage, then.microbatch)
     messages = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
     return (

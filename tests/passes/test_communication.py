@@ -26,7 +26,7 @@ def compiled(plan: str, dp: int, tp: int, layers: int = LAYERS) -> Compiled:
 
 
 def sent(made: Compiled) -> tuple[Counter[tuple[str, str, str]], Counter[tuple[str, str, str]]]:
-    """How often a step runs each collective, by axis, phase and operator, and the bytes of a rank in all of them."""
+    """Count a step's collectives by axis, phase and operator, and sum their bytes on one rank."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sizes: Counter[tuple[str, str, str]] = Counter()
     for row in communication_table(*made.build.roles.values()):

@@ -57,7 +57,7 @@ def compiled(lines: str, arguments: str = "width=8", dp: int = 1, tp: int = 4, m
 
 
 def operators(made: Compiled) -> Counter[str]:
-    """How often each operator stands in the forward and the backward."""
+    """Count the operators in the forward and the backward."""
     programs = [made.build.programs[action] for action in "FB"]
     lines = [line for program in programs for function in program.functions for line in function.lines]
     return Counter(line.op.split(".")[1] for line in lines if not line.calls_function)
@@ -205,7 +205,8 @@ def call(op: str, *shapes: tuple[int, ...], more: tuple[object, ...] = (), resul
 
 
 def one(op: OpCall, *held: float | None) -> float | None:
-    """What the result's last dim holds, whose last 2 of 6 entries are padding in every operand."""
+    """Return the number that the padding of the result's last dim holds, where the last 2 of 6 entries of every operand
+    are padding."""
     ranks = [len(shape) for shape in op.operands]
     given_ = [(Extra(rank - 1, 1, 4, 6, value),) for rank, value in zip(ranks, held, strict=True)]
     ((extra,),) = follow_padding(op, given_, [torch.float32] * len(held))

@@ -97,7 +97,7 @@ def built(
 
 
 def warned(made: Compiled) -> bool:
-    """Whether the plan is told that its microbatches may not add up, and nothing else."""
+    """Return whether the plan gets the warning that its microbatches may not add up, and no other warning."""
     codes = [warning.code.name for warning in warnings_of(made)]
     assert set(codes) <= {"P0217"}
     return bool(codes)

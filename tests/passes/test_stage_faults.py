@@ -69,7 +69,8 @@ def good(name: str) -> Good:
 
 
 def refusals(build: Good, programs: Files | None = None, schedule: str | None = None) -> list[str]:
-    """Why changed programs or actions are refused, as they are read back from their texts."""
+    """Return the reasons for which changed programs or actions are refused, after they are read back from their
+    texts."""
     compiled = build.compiled
     programs = build.programs if programs is None else programs
     same = set(map(id, build.programs.values()))

@@ -211,7 +211,7 @@ def test_a_step_that_failed_on_the_only_rank_leaves_nothing(tmp_path: Path) -> N
 
 
 def go_on(path: str, folder: str) -> list[str]:
-    """What a session says after a step that failed on every rank."""
+    """Return the messages of a session's calls after a step that failed on every rank."""
     with parc.load(path) as session:
         session.save(f"{folder}/checkpoint")
         fail_once(session, 1 - session.rank)  # in the first stage in the second microbatch, in the other in the first

@@ -1,4 +1,5 @@
-"""What ranks give to a step: one whole batch, or each its own samples; all refuse anything else, before the step."""
+"""The batches that ranks give to a step: one whole batch, or each its own samples; anything else is refused on all
+ranks, before the step."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def without_last(whole: Batch) -> Batch:
 
 
 def ask(path: str) -> dict[str, Any]:
-    """What one of four ranks is told about faulty batches, and what comes of good ones afterwards."""
+    """Return the messages that one of four ranks gets for faulty batches, and the results of good ones afterwards."""
     with parc.load(path) as session:
         at, tp = session.coordinates["dp"], session.coordinates["tp"]
         whole = batch(0)

@@ -1,4 +1,4 @@
-"""What ranks read of the plan's data: their rows and no others, each sample once, a step ahead."""
+"""The plan's data as ranks read it: their rows and no others, each sample once, a step ahead."""
 
 from __future__ import annotations
 

@@ -200,8 +200,8 @@ def test_a_stage_sends_before_it_computes_the_last_gradients_of_its_weights() ->
 
 
 def test_what_gradients_are_made_of_after_a_send_is_in_the_estimate() -> None:
-    """Of three products in a row each gradient is made of what the line before it made: all of them are there at the
-    end, where at once two are, beside the three small gradients."""
+    """Three products in a row each make a gradient from the result of the line before. At the end all three results are
+    there; where the products run at once only two are, beside the three small gradients."""
     large, value = "f32[64, 4]", 64 * 4 * 4
     words = [f"d{n} = exp({'g' if n == 1 else f'd{n - 1}'})" for n in (1, 2, 3, 4)]
     made = [f"w{n} = mm(t, d{n})" for n in (1, 2, 3)]

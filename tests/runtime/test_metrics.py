@@ -35,7 +35,7 @@ def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:
 
 
 def shown(console: Console, every_s: float) -> str:
-    """What ten steps leave on a console."""
+    """Return the text that ten steps leave on a console."""
     with ProgressDisplay(10, "tokens", every_s, console) as progress:
         for step in range(1, 11):
             progress.step(step, 5.0 - step / 10, 1000, step_s=0.25)

@@ -91,7 +91,7 @@ def test_reuse_changes_no_bit() -> None:
 
 
 def storages(text: str) -> dict[str, int]:
-    """Where each value of a program lay when it was made."""
+    """Return the address of each value's storage when it was made."""
     seen: dict[str, int] = {}
     machine = Machine(parse_program(text), InProcess(Mesh()), torch.device("cpu"), reuse=True)
     machine.watch = lambda line, environments: seen.update(

@@ -21,7 +21,7 @@ from tests.runtime.tiny import BOTH, PLAN
 
 
 def faults(made: Compiled, programs: dict[str, Program], rounding: Rounding) -> list[str]:
-    """What the checks of types find."""
+    """Return the faults that the checks of types find."""
     facts = {"precision": made.build.manifest["precision"] if rounding.lines else [],
              "accumulate": str(rounding.sums).removeprefix("torch.")}  # fmt: skip
     found = static_faults(replace(made.build, programs=programs, manifest={**made.build.manifest, **facts}))

@@ -1,4 +1,5 @@
-"""What every rank does by itself: where one fails, none goes on, and all can still do other things together."""
+"""Work that every rank does by itself: where one rank fails none goes on, and all can still do other things
+together."""
 
 from __future__ import annotations
 

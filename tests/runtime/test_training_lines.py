@@ -1,4 +1,4 @@
-"""What `freeze`, `optimizer` and `schedule` say of training, from programs to numbers, beside the plain module."""
+"""The effect of `freeze`, `optimizer` and `schedule` on training, from programs to numbers, beside the plain module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FROZEN = "freeze blocks.0, embed\n"
 
 
 def gradients(made: Compiled) -> set[str]:
-    """What the backward of a step returns."""
+    """Return the names of the gradients that a step's backward returns."""
     return set(made.build.programs["B"].main.returned("gradient"))
 
 

@@ -34,8 +34,8 @@ _REGISTERED: dict[str, tuple[str, str, Mapping[str, Any]]] = {}
 
 
 def facts(op: object) -> OpFacts:
-    """What is known of an operator, by its name or torch's own object: of an overload without a row, and of a form
-    that writes its operand, what is known of the operator."""
+    """Return the row of an operator, given its name or torch's own object. An overload without a row, and a form that
+    writes its operand (``add_``), gets the row of the plain operator."""
     name = str(op)
     row = TABLE.get(name)
     if row is None:
@@ -46,7 +46,7 @@ def facts(op: object) -> OpFacts:
 
 
 def has_rule(op: object) -> bool:
-    """Whether an operator has a row with a rule."""
+    """Return whether an operator has a row with a rule."""
     row = TABLE.get(str(op))
     return row is not None and row.rule is not None
 

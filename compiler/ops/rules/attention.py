@@ -55,7 +55,7 @@ def _attention_backward(call: OpCall) -> OpRule:
 
 
 def _flops(call: OpCall) -> int:
-    """Of the scores, and of the values that they weigh."""
+    """Count the multiply-adds of the scores, and of the weighted sum of the values."""
     return (math.prod(call.operands[0]) + math.prod(call.results[0])) * call.operands[1][-2]
 
 

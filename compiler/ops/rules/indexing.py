@@ -32,7 +32,7 @@ def _indexed(call: OpCall) -> tuple[Dims, list[Dims], Dims, frozenset[str]] | No
 
 
 def _fits(call: OpCall, given: Sequence[Shape], start: int, rank: int) -> bool:
-    """Whether the result has the indices' broadcast shape from dim `start` on, which boolean masks do not give."""
+    """Return whether the result has the indices' broadcast shape from dim `start` on; boolean masks do not give it."""
     result = call.results[0][start : start + rank]
     return len(result) == rank and all(
         any(len(shape) >= rank - i and shape[i - rank] == size for shape in given) or size == 1
@@ -54,7 +54,8 @@ def _index(call: OpCall) -> OpRule:
 
 
 def _may_mask(call: OpCall) -> bool:
-    """Whether an index may be a boolean mask over several dims of x: it has their sizes, and the call says no more."""
+    """Return whether an index may be a boolean mask over several dims of x: it has their sizes, and the call says no
+    more."""
     shape = call.operands[0]
     for dim, index in enumerate(call.args[1]):
         covered = call.operands[index.index] if is_operand(index) else ()

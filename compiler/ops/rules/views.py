@@ -54,7 +54,8 @@ def refine(before: Shape, after: Shape) -> tuple[Dims, Dims, dict[str, int], fro
 
 
 def _next_meeting(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """How many dims of each side, as few as possible, hold the same number of elements; all if none do."""
+    """Return the smallest counts of dims of each side that hold the same number of elements, or the counts of all
+    dims."""
     for total in range(2, len(a) + len(b)):
         for count in range(max(1, total - len(b)), min(len(a), total - 1) + 1):
             if math.prod(size for _, size in a[:count]) == math.prod(size for _, size in b[: total - count]):

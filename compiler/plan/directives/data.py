@@ -13,7 +13,7 @@ from ..directive import Directive, Literal, Scope, argument, check_callable, che
 
 @dataclass(frozen=True)
 class Data(Directive):
-    """Where samples come from.
+    """The source of samples.
 
     `bytes "GLOB", "GLOB"`: the bytes of text files as tokens; globs are relative to the plan's folder, and `{stdlib}`
     in one is the folder of the running Python's standard library. The input named `tokens`, else the first whole-number

@@ -18,7 +18,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {"adamw": ("betas", "eps"), "sgd": ("mo
 
 @dataclass(frozen=True)
 class Optimizer(Directive):
-    """How parameters are updated: `adamw` or `sgd`, with the meaning and defaults of `torch.optim`.
+    """The optimizer that updates parameters: `adamw` or `sgd`, with the meaning and defaults of `torch.optim`.
 
     `clip` bounds the global norm of the gradients. `betas` and `eps` are AdamW's, `momentum` and `nesterov` SGD's.
     `decay off on WHERE`: parameters, or modules with all of theirs, that `weight_decay` leaves alone.
@@ -58,7 +58,7 @@ class Optimizer(Directive):
 
     @property
     def moments(self) -> int:
-        """How many tensors of state a parameter has."""
+        """The number of state tensors of each parameter."""
         return 2 if self.name == "adamw" else int(self.momentum > 0)
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
