@@ -37,7 +37,8 @@ def trace(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     whole: bool = False,
 ) -> fx.Graph:
-    """The ATen graph, forward and backward, of a function on fake tensors; ``whole``: composites stay one operator."""
+    """Return the ATen graph, forward and backward, of a function on fake tensors; with ``whole``, composites stay one
+    operator."""
     with mode, quiet(), without_code(), torch.backends.mkldnn.flags(enabled=False):
         return make_fx(function, decompositions, "real", True, pre_dispatch=whole)(*values).graph
 
@@ -51,8 +52,8 @@ def is_composite(target: Any) -> bool:
 
 
 def onednn_linear() -> Callable[..., torch.Tensor] | None:
-    """oneDNN's ``x @ weight.T + bias`` of matrices of any strides; None where torch has no oneDNN, or was told not to
-    use it (``torch.backends.mkldnn.flags(enabled=False)``)."""
+    """Return oneDNN's ``x @ weight.T + bias`` for matrices of any strides; None where torch has no oneDNN, or was told
+    not to use it (``torch.backends.mkldnn.flags(enabled=False)``)."""
     usable = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
     found = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if usable else None
     if found is None:
@@ -61,7 +62,7 @@ def onednn_linear() -> Callable[..., torch.Tensor] | None:
 
 
 def missing_compiler(device: torch.device) -> str:
-    """The compiler that Inductor needs for a device and does not find; empty where it is there."""
+    """Return the name of the compiler that Inductor needs for a device and does not find, "" if it is there."""
     with quiet():
         from torch._inductor import config
         from torch._inductor.cpp_builder import get_cpp_compiler
@@ -78,15 +79,15 @@ def missing_compiler(device: torch.device) -> str:
 
 
 def compiler_cache() -> str:
-    """The folder where Inductor keeps what it compiled."""
+    """Return the folder where Inductor keeps its compiled code."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
 
 
 class SymbolicSizes:
-    """Fake tensors whose sizes are expressions, in sympy, of whole numbers: ``{name: (least, one, most)}``. Where an
-    operator asks for more than these bounds, it is told what holds of the ``one``."""
+    """Fake tensors whose sizes are sympy expressions of whole numbers, each with its bounds: ``{name: (least, one,
+    most)}``. If an operator asks for more than the bounds tell, the answer is that at ``one``."""
 
     def __init__(self, numbers: Mapping[str, tuple[int, int, int]]) -> None:
         from torch._dynamo.source import ConstantSource
@@ -105,43 +106,44 @@ class SymbolicSizes:
 
     @contextmanager
     def mode(self) -> Iterator[None]:
-        """Within it tensors are fake. Operators that are made of others are taken apart in Python: torch's own code of
-        some reads sizes as numbers, which would settle them."""
+        """Enter a block in which tensors are fake. Composite operators are decomposed in Python: torch's own code of
+        some reads sizes as numbers, which would fix them."""
         from torch._dispatch.python import enable_python_dispatcher
 
         with enable_python_dispatcher(), self._mode:
             yield
 
     def size(self, expression: sympy.Expr) -> Any:
-        """The symbolic number of an expression, as operators take it."""
+        """Return the symbolic number of an expression, as operators take it."""
         return self._env.create_symintnode(expression, hint=int(expression.subs(self._ones)))
 
     def expression(self, size: Any) -> sympy.Expr:
-        """The expression that such a number is."""
+        """Return the expression of a symbolic number."""
         import sympy
 
         return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
     def assumed(self) -> list[sympy.Basic]:
-        """The conditions that operators assumed, beside the bounds."""
+        """Return the conditions that operators assumed, beside the bounds."""
         return [guard.expr for guard in self._env.guards]
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode whose tensors ``compile_graph`` takes: without a place for symbolic shapes Inductor caches nothing."""
+    """Return a mode whose tensors ``compile_graph`` takes. It has a place for symbolic shapes: without one Inductor
+    caches nothing."""
     return FakeTensorMode(shape_env=shape_environment(), static_shapes=True)
 
 
 def shape_environment() -> Any:
-    """A place for symbolic shapes, without which a mode of fake tensors refuses some code."""
+    """Return a place for symbolic shapes, without which a mode of fake tensors refuses some code."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return ShapeEnv()
 
 
 def compile_graph(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> CompiledGraph | None:
-    """Inductor's code for a function of tensors of one ``fake_mode()``; None where it would have nothing to
-    fuse, which is less than two operators that compute.
+    """Return Inductor's code for a function of tensors of one ``fake_mode()``; None where it has nothing to fuse, as
+    with fewer than two operators that compute.
 
     The code takes a list, and lets go of each tensor in it after its last use.
     """
@@ -167,27 +169,28 @@ def _computes(target: Any) -> bool:
 
 
 def without_dispatch() -> AbstractContextManager[None]:
-    """Within it operators on tensors of classes of our own are not handed to these, but run as on any other."""
+    """Enter a block in which operators on tensors of our own classes run as on other tensors, and are not handed to
+    these classes."""
     found: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
     return found
 
 
 _TRACE = "torch.__trace"
-"""A log that writes to a file or nowhere; its handler goes once it has heard of something that nobody asked for, and
-until then torch makes the text of each graph for it."""
+"""torch's trace log, which goes to a file or nowhere. Its handler removes itself at the first message if nobody asked
+for the log; until then torch would make the text of each graph for it."""
 
 
 @lru_cache(maxsize=1)
 def _loggers(known: int) -> tuple[logging.Logger, ...]:
-    """torch's loggers, of so many that are ``known``."""
+    """Return torch's loggers, given how many are ``known``."""
     names = (name for name in logging.root.manager.loggerDict if name.startswith("torch.") and name != _TRACE)
     return tuple(map(logging.getLogger, ("torch", *names)))
 
 
 @contextmanager
 def quiet(exporting: bool = False) -> Iterator[None]:
-    """Within it torch says nothing: its warnings, its log of a failure and, where it is ``exporting``, its print of a
-    half-made graph stand before parc's own message of it. What the model's own code prints is still printed."""
+    """Enter a block in which torch prints nothing of its own: no warnings, no log of a failure and, with ``exporting``,
+    no half-made graph, which would stand before parc's message. The model's own prints still appear."""
     if exporting:
         import torch.export._trace  # noqa: F401
     silent = {logger: logger.disabled for logger in _loggers(len(logging.root.manager.loggerDict))}
@@ -207,8 +210,8 @@ def quiet(exporting: bool = False) -> Iterator[None]:
 
 @contextmanager
 def without_code() -> Iterator[None]:
-    """Within it a graph module writes and compiles its Python code before its first call, if it is ever called, and not
-    after each change: ``torch.export`` changes a model's graph a dozen times, and walks it node by node."""
+    """Enter a block in which a graph module writes and compiles its Python code before its first call, if any, and not
+    after each change. ``torch.export`` changes a model's graph a dozen times, and walks it node by node."""
     write: Any = fx.GraphModule.recompile
 
     code: Any = cached_property(lambda module: write(module).src)
@@ -233,7 +236,8 @@ def without_code() -> Iterator[None]:
 
 
 def with_unread_draws() -> AbstractContextManager[None]:
-    """Within it torch keeps operators that draw random numbers which nobody reads: later ones follow them."""
+    """Enter a block in which torch keeps operators that draw random numbers which nobody reads, because later draws
+    depend on them."""
     from torch._inductor import config
 
     return config.patch(fallback_random=True)  # type: ignore[no-any-return]
@@ -241,8 +245,8 @@ def with_unread_draws() -> AbstractContextManager[None]:
 
 @contextmanager
 def one_frame(own: Callable[[str], bool]) -> Iterator[None]:
-    """Within it a traced operator keeps one frame of what called it: the innermost ``forward`` in a file that is the
-    model's ``own``. Torch looks up and keeps those of all modules around it, operator by operator."""
+    """Enter a block in which a traced operator keeps only one frame of its stack: the innermost ``forward`` in a file
+    that is the model's ``own``. Torch would look up and keep those of all modules around it, for each operator."""
 
     class Frame:
         @classmethod
@@ -270,7 +274,8 @@ def one_frame(own: Callable[[str], bool]) -> Iterator[None]:
 
 @contextmanager
 def without_checkpoints(refusal: Exception) -> Iterator[None]:
-    """Within it ``torch.utils.checkpoint`` raises, by whatever name it was imported: a trace would lose it."""
+    """Enter a block in which ``torch.utils.checkpoint`` raises, whatever name it was imported by: a trace would lose
+    it."""
     module: Any = torch.utils.checkpoint
     names = "CheckpointFunction", "_checkpoint_without_reentrant_generator"  # 2.15 calls `…_impl`, which begins so too
     kept = {name: value for name, value in vars(module).items() if name.startswith(names)}
@@ -292,7 +297,7 @@ def without_checkpoints(refusal: Exception) -> Iterator[None]:
 
 @contextmanager
 def without_validation() -> Iterator[None]:
-    """Within it ``torch.distributions`` hold no values against what they may be: that depends on them."""
+    """Enter a block in which ``torch.distributions`` do not check their values: a check depends on the values."""
     before: bool = Distribution._validate_args
     try:
         Distribution.set_default_validate_args(False)

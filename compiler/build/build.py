@@ -30,7 +30,8 @@ _PROGRAMS = "programs/"
 
 
 class BuildError(Exception):
-    """A directory is not a build, or not the one that was checked; ``help`` says what to do where that is known."""
+    """The error of a directory that is not a build, or not the one that was checked; ``help`` says what to do, where
+    that is known."""
 
     def __init__(self, message: str, help: str = "") -> None:
         super().__init__(message)
@@ -44,23 +45,25 @@ def program_file(program: Program) -> str:
 
 @dataclass(frozen=True)
 class Build:
-    """A build: its roles, the reference, and the manifest's facts; ``programs`` are those of the whole step by action,
-    as if one role ran it. A compilation makes it of the texts that it is about to write, a reader of those in files."""
+    """A build: its roles, the reference, and the manifest's facts. ``programs`` are those of the whole step by action,
+    as if one role ran it. A compilation makes a build from the texts that it is about to write, a reader makes it from
+    files."""
 
     path: Path
     texts: Mapping[str, str]
-    """Its files by name, but for the manifest."""
+    """The texts of the build's files by name, without the manifest."""
     manifest: Mapping[str, Any]
     programs: Mapping[str, Program]
     reference: Program
     roles: Mapping[str, Role]
     report: Mapping[str, Any]
     template: Template | None = None
-    """The programs for all sizes, where the plan declares ranges; ``programs`` and ``manifest`` are those of one."""
+    """The programs for all sizes, where the plan declares ranges; ``programs`` and ``manifest`` are those of one
+    choice."""
 
     @classmethod
     def of(cls, path: Path, texts: Mapping[str, str], manifest: Mapping[str, Any], report: Mapping[str, Any]) -> Build:
-        """The build that texts and a manifest of the right form are.
+        """Return the build that consists of these texts and of a manifest of the right form.
 
         Raises:
             ValueError: a program or the schedule is none, or they are not of one build.
@@ -78,12 +81,12 @@ class Build:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of its ranks, axes factored as its programs need them."""
+        """The mesh of the build's ranks, with axes factored as its programs need them."""
         return next(iter(self.programs.values())).mesh
 
     @property
     def microbatches(self) -> int:
-        """Into how many a step cuts its batch."""
+        """The number of microbatches in a step's batch."""
         return int(self.manifest["microbatches"])
 
     @cached_property
@@ -105,7 +108,7 @@ class Build:
 
     @property
     def axis(self) -> str:
-        """The pipeline's axis; nothing where there are no stages."""
+        """The pipeline's axis; "" where there are no stages."""
         return next(iter(self.roles.values())).axis
 
     @property
@@ -114,7 +117,7 @@ class Build:
         return ranks_of({name: role.programs for name, role in self.roles.items()})
 
     def at(self, sizes: Mapping[str, int]) -> Build:
-        """The build for these sizes, the others as they are.
+        """Return the build for these sizes; sizes that are not named stay as they are.
 
         Raises:
             BuildError: its programs are none there.
@@ -132,7 +135,8 @@ class Build:
         return replace(self, manifest=manifest, programs=whole, reference=reference, roles=roles)
 
     def cases(self) -> list[Build]:
-        """The builds that are checked: this one; where sizes have ranges, at the largest and a few others."""
+        """Return the builds that are checked: this one, or, where sizes have ranges, those at the largest and a few
+        other sizes."""
         return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
 
     def fact_faults(self) -> list[Fault]:
@@ -144,16 +148,17 @@ class Build:
         return self.roles[f"{self.axis}{coordinates[self.axis]}"] if self.axis else self.roles[SINGLE]
 
     def files(self) -> Iterator[Program]:
-        """Every program that the build has a file of."""
+        """Return every program that has a file in the build."""
         programs = (program for role in self.roles.values() for program in role.programs.values())
         yield from {program_file(program): program for program in programs}.values()
 
     def text(self, program: Program) -> str:
-        """A program as the build has it: a template where sizes have ranges."""
+        """Return a program's text as the build has it: a template where sizes have ranges."""
         return program.text() if self.template is None else self.template.texts[program_file(program)]
 
     def moved(self) -> str:
-        """A sentence that the lines of the model's files moved since the build, where they did; nothing is imported."""
+        """Return a sentence which says that lines of the model's files have moved since the build, "" if not; nothing
+        is imported."""
         of, lines = self.manifest["model_source"], self.manifest["model_lines"]
         moved = moved_files(sources_of(self.manifest), self.folder, of, lines)
         return f"lines of {listed(moved)} moved since the build, whose programs name the old ones" if moved else ""

@@ -15,7 +15,7 @@ from ..program.roles import Role, stage_key
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """One collective as it runs: all ranks of a group must meet in it alike."""
+    """A collective as it runs. All ranks of its group must run the same one at the same place."""
 
     op: str
     axes: tuple[str, ...]
@@ -72,7 +72,8 @@ def communication_table(role: Role) -> list[dict[str, Any]]:
 
 
 def _place(item: tuple[str, Program]) -> tuple[int, int]:
-    """Programs as a step runs them, those of several stages in order; files have another order."""
+    """Return the sort key that puts programs in the order in which a step runs them, with those of several stages in
+    order. Files have another order."""
     name, program = item
     order = [row.kind for row in step_kinds()]
     return order.index(program.action), int("".join(filter(str.isdigit, name)) or 0)

@@ -60,7 +60,7 @@ def write_build(build: Build, path: Path) -> None:
 
 
 def check_out(path: Path) -> None:
-    """See that a build may be written at ``path``.
+    """Check that a build may be written at ``path``.
 
     Raises:
         BuildError: it holds something that is not a build, which is left as it is, or is the current folder.
@@ -74,7 +74,7 @@ def check_out(path: Path) -> None:
 
 
 def again(path: Path) -> str:
-    """The way out of a build that is not what it was, or not what is wanted."""
+    """Return the advice to build the plan again, for a build that was changed or is not the one wanted."""
     return f"build the plan again: `parc build PLAN.parc -o {path}`"
 
 
@@ -127,7 +127,7 @@ def _read(named: Path, altered: list[str] | None, imports: bool) -> Build:
 
 
 def misfit_error(path: Path, faults: Sequence[Fault]) -> BuildError:
-    """The error of a manifest that is not what other files of its build say."""
+    """Return the error of a manifest that contradicts other files of its build."""
     return BuildError(f"`{path / MANIFEST}` is not of its build: {faults[0].message}", again(path))
 
 
@@ -136,7 +136,7 @@ def _is_target(path: Path) -> bool:
 
 
 def _read_manifest(path: Path, named: Path) -> dict[str, Any]:
-    """The manifest of a folder that a person named otherwise, perhaps."""
+    """Read the manifest in ``path``. Messages name the folder as the person did, ``named``."""
     try:
         manifest: dict[str, Any] = read_json(path / MANIFEST)
     except NotADirectoryError:

@@ -61,7 +61,8 @@ def fact_faults(
 def unlike(
     manifest: Mapping[str, Any], wanted: Mapping[str, Any], said: str, parts: Collection[str] = ()
 ) -> list[Fault]:
-    """A fault for each fact that is another than is wanted; of those in ``parts`` no more is looked at than that."""
+    """Return a fault for each fact that differs from the wanted one. For the keys in ``parts`` only those parts of a
+    fact are compared that the wanted one has."""
     faults = []
     for key, value in wanted.items():
         have = _part(manifest.get(key), value) if key in parts else manifest.get(key)
@@ -71,7 +72,7 @@ def unlike(
 
 
 def _part(have: Any, wanted: Any) -> Any:
-    """The part of a fact of which another says something."""
+    """Return the parts of a fact that the wanted one has too."""
     if isinstance(have, list) and isinstance(wanted, list):
         return [_part(*pair) for pair in zip(have, wanted, strict=True)] if len(have) == len(wanted) else have
     if isinstance(have, Mapping) and isinstance(wanted, Mapping):
@@ -80,7 +81,7 @@ def _part(have: Any, wanted: Any) -> Any:
 
 
 def _input_faults(manifest: Mapping[str, Any], reference: Program) -> Iterator[Fault]:
-    """Inputs of a microbatch, by the manifest's sizes."""
+    """Find inputs that differ from those of a microbatch at the manifest's sizes."""
     read = {name: value for function in reference.functions for name, value in function.bound("input").items()}
     sizes, microbatches = manifest["sizes"], manifest["microbatches"]
     for line in manifest["inputs"]:
@@ -96,7 +97,7 @@ def _input_faults(manifest: Mapping[str, Any], reference: Program) -> Iterator[F
 
 
 def _state_faults(manifest: Mapping[str, Any], program: Program) -> Iterator[Fault]:
-    """Faults of what a manifest says of the model's tensors that the programs read."""
+    """Find wrong facts about the model's tensors that the programs read."""
     mesh, main, stored = program.mesh, program.main, manifest["parameters"]
     wrong = sorted(main.bound("frozen").keys() - set(manifest["frozen"]))
     wrong += sorted(main.bound("parameter").keys() & set(manifest["frozen"]))
@@ -119,7 +120,7 @@ def _state_faults(manifest: Mapping[str, Any], program: Program) -> Iterator[Fau
 
 
 def _shape(values: Any) -> tuple[int, ...]:
-    """The shape of nested lists; one that no tensor has where they are uneven."""
+    """Return the shape of nested lists; for uneven lists a shape that no tensor has."""
     if not isinstance(values, list):
         return ()
     inner = {_shape(value) for value in values}
@@ -141,7 +142,7 @@ def fact_fault(message: str) -> Fault:
 
 
 def fact_text(value: Any) -> str:
-    """Equal for equal facts."""
+    """Return a text that is equal for equal facts."""
     return json.dumps(value, sort_keys=True)
 
 

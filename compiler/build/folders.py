@@ -13,11 +13,11 @@ from pathlib import Path
 
 
 class FolderError(Exception):
-    """A path at which no folder can be put."""
+    """The error of a path at which no folder can be put."""
 
 
 class FolderHeld(Exception):
-    """A folder that another process holds; the message says who."""
+    """The error of a folder that another process holds; the message says which one."""
 
 
 def current(path: Path) -> Path:
@@ -28,7 +28,7 @@ def current(path: Path) -> Path:
 
 
 def check_place(path: Path) -> Path:
-    """The real place of a folder that is to be replaced, links followed.
+    """Return the real path of a folder that is to be replaced, with links followed.
 
     Raises:
         FolderError: it is the current folder or one above it, which cannot be renamed away under a person's feet.
@@ -93,7 +93,8 @@ def hold_folder(path: Path, who: str) -> Iterator[None]:
 
 @contextmanager
 def _locked(file: Path, who: str = "") -> Iterator[None]:
-    """Hold a file that is there only while somebody does; with ``who`` not to wait for others, but to tell them.
+    """Hold a lock file, which exists only while a process holds it. Without ``who`` this waits for other holders. With
+    ``who`` it does not wait, and writes ``who`` into the file for others to read.
 
     Where the file system knows no locks, nothing is held.
     """
@@ -170,7 +171,7 @@ def _lives(process: int) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Everything below a folder on disk: a rename alone may reach it before the contents do."""
+    """Write everything below a folder to the disk: otherwise a rename may reach it before the contents do."""
     for place, _, names in os.walk(folder, topdown=False):
         for name in names:
             with open(Path(place, name), "rb") as file:

@@ -11,19 +11,19 @@ from ..program.actions import PHASES
 
 
 class FormError(Exception):
-    """A value of a file is missing or of another kind; the message names it."""
+    """The error of a value in a file that is missing or of another kind; the message names the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """A table of any names, all of whose values have one form."""
+    """The form of a table with any names, all of whose values have one form."""
 
     form: Any
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRow:
-    """A list of so many values of one form."""
+    """The form of a list with a given number of values of one form."""
 
     form: Any
     count: int
@@ -31,14 +31,14 @@ class FieldRow:
 
 @dataclass(frozen=True, slots=True)
 class Maybe:
-    """A value of the form, or null."""
+    """The form of a value that may be null."""
 
     form: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Among:
-    """One of some words."""
+    """The form of a value that is one of some words."""
 
     words: tuple[str, ...]
 
@@ -114,7 +114,7 @@ REPORT_FORM: Form = {
 
 
 def hold_form(value: Any, form: Form, name: str = "") -> None:
-    """See that a value read from JSON has a form.
+    """Check that a value read from JSON has a form.
 
     Raises:
         FormError: it has not; the first place that differs is named.

@@ -19,7 +19,7 @@ from .facts import fact_fault, unlike
 from .json_schema import MANIFEST_FORM
 
 _PARTS = ("optimizer", "init", "precision")
-"""Facts of which the plan says a part; the rest is the model's."""
+"""The facts of which the plan determines only a part; the rest is the model's."""
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 
 
 def input_facts(plan: Plan) -> list[dict[str, Any]]:
-    """The ``input`` lines as the manifest has them."""
+    """Return the facts of the ``input`` lines in the manifest's form."""
     return [
         {"name": line.name, **({"as": line.parameter} if line.parameter != line.name else {}), "dtype": line.dtype,
          "dims": list(line.dims)}
@@ -55,14 +55,15 @@ def input_facts(plan: Plan) -> list[dict[str, Any]]:
 
 
 def data_facts(line: Data | None) -> dict[str, Any] | None:
-    """The ``data`` line as the manifest has it."""
+    """Return the facts of the ``data`` line in the manifest's form."""
     return None if line is None else {
         "globs": list(line.globs), "callable": line.callable, "arguments": dict(line.values)
     }  # fmt: skip
 
 
 def _optimizer_facts(line: Optimizer, steps: int | None) -> dict[str, Any]:
-    """The ``optimizer`` line as the manifest has it; a rate that falls has its last step."""
+    """Return the facts of the ``optimizer`` line in the manifest's form. A learning rate that falls gets its last
+    step."""
     over = line.over if line.over is not None else steps
     return {
         "shape": line.shape, "warmup": line.warmup, "to": line.to, "over": None if line.shape == "constant" else over,
@@ -80,7 +81,8 @@ def plan_faults(manifest: Mapping[str, Any], plan: Plan) -> list[Fault]:
 
 
 def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
-    """Facts that name other parameters and modules than the plan's patterns, among the names that the manifest has."""
+    """Find facts that name other parameters or modules than the plan's patterns match, among the names in the
+    manifest."""
     stored, tied = manifest["parameters"], manifest["aliases"]
     paths = (name.split(".") for name in (*stored, *tied))
     modules = frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))

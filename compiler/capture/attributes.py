@@ -1,4 +1,5 @@
-"""Tensors in plain attributes of modules, alone or in lists, tuples and dicts: made buffers, which a trace sees."""
+"""Tensors in plain attributes of modules, alone or in lists, tuples and dicts. They become buffers, which a trace
+sees."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _PLACE = "_attribute_tensors"
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """An attribute of ``module`` that holds tensors; where in it are those that some module has registered, by name."""
+    """An attribute of ``module`` that holds tensors. ``places`` says for each leaf that some module has registered
+    which module, and under which name."""
 
     module: nn.Module
     attribute: str
@@ -31,12 +33,12 @@ class _Kept:
 
 @final
 class AttributeTensors:
-    """Registers what the modules of ``model`` keep in plain attributes as buffers that no state dict has: a tensor
-    under its attribute's name, what lies in a container under that name and its number there."""
+    """The tensors in plain attributes of ``model``'s modules, registered as buffers that no state dict has. A tensor
+    gets the name of its attribute; a tensor in a container gets that name and its number there."""
 
     def __init__(self, model: nn.Module) -> None:
         self.assigned: set[str] = set()
-        """Attributes that a forward gave another tensor: their first may not be read."""
+        """The attributes to which a forward gave another tensor: their first tensor may not be read."""
         self._kept: list[_Kept] = []
         self._own: dict[str, tuple[nn.Module, str]] = {}
         """The tensors that were registered under the name of their attribute."""
@@ -71,13 +73,14 @@ class AttributeTensors:
         return name
 
     def point(self) -> None:
-        """Let attributes hold what is registered now: a trace, or a change of dtype, put other tensors there."""
+        """Put the tensors that are registered now into their attributes: a trace, or a change of dtype, has replaced
+        them."""
         for kept in self._kept:
             vars(kept.module)[kept.attribute] = tree_unflatten(self._current(kept), kept.structure)
 
     @contextmanager
     def pointing(self) -> Iterator[None]:
-        """Around a forward: what it assigns to attributes (a normed weight, a value to look at) is not kept.
+        """Enter a forward. Tensors that it assigns to attributes (a normed weight, a value to look at) are not kept.
 
         Raises:
             CaptureError: it put another tensor into a container.
@@ -104,20 +107,20 @@ class AttributeTensors:
 
 
 def attribute_tensors(model: nn.Module) -> AttributeTensors:
-    """Those of a model, registered the first time that they are asked for."""
+    """Return the attribute tensors of a model, which are registered at the first call."""
     found = vars(model).get(_PLACE) or AttributeTensors(model)
     vars(model)[_PLACE] = found
     return found
 
 
 def not_kept(attribute: str) -> CaptureError:
-    """The error of a tensor that a step would leave to the next in a plain attribute."""
+    """Return the error of a tensor that a step would leave in a plain attribute for the next step."""
     what = f"the forward gives `{attribute}` a new tensor, which no step after it would have"
     return CaptureError("other", what, help="register it as a buffer: those are kept from step to step")
 
 
 def check_memory(model: nn.Module, written: frozenset[str]) -> None:
-    """Hold buffers against what else lies in their memory: a program has two values there.
+    """Check that buffers share no memory with tensors that change: a program has separate values for the two.
 
     Raises:
         CaptureError: one lies in a parameter's memory, or in that of a buffer where one of both is ``written``.

@@ -17,7 +17,8 @@ from .node_facts import copy_place
 
 @contextmanager
 def assigned_in_place(model: nn.Module) -> Iterator[None]:
-    """Buffers that the model's code assigns (``self.mean = ...``) are written in place: a trace sees only that.
+    """Enter a block in which a buffer that the model's code assigns (``self.mean = ...``) is written in place: a trace
+    sees only writes.
 
     Raises:
         CaptureError: what is assigned is no tensor of the buffer's shape and dtype. One without elements, which nothing
@@ -41,8 +42,8 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
 
 
 def beside_makers(updates: Mapping[str, fx.Node], buffers: Mapping[str, fx.Node], graph: fx.Graph) -> None:
-    """Put what writes new values of buffers after all else, as of those that are assigned, where each is made; or,
-    where the graph is given it, behind what reads the buffer."""
+    """Move the nodes that write new values of buffers from the graph's end to where each value is made. If the value is
+    a placeholder, they move behind the readers of the buffer."""
     tails: dict[str, list[fx.Node]] = {}
     makers = dict(updates)
     for name in updates:

@@ -20,7 +20,8 @@ from .python_code import OPEN, bound_names, parsed
 
 
 class CallableError(Exception):
-    """A callable that cannot be had, or not be called so; a failure inside the user's module is chained.
+    """The error of a callable that cannot be found, or cannot be called so; a failure inside the user's module is
+    chained.
 
     ``help`` is a way out, where one is known; ``argument`` the name that the callable does not take.
     """
@@ -31,13 +32,13 @@ class CallableError(Exception):
 
 
 class Ended(Exception):
-    """Code of the model's ended the process, or said that a person interrupted it."""
+    """The error of model code that ended the process, or raised what only a person's Ctrl-C should."""
 
 
 @contextmanager
 def ending_said() -> Iterator[None]:
-    """Around code that is not parc's: where it calls ``sys.exit``, or raises what only a person's Ctrl-C should, that
-    is a failure of it like any other.
+    """Enter code that is not parc's. If it calls ``sys.exit``, or raises what only a person's Ctrl-C should, that
+    becomes a failure like any other.
 
     Raises:
         Ended: it did.
@@ -87,8 +88,8 @@ def load_callable(target: str, folder: Path) -> Callable[..., Any]:
 
 
 def look_up(target: str, folder: Path) -> None:
-    """Hold the name of a callable of a ``./file.py`` against the file's text; nothing is imported, and what only an
-    import can tell is left to it.
+    """Check the name of a callable of a ``./file.py:name`` against the file's text. Nothing is imported: names that
+    only an import can tell are accepted.
 
     Raises:
         CallableError: there is no such file, or it has no such name.
@@ -110,7 +111,7 @@ def _missing(target: str, part: str, names: Iterable[str]) -> CallableError:
 
 
 def check_arguments(function: Callable[..., Any], target: str, named: Iterable[str], positional: int = 0) -> None:
-    """Hold a callable's signature, where it has one, against so many arguments and these names.
+    """Check that a callable's signature, if it has one, takes so many arguments and these names.
 
     Raises:
         CallableError: it takes others.
@@ -151,7 +152,8 @@ def _import(place: str, folder: Path) -> Any:
 
 
 def _module_meant(name: str, folder: Path) -> str:
-    """The modules near one that is not there: of its package; else of the plan's folder, then of all that are there."""
+    """Return the question "did you mean ...?" with modules of a similar name, "" if there are none: from the package,
+    or else from the plan's folder, or else from all modules."""
     package, dot, last = name.rpartition(".")
     places = [getattr(sys.modules[package], "__path__", [])] if package in sys.modules else [[str(folder)], None]
     near = (nearest(last, (module.name for module in pkgutil.iter_modules(place))) for place in places)
@@ -160,7 +162,7 @@ def _module_meant(name: str, folder: Path) -> str:
 
 
 def _load_file(path: Path) -> Any:
-    """A file as a module of its own; loaded once a process, so that its classes are the same everywhere."""
+    """Load a file as a module of its own, once a process, so that its classes are the same everywhere."""
     path = existing(path.resolve())
     label = f"parc_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if label in sys.modules:
@@ -179,7 +181,7 @@ def _load_file(path: Path) -> Any:
 
 
 def existing(path: Path) -> Path:
-    """The path of a file that is there.
+    """Return the path of a file that exists.
 
     Raises:
         CallableError: it is not.

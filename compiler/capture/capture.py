@@ -168,7 +168,8 @@ def capture(
 
 
 def _check_constants(exported: torch.export.ExportedProgram) -> None:
-    """See that a forward reads no tensor of an object that is no module: torch computes with it as if it had numbers.
+    """Check that a forward reads no fake tensor of an object that is no module: torch would compute with it as if it
+    had numbers.
 
     Raises:
         CaptureError: it does.
@@ -185,7 +186,8 @@ def _check_constants(exported: torch.export.ExportedProgram) -> None:
 
 
 def _select_by_tensors(graph: fx.Graph) -> None:
-    """``x[:, i]`` by a tensor of one number is an index as any other: torch reads the number to select by it."""
+    """Replace ``x[:, i]`` with a tensor ``i`` of one number by an index with that tensor: torch would read the number
+    from it."""
     for node in list(graph.nodes):
         number = node.args[2] if node.target is aten.select.int else None
         if not isinstance(number, fx.Node) or number.target is not aten.item.default:
@@ -219,7 +221,7 @@ _DEPENDS = {
 
 
 def check_values(graph: fx.Graph) -> None:
-    """Hold operators against what tensors without data let pass.
+    """Refuse operators on fake tensors that would fail on real ones, or that a program cannot have.
 
     Raises:
         CaptureError: a number or a shape that depends on data; a product of tensors of two dtypes; a dtype that
@@ -335,7 +337,8 @@ def _is_own(path: str) -> bool:
 
 
 def _source(node: fx.Node) -> str:
-    """The innermost frame of the model's own code, by file name alone so that builds do not depend on folders."""
+    """Return the ``file:line`` of the innermost frame in the model's own code. It has the file's name alone, so that
+    builds do not depend on folders."""
     for path, line in reversed(_FRAME.findall(noted(node).trace or "")):
         if _is_own(path):
             return f"{path.rsplit('/', 1)[-1].replace(' ', '_')}:{line}"

@@ -14,12 +14,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def real_form(tensor: Tensor) -> Tensor:
-    """A tensor as programs hold it: complex numbers are real and imaginary parts along a last dim of 2 (a view)."""
+    """Return a tensor in the form that programs hold: complex numbers become real and imaginary parts along a last dim
+    of 2 (a view)."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def own_form(tensor: Tensor, is_complex: bool) -> Tensor:
-    """The model's own tensor out of what programs hold of it."""
+    """Return the model's own tensor from the form that programs hold."""
     return torch.view_as_complex(tensor.contiguous()) if is_complex else tensor
 
 
@@ -34,7 +35,7 @@ _ONE = 1.0
 
 
 def pair(x: Any) -> ComplexPair:
-    """Any operand as a pair; of a number, parts that are zero are None."""
+    """Return any operand as a pair. Parts of a number that are zero become None."""
     if isinstance(x, ComplexPair):
         return x
     if isinstance(x, Tensor):
@@ -62,7 +63,7 @@ def _times(x: Any, y: Any) -> Any:
 
 
 def whole(x: Any) -> tuple[Tensor, Tensor]:
-    """Both parts, zeros written out."""
+    """Return both parts, with zeros written out."""
     real, imag = pair(x)
     return torch.zeros_like(imag) if real is None else real, torch.zeros_like(real) if imag is None else imag
 
@@ -94,13 +95,13 @@ def neg(x: Any) -> ComplexPair:
 
 
 def conj(x: Any) -> ComplexPair:
-    """The other sign of the imaginary part."""
+    """The conjugate: the imaginary part with the other sign."""
     real, imag = pair(x)
     return ComplexPair(real, None if imag is None else -imag)
 
 
 def scaled(x: Any, by: Any) -> ComplexPair:
-    """Over a real number or tensor."""
+    """``x / by``, with a real number or tensor ``by``."""
     real, imag = pair(x)
     return ComplexPair(None if real is None else real / by, None if imag is None else imag / by)
 
@@ -125,7 +126,7 @@ def reciprocal(x: Any) -> ComplexPair:
 
 
 def abs_(x: Any) -> Tensor:
-    """The gradient at zero is zero, as torch has it there."""
+    """``|x|``, whose gradient at zero is zero, as in torch."""
     real, imag = pair(x)
     if real is None or imag is None:
         return torch.abs(imag if real is None else real)
@@ -134,7 +135,7 @@ def abs_(x: Any) -> Tensor:
 
 
 def angle(x: Any) -> Tensor:
-    """From -pi to pi; the gradient at zero is zero."""
+    """The angle of ``x``, from -pi to pi, whose gradient at zero is zero."""
     real, imag = whole(x)
     none = (real == 0) & (imag == 0)
     side = torch.copysign(torch.ones_like(real), real)  # a zero has a sign
@@ -142,7 +143,7 @@ def angle(x: Any) -> Tensor:
 
 
 def sgn(x: Any) -> ComplexPair:
-    """``x / |x|``; zero of zero."""
+    """``x / |x|``, and zero for zero."""
     size = abs_(x)
     return scaled(x, size.masked_fill(size == 0, 1.0))
 
@@ -151,7 +152,7 @@ def sgn(x: Any) -> ComplexPair:
 
 
 def polar(size: Tensor, angle: Tensor) -> ComplexPair:
-    """A number by its size and its angle."""
+    """The number with this size and this angle."""
     return ComplexPair(size * angle.cos(), size * angle.sin())
 
 
@@ -170,7 +171,7 @@ def log(x: Any) -> ComplexPair:
 
 
 def log_to(base: float) -> Callable[[Any], ComplexPair]:
-    """The logarithm to a base."""
+    """Return the logarithm to a base, as a function."""
     return lambda x: scaled(log(x), math.log(base))
 
 
@@ -180,7 +181,7 @@ def sqrt(x: Any) -> ComplexPair:
 
 
 def pow_(x: Any, y: Any) -> ComplexPair:
-    """By products where the power is a small whole number, else ``exp(y log x)``."""
+    """``x ** y``: products where ``y`` is a small whole number, else ``exp(y log x)``."""
     if isinstance(y, (int, float)) and float(y).is_integer() and abs(y) <= 64:
         if y == 0:
             return ComplexPair(torch.ones_like(whole(x)[0]), None)
@@ -233,7 +234,7 @@ def equal(x: Any, y: Any) -> Tensor:
 
 
 def of_any(test: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
-    """A test that one part is enough for."""
+    """Return a test that a pair passes if one of its parts does, such as ``isnan``."""
 
     def rule(x: Any) -> Tensor:
         real, imag = whole(x)
@@ -246,7 +247,8 @@ def of_any(test: Callable[[Tensor], Tensor]) -> Callable[[Any], Tensor]:
 
 
 def product(op: Any) -> Callable[..., ComplexPair]:
-    """An operator that is linear in each tensor: the sum of its results for every choice of parts, by powers of i."""
+    """Return the rule of an operator that is linear in each tensor: the sum of its results for every choice of parts,
+    each times its power of i."""
 
     def rule(*args: Any, **kwargs: Any) -> ComplexPair:
         leaves, structure = tree_flatten((args, kwargs), is_pair)

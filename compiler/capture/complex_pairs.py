@@ -43,8 +43,8 @@ def _meets_complex(node: fx.Node) -> bool:
 
 
 class _Rewriter:
-    """One graph; ``made`` has what stands for a node with complex results: pairs of nodes, each None where it is zero
-    everywhere."""
+    """The rewriting of one graph. ``made`` maps a node with complex results to the nodes of its two parts; a part that
+    is zero everywhere is None."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -74,7 +74,7 @@ class _Rewriter:
             noted(node).value = real_form(noted(node).value)
 
     def _stand(self, node: fx.Node, made: Any) -> None:
-        """Let ``made`` stand for a node."""
+        """Replace a node by ``made``."""
         self.replaced.append(node)
         if not isinstance(made, fx.Node):
             self.made[node] = made
@@ -84,7 +84,8 @@ class _Rewriter:
         node.replace_all_uses_with(made)
 
     def _read_parts(self, node: fx.Node) -> None:
-        """Read a part of a pair where it is selected again: ``z.real`` is a selection from ``view_as_real``."""
+        """Read a part of a pair directly where it is selected again: ``z.real`` is a selection from
+        ``view_as_real``."""
         source: Any = node.args[0]
         pair = self.made.get(source, ComplexPair(None, None))
         for user in list(node.users):
@@ -96,7 +97,8 @@ class _Rewriter:
                 self.graph.erase_node(user)
 
     def _stored(self, node: fx.Node) -> fx.Node:
-        """A value that the graph returns, as programs hold it: a new value of a buffer."""
+        """Return the node of a value that the graph returns, in the form that programs hold: a new value of a
+        buffer."""
         if node not in self.made:
             return node
         made = self._apply(RULES[aten.view_as_real.default], node, ((node,), {}), real_form(noted(node).value))
@@ -104,7 +106,7 @@ class _Rewriter:
         return made
 
     def _apply(self, rule: Callable[..., Any], near: fx.Node, call: tuple[Any, Any], val: Any = None) -> Any:
-        """The nodes, put before ``near``, of what a rule makes of a call; traced once for calls that are alike."""
+        """Write the nodes that a rule makes for a call before ``near``. Equal calls are traced once."""
         val = noted(near).value if val is None else val
         operands: dict[fx.Node, Any] = {}
         fx.node.map_arg(call, lambda operand: operands.setdefault(operand, self.made.get(operand, operand)))
@@ -144,7 +146,7 @@ class _Rewriter:
         return tree_unflatten([next(results) if has else None for has in present], made)
 
     def _take_apart(self, node: fx.Node) -> None:
-        """Put what torch makes an operator of where it stands."""
+        """Replace an operator by its parts, as torch decomposes it."""
         target: Any = node.target
         known = isinstance(target, torch._ops.OpOverload)
         composite = known and target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -162,7 +164,7 @@ class _Rewriter:
 
 
 def _described(place: int, node: fx.Node, made: Any) -> str:
-    """All of an operand that what is made of it depends on."""
+    """Return a text of all facts about an operand that a trace depends on."""
     values = [None if n is None else (noted(n).value.dtype, list(noted(n).value.shape)) for n in _leaves(made)]
     return f"{place}: {values} {node in _leaves(made)}"
 
@@ -172,7 +174,7 @@ def _leaves(made: Any) -> list[Any]:
 
 
 def _conform(made: Any, val: Any) -> Any:
-    """The result of a rule, brought to the shape and type that torch gives the complex operator's result."""
+    """Return the result of a rule in the shape and type that torch gives to the complex operator's result."""
     if isinstance(val, (list, tuple)):
         return [_conform(one, other) for one, other in zip(made, val, strict=True)]
     if not val.is_complex():

@@ -30,7 +30,8 @@ def _view_as_complex(x: Tensor) -> ComplexPair:
 
 
 def _cast(x: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    """To complex numbers, whose parts get their type with the result; or to reals, which drop the imaginary part."""
+    """Cast to complex numbers, whose parts get their type with the result, or to reals, which drops the imaginary
+    part."""
     return pair(x) if dtype is None or dtype.is_complex else whole(x)[0]
 
 
@@ -39,7 +40,7 @@ def _copy(x: Any, source: Any, *_: Any) -> Any:
 
 
 def _filled(value: Callable[..., Any]) -> Rule:
-    """An operator that makes a tensor of one number, here without its shape and type, which are the result's."""
+    """Return the rule of an operator that makes a tensor of one number; shape and type come from the result."""
 
     def rule(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
         made = value(*args)  # a tensor without dims, or a number
@@ -57,7 +58,7 @@ def _part(x: Any, place: int) -> Any:
 
 
 def _each(op: Any, call: Callable[..., Any] | None = None) -> Rule:
-    """An operator that moves or adds entries: it does so to each part, and what is zero stays zero."""
+    """Return the rule of an operator that moves or adds entries: it does so to each part, and zero parts stay zero."""
     names = [argument.name for argument in op._schema.arguments]
 
     def rule(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +87,8 @@ def _each(op: Any, call: Callable[..., Any] | None = None) -> Rule:
 
 
 def _biased(op: Any) -> Rule:
-    """A product whose third operand is added: to a linear layer's last dim, to a convolution's second."""
+    """Return the rule of a product whose third operand is added: along a linear layer's last dim, or a convolution's
+    second."""
 
     def rule(x: Any, weight: Any, bias: Any = None, *rest: Any, **kwargs: Any) -> ComplexPair:
         made = product(op)(x, weight, None, *rest, **kwargs)
@@ -113,7 +115,7 @@ def _norm(x: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
 
 
 def _dropout(x: Any, p: float, train: bool | None) -> tuple[ComplexPair, Tensor]:
-    """One mask for both parts."""
+    """Drop the same entries of both parts: they share one mask."""
     real, imag = whole(x)
     kept, mask = aten.native_dropout.default(torch.ones_like(real), p, train)
     return ComplexPair(real * kept, imag * kept), mask
@@ -195,4 +197,5 @@ RULES: Mapping[Any, Rule] = {
     aten._fft_r2c.default: of_reals,
     aten._fft_c2r.default: to_reals,
 }  # fmt: skip
-"""Operator → rule. One that is not here is taken apart as torch does, and refused where that leads to none that is."""
+"""The rule of each operator. An operator without one is taken apart as torch does, and refused if a part has no rule
+either."""

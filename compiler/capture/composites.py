@@ -1,4 +1,5 @@
-"""A traced graph rewritten with operators that write nothing, and none of which may return either a view or a copy."""
+"""A traced graph, rewritten so that its operators write nothing, and none returns sometimes a view and sometimes a
+copy."""
 
 from __future__ import annotations
 
@@ -22,10 +23,9 @@ _REGION: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def functional(exported: ExportedProgram) -> ExportedProgram:
-    """An export with the graph that ``run_decompositions({})`` makes, which traces the whole model twice more. One that
-    writes nothing is rewritten in place instead: regions are inlined, and of composites that are called alike one is
-    traced.
-    """
+    """Return an export with the graph that ``run_decompositions({})`` would make by tracing the whole model twice more.
+    A graph that writes nothing is rewritten in place instead: regions are inlined, and equal composite calls are traced
+    once."""
     if _rewritten(exported.graph, exported.graph_module):
         return exported
     made: ExportedProgram = exported.run_decompositions({})
@@ -33,7 +33,7 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _rewritten(graph: fx.Graph, module: fx.GraphModule) -> bool:
-    """Rewrite a graph; False where something in it writes, or is not known to write nothing: then it is as it was."""
+    """Rewrite a graph. Return False, and leave it as it was, if something in it writes, or may write."""
     bodies = {region: _body(module, region) for region in graph.find_nodes(op="call_function", target=_REGION)}
     known = {*bodies, *(region.args[1] for region in bodies)}
     nodes = [node for part in (graph, *bodies.values()) for node in part.nodes if node not in known]
@@ -87,7 +87,7 @@ def _is_view_or_copy(part: fx.Node) -> bool:
 
 
 def _call(node: fx.Node) -> str:
-    """The key that calls share if they are made of the same parts."""
+    """Return a key that is equal for calls that consist of the same parts."""
     places = {operand: at for at, operand in enumerate(node.all_input_nodes)}
 
     def described(operand: fx.Node) -> str:
@@ -101,7 +101,8 @@ def _call(node: fx.Node) -> str:
 def parts_of(
     node: fx.Node, function: Callable[..., Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None
 ) -> fx.Graph:
-    """The graph of a call of ``function`` with the arguments of ``node``, whose operands are its placeholders."""
+    """Trace a call of ``function`` with the arguments of ``node``. The operands of ``node`` are the placeholders of the
+    graph."""
     places = {operand: at for at, operand in enumerate(node.all_input_nodes)}
 
     def call(*values: torch.Tensor) -> Any:
@@ -113,7 +114,8 @@ def parts_of(
 
 
 def inline(graph: fx.Graph, node: fx.Node, parts: fx.Graph, operands: Sequence[Any], placed: bool = False) -> None:
-    """Put parts where an operator stands: they stand in its place of the model's code, unless they are ``placed``."""
+    """Replace an operator by the nodes of ``parts``. They get the operator's place in the model's code, unless they are
+    ``placed``."""
     given = [part for part in parts.nodes if part.op == "placeholder"]
     mapping: dict[fx.Node, fx.Node] = dict(zip(given, operands, strict=True))
     with graph.inserting_before(node):

@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class EverySlice(TorchFunctionMode):
-    """Within it ``x[:n]`` is a slice also of ``n`` entries, where torch gives ``x`` itself: what is traced at one size
-    then is the same graph at others."""
+    """A mode in which ``x[:n]`` is a slice also where ``x`` has ``n`` entries and torch would return ``x`` itself. So a
+    trace at one size has the same operators as at others."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "") == "__getitem__" and isinstance(args[0], torch.Tensor):
@@ -19,7 +19,7 @@ class EverySlice(TorchFunctionMode):
 
 
 def _sliced(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
-    """A tensor and what is left to index it by, slices of all of a dim made."""
+    """Return a tensor with its slices of whole dims made, and an index in which they are full slices."""
     items = list(index) if isinstance(index, tuple) else [index]
     taken = [_taken(item) for item in items]
     dim = 0

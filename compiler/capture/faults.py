@@ -9,8 +9,8 @@ _OURS = str(Path(__file__).parents[2])
 
 
 class CaptureError(Exception):
-    """The model cannot be captured; ``kind`` is ``control``, ``cache``, ``output``, ``field``, ``checkpoint``,
-    ``complex`` or ``other``, and ``help`` a way out that its kind alone does not tell."""
+    """The error of a model that cannot be captured. ``kind`` is ``control``, ``cache``, ``output``, ``field``,
+    ``checkpoint``, ``complex`` or ``other``; ``help`` is advice that the kind alone does not give."""
 
     def __init__(self, kind: str, message: str, source: str = "", in_loss: bool = False, help: str = "") -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class CaptureError(Exception):
 
 
 def explain_failure(error: Exception, in_loss: bool) -> CaptureError:
-    """An error of torch's export, told in terms of the model."""
+    """Return an error of torch's export in terms of the model."""
     name, text = type(error).__name__, str(error)
     source = user_frame(error)
     for cause in (error, error.__cause__, error.__context__):

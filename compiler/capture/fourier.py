@@ -20,7 +20,7 @@ _ROOT = 1  # of torch's ways to scale; 0 is none, 2 the size itself
 
 
 def to_complex(x: Any, dims: Sequence[int], scale: int, forward: bool) -> ComplexPair:
-    """``_fft_c2c``: complex numbers to as many."""
+    """``_fft_c2c``: from complex numbers to as many complex numbers."""
     made = pair(x)
     for dim in dims:
         size = whole(x)[0].shape[dim]
@@ -29,7 +29,8 @@ def to_complex(x: Any, dims: Sequence[int], scale: int, forward: bool) -> Comple
 
 
 def of_reals(x: Tensor, dims: Sequence[int], scale: int, half: bool) -> ComplexPair:
-    """``_fft_r2c``: of reals, along the last dim ``half`` of the result where the rest is its conjugate."""
+    """``_fft_r2c``: from reals. With ``half``, the last dim of the result has half of the entries: the others are their
+    conjugates."""
     sizes = [x.shape[dim] for dim in dims]
     rows = sizes[-1] // 2 + 1 if half else sizes[-1]
     made = _along(ComplexPair(x, None), dims[-1], _turns(rows, sizes[-1], sizes[-1], True, x.dtype))
@@ -37,7 +38,7 @@ def of_reals(x: Tensor, dims: Sequence[int], scale: int, half: bool) -> ComplexP
 
 
 def to_reals(x: Any, dims: Sequence[int], scale: int, size: int) -> Tensor:
-    """``_fft_c2r``: the inverse of a half, to ``size`` reals; what has a conjugate in the other half counts twice."""
+    """``_fft_c2r``: from one half to ``size`` reals; an entry whose conjugate is in the other half counts twice."""
     made = to_complex(x, dims[:-1], 0, False)
     real, _ = whole(made)
     columns = torch.arange(real.shape[dims[-1]])
@@ -49,8 +50,8 @@ def to_reals(x: Any, dims: Sequence[int], scale: int, size: int) -> Tensor:
 
 
 def _turns(rows: int, columns: int, size: int, forward: bool, dtype: torch.dtype) -> ComplexPair:
-    """``exp(2 pi i row column / size)``, or its conjugate. ``row column % size`` is a whole number and the angle is
-    float64: of large angles float32 does not tell where in a turn they end."""
+    """The matrix ``exp(2 pi i row column / size)``, or its conjugate. ``row column % size`` is a whole number and the
+    angle is float64: a large angle in float32 does not say where in a turn it ends."""
     places = torch.arange(rows)[:, None] * torch.arange(columns)[None, :] % size
     angle = torch.arange(size, dtype=torch.float64) * (2 * math.pi) / size
     cos, sin = (_cast(table, dtype=dtype)[places] for table in (angle.cos(), angle.sin()))
@@ -58,7 +59,7 @@ def _turns(rows: int, columns: int, size: int, forward: bool, dtype: torch.dtype
 
 
 def _along(x: ComplexPair, dim: int, matrix: ComplexPair) -> ComplexPair:
-    """Every line along ``dim`` times a matrix [out, in]."""
+    """Multiply every line along ``dim`` by a matrix [out, in]."""
     last = whole(x)[0].dim() - 1
     if dim % (last + 1) == last:
         return _linear(x, matrix)

@@ -16,8 +16,9 @@ _OFFLINE = "HF_HUB_OFFLINE"
 
 @contextmanager
 def at_home(folder: Path) -> Iterator[None]:
-    """Within it the current folder is the plan's, and the Hub's library takes what it has downloaded already, unless
-    the environment says otherwise (``HF_HUB_OFFLINE=0``): a misspelt path is not looked for on the network."""
+    """Enter a block in which the current folder is the plan's. The Hugging Face library uses only what it has
+    downloaded, unless the environment says otherwise (``HF_HUB_OFFLINE=0``): a misspelt path is not looked for on the
+    network."""
     said = _OFFLINE in os.environ or "TRANSFORMERS_OFFLINE" in os.environ
     with chdir(folder) if folder.is_dir() else chdir("."):
         if not said:
@@ -32,14 +33,14 @@ def at_home(folder: Path) -> Iterator[None]:
 
 
 def _set_offline(value: bool) -> None:
-    """The library reads the environment once, where it is imported."""
+    """Set the library's own flag: it reads the environment only once, at its import."""
     constants: Any = sys.modules.get("huggingface_hub.constants")
     if constants is not None:
         constants.HF_HUB_OFFLINE = value
 
 
 def not_found(error: BaseException, arguments: Mapping[str, Any], folder: Path) -> tuple[str, str]:
-    """A sentence and a way out where a model's code looked for files that are neither in the plan's folder nor
+    """Return a sentence and advice where a model's code looked for files that are neither in the plan's folder nor
     downloaded; two empty texts for any other error."""
     chain: list[BaseException] = []
     cause: BaseException | None = error

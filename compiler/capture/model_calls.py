@@ -1,4 +1,4 @@
-"""The task of a plan as functions: how the model is made and called, and what its loss is."""
+"""The task of a plan as functions that make the model, call it, and compute its loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .model_output import tensor_at, value_at
 
 @dataclass(frozen=True, slots=True)
 class TaskLines:
-    """The lines of a plan that say what is trained; a build's manifest has them, so that a run can make the model."""
+    """The lines of a plan that say what is trained; a build's manifest keeps them, so that a run can make the model."""
 
     model: str
     arguments: tuple[tuple[str, Any], ...]
@@ -37,18 +37,18 @@ class TaskLines:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The callables whose code a build rests on: the model's, and the loss's where it is one."""
+        """The callables whose code determines a build: the model's, and the loss's if it is one."""
         return sources(self.model, self.loss, self.target)
 
     @property
     def loss_reads(self) -> frozenset[str]:
-        """Inputs that the loss names."""
+        """The inputs that the loss names."""
         return frozenset(self.operands if self.loss != "output" else ())
 
 
 class InputsError(Exception):
-    """The model's forward cannot be called with the plan's inputs. ``inputs`` has those that it does not take, ``help``
-    a way out."""
+    """The error of a forward that cannot be called with the plan's inputs. ``inputs`` are those that it does not take;
+    ``help`` is advice."""
 
     def __init__(self, message: str, help: str, inputs: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class InputsError(Exception):
 def model_builder(
     lines: TaskLines, folder: Path, overrides: Mapping[str, Any] | None = None
 ) -> Callable[[], nn.Module]:
-    """A function that makes the model; ``overrides`` are the ``verify`` line's arguments.
+    """Return a function that makes the model; ``overrides`` are the ``verify`` line's arguments.
 
     Raises:
         CallableError: there is no such callable, its module fails, or it takes other arguments.
@@ -108,7 +108,7 @@ def caller(model: nn.Module, lines: TaskLines) -> CallModel:
 
 
 def _filled(parameters: Mapping[str, inspect.Parameter], lines: TaskLines, forward: str) -> dict[str, list[str]]:
-    """The inputs by the parameter that each goes to; several only where it takes any number."""
+    """Return the inputs by the parameter that each goes to. Only a parameter such as ``*args`` gets several."""
     filled: dict[str, list[str]] = {}
     said = dict(lines.places)
     for name in lines.inputs:
@@ -135,14 +135,15 @@ def _keywords(parameters: Mapping[str, inspect.Parameter]) -> inspect.Parameter 
 
 
 def forward_text(model: nn.Module) -> str:
-    """A model's forward with the names of its parameters, as ``forward(tokens, *args, **kwargs)``."""
+    """Return a model's forward with the names of its parameters, as ``forward(tokens, *args, **kwargs)``."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = (f"{'*' * ((p.kind is p.VAR_POSITIONAL) + 2 * (p.kind is p.VAR_KEYWORD))}{p.name}" for p in parameters)
     return f"forward({', '.join(names)})"
 
 
 def passed_on(model: nn.Module, lines: TaskLines) -> dict[str, str]:
-    """Inputs that forward's signature does not name, so that they go into its ``**kwargs``, and under which name."""
+    """Return the inputs that forward's signature does not name, by the names under which they go into its
+    ``**kwargs``."""
     parameters = inspect.signature(model.forward).parameters
     if _keywords(parameters) is None:
         return {}
@@ -151,7 +152,7 @@ def passed_on(model: nn.Module, lines: TaskLines) -> dict[str, str]:
 
 
 def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
-    """The loss of the model's output and the inputs.
+    """Return the function that computes the loss from the model's output and the inputs.
 
     Raises:
         CallableError: the loss's callable cannot be had, or takes other arguments.
@@ -181,7 +182,7 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
 
 
 def _with_lines(function: FunctionType) -> FunctionType:
-    """The same function under the one name of functions whose lines an export records: a model's ``forward``."""
+    """Return the function under the name ``forward``: an export records the lines of functions of that name only."""
     code = function.__code__.replace(co_name="forward")
     made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__

@@ -1,4 +1,4 @@
-"""Hashes of a model's code: of the plan's files, the definitions that its callables reach, without comments."""
+"""Hashes of a model's code: the definitions in the plan's files that its callables reach, without comments."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from .python_code import ReachedCode, read_code
 _OWN = __name__.partition(".")[0]
 
 Hashes = Mapping[str, tuple[str, str]]
-"""By a file's path from the plan's folder, or a module's name: a hash of its code, and one of the lines it is on."""
+"""Two hashes by a file's path from the plan's folder, or by a module's name: one of its code, one of the numbers of its
+lines."""
 
 
 def sources(model: str, loss_kind: str, loss: str) -> tuple[str, ...]:
-    """The callables whose code a build rests on: the model's, and the loss's where a plan names one."""
+    """Return the callables whose code determines a build: the model's, and the loss's where a plan names one."""
     return (model, loss) if loss_kind == "callable" else (model,)
 
 
 def file_hashes(targets: Sequence[str], folder: Path) -> Hashes:
-    """Hashes of what callables reach in the files of the plan's folder; nothing is imported. None of a callable whose
-    module is not of the folder.
+    """Return the hashes of the code that callables reach in the files of the plan's folder. A callable in another
+    folder has none. Nothing is imported.
 
     Raises:
         CallableError: there is no such file.
@@ -36,8 +37,8 @@ def file_hashes(targets: Sequence[str], folder: Path) -> Hashes:
 
 
 def target_hashes(targets: Sequence[str], folder: Path) -> Hashes:
-    """``file_hashes`` and, where the first callable is written in yet another file, hashes of that by its module's
-    name; it is imported.
+    """Return ``file_hashes`` and, if the first callable is written in yet another file, the hashes of that file by its
+    module's name; that module is imported.
 
     Raises:
         CallableError: the callable cannot be had.
@@ -54,7 +55,8 @@ def target_hashes(targets: Sequence[str], folder: Path) -> Hashes:
 
 
 def changed_files(targets: Sequence[str], folder: Path, built: Mapping[str, str]) -> list[str]:
-    """The files whose hash is not that of a build; where one of the plan's folder differs, nothing is imported.
+    """Return the files whose code differs from that of a build. If a file of the plan's folder differs, nothing is
+    imported.
 
     Raises:
         CallableError: the callable cannot be had.
@@ -67,7 +69,7 @@ def changed_files(targets: Sequence[str], folder: Path, built: Mapping[str, str]
 
 
 def moved_files(targets: Sequence[str], folder: Path, built: Mapping[str, str], lines: Mapping[str, str]) -> list[str]:
-    """Files of the plan's folder whose code is that of a build, on other lines than then; nothing is imported."""
+    """Return the files of the plan's folder that have the code of a build on other lines. Nothing is imported."""
     try:
         found = file_hashes(targets, folder)
     except (CallableError, OSError):  # a build may be read where its model is not
@@ -76,8 +78,8 @@ def moved_files(targets: Sequence[str], folder: Path, built: Mapping[str, str], 
 
 
 def local_files(target: str, folder: Path) -> list[Path]:
-    """The files below ``folder`` of which the import or the call of a callable runs anything, by ``import`` statements;
-    none where its module is not of the folder. parc's own are left out."""
+    """Return the files below ``folder`` whose code the import or the call of a callable runs, found by ``import``
+    statements. A callable in another folder has none. parc's own files are left out."""
     return sorted(_reach([target], folder.resolve()))
 
 
@@ -93,11 +95,11 @@ def _reach(targets: Sequence[str], folder: Path) -> dict[Path, tuple[ReachedCode
 
 
 _EFFECTS, _EVERY = "", "*"
-"""Instead of a name: a statement runs for what else it does; every name of it is asked for."""
+"""Words in place of a name: the statement runs for its other effects; every name of it is asked for."""
 
 
 class _Reached:
-    """Files, and which of their statements matter to the names that are asked for."""
+    """Files, with the statements of each that the names asked for depend on."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -105,7 +107,7 @@ class _Reached:
         self._todo: list[tuple[Path, int, str]] = []
 
     def run(self, path: Path) -> Path:
-        """Ask for what an import of the file does."""
+        """Ask for the effects of an import of the file."""
         if path not in self._found:
             code = read_code(path)
             self._found[path] = code, set()
@@ -123,7 +125,7 @@ class _Reached:
             self._todo += [(path, at, _EVERY) for at in range(len(code.statements))]
 
     def close(self) -> dict[Path, tuple[ReachedCode, set[int]]]:
-        """Follow what is asked for to its end."""
+        """Follow all names asked for until nothing new is reached."""
         seen = set[tuple[Path, int, str]]()
         while self._todo:
             asked = path, at, name = self._todo.pop()
@@ -139,7 +141,7 @@ class _Reached:
         return self._found
 
     def _follow(self, path: Path, node: ast.Import | ast.ImportFrom, name: str) -> None:
-        """Run what an import of the folder's files runs, and ask there for what it asks for."""
+        """Run the imports among the folder's files, and ask there for the imported names."""
         for alias in node.names:
             asked = name in (_EVERY, alias.asname or alias.name.partition(".")[0])
             if isinstance(node, ast.Import):
@@ -161,7 +163,7 @@ class _Reached:
 
 
 def _files_of(parts: list[str], root: Path) -> Iterator[Path]:
-    """The files that an import of a dotted name reads: of each package on the way, then of the module."""
+    """Return the files that an import of a dotted name reads: each package on the way, then the module."""
     if parts[0] == _OWN:
         return
     for count in range(1, len(parts) + 1):

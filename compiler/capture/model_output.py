@@ -16,7 +16,7 @@ _MOST = 6
 
 
 def tensor_at(name: str, output: Any) -> torch.Tensor:
-    """The tensor at a dotted name that begins with ``output``.
+    """Return the tensor at a dotted name that begins with ``output``.
 
     Raises:
         CaptureError: nothing is there, or no tensor.
@@ -28,8 +28,8 @@ def tensor_at(name: str, output: Any) -> torch.Tensor:
 
 
 def value_at(name: str, output: Any) -> Any:
-    """The value at a dotted name that begins with ``output``: each part is an entry's key, an attribute, or the
-    number of an entry, from 0.
+    """Return the value at a dotted name that begins with ``output``. Each part is an entry's key, an attribute, or an
+    entry's number from 0.
 
     Raises:
         CaptureError: nothing is there, or None.
@@ -83,7 +83,7 @@ def _described(value: Any, shapes: bool = False) -> str:
 
 
 def _held(value: Any) -> dict[str, Any]:
-    """The parts of a value that a plan can reach, by name or number; empty fields are left out."""
+    """Return the entries of a value that a plan can reach, by name or number; empty fields are left out."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Regions under ``torch.no_grad()``: what leaves them is detached, before they are inlined."""
+"""Regions under ``torch.no_grad()``: their results are detached before the regions are inlined."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .node_facts import copy_facts, noted
 
 
 def detach_without_gradients(module: fx.GraphModule) -> bool:
-    """Write what leaves a region under ``torch.no_grad()`` as detached, which its inlining would forget; False where
-    regions lie in each other."""
+    """Detach the results of regions under ``torch.no_grad()``, which their inlining would forget. Return False where
+    regions are nested."""
     regions = [
         node
         for node in module.graph.nodes

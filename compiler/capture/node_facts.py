@@ -18,8 +18,8 @@ _Fact = TypeVar("_Fact")
 
 
 class Fact(Generic[_Fact]):
-    """An attribute of ``NodeFacts`` that lies in ``meta`` under a key, its own name unless torch has another; with the
-    value that it has where nobody noted one."""
+    """An attribute of ``NodeFacts``, which is stored in ``meta`` under a key: its own name unless torch has another. It
+    has a default for nodes on which nobody noted it."""
 
     def __init__(self, *default: _Fact, key: str = "") -> None:
         self._default, self._key = default, key
@@ -54,7 +54,7 @@ class NodeFacts:
     binding = Fact(Binding("value"))
     """The binding of a placeholder."""
     origin = Fact(Origin())
-    """The place in the model's code, and the plan's line, that it comes from."""
+    """The place in the model's code, and the plan's line, from which the node comes."""
     in_loss = Fact(False)
     """True where the node stands outside the model, in the loss."""
     token_losses = Fact(False)
@@ -68,9 +68,9 @@ class NodeFacts:
     line = Fact(0)
     """The plan's line that placed a placeholder."""
     block = Fact[str | None](None)
-    """The model's numbered module that it belongs to."""
+    """The model's numbered module that the node belongs to."""
     stage = Fact(0)
-    """The stage of the pipeline in which it is computed."""
+    """The pipeline stage that computes the node."""
 
     def __init__(self, meta: dict[str, Any]) -> None:
         self.meta = meta
@@ -90,10 +90,10 @@ def copy_facts(source: fx.Node, node: fx.Node) -> None:
 
 
 def copy_place(source: fx.Node, node: fx.Node) -> None:
-    """Let a node stand where another stands: in the model's code, or in the loss."""
+    """Give a node the place of another one: in the model's code, or in the loss."""
     node.meta.update((key, source.meta[key]) for key in _PLACE if key in source.meta)
 
 
 def keep_value(node: fx.Node) -> None:
-    """Forget all facts but what the node makes."""
+    """Forget all facts of a node except its result."""
     node.meta = {"val": node.meta.get("val")}

@@ -1,4 +1,4 @@
-"""Python files read as text: what of a file runs for some of its names, and that as a hash; nothing is imported.
+"""Python files read as text: the statements that run for some of a file's names, and their hash. Nothing is imported.
 
 A statement at a file's top level runs for whoever imports the file, unless all it does is give a value to a name: a
 function, a class, an assignment of what is written there, an import from torch or Python's own library. Such a
@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 OPEN = re.compile(rb"import\s*\*|\b(globals|vars|exec)\(|\bsys\.modules\b|\bglobal\s|^def __getattr__\b", re.MULTILINE)
-"""In a module's text, what may make names that its statements do not show."""
+"""Code in a module that may define names which its statements do not show."""
 _READS_ANY = re.compile(rb"\b(eval|locals|__import__)\(|\b(importlib|pickle|__globals__)\b|\btorch\.load\b")
-"""In a module's text, what may read names that its statements do not show."""
+"""Code in a module that may read names which its statements do not show."""
 _READS_TEXT = re.compile(rb"getsource|linecache|getdoc|getcomments|__doc__|currentframe|_getframe|co_firstlineno")
 """Names by which code may read comments, docstrings or line numbers."""
 _LIBRARIES = sys.stdlib_module_names - {"__future__", "this", "antigravity"} | {"torch", "numpy"}
-"""Modules that are there before any model is imported, or whose import changes none."""
+"""Modules that are loaded before any model is imported, or whose import changes no other module."""
 
 
 @dataclass(frozen=True)
 class CodeStatement:
-    """A statement at the top level: the names to which it gives a value, those that it reads, the imports in it, and
-    whether to give these values is all it does."""
+    """A statement at the top level: the names that it binds, the names that it reads, and its imports. ``inert``:
+    binding these names is its only effect."""
 
     node: ast.stmt
     binds: frozenset[str]
@@ -40,8 +40,8 @@ class CodeStatement:
 
 @dataclass(frozen=True)
 class ReachedCode:
-    """A file's statements; ``whole``: any of them may be read by any name. Of a file that is no Python there are none,
-    and of one that may read its own text that text counts."""
+    """A file's statements. ``whole``: each may be read by any name. A file that is not Python has no statements.
+    ``as_text``: the file may read its own text, so its whole text is hashed."""
 
     path: Path
     text: bytes
@@ -50,12 +50,12 @@ class ReachedCode:
     as_text: bool
 
     def binding(self, name: str) -> Iterator[int]:
-        """The statements that give a name a value."""
+        """Return the numbers of the statements that bind a name."""
         return (at for at, statement in enumerate(self.statements) if name in statement.binds)
 
     def hashes(self, kept: set[int]) -> tuple[str, str]:
-        """A hash of some statements without comments, docstrings and layout, and one of the lines they stand on; of all
-        versions of Python the same."""
+        """Return a hash of some statements without comments, docstrings and layout, and a hash of their line numbers.
+        Both are the same in all versions of Python."""
         if self.as_text:
             return hashlib.sha256(self.text).hexdigest(), ""
         chosen = [self.statements[at].node for at in sorted(kept)]
@@ -65,7 +65,7 @@ class ReachedCode:
 
 
 def parsed(path: Path) -> ast.Module | None:
-    """A file's syntax tree; None where it is no Python, which is for whoever imports it to say."""
+    """Return a file's syntax tree, or None if it is not Python: its import will say so."""
     try:
         return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -73,7 +73,7 @@ def parsed(path: Path) -> ast.Module | None:
 
 
 def read_code(path: Path) -> ReachedCode:
-    """The syntax tree of a file."""
+    """Return the statements of a file."""
     text, tree = path.read_bytes(), parsed(path)
     if tree is None or _READS_TEXT.search(text):
         statements = () if tree is None else tuple(_statement(node, False) for node in tree.body)
@@ -83,7 +83,7 @@ def read_code(path: Path) -> ReachedCode:
 
 
 def bound_names(tree: ast.AST) -> Iterator[str]:
-    """The names that a module's statements give something to, inside functions and classes aside."""
+    """Return the names that a module's statements bind, not those inside functions and classes."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -96,8 +96,8 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _statements(tree: ast.Module) -> Iterator[CodeStatement]:
-    """Statements in order, with what is known of names so far: those of libraries, and of classes whose subclasses are
-    no one's business but their own."""
+    """Return a file's statements in order. The walk knows the names of libraries so far, and the classes of which a
+    subclass runs no code."""
     library = set[str]()
     plain = {"object", "Exception", "ValueError", "RuntimeError", "dict", "list", "tuple", "int", "float", "str"}
     others = set(bound_names(tree))
@@ -203,7 +203,7 @@ def _decorated(
 
 
 def _dotted(node: ast.expr) -> str:
-    """``a.b.c`` of names and attributes; nothing of any other expression."""
+    """Return ``a.b.c`` for names and attributes, "" for any other expression."""
     if isinstance(node, ast.Attribute):
         first = _dotted(node.value)
         return f"{first}.{node.attr}" if first else ""
@@ -211,8 +211,8 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _tokens(root: ast.AST) -> Iterator[str]:
-    """A tree as words, in an order that says what lies in what. Fields that are empty are left out: versions of Python
-    differ in which there are."""
+    """Return a tree as words, in an order that shows its nesting. Empty fields are left out: versions of Python differ
+    in them."""
     todo: list[Any] = [root]
     while todo:
         item = todo.pop()

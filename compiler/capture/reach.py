@@ -1,4 +1,4 @@
-"""Reach: through which nodes of a graph gradients flow to parameters, and what is made without any parameter.
+"""Reach: the nodes of a graph through which gradients flow to parameters, and those that depend on no parameter.
 
 A checker asks neither question here: it follows the texts of programs (``verify.step.trained``).
 """
@@ -17,8 +17,8 @@ from .node_facts import noted
 
 
 class GradientFlow:
-    """The nodes at which a gradient that arrives goes on to a trained parameter: ``node in flow``. A node is looked at
-    once, so a flow is of a graph that does not change meanwhile."""
+    """The nodes at which an arriving gradient goes on to a trained parameter: ``node in flow``. The answer for a node
+    is kept, so the graph must not change meanwhile."""
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, bool] = {}
@@ -59,8 +59,8 @@ def reached_by_gradient(loss: fx.Node) -> set[fx.Node]:
 
 
 def made_of(graph: fx.Graph, kinds: Collection[Kind], but: Collection[Binding] = ()) -> set[fx.Node]:
-    """The placeholders that are bound to something of these kinds, but not to one of ``but``, and the operators that
-    nothing else reaches."""
+    """Return the placeholders bound to one of ``kinds`` but not to one of ``but``, and the operators that only these
+    reach."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         binding = noted(node).binding
@@ -71,11 +71,11 @@ def made_of(graph: fx.Graph, kinds: Collection[Kind], but: Collection[Binding] =
 
 
 FIXED: Collection[Kind] = (*BUFFERS, "key")
-"""Kinds of what is there before a microbatch comes, and is not trained."""
+"""Kinds of bindings that exist before a microbatch comes, and are not trained."""
 
 
 def computed_anywhere(graph: fx.Graph, updates: Collection[str]) -> set[fx.Node]:
-    """The operators that no parameter, no random stream and no buffer that a step updates reaches: positions, rotary
-    tables, masks. Any stage of a pipeline can compute them itself."""
+    """Return the operators that no parameter, random stream or updated buffer reaches: positions, rotary tables, masks.
+    Any stage of a pipeline can compute them itself."""
     free = made_of(graph, ("input", *BUFFERS), [Binding("buffer", name) for name in updates])
     return {node for node in free if node.op == "call_function"}

@@ -78,12 +78,12 @@ def exponential(key: int, index: Tensor) -> Tensor:
 
 
 def words(key: int) -> tuple[int, int]:
-    """The two int64 numbers that are all ``keep_mask`` needs of a key: its increment, and where it starts."""
+    """Return the two int64 numbers of a key that ``keep_mask`` needs: its increment, and its start."""
     return _increment(key), _signed(key * _GOLDEN)
 
 
 def keep_mask(key: int | tuple[Tensor, Tensor], index: Tensor, p: float) -> Tensor:
-    """For each element of ``index`` whether dropout keeps it: True with probability ``1 - p``, bool of its shape.
+    """Return True for each element of ``index`` that dropout keeps, with probability ``1 - p``; bool of its shape.
 
     A key may be given by its ``words`` as tensors without dims, which a compiler can trace.
 
@@ -103,8 +103,8 @@ def keep_mask(key: int | tuple[Tensor, Tensor], index: Tensor, p: float) -> Tens
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A hash of 64 bits of a tensor's entries, bit by bit and in their order, as an int64 without dims; the same on
-    every device. Shape and dtype do not go into it.
+    """Return a 64-bit hash of a tensor's entries, bit by bit and in their order, as an int64 without dims. It is the
+    same on every device, and does not depend on shape and dtype.
 
     Every eight bytes are mixed together with their place, and the results are added modulo 2**64.
     """
@@ -123,7 +123,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def dropped(kept: float) -> float:
-    """The probability to drop, where torch was told ``1 - p``: the p that was written has few digits."""
+    """Return the probability to drop, given ``1 - p`` as torch was told: the ``p`` in the code has few digits."""
     return float(f"{1 - kept:.15g}")
 
 
@@ -163,7 +163,8 @@ def _shift(word: Tensor, count: int) -> Tensor:
 
 
 def _high_bits(words: tuple[int | Tensor, int | Tensor], index: Tensor) -> Tensor:
-    """Bits of which the high ones are random: what a comparison needs, three passes cheaper than ``bits``."""
+    """Return 64 bits of which the high ones are random. That is enough for a comparison, and saves three passes over
+    ``bits``."""
     increment, start = words
     word = (index * increment).add_(start)
     word.bitwise_xor_(_shift(word, 30)).mul_(_signed(_MIX_1))
@@ -176,7 +177,7 @@ def _bits(key: int, index: Tensor) -> Tensor:
 
 
 def _cells(word: Tensor) -> Tensor:
-    """The centre of one of 2**52 equal parts of (0, 1): never 0 or 1, and exact as its difference to 1 is."""
+    """Return the centre of one of 2**52 equal parts of (0, 1): never 0 or 1, and ``1 - x`` is exact."""
     return _shift(word, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 

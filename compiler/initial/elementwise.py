@@ -1,4 +1,5 @@
-"""The operators that give each element by itself: random laws, constants, copies, movements, pointwise functions."""
+"""The operators that make each element from its own number: random laws, constants, copies, movements, pointwise
+functions."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ from .nodes import Count, Elementwise, Fill, Write
 
 Bound = dict[str, Any]
 Law = tuple[Callable[[int, Tensor], Tensor], float | None]
-"""A distribution: numbers in float64 for (key, index), and a bound that rounding to a dtype must not reach, if any."""
+"""A distribution: a function from (key, index) to numbers in float64, and a bound, if any, that rounding to a dtype
+must not reach."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """An operator's call as seen by the tables below: its reads, and the tensor it makes or writes."""
+    """An operator's call as the tables below see it: its reads, and the tensor that it makes or writes."""
 
     func: Any
     name: str  # without the underscore of the version that writes its first argument
@@ -89,7 +91,7 @@ def _exponential(bound: Bound) -> Law | None:
 _LAWS: dict[str, Callable[[Bound], Law | None]] = {
     "uniform": _uniform, "normal": _normal, "integers": _integers, "bernoulli": _bernoulli, "exponential": _exponential,
 }  # fmt: skip
-"""The laws that rows name; None for a call that is drawn whole."""
+"""The laws that rows name. A law returns None for a call whose numbers can only be drawn all together."""
 
 
 def law_of(func: Any, bound: Bound, dtype: torch.dtype) -> Law | None:
@@ -119,7 +121,7 @@ def elements_of(call: Elements) -> Node | None:
 
 
 def _filled(call: Elements, number: Any) -> Node | None:
-    """One number everywhere; a tensor of one number is a copy of it."""
+    """A tensor that holds one number everywhere, which may be the one entry of another tensor."""
     return _copied(call, number) if isinstance(number, Read) else Fill(call.count, call.dtype, number)
 
 
@@ -135,7 +137,7 @@ def _arange(call: Elements) -> Node | None:
 
 
 def _joined(call: Elements) -> Node:
-    """Tensors written one after the other along a dim, which a stack makes and a concatenation has."""
+    """Tensors joined along a dim; a stack makes that dim, a concatenation has it."""
     stacks = call.name == "stack"
     dim = call.bound["dim"] % max(len(call.sizes), 1)
     strides = contiguous_strides(call.sizes)
@@ -174,7 +176,7 @@ def _pointwise(call: Elements) -> Node | None:
 
 
 def _on_copies(func: Any, written: tuple[int, ...]) -> Callable[..., Tensor]:
-    """An operator that writes some of its arguments, kept from writing values that others read."""
+    """Return an operator that writes into copies of these arguments, because others read the originals."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         leaves, spec = pytree.tree_flatten((args, kwargs))

@@ -61,7 +61,8 @@ class Replay:
         return self._wholes[id(owner)]
 
     def any_number(self, read: Read, index: Tensor) -> Tensor:
-        """Like ``read`` for indices whose number is not a multiple of ``VECTOR``: the last is read again."""
+        """Read elements, as ``read`` does, of indices whose number is not a multiple of ``VECTOR``: the last one is
+        read again."""
         missing = -index.numel() % VECTOR
         filled = torch.cat([index, index[-1:].expand(missing)]) if missing else index
         return self.read(read, filled)[: index.numel()]
@@ -79,7 +80,7 @@ class Node(ABC):
         """The elements at flat storage indices, of one dim."""
 
     def sources(self) -> Iterator[Node]:
-        """The nodes that this one asks."""
+        """The nodes whose elements this one reads."""
         return iter(())
 
 
@@ -123,7 +124,7 @@ class Read:
 
 @dataclass(frozen=True, eq=False)
 class PartsNode(Node):
-    """A storage of complex numbers seen as one of reals, real and imaginary parts in turn."""
+    """A storage of complex numbers, seen as one of reals: real and imaginary parts in turn."""
 
     whole: Node
 
@@ -149,7 +150,8 @@ class Joined(Node):
 
 
 def seen_as(node: Node, dtype: torch.dtype) -> Node | None:
-    """The same storage in another dtype: complex numbers as their parts, or these as the numbers; None for others."""
+    """Return the same storage in another dtype: complex numbers as their parts, or parts as complex numbers; None for
+    others."""
     if node.dtype == dtype:
         return node
     if node.dtype.is_complex and node.dtype.to_real() == dtype:
@@ -160,7 +162,7 @@ def seen_as(node: Node, dtype: torch.dtype) -> Node | None:
 
 
 def in_reals(read: Read) -> Read:
-    """A tensor as programs hold it: of complex numbers, their parts along a last dim."""
+    """Return a tensor in the form that programs hold: complex numbers become parts along a last dim."""
     parts = seen_as(read.node, read.dtype.to_real()) if read.dtype.is_complex else None
     if parts is None:
         return read
@@ -173,7 +175,7 @@ def dense(node: Node, sizes: Sequence[int]) -> Read:
 
 
 def reachable(node: Node) -> list[Node]:
-    """A node and all that it asks, directly or not, each once."""
+    """Return a node and all nodes that it reads, directly or not, each once."""
     seen: dict[int, Node] = {}
     todo = [node]
     while todo:
@@ -196,7 +198,7 @@ def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def cast(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to ``dtype``; to 16 bits by way of float32, as every device does it."""
+    """Round to ``dtype``. To 16 bits it goes through float32, as on every device."""
     if numbers.dtype == torch.float64 and dtype in (torch.bfloat16, torch.float16):
         numbers = numbers.to(torch.float32)
     return numbers.to(dtype)

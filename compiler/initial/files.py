@@ -1,4 +1,5 @@
-"""Weights in safetensors files by the model's own names: held against a model all at once, read piece by piece."""
+"""Weights in safetensors files by the model's own names. They are checked against a model all at once, and read piece
+by piece."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ _COMPLEX = "C64"  # as safetensors calls complex64
 
 
 class WeightsError(Exception):
-    """A folder has no weights, or its files cannot be read."""
+    """The error of a folder that has no weights, or whose files cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A tensor of a model's state: every name it may stand under, its shape and its type."""
+    """A tensor of a model's state: all of its names, its shape and its type."""
 
     names: tuple[str, ...]
     shape: Shape
@@ -51,7 +52,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class Weights:
-    """A folder's tensors: where each is, its shape and its type. Nothing else was read yet."""
+    """The tensors of a folder: the file, shape and type of each. Their numbers are not read yet."""
 
     folder: Path
     tensors: Mapping[str, _Found]
@@ -61,7 +62,7 @@ class Weights:
     _stack: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
 
     def faults(self, expected: Sequence[Expected]) -> list[str]:
-        """Tensors that are missing, extra, misshapen, or of a type that would be rounded: everything at once."""
+        """Return the tensors that are missing, extra, misshapen, or of a type that would be rounded, all at once."""
         known = {name for tensor in expected for name in tensor.names}
         missing = (tensor.names[0] for tensor in expected if self.tensors.keys().isdisjoint(tensor.names))
         faults = [f"`{name}` is missing" for name in missing]
@@ -113,7 +114,7 @@ class Weights:
         return name
 
     def _read(self, name: str, runs: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
-        """The parts of a tensor where the runs of its dims cross, put together."""
+        """Return the parts of a tensor that lie at the crossings of its dims' runs, put together."""
         found = self.tensors[name]
         try:
             if found.file not in self._open:
@@ -150,7 +151,7 @@ def _joined(part: Any, runs: Sequence[Sequence[tuple[int, int]]], fixed: tuple[s
 
 
 def _runs(index: torch.Tensor) -> list[tuple[int, int]]:
-    """Rising indices as ranges.
+    """Return rising indices as ranges of consecutive numbers.
 
     >>> _runs(torch.tensor([0, 1, 2, 6, 7]))
     [(0, 3), (6, 8)]
@@ -162,8 +163,8 @@ def _runs(index: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def held_type(shape: Sequence[int], kind: str) -> tuple[Shape, torch.dtype | None]:
-    """Shape and dtype, of complex numbers those of their ``real_form``, of a tensor in a safetensors file; None for a
-    dtype that programs do not hold."""
+    """Return shape and dtype of a tensor in a safetensors file, for complex numbers those of their ``real_form``; None
+    for a dtype that programs do not hold."""
     if kind == _COMPLEX:
         return (*shape, 2), torch.float32
     return tuple(shape), DTYPES.get(kind.lower())
@@ -195,8 +196,8 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
 
 
 def shown_faults(faults: Iterable[str]) -> tuple[str, ...]:
-    """Faults of tensors, each of which begins with a name, for a reader: all of them, those that differ in numbers of
-    layers alone as one line.
+    """Return faults of tensors, each of which begins with a name, for a reader. Faults that differ only in the numbers
+    of layers become one line.
 
     >>> shown_faults([*(f"`h.{layer}.up` is [4] there" for layer in (1, 2, 3)), "`wte` is missing"])
     ('`h.[1..3].up` is [4] there (3 tensors)', '`wte` is missing')
@@ -216,7 +217,8 @@ _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])")
 
 
 def _pattern(names: Sequence[str]) -> str:
-    """The pattern that means these names and no other, which differ in whole numbers between dots; "" without one."""
+    """Return the pattern that matches these names and no other, where they differ in whole numbers between dots; "" if
+    there is none."""
     numbers = [[int(number) for number in _NUMBER.findall(name)] for name in names]
     ends = [(min(column), max(column)) for column in zip(*numbers, strict=True)]
     many = math.prod(high - low + 1 for low, high in ends)

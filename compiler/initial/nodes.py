@@ -23,7 +23,7 @@ ONE_THREAD_RUN = 1 << 14  # elements; torch's kernels give no thread less than t
 
 @dataclass(frozen=True, eq=False)
 class Fill(Node):
-    """One number everywhere; memory that nobody wrote counts as zeros."""
+    """One number everywhere. Memory that nobody wrote counts as zeros."""
 
     value: float | int | bool | complex
 
@@ -33,7 +33,7 @@ class Fill(Node):
 
 @dataclass(frozen=True, eq=False)
 class LiteralNode(Node):
-    """Numbers that the module's code brought along."""
+    """Numbers that were written in the module's code."""
 
     flat: Tensor
 
@@ -54,7 +54,7 @@ class Count(Node):
 
 @dataclass(frozen=True, eq=False)
 class Draw(Node):
-    """Random numbers; ``law(key, index)`` gives them in float64, ``below`` is a bound that rounding must not reach."""
+    """Random numbers: ``law(key, index)`` returns them in float64, and rounding must not reach the bound ``below``."""
 
     law: Callable[[int, Tensor], Tensor]
     order: int
@@ -62,7 +62,7 @@ class Draw(Node):
     stream: list[str] = field(default_factory=list)  # its name, once, when the parameter that owns it is known
 
     def key(self, seed: int) -> int:
-        """The stream's key; a draw that is asked for before the build ends belongs to the build."""
+        """The key of the random stream. A draw that is read while the model is built has a stream of the build."""
         if not self.stream:
             self.stream.append(f"init:#{self.order}")
         return counter.stream(seed, self.stream[0])
@@ -108,7 +108,7 @@ class Elementwise(Node):
 
 @dataclass(frozen=True, eq=False)
 class Write(Node):
-    """A storage after a tensor of given sizes and strides in it was overwritten with ``source``."""
+    """A storage after an operator wrote ``source`` over the entries of a tensor with given sizes and strides."""
 
     before: Node
     source: Read
@@ -133,7 +133,7 @@ class Write(Node):
         return out
 
     def find(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """A mask of the storage indices that were overwritten, and the indices of ``source`` that they hold now."""
+        """Return a mask of the storage indices that were overwritten, and for these the indices of ``source``."""
         sizes = self.source.sizes
         rest = index - self.offset
         hit = rest >= 0
@@ -153,7 +153,8 @@ class Write(Node):
 
 @dataclass(frozen=True, eq=False)
 class CallNode:
-    """An operator that is computed whole: its results, then the arguments that it writes, at ``written``."""
+    """An operator that is computed whole: its results, then the arguments that it writes, whose positions are
+    ``written``."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

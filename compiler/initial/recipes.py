@@ -1,4 +1,5 @@
-"""Initial values of parameters and buffers as recipes: recorded once without allocating, computed for any elements."""
+"""Initial values of parameters and buffers as recipes. They are recorded once without allocating, and computed for any
+elements."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A module on fake tensors, and the recipe of everything in it that holds numbers."""
+    """A module on fake tensors, and the recipe of each parameter and buffer."""
 
     module: nn.Module
     recipes: dict[str, Recipe]  # parameters and buffers by every name they have; tied ones share one recipe
@@ -65,7 +66,8 @@ class Recorded:
 
 
 class _SharedMode(FakeTensorMode):
-    """A fake tensor's mode is copied with it by ``copy.deepcopy``, as layers often are: the copies stay in this one."""
+    """A mode of fake tensors that ``copy.deepcopy`` does not copy: layers are often copied, and the copies must stay in
+    one mode."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensorMode:
         return self
@@ -113,8 +115,8 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
 
 
 def initialize(build: Callable[[], nn.Module], seed: int, recipes: Mapping[str, Recipe] | None = None) -> nn.Module:
-    """The plain reference: a real module, as ``build`` makes it, whose tensors hold exactly the recipes' values;
-    ``recipes`` are those recorded of ``build`` and ``seed``, if they were before."""
+    """Return the plain reference: a real module from ``build`` whose tensors hold exactly the recipes' values.
+    ``recipes`` are those of ``build`` and ``seed``, if they were recorded before."""
     recipes = record(build, seed).recipes if recipes is None else recipes
     with torch.random.fork_rng(devices=[]):
         module = build()
@@ -132,7 +134,8 @@ def initialize(build: Callable[[], nn.Module], seed: int, recipes: Mapping[str, 
 
 
 def _make_fake(module: nn.Module, mode: FakeTensorMode, recorder: RecipeRecorder) -> None:
-    """Replace what was made from real numbers without an operator, such as ``Parameter(torch.from_numpy(…))``."""
+    """Replace tensors that were made from real numbers without an operator, such as
+    ``Parameter(torch.from_numpy(…))``."""
     for child in module.modules():
         for table in (child._parameters, child._buffers):
             for name, tensor in table.items():

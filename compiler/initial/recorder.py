@@ -1,4 +1,5 @@
-"""Watching a module being built on fake tensors, and keeping for every storage the node that will give its values."""
+"""The recorder of a module's building code on fake tensors: it keeps for every storage the node that gives its
+values."""
 
 from __future__ import annotations
 
@@ -26,16 +27,16 @@ from .evaluate import Node, Read, Replay, dense, is_contiguous, seen_as
 from .nodes import CallNode, Draw, Fill, LiteralNode, Result, Write
 
 _MOST = 200_000
-"""The most operators that making a model may run, about two for each of its tensors: a slip of the pen in a number of
-layers would keep a machine busy until its memory is full."""
+"""The most operators that making a model may run, about two for each of its tensors: a mistyped number of layers would
+keep a machine busy until its memory is full."""
 
 
 class RecipeError(Exception):
-    """The module's building code does something with a tensor that cannot be recorded."""
+    """The error of building code that does something with a tensor that cannot be recorded."""
 
 
 class RecipeRecorder(TorchDispatchMode):
-    """Runs every operator on fake tensors and records how real ones would get their values."""
+    """A mode that runs every operator on fake tensors, and records how real ones would get their values."""
 
     def __init__(self, mode: FakeTensorMode, seed: int) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class RecipeRecorder(TorchDispatchMode):
         return out
 
     def read(self, tensor: Tensor) -> Read:
-        """The present values of a tensor, as a look at the node of its storage.
+        """Return the present values of a tensor, as a view of the node of its storage.
 
         Raises:
             RecipeError: the tensor sees its storage as another dtype than the one it was written as.
@@ -109,7 +110,7 @@ class RecipeRecorder(TorchDispatchMode):
         return tensor
 
     def _compute_now(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator whose result the building code cannot do without, such as ``item``, on real values."""
+        """Run an operator on real values, where the building code needs the result at once, as with ``item``."""
         if _written(func, args, kwargs):
             raise RecipeError(f"`{func}` writes a tensor in a way that depends on values")
         with unset_fake_temporarily():
@@ -121,7 +122,7 @@ class RecipeRecorder(TorchDispatchMode):
         )
 
     def _note(self, func: Any, given: tuple[Any, Any], reads: tuple[Any, Any], out: Any) -> None:
-        """Give a node to every storage that an operator made or wrote; its views need nothing."""
+        """Give a node to every storage that an operator made or wrote. Views share their storage's node."""
         written = _written(func, *given)
         made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in self._nodes]
@@ -146,7 +147,7 @@ class RecipeRecorder(TorchDispatchMode):
                 self._store(tensor, Result(tensor.numel(), tensor.dtype, call, place))
 
     def _elements(self, func: Any, given: tuple[Any, Any], reads: tuple[Any, Any], target: Tensor) -> Node | None:
-        """The node of an operator that gives each element by itself, or None."""
+        """Return the node of an operator that makes each element by itself, or None for other operators."""
         name = func.overloadpacket.__name__.removesuffix("_")
         bound = bind_arguments(func, *reads)
         law = law_of(func, bound, target.dtype)
@@ -163,7 +164,7 @@ class RecipeRecorder(TorchDispatchMode):
         return Draw(count, dtype, law, self._draws, below)
 
     def _store(self, tensor: Tensor, node: Node) -> None:
-        """Let the elements of ``tensor`` be those of ``node``, from now on."""
+        """Set the elements of ``tensor`` to those of ``node``, from now on."""
         storage = tensor.untyped_storage()
         if not tensor.numel() and storage._cdata in self._nodes:
             return
@@ -183,7 +184,7 @@ class RecipeRecorder(TorchDispatchMode):
 
 @contextmanager
 def truncated_normals_by(recorder: RecipeRecorder) -> Iterator[None]:
-    """Let ``nn.init.trunc_normal_`` of fake tensors be one draw.
+    """Enter a block in which ``nn.init.trunc_normal_`` of a fake tensor is one draw.
 
     Torch's own code redraws until all elements are inside: its control flow depends on every value, so recording it
     would compute the whole tensor; and what it did in earlier versions put about one element in 2**24 on the bound.
@@ -200,7 +201,7 @@ def truncated_normals_by(recorder: RecipeRecorder) -> Iterator[None]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors among the arguments that the operator's schema says it writes."""
+    """Return the arguments that the operator writes, by its schema."""
     out: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

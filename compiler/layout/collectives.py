@@ -1,4 +1,4 @@
-"""Typed collectives: what each does to a placement, to the pieces of a group of ranks, and the bytes it sends."""
+"""Typed collectives: their effect on a placement, on the pieces of a group of ranks, and the bytes that each sends."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .stretches import Outer, joined_stretches, sizes_of, terms
 
 
 class TypeFault(ValueError):
-    """A line's declared types are not what its operator makes of its operands."""
+    """The error of declared types that do not follow from a line's operator and operands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One row of the table. ``group`` maps the pieces of a group (in axis order) to their results."""
+    """A row of the table of collectives. ``group`` maps the pieces of a group (in axis order) to their results."""
 
     axes: Callable[[Sequence[Any]], tuple[str, ...]]
     result: Callable[[TensorType, Mesh, Sequence[Any]], TensorType]
     group: Callable[[Sequence[torch.Tensor], Sequence[Any]], list[torch.Tensor]]
     communicates: bool = True
     members: Callable[[Sequence[Any]], tuple[int, ...] | None] = lambda args: None
-    """The places of a group that take part, where not all do: the others do not run the line."""
+    """Return the places of a group that take part, if not all do: the other ranks do not run the line."""
 
     def groups(self, mesh: Mesh, args: Sequence[Any]) -> list[list[int]]:
-        """The ranks that do it together."""
+        """Return the groups of ranks that run the collective together."""
         members = self.members(args)
         groups = mesh.groups(self.axes(args))
         return groups if members is None else [[group[place] for place in members] for group in groups]
@@ -56,7 +56,8 @@ def _local_count(splits: Sequence[tuple[int, str]], mesh: Mesh, axis: str) -> in
 
 
 def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Outer:
-    """The ``outer`` of a split that a rank makes of its piece at ``(dim, outer)``: the inverse of ``local_outer``.
+    """Return the ``outer`` of a split that a rank makes of its piece at ``(dim, outer)``; the inverse of
+    ``local_outer``.
 
     Raises:
         ValueError: it falls across what splits the dim already.
@@ -75,7 +76,7 @@ def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Ou
 
 
 def _unit(splits: Sequence[tuple[Outer, str]]) -> int:
-    """A size that all parts of the splits divide."""
+    """Return a size that is a multiple of the number of parts of all the splits."""
     return math.prod(outer if isinstance(outer, int) else sum(outer) for outer, _ in splits)
 
 
@@ -101,7 +102,8 @@ def _all_reduce(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorTyp
 
 
 def _among(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
-    """A sum over some coordinates of the pipeline's axis, of what roles that run different programs hold."""
+    """Compute the type of a sum of values that roles with different programs hold, over some coordinates of the
+    pipeline's axis."""
     (axis,), ranks = axes_of(args), args[1]
     _require(type_, axis, "I", mesh, "all_reduce_among")
     if list(ranks) != sorted(set(ranks)) or not ranks or not all(0 <= rank < mesh.size(axis) for rank in ranks):
@@ -110,7 +112,8 @@ def _among(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
 
 
 def _check_split(type_: TensorType, mesh: Mesh, args: Sequence[Any], what: str) -> tuple[str, ...]:
-    """The axes of a collective that needs a dim split over them, as by one axis, at local ``(dim, outer)``."""
+    """Return the axes of a collective that needs a dim split over them, as if they were one axis, at local ``(dim,
+    outer)``."""
     axes, dim, outer = axes_of(args), *args[1:3]
     kind = type_.placement[axes[0]]
     if not isinstance(kind, Split) or kind.dim != dim or local_outer(type_.placement, mesh, axes[0]) != outer:
@@ -121,12 +124,14 @@ def _check_split(type_: TensorType, mesh: Mesh, args: Sequence[Any], what: str) 
 
 
 def _joined(what: str, kind: AxisType) -> Callable[[TensorType, Mesh, Sequence[Any]], TensorType]:
-    """The result of a gather along a dim that is split over the axes: it is ``kind`` over them."""
+    """Return the function that computes the type after a gather along a dim that is split over the axes: ``kind`` over
+    them."""
     return lambda type_, mesh, args: _moved(type_, dict.fromkeys(_check_split(type_, mesh, args, what), kind))
 
 
 def _cut(what: str, kind: AxisType) -> Callable[[TensorType, Mesh, Sequence[Any]], TensorType]:
-    """The result of a cut along a dim of a value that is ``kind`` over the axes: it is split over them."""
+    """Return the function that computes the type after a cut along a dim of a value that is ``kind`` over the axes:
+    split over them."""
 
     def result(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
         axes, dim, outer = axes_of(args), *args[1:]
@@ -154,7 +159,8 @@ def _row_max(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
 
 
 def slice_dim(x: torch.Tensor, ranks: int, index: int, dim: int, outer: Outer) -> torch.Tensor:
-    """Part ``index`` of ``ranks`` along ``dim`` seen as ``(outer, ranks, rest)``; of each part, where they differ."""
+    """Return part ``index`` of ``ranks`` along ``dim``, seen as ``(outer, ranks, rest)``. Where parts are unequal, each
+    is cut so."""
     size = x.shape[dim]
     if not isinstance(outer, int):
         parts = x.split(sizes_of(outer, size), dim)
@@ -228,11 +234,11 @@ COLLECTIVES: dict[str, Collective] = {
 }
 """``op(x, axes, …)`` as programs spell them; dims and ``outer`` of their arguments count *local* entries."""
 SUMS = ("parc.all_reduce", "parc.all_reduce_among")
-"""Those that may run while other lines do, over what they sum."""
+"""The sums, which may run while other lines do, and may write their result over their operand."""
 
 
 def lower(axes: str, before: Placement, after: Placement, mesh: Mesh) -> tuple[str, tuple[Any, ...]] | None:
-    """The operator and arguments of a conversion over ``axes``; None where no byte changes."""
+    """Return the operator and the arguments of a conversion over ``axes``; None where no byte changes."""
     axis = axes.split(",")[0]
     source, result = before[axis], after[axis]
     if before.data() == after.data():
@@ -255,5 +261,5 @@ def lower(axes: str, before: Placement, after: Placement, mesh: Mesh) -> tuple[s
 
 
 def payload_bytes(op: str, shape: Shape, itemsize: int) -> int:
-    """Bytes one rank puts into the collective, once, for an operand of local ``shape``."""
+    """Return the bytes that one rank puts into the collective, once, for an operand of local ``shape``."""
     return math.prod(shape[:-1] if op == "parc.row_max" else shape) * itemsize

@@ -32,7 +32,7 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...] = ()
     factored: tuple[tuple[str, int], ...] = ()
-    """Axes that are factored, with the number of their sub-axes."""
+    """The axes that are factored, with the number of their sub-axes."""
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.axes):
@@ -55,7 +55,8 @@ class Mesh:
         return cls(tuple((name, math.prod(found)) for name, found in sizes.items())).factor(sizes)
 
     def factor(self, sizes: Mapping[str, Sequence[int]]) -> Mesh:
-        """The same ranks, with axes factored into sub-axes ``NAME_0``, ``NAME_1``, … of these sizes, major first."""
+        """Return a mesh of the same ranks, with axes factored into sub-axes ``NAME_0``, ``NAME_1``, … of these sizes,
+        major first."""
         axes: list[tuple[str, int]] = []
         for name, size in self.axes:
             parts = sizes.get(name, (size,))
@@ -85,7 +86,7 @@ class Mesh:
         return Mesh(tuple(axes.items()))
 
     def parts(self, axis: str) -> tuple[str, ...]:
-        """The sub-axes of a declared axis, major first; itself where it is not factored."""
+        """Return the sub-axes of a declared axis, major first; an axis that is not factored is its own only part."""
         return tuple(f"{axis}_{i}" for i in range(dict(self.factored).get(axis, 0))) or (axis,)
 
     def owner(self, axis: str) -> str:
@@ -93,7 +94,8 @@ class Mesh:
         return next((name for name, _ in self.factored if axis in self.parts(name)), axis)
 
     def joined(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Axes as text says them: a factored axis by its own name where all its sub-axes stand, in order."""
+        """Return axes as texts name them: a factored axis by its own name where all its sub-axes are there, in
+        order."""
         result = list(axes)
         for axis, count in self.factored:
             for at in range(len(result) - count + 1):

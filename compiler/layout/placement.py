@@ -34,8 +34,9 @@ class Split:
 
 
 AxisType = Literal["R", "I", "P"] | Split
-"""``R`` same value, used by each rank for its own part; ``I`` same value, used alike by all; ``P`` true value is the
-sum over the ranks; ``Split``. Gradients have the dual types: R and P swap, I and Split stay."""
+"""The type of a value over one axis. ``R``: the same value, which each rank uses for its own part. ``I``: the same
+value, which all use alike. ``P``: the true value is the sum over the ranks. ``Split``: each rank has a part. Gradients
+have the dual types: R and P swap, I and Split stay."""
 
 
 _Kind = TypeVar("_Kind", bound=AxisType)
@@ -93,7 +94,7 @@ class Placement:
         return Placement(tuple((axis, "I" if kind == "R" else kind) for axis, kind in self.types))
 
     def joined(self, mesh: Mesh) -> dict[str, AxisType]:
-        """The types by axis, where sub-axes that are together as one axis are one."""
+        """Return the types by axis. Sub-axes that together form one axis become that axis."""
         types = dict(self.types)
         for axis, _ in mesh.factored:
             parts = mesh.parts(axis)
@@ -103,7 +104,7 @@ class Placement:
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """Axes over which the value is still to be summed."""
+        """The axes over which the value is still to be summed."""
         return tuple(axis for axis, kind in self.types if kind == "P")
 
     def splits(self, dim: int) -> list[tuple[Outer, str]]:
@@ -123,7 +124,8 @@ class Placement:
 
 
 def along(axes: Iterable[str], kind: _Kind, mesh: Mesh) -> dict[str, _Kind]:
-    """The types of several axes that together are as one of type ``kind``: of a split the first is the major one."""
+    """Return the types of several axes that together form one axis of type ``kind``: the first is the major one of a
+    split."""
     types: dict[str, _Kind] = {}
     for axis in axes:
         types[axis] = kind
@@ -133,12 +135,12 @@ def along(axes: Iterable[str], kind: _Kind, mesh: Mesh) -> dict[str, _Kind]:
 
 
 def parts(placement: Placement, mesh: Mesh, dim: int) -> int:
-    """Into how many pieces ``dim`` is cut."""
+    """Return the number of pieces that ``dim`` is cut into."""
     return math.prod(mesh.size(axis) for _, axis in placement.splits(dim))
 
 
 def local_shape(shape: Sequence[int], placement: Placement, mesh: Mesh) -> Shape:
-    """Shape of one rank's piece of a tensor of global ``shape``.
+    """Return the shape of one rank's piece of a tensor of global ``shape``.
 
     Raises:
         ValueError: a dim does not divide, or two splits of it overlap.
@@ -205,7 +207,8 @@ def put_together(pieces: Sequence[torch.Tensor], placement: Placement, mesh: Mes
 def dim_index(
     size: int, dim: int, placement: Placement, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device | None
 ) -> torch.Tensor:
-    """Global coordinates (int64, one a local entry) of a rank's entries along ``dim`` of global ``size``."""
+    """Return the global coordinates (int64, one per local entry) of a rank's entries along ``dim``, which has ``size``
+    entries globally."""
     found, start = [], 0
     for stretch, splits in terms(size, placement.splits(dim)):
         index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -221,7 +224,7 @@ def dim_index(
 
 
 def row_major(shape: Sequence[int], places: Iterable[torch.Tensor], device: torch.device | None) -> torch.Tensor:
-    """Element numbers, in a tensor of ``shape``, of the entries with these coordinates along each dim."""
+    """Return the numbers, in a tensor of ``shape``, of the entries with these coordinates along each dim."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, place in zip(shape, places, strict=True):
         index = index[..., None] * size + place

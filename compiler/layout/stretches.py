@@ -1,4 +1,5 @@
-"""Parts: a dim as stretches that follow each other, each split for itself; their proportions, and what lies in what."""
+"""Parts of a dim. A dim may be several stretches, one after the other, each split on its own; ``Outer`` has their
+proportions."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 Outer = int | tuple[int, ...]
-"""So many equal parts; or, where they are not equal, their proportions: ``(2, 1, 1)`` of 128 are 64, 32 and 32."""
+"""The parts of a dim: their number where they are equal, else their proportions. ``(2, 1, 1)`` of 128 is 64, 32 and
+32."""
 
 
 def outer_of(sizes: Sequence[int]) -> Outer:
-    """The one form of parts of these sizes."""
+    """Return parts of these sizes as an ``Outer``, in its one canonical form."""
     unit = math.gcd(*sizes)
     return len(sizes) if len(set(sizes)) == 1 else tuple(size // unit for size in sizes)
 
@@ -23,7 +25,7 @@ def count(outer: Outer) -> int:
 
 
 def inside(outer: Outer, ranks: int) -> Outer:
-    """The parts where each is cut into ``ranks``: what an axis splits that is minor to another."""
+    """Return the parts after each is cut into ``ranks``: the parts that a more minor axis splits."""
     return outer * ranks if isinstance(outer, int) else tuple(part for part in outer for _ in range(ranks))
 
 
@@ -41,7 +43,7 @@ def sizes_of(outer: Outer, size: int) -> list[int]:
 
 
 def joined_stretches(stretches: Sequence[tuple[int, int]]) -> Outer:
-    """The parts of a dim of stretches, each of so many equal parts."""
+    """Return the parts of a dim that consists of stretches, each a size with a number of equal parts."""
     if len(stretches) == 1:
         return stretches[0][1]
     scale = math.prod(number for _, number in stretches)
@@ -50,7 +52,7 @@ def joined_stretches(stretches: Sequence[tuple[int, int]]) -> Outer:
 
 @lru_cache(maxsize=4096)
 def within(outer: Outer, stretches: tuple[int, ...]) -> tuple[Outer, ...]:
-    """The parts that lie in each of the stretches, given by size, that a dim consists of.
+    """Return the parts of each stretch of a dim, which consists of stretches of these sizes.
 
     Raises:
         ValueError: a part crosses the end of a stretch.
@@ -75,7 +77,7 @@ def within(outer: Outer, stretches: tuple[int, ...]) -> tuple[Outer, ...]:
 
 
 def terms(size: int, splits: Sequence[tuple[Outer, str]]) -> list[tuple[int, list[tuple[int, str]]]]:
-    """A dim as stretches in each of which all its splits are into equal parts: of most dims there is one.
+    """Return a dim as stretches in each of which every split has equal parts. Most dims are one stretch.
 
     Raises:
         ValueError: the splits do not fit each other, or the dim.
@@ -110,15 +112,16 @@ def nest(size: int, splits: Iterable[tuple[Outer, int]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One stretch of a dim, major to minor: ``size`` entries, on an axis or (``axis`` None) kept by the rank."""
+    """A factor of a dim, major to minor: ``size`` entries that an axis splits or (``axis`` None) that the rank
+    keeps."""
 
     size: int
     axis: str | None
 
 
 def atoms(size: int, splits: Sequence[tuple[int, str]], ranks: Callable[[str], int]) -> tuple[Atom, ...]:
-    """A dim of ``size`` global entries, split into equal parts over axes of ``ranks``, as stretches whose product is
-    ``size``.
+    """Return a dim of ``size`` global entries, split into equal parts over axes of ``ranks``, as factors whose product
+    is ``size``.
 
     Raises:
         ValueError: the splits do not nest, or do not divide the dim.

@@ -1,1 +1,1 @@
-"""Operators: a row of facts for each, its sharding rule, parc's own operators, and what an operator makes of shapes."""
+"""Operators: a row of facts for each, its sharding rule, parc's own operators, and the shapes of results."""

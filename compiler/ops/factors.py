@@ -1,4 +1,4 @@
-"""Factors: what an operator does to the dims of its tensors, said in one line such as "m k, k n -> m n"."""
+"""Factors: the effect of an operator on the dims of its tensors, in one line such as "m k, k n -> m n"."""
 
 import math
 import re
@@ -10,21 +10,21 @@ from typing import Any
 from ..layout.mesh import Shape
 
 Dims = tuple[tuple[str, ...], ...]
-"""Per dim the names of its factors, major first; () for a dim of size 1, or one that belongs to no factor."""
+"""The names of each dim's factors, major first; () for a dim of size 1, or one that belongs to no factor."""
 
 
 def quotient(a: int, b: int) -> int | None:
-    """`a / b` where that is a whole number, else None."""
+    """Return `a / b` if it is a whole number, else None."""
     return None if b == 0 or a % b else a // b
 
 
 class RuleError(ValueError):
-    """A rule's text is malformed, or does not fit the call it is applied to."""
+    """The error of a rule whose text is malformed, or does not fit the call it is applied to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Stands in a call's arguments where its `index`-th tensor goes, counted through args, then kwargs."""
+    """A placeholder in a call's arguments for its `index`-th tensor, counted through args, then kwargs."""
 
     index: int
 
@@ -63,7 +63,7 @@ class OpRule:
 
 
 def fill_operands(item: Any, given: Sequence[Any]) -> Any:
-    """An argument of a call with what is given in place of its operands."""
+    """Return an argument of a call with these values in place of its operands."""
     if isinstance(item, Operand):
         return given[item.index]
     if isinstance(item, (list, tuple)):
@@ -99,7 +99,7 @@ def _parse_term(text: str, whole: set[str]) -> _Term:
 
 @lru_cache(maxsize=1024)
 def _parse(source: str) -> tuple[tuple[_Term, ...], tuple[_Term, ...], frozenset[str]]:
-    """The dims of operands and of results, and the factors that are whole."""
+    """Return the dims of operands and of results, and the factors that are whole."""
     sides = source.split("->")
     if len(sides) != 2:
         raise RuleError(f"a rule reads 'operands -> results'; got {source!r}")
@@ -110,7 +110,8 @@ def _parse(source: str) -> tuple[tuple[_Term, ...], tuple[_Term, ...], frozenset
 
 
 def _spell(term: _Term, shape: Shape, call: OpCall, source: str) -> Dims:
-    """The term with its ellipsis written out; `...0` is the last of the dims it covers, so they align right."""
+    """Return the term with its ellipsis written out. `...0` is the last of the dims that it covers, so they align
+    right."""
     covered = len(shape) - len(term) + 1
     if (_ELLIPSIS,) not in term:
         if len(term) != len(shape):
@@ -205,7 +206,7 @@ def apply_dims(
 
 
 def linear_sets(text: str) -> tuple[frozenset[int], ...]:
-    """Reads "0|12": a Partial may come in operand 0 alone, or in 1 and 2 together."""
+    """Read "0|12" as sets of operands: a Partial may come in operand 0 alone, or in 1 and 2 together."""
     if text and not re.fullmatch(r"\d+(\|\d+)*", text):
         raise RuleError(f"linear reads like '0|12'; got {text!r}")
     return tuple(frozenset(map(int, part)) for part in text.split("|")) if text else ()

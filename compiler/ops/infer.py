@@ -1,4 +1,5 @@
-"""Types of an operator's results from those of its operands, by its rule; the lattice that every line must obey."""
+"""Type inference: the types of an operator's results from those of its operands, by its rule. Every line must obey
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Part = tuple[str, Outer]
 
 
 def rule_or_opaque(call: OpCall) -> OpRule:
-    """The call's rule; without one, every dim is needed whole."""
+    """Return the call's rule; without one, the rule that needs every dim whole."""
     try:
         found = rule_for(call)
     except RuleError:
@@ -63,8 +64,9 @@ def infer(
 def place_created(
     call: OpCall, operands: Sequence[Placement | None], zeros: frozenset[int], mesh: Mesh
 ) -> list[Placement]:
-    """The placements of a call's operands; those given as None are made where they are read, in the placement that
-    the others ask for. ``zeros`` are operands of nothing but zeros, which are a part of any sum."""
+    """Return the placements of a call's operands. An operand that is None is created where it is read, so it gets the
+    placement that the others ask for. ``zeros`` are the operands that hold only zeros, which may stand for a part of
+    any sum."""
     rule = rule_or_opaque(call)
     made: list[dict[str, AxisType]] = [{} for _ in operands]
     for axis in mesh.names:
@@ -89,7 +91,7 @@ def _data(kind: AxisType) -> AxisType:
 
 
 def _part(call: OpCall, rule: OpRule, axis: str, kinds: Sequence[AxisType], mesh: Mesh) -> Part | None:
-    """The one part of a factor that the operands split over the axis."""
+    """Return the one part of a factor that the operands split over the axis."""
     split = [(index, kind) for index, kind in enumerate(kinds) if isinstance(kind, Split)]
     for index, kind in split:
         if kind.dim >= len(rule.operands[index]):
@@ -106,7 +108,7 @@ def _part(call: OpCall, rule: OpRule, axis: str, kinds: Sequence[AxisType], mesh
 
 
 def _free_part(rule: OpRule, axis: str, expected: Sequence[Placement], mesh: Mesh) -> Part | None:
-    """A part of a factor that no operand has, as the results are said to split it."""
+    """Return a part of a factor that no operand has, as the declared results split it."""
     owned = {name for dims in rule.operands for names in dims for name in names}
     for placement, dims in zip(expected, rule.results, strict=True):
         kind = placement[axis]

@@ -1,4 +1,4 @@
-"""Neutral elements, proved: what padding must hold so that a reduction over more entries is that over the model's."""
+"""Neutral elements, proved: the value that padding must hold so that a reduction over more entries gives the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row of the operator table, and the pieces rows are made of."""
+"""The row of an operator in the table, and the pieces that rows are made of."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -38,71 +38,72 @@ LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFacts:
-    """All that parc knows of an operator beside its rule; positions count arguments, or operands where it says so."""
+    """All that parc knows of an operator beside its rule. Positions count arguments, or operands where it says so."""
 
     precision: Precision = ""
     backward: bool = False
-    """It is the derivative of an operator of this precision, and computes as that does."""
+    """True where the operator is the derivative of one with this precision, and computes as that does."""
     flops: Callable[[OpCall], int] | None = None
     """The count of multiply-adds in a call, from its shapes; None where there are none to speak of."""
 
     moves: Moves = ""
     storage: Storage = ""
     casts: bool = False
-    """It gives its first operand in another type."""
+    """True where the result is the first operand in another type."""
     stops_gradient: bool = False
     exported: bool = True
-    """torch's functional form of a graph leaves it as it is, where it copies a constant, or detaches what has no
-    derivative."""
+    """False where torch's functional form of a graph changes the operator: it copies a constant, or detaches a value
+    that has no derivative."""
 
     number: int | None = None
-    """The number that all entries of its result hold."""
+    """The number that all entries of the result hold."""
     number_at: int | None = None
-    """The argument that is that number."""
+    """The position of the argument that is that number."""
     by_number: bool = False
-    """It makes entries by their numbers along the first dim, which more entries at its end do not change."""
+    """True where entries depend on their numbers along the first dim, and more entries at its end do not change
+    them."""
     law: LawName = ""
     key_at: int | None = None
-    """The operand that is a random stream's key."""
+    """The position of the operand that is a random stream's key."""
     chance_at: int | None = None
-    """The argument that is a probability: where it is not 0, entries are drawn by their numbers."""
+    """The position of the argument that is a probability: unless it is 0, entries are drawn by their numbers."""
 
     counted: tuple[int, int] | None = None
     """The operand, and its dim, whose entries are named by their numbers: rows of a table, classes of a loss."""
     named_at: int = 1
-    """The operand that holds these numbers."""
+    """The position of the operand that holds these numbers."""
     ignored_at: int | None = None
-    """The argument that is the number to ignore."""
+    """The position of the argument that is the number to ignore."""
     replaced: bool = False
-    """Another operator stands in its place where the counted dim is split: as it is, it needs that whole."""
+    """True where another operator replaces this one if the counted dim is split; this one needs it whole."""
     unread_rows: bool = False
-    """Rows of its result that nothing looks up hold zeros."""
+    """True where those rows of the result that nothing looks up hold zeros."""
     stands_for: str = ""
-    """The captured graph's operator in whose place programs have this one."""
+    """The captured graph's operator that programs replace by this one."""
 
     elementwise: bool = False
-    """Entries of its results depend on those at their place alone."""
+    """True where an entry of a result depends only on the operands' entries at its place."""
     reduces: Reduces = ""
     computes: Computes = ""
     power: float | None = None
-    """It raises its operand to this power."""
+    """The power to which the operator raises its operand."""
     exact: bool = False
-    """It has one right result, whatever kernel computes it."""
+    """True where the result is the same to the bit, whatever kernel computes it."""
     bounds: bool = False
-    """Numbers among its arguments decide at which values it does something else."""
+    """True where numbers among the arguments bound the values at which the operator changes its behaviour."""
     limits: tuple[float, ...] = ()
-    """Such numbers that no argument says."""
+    """Bounds of that kind that no argument has."""
 
     reaches_outside: bool = False
-    """It does more than its results say, or reads more than its operands: a file, a number in Python, the screen, or
-    memory that nobody wrote. No program may use it."""
+    """True where the operator does more than its results say, or reads more than its operands: a file, a number in
+    Python, the screen, or memory that nobody wrote. No program may use it."""
     addable: bool = False
-    """It makes gradients of weights, and can add them to something."""
+    """True where the operator makes gradients of weights, and can add them to a total."""
     compiled: bool = True
-    """Inductor may be shown it; not what it would add up in the order in which threads arrive, where torch's own
-    operator repeats its bits, nor what reads a tensor's numbers or makes a shape of them."""
+    """False where Inductor must not compile the operator: it would add up in the order in which threads arrive, where
+    torch's own operator repeats its bits; or the operator reads a tensor's numbers, or makes a shape of them."""
     plain: bool = False
-    """torch's function, or tensor's method, of its name takes the same arguments."""
+    """True where torch's function, or tensor's method, of the same name takes the same arguments."""
 
     @property
     def looks_up(self) -> bool:
@@ -120,7 +121,7 @@ class OpFacts:
         return self.number is not None or self.number_at is not None
 
     def number_in(self, args: Sequence[Any]) -> Any:
-        """The one number that its result holds, called with these arguments."""
+        """Return the one number that the result of a call with these arguments holds."""
         return self.number if self.number_at is None else args[self.number_at]
 
     def makes_zeros(self, args: Sequence[Any]) -> bool:
@@ -130,8 +131,8 @@ class OpFacts:
 
 @dataclass(frozen=True, slots=True)
 class OpRow(OpFacts):
-    """An operator's rule, if it has one, and, where it has arguments that speak of sizes, how these become local; and
-    its facts.
+    """The row of an operator: its facts; its rule, if it has one; and the function that makes arguments with sizes
+    local.
 
     `localize(call, operands, results)` takes the local shapes and returns the arguments that change; None leaves all as
     they are.
@@ -142,17 +143,18 @@ class OpRow(OpFacts):
 
 
 def contracted(ruling: Ruling) -> Callable[[OpCall], int]:
-    """The products of two numbers that a contraction adds up: one for each choice of an entry of each factor."""
+    """Count the multiply-adds of a contraction: one for each choice of an entry of each factor."""
     return lambda call: math.prod(ruling(call).sizes.values())
 
 
 def result_shape(position: int, name: str) -> Localize:
-    """Localizes an argument that spells the first result's shape."""
+    """Return the function that makes an argument local which spells the first result's shape."""
     return lambda call, operands, results: [(position, name, list(results[0]))]
 
 
 def scale(value: int, local: int, whole: int) -> int:
-    """`value` of a dim of size `whole`, on a rank that holds `local` of it; the rule made sure that it is exact."""
+    """Return the part of `value` for a rank that holds `local` of a dim of size `whole`. Rules ensure that it is a
+    whole number."""
     if local == whole:
         return value
     scaled = quotient(value * local, whole)
@@ -162,12 +164,12 @@ def scale(value: int, local: int, whole: int) -> int:
 
 
 def normal_dim(dim: int, rank: int) -> int:
-    """A dim counted from the front; rank-0 tensors count as rank 1, as torch has it."""
+    """Return a dim counted from the front. Tensors without dims count as having one, as in torch."""
     return dim + max(rank, 1) if dim < 0 else dim
 
 
 def normal_dims(dims: Any, rank: int) -> frozenset[int]:
-    """Dims counted from the front, of an argument that is one dim, a list of them, or nothing for all."""
+    """Return dims counted from the front, for an argument that is one dim, a list of dims, or nothing for all."""
     if dims is None or dims == [] or dims == ():
         return frozenset(range(rank))
     listed: Sequence[int] = (dims,) if isinstance(dims, int) else dims
@@ -175,7 +177,7 @@ def normal_dims(dims: Any, rank: int) -> frozenset[int]:
 
 
 def plain_dims(rank: int, prefix: str = "d") -> Dims:
-    """One factor per dim: d0, d1, ..."""
+    """Return one factor per dim: d0, d1, ..."""
     return tuple((f"{prefix}{dim}",) for dim in range(rank))
 
 
@@ -185,7 +187,7 @@ def aligned_dims(rank: int, result_rank: int) -> Dims:
 
 
 def argument_linear(call: OpCall, text: str) -> tuple[frozenset[int], ...]:
-    """`linear_sets` over argument positions; a set falls away if a literal other than 0 stands in one of them.
+    """Read `linear_sets` over argument positions. A set is dropped if one of them has a literal other than 0.
 
     So "01" of `add(x, 3)` gives nothing, and "02" of `masked_fill(x, mask, 0)` gives x.
     """
@@ -200,7 +202,8 @@ def argument_linear(call: OpCall, text: str) -> tuple[frozenset[int], ...]:
 
 
 def pointwise(linear: str = "") -> Ruling:
-    """Every tensor "...": one factor per result dim, operands broadcast. `linear` speaks of argument positions."""
+    """Return the rule of a pointwise operator: one factor per result dim, operands broadcast. `linear` speaks of
+    argument positions."""
 
     def apply(call: OpCall) -> OpRule:
         rank = len(call.results[0])
@@ -212,7 +215,8 @@ def pointwise(linear: str = "") -> Ruling:
 
 
 def along_dims(dims_of: Callable[[OpCall, int], frozenset[int]], *, linear: str = "") -> Ruling:
-    """All tensors alike in rank, but for sizes along the dims that `dims_of(call, rank)` names: those are whole."""
+    """Return the rule of tensors that are alike except along the dims that `dims_of(call, rank)` names: those are
+    whole."""
 
     def apply(call: OpCall) -> OpRule:
         blocked = dims_of(call, len(call.operands[0]))
@@ -228,7 +232,7 @@ def along_dims(dims_of: Callable[[OpCall, int], frozenset[int]], *, linear: str 
 
 
 def dim_argument(position: int, name: str = "dim", default: int | None = -1) -> Callable[[OpCall, int], frozenset[int]]:
-    """For `along`: the dim, or dims, at (position, name)."""
+    """Return the function that reads the dim, or dims, from the argument at (position, name), for `along`."""
 
     def dims_of(call: OpCall, rank: int) -> frozenset[int]:
         return normal_dims(call.argument(position, name, default), rank)
@@ -242,10 +246,10 @@ def is_operand(value: Any) -> bool:
 
 
 def rows_of(names: str, row: OpRow) -> dict[str, OpRow]:
-    """The same row for each of the names, `packet` or `packet.overload` of aten, separated by blanks."""
+    """Return the same row under each of these names of aten, `packet` or `packet.overload`, separated by blanks."""
     return {f"aten.{name}" if "." in name else f"aten.{name}.default": row for name in names.split()}
 
 
 def overloads(names: str, kinds: str) -> str:
-    """Every name with every overload, as `table` reads them."""
+    """Return every name with each of its overloads, separated by blanks: ``overloads("max min", "default dim")``."""
     return " ".join(f"{name}.{kind}" for name in names.split() for kind in kinds.split())

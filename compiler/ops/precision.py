@@ -1,4 +1,4 @@
-"""Precision: where a plan computes in a narrow type, and which operators never do so there."""
+"""Precision: the modules that a plan computes in a narrow type, and the operators that never compute so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .rules import facts
 
 
 def base_name(op: str) -> str:
-    """``softmax`` of ``aten.softmax.int``."""
+    """Return an operator's name without namespace and overload: ``softmax`` for ``aten.softmax.int``."""
     return op.split(".")[1] if "." in op else op
 
 
@@ -47,7 +47,7 @@ def _begins(path: list[str], head: list[str]) -> bool:
 
 
 PrecisionRegions = tuple[PrecisionLine, ...]
-"""A plan's lines in order: of those that hold for a module the last counts."""
+"""A plan's lines in order: the last line that holds for a module counts."""
 
 
 def regions(lines: Iterable[tuple[str, Sequence[str], int]]) -> PrecisionRegions:
@@ -56,7 +56,7 @@ def regions(lines: Iterable[tuple[str, Sequence[str], int]]) -> PrecisionRegions
 
 
 def line_at(lines: PrecisionRegions, module: str) -> PrecisionLine | None:
-    """The line by which a module computes in a narrow type, if it does."""
+    """Return the line by which a module computes in a narrow type, or None."""
     found = next((line for line in reversed(lines) if line.holds(module)), None)
     return found if found is not None and is_narrow(found.dtype) else None
 
@@ -70,8 +70,8 @@ def may_narrow(lines: PrecisionRegions, module: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """All by which a plan's programs may round what the model computes: its lines, and the type in which gradients of
-    microbatches are added up."""
+    """The permissions to round what the model computes: the plan's lines, and the type in which microbatches' gradients
+    are added."""
 
     lines: PrecisionRegions = ()
     sums: torch.dtype = torch.float32

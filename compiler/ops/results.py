@@ -22,12 +22,12 @@ from .precision import is_narrow
 TensorLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """A tensor's dtype, shape, strides and offset in its storage, in entries."""
 _MOST = 1 << 17
-"""The most results that are kept; then all are forgotten."""
+"""The most results that are kept; beyond that, all are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results of an operator, as examples; ``in_place``: it writes its first operand and returns that."""
+    """The results of an operator, as examples. ``in_place``: it writes its first operand and returns that."""
 
     values: Any
     in_place: bool
@@ -38,7 +38,7 @@ _RESULTS: dict[Any, Results] = {}
 
 
 def example_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The one meta tensor that stands for all of a layout; it is never written."""
+    """Return the one meta tensor that stands for all tensors of a layout; it is never written."""
     layout = tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
     found = _EXAMPLES.get(layout)
     if found is None:
@@ -51,12 +51,12 @@ def example_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def example(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The example whose entries lie in order."""
+    """Return the example of a dense tensor, whose entries lie in order."""
     return example_of(torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def results_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
-    """The results of an operator on examples, which stand in its arguments.
+    """Return the results of an operator on examples in its arguments.
 
     Raises:
         Exception: whatever torch raises for arguments that it does not take.
@@ -72,8 +72,8 @@ def results_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Result
 
 
 def _key(item: Any) -> Any:
-    """An argument as part of a key: examples by what they are, numbers with their type (``1``, ``1.0`` and ``True`` are
-    equal)."""
+    """Return an argument as part of a key. Examples count by their layout, and numbers with their type (``1``, ``1.0``
+    and ``True`` are equal)."""
     if isinstance(item, torch.Tensor):
         return id(item)  # an example lives as long as the process
     if isinstance(item, (tuple, list)):

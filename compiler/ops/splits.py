@@ -10,7 +10,7 @@ from .factors import Dims, OpRule, quotient
 
 
 def to_factor(rule: OpRule, dims: Dims, dim: int, outer: Any, ranks: int) -> tuple[str, Any] | None:
-    """The factor, and the outer part within it, that `S(dim, outer)` over `ranks` splits.
+    """Return the factor that `S(dim, outer)` over `ranks` splits, and the outer part within it.
 
     `S(dim, outer)` sees the dim as (outer, D / outer) and splits the second part. None where that part begins inside
     no factor, reaches beyond the factor's end before it is divided among the ranks, or does not divide at all. What
@@ -22,7 +22,7 @@ def to_factor(rule: OpRule, dims: Dims, dim: int, outer: Any, ranks: int) -> tup
 def to_factors(
     rule: OpRule, splits: Sequence[tuple[Dims, int, Any]], ranks: int, *, guess: bool = True
 ) -> list[tuple[str, Any] | None]:
-    """`to_factor` of several tensors of a call, each split at `(dims, dim, outer)` over the same ranks.
+    """Return `to_factor` for several tensors of a call, each split at `(dims, dim, outer)` over the same ranks.
 
     Without `guess` a sum is not split because some of its factors are.
     """
@@ -90,7 +90,7 @@ def _fits(rule: OpRule, total: str, outer: Any, ranks: int) -> bool:
 
 
 def from_factor(rule: OpRule, dims: Dims, factor: str, outer_in_factor: Any) -> tuple[int, Any] | None:
-    """The position `(dim, outer)` in a tensor of these dims where that part of the factor sits; None if absent."""
+    """Return the position `(dim, outer)` of a factor's part in a tensor of these dims; None if absent."""
     members = rule.sums.get(factor, ())
     for dim, names in enumerate(dims):
         for at, name in enumerate(names):

@@ -56,7 +56,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _fake(name: str) -> Callable[[_Function], _Function]:
-    """Registers the shape-only kernel of an operator."""
+    """Register the shape-only kernel of an operator."""
 
     def register(function: _Function) -> _Function:
         torch.library.register_fake(f"parc::{name}", function, lib=LIBRARY)
@@ -203,13 +203,13 @@ def _convert_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _convert_backward(ctx: Any, grad: Any) -> Any:
-    """The dual conversion: source and result change places, R and P swap."""
+    """Return the dual conversion: source and result change places, R and P swap."""
     source, result = (str(dual(parse_kind(text))) for text in (ctx.result, ctx.source))
     return OPS.convert.default(grad, ctx.axes, source, result), None, None, None
 
 
 def _pad_gradient(name: str, backward: Any, *options: float) -> None:
-    """The gradient of an operator on the padding that its arguments name: another on the same padding."""
+    """Register the gradient of an operator on named padding: another operator on the same padding."""
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.pad = inputs[1:5]

@@ -1,1 +1,1 @@
-"""Padding: where sizes that do not divide are made longer, and what reads the rest."""
+"""Padding: longer dims where sizes do not divide, and operators that must not see the added entries."""

@@ -22,18 +22,18 @@ from .point import UNKNOWN, Held, point
 
 
 class PaddingFault(ValueError):
-    """An operator lets padding reach what the model has, or is not known not to."""
+    """The error of an operator that lets padding change what the model has, or is not known not to."""
 
     where = ""
-    """The function and the values of its line, where it has one."""
+    """The function, and the values of the line that failed; "" outside a program."""
     origin = Origin()
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """The padding of one dim, as ``Pad`` has it, and what it holds. ``real`` None: wherever padding is looked for, it
-    holds that, as in a dim of nothing but zeros; with ``outer`` 1 if it is looked for after all other entries. A single
-    number that is known holds it along dim -1."""
+    """The padding of one dim, as ``Pad`` has it, and the number that it holds. ``real`` None stands for padding that is
+    looked for anywhere, as in a dim of zeros alone; with ``outer`` 1 it may only come after all other entries. A known
+    single number has such padding along dim -1."""
 
     dim: int
     outer: int
@@ -54,7 +54,8 @@ Extras = tuple[Extra, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Padding within a factor: the factor seen as ``(outer, have)``, of which the other form has ``other``."""
+    """The padding within a factor: the factor is seen as ``(outer, have)``, and has ``other`` in place of ``have``
+    without (or with) the padding."""
 
     outer: int
     have: int
@@ -62,7 +63,7 @@ class _Part:
 
 
 def locate(rule: OpRule, dims: Dims, extra: Extra, *, real: bool = False) -> tuple[str, _Part] | None:
-    """The factor in which the padding of a tensor of these dims sits, in a rule on padded or on ``real`` shapes.
+    """Return the factor in which the padding of a tensor of these dims lies, by a rule on padded or on ``real`` shapes.
 
     None where padding is no change of one factor alone.
     """
@@ -96,17 +97,17 @@ def place_of_part(sizes: Mapping[str, int], dims: Dims, name: str, part: _Part) 
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """A factor's padding in one call: where it is, and what each operand holds there, if it has the factor or is one
+    """A factor's padding in one call: its place, and the number in it for each operand that has the factor, or is one
     number everywhere."""
 
     part: _Part | None
     held: Mapping[int, Held]
     free: int = 0
-    """Without a part: 1 if it is only at the end, as ``Extra.outer`` says."""
+    """1 where padding without a place can only be at the end, as ``Extra.outer`` says; else 0."""
 
 
 def follow_padding(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtype]) -> list[Extras]:
-    """The padding of each result, from that of the operands, for a call on *padded* shapes.
+    """Return the padding of each result of a call on *padded* shapes, from that of the operands.
 
     Raises:
         PaddingFault: padding would change a number of the model's, or cannot be shown not to.
@@ -158,7 +159,7 @@ def follow_padding(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[to
 
 
 def _biased(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dtype]) -> list[Extras]:
-    """A product with its bias as the two operators that it is: only the sum needs its terms whole."""
+    """Follow a product with its bias as two operators: only the sum needs its terms whole."""
     pair = (Operand(0), Operand(1))
     product = OpCall("aten.mm.default", pair, {}, tuple(call.operands[1:]), call.results)
     made = follow_padding(product, operands[1:], dtypes[1:])
@@ -167,7 +168,7 @@ def _biased(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[torch.dty
 
 
 def _copied(call: OpCall, x: Extras) -> list[Extra]:
-    """Dims of copies of one entry: each of them may be padding, and holds data."""
+    """Return the dims in which one entry is repeated: each may count as padding that holds data."""
     before, after = call.operands[0], call.results[0]
     sizes = (1,) * (len(after) - len(before)) + before
     held = _everywhere(x)
@@ -177,12 +178,13 @@ def _copied(call: OpCall, x: Extras) -> list[Extra]:
 
 
 def _everywhere(x: Extras) -> Held:
-    """The one number that all entries of a value hold; None where that is not known."""
+    """Return the one number that all entries of a value hold, or None where it is not known."""
     return next((e.held for e in x if e.real is None and e.outer == 0 and e.held is not None), None)
 
 
 def _carried(call: OpCall, rule: OpRule, operands: Sequence[Extras]) -> dict[str, _Carried]:
-    """Every factor that has padding, which is the same for all operands that have the factor, and not needed whole."""
+    """Return every factor that has padding and is not needed whole, with its padding, which must be the same in all
+    operands."""
     parts: dict[str, dict[int, tuple[_Part | None, Extra]]] = {}
     for index, (dims, extras) in enumerate(zip(rule.operands, operands, strict=True)):
         for extra in extras:
@@ -274,7 +276,8 @@ def _named(call: OpCall) -> tuple[int, int, int, int]:
 
 
 def _padded_there(call: OpCall, x: Extras) -> tuple[Extra, Extras]:
-    """The padding that the call names, and the others; a dim that holds the same everywhere may be padded anywhere."""
+    """Return the padding that the call names, and the other paddings. A dim that holds one number everywhere may be
+    padded anywhere."""
     dim, outer, real, padded = _named(call)
     here = next((extra for extra in x if extra.dim == dim), None)
     if here is None or not here.is_at(outer, real, padded):
@@ -314,4 +317,4 @@ OWN = {
     "parc.cut_pad.default": _cut,
     "parc.grow_pad.default": _grow,
 }
-"""Operators that speak of padding themselves."""
+"""The functions that follow padding through the operators which speak of padding themselves."""

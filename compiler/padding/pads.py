@@ -1,4 +1,4 @@
-"""Padding: a parameter's dim that axes do not divide is longer in programs than in the model, by zeros."""
+"""Padding of parameters: a dim that axes do not divide is longer in programs than in the model, by zeros."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Pad:
 
 
 def pads_by_value(found: Iterable[tuple[tuple[str, int], Pad]]) -> dict[str, tuple[Pad, ...]]:
-    """Paddings by value and dim as those of each value."""
+    """Return paddings by value and dim as the paddings of each value."""
     result: dict[str, tuple[Pad, ...]] = {}
     for (name, _), pad in sorted(found):
         result[name] = (*result.get(name, ()), pad)
@@ -41,7 +41,7 @@ def real_shape(shape: Sequence[int], pads: Iterable[Pad]) -> tuple[int, ...]:
 
 
 def pads_from(facts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, tuple[Pad, ...]]:
-    """Paddings as a manifest has them: lists of dim, outer, real and padded by name."""
+    """Read paddings from a manifest: by name, lists of dim, outer, real and padded."""
     return {name: tuple(Pad(*(int(number) for number in row)) for row in rows) for name, rows in facts.items()}
 
 

@@ -22,7 +22,8 @@ _known: dict[tuple[Any, ...], tuple[float, bool]] = {}
 
 
 def point(call: OpCall, held: Sequence[Held], dtypes: Sequence[torch.dtype]) -> tuple[float, bool]:
-    """A pointwise operator at one point: its value, and whether it and its derivatives are numbers; None reads as 0."""
+    """Compute a pointwise operator at one point: its value, and whether it and its derivatives are finite numbers. None
+    reads as 0."""
     key = call.op, repr((call.args, sorted(call.kwargs.items()))), *held, *dtypes
     if key not in _known:
         _known[key] = _computed(call, held, dtypes)

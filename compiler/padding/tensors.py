@@ -12,7 +12,7 @@ from .pads import Pad
 
 
 def grow(tensor: torch.Tensor, pads: Iterable[Pad]) -> torch.Tensor:
-    """A whole tensor of the model as programs have it, zeros in its padding."""
+    """Return a whole tensor of the model in the shape that programs have, with zeros in its padding."""
     for pad in pads:
         parts = tensor.unflatten(pad.dim, (pad.outer, pad.real))
         missing = list(parts.shape)
@@ -22,7 +22,7 @@ def grow(tensor: torch.Tensor, pads: Iterable[Pad]) -> torch.Tensor:
 
 
 def shrink(tensor: torch.Tensor, pads: Iterable[Pad]) -> torch.Tensor:
-    """A whole tensor of the programs as the model has it, its padding left out."""
+    """Return a whole tensor of the programs in the model's shape, without its padding."""
     for pad in pads:
         parts = tensor.unflatten(pad.dim, (pad.outer, pad.padded))
         tensor = parts.narrow(pad.dim + 1, 0, pad.real).flatten(pad.dim, pad.dim + 1)
@@ -32,7 +32,7 @@ def shrink(tensor: torch.Tensor, pads: Iterable[Pad]) -> torch.Tensor:
 def real_entries(
     type_: TensorType, dim: int, pads: Iterable[Pad], mesh: Mesh, coordinates: Mapping[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The entries of a rank along ``dim`` that are the model's, and their places in the model's dim."""
+    """Return the entries of a rank along ``dim`` that are the model's, and their places in the model's dim."""
     index = dim_index(type_.shape[dim], dim, type_.placement, mesh, coordinates, None)
     for pad in pads:
         if pad.dim == dim:
@@ -43,7 +43,8 @@ def real_entries(
 
 
 def spread(entries: torch.Tensor, kept: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A rank's piece from those of its entries that are the model's; zeros elsewhere. ``kept`` as of each dim."""
+    """Return a rank's piece from its entries that are the model's, with zeros elsewhere. ``kept`` says for each dim
+    which entries these are."""
     if all(bool(which.all()) for which in kept):
         return entries
     piece = entries.new_zeros([len(which) for which in kept])

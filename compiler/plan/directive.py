@@ -26,7 +26,7 @@ NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
 
 
 def argument(read: Callable[[Arguments], Any]) -> Any:
-    """A field of a directive, and how its value is read."""
+    """Declare a field of a directive, and the function that reads its value."""
     return field(metadata={"read": read})
 
 
@@ -42,12 +42,12 @@ class Directive:
 
     @classmethod
     def read(cls, arguments: Arguments) -> Self:
-        """The directive of a statement that matches ``USAGE``; values that make no sense are left to ``check``."""
+        """Read the directive of a statement that matches ``USAGE``. Values that make no sense are left to ``check``."""
         readers = {one.name: one.metadata["read"] for one in fields(cls) if one.metadata}
         return cls(arguments, **{name: read(arguments) for name, read in readers.items()})
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
-        """Errors of the statement that the plan alone can tell."""
+        """Yield the errors of the statement that the plan alone can tell."""
         for name, (holds, wanted) in self.LIMITS:
             called = self.arguments.statement.verb.text if name == "n" else name  # `steps N` is called by its verb
             for item in self.arguments.items(name):
@@ -65,7 +65,7 @@ D = TypeVar("D", bound=Directive)
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The other directives of the plan; ``broken`` are verbs of which a line could not be read."""
+    """The other directives of the plan; ``broken`` are the verbs of lines that could not be read."""
 
     directives: tuple[Directive, ...]
     mesh: Mesh

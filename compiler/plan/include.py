@@ -27,9 +27,11 @@ NAME_A_PLAN = "name a plan file, as `gpt.parc`"
 MOST_PLAN_BYTES = 1 << 20
 """The most bytes of a plan's file, or of a schedule's table that a plan names."""
 MOST_LINES = 10_000
-"""The most lines of a plan with all that it includes, as often as it does: so many take some seconds to read."""
+"""The most lines of a plan with all that it includes, each as often as it is included: so many take some seconds to
+read."""
 MOST_FILES = 256
-"""The most files of a plan and its includes, a file as often as it is included: each is opened and looked up anew."""
+"""The most files of a plan and its includes, each as often as it is included: each time it is opened and looked up
+anew."""
 DEEPEST = 32
 
 
@@ -59,7 +61,7 @@ def read_source(path: Path) -> Source:
 
 
 def read_text(path: Path) -> tuple[str | None, str]:
-    """The text of a file, or None and why not."""
+    """Return the text of a file, or None and the reason why there is none."""
     try:
         text = read_bounded(path, MOST_PLAN_BYTES).decode("utf-8-sig")
         return text.replace("\r\n", "\n").replace("\r", "\n"), ""
@@ -75,8 +77,8 @@ def _is_statements(statements: Sequence[Statement], malformed: Sequence[Diagnost
 
 
 class Expanded:
-    """Statements of a plan and of all that it includes, in order, without ``$name`` and without ``include``; what went
-    wrong; every text; whether all could be read. ``defines`` are values of ``-D``.
+    """The statements of a plan and of all that it includes, in order, without ``$name`` and ``include``; also the
+    errors, every text, and whether all could be read. ``defines`` are the values of ``-D``.
 
     Raises:
         PlanError: there is more than anyone writes.
@@ -138,7 +140,7 @@ class Expanded:
             yield from self._read(found, {}, arguments.bindings("args"))
 
     def _open(self, line: Include, span: Span) -> Source | None:
-        """The text that a line includes, or None after saying why there is none."""
+        """Return the text that a line includes, or None after noting why there is none."""
         if line.file.startswith(FAMILY):
             return self._family(line, span)
         source = line.span.source

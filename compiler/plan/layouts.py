@@ -1,4 +1,4 @@
-"""Placements as directives ask for them before the model is known: layouts, and splits by a weight's style."""
+"""Placements that directives ask for before the model is known: layouts, and splits by a weight's style."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class DimLayout:
-    """One dim as a product of sub-dims, major first; most have one. ``rest`` stands for any number of whole dims;
-    ``more`` are products of which the dim holds one after the other, after the first, all split over the same axes."""
+    """The layout of one dim as a product of sub-dims, major first; most have one. ``rest`` stands for any number of
+    whole dims. ``more`` are further products: the dim then holds all products one after the other, all split over the
+    same axes."""
 
     factors: tuple[Factor, ...]
     span: Span
@@ -38,13 +39,13 @@ class DimLayout:
 
     @property
     def axes(self) -> tuple[Word, ...]:
-        """Every axis that splits the dim."""
+        """The axes that split the dim."""
         return tuple(axis for factor in self.factors for axis in factor.axes)
 
 
 @dataclass(frozen=True)
 class Fix(Directive):
-    """Values by name or pattern, placed on every axis: whole on those that ``dims`` does not name.
+    """Values by name or pattern, placed on every axis; on axes that ``dims`` does not name they are whole.
 
     ``dims`` is None for values that are whole on every axis.
     """
@@ -64,7 +65,7 @@ class Fix(Directive):
 
 @dataclass(frozen=True)
 class SplitWeights(Directive):
-    """Weights of modules (or weights by name), split over one axis on the dim that ``style`` picks."""
+    """Weights of modules (or weights by name), split over one axis along the dim that ``style`` picks."""
 
     ONCE = False
 
@@ -95,7 +96,7 @@ def _rows(given: Arguments) -> tuple[DimLayout | None, tuple[Diagnostic, ...]]:
 
 
 def read_layout(layout: Layout) -> tuple[tuple[DimLayout, ...], tuple[Diagnostic, ...]]:
-    """The dims of a layout, and what is wrong with it whatever the tensor is."""
+    """Return the dims of a layout, and its errors that hold for any tensor."""
     dims: list[DimLayout] = []
     diagnostics: list[Diagnostic] = []
     for dim in layout.dims:
@@ -112,7 +113,7 @@ def read_layout(layout: Layout) -> tuple[tuple[DimLayout, ...], tuple[Diagnostic
 
 
 def read_dim(dim: Dim) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
-    """One entry of a layout, and what is wrong with it."""
+    """Return one entry of a layout, and its errors."""
     first, *more = dim.items
     words = [item for item in more if isinstance(item, Word) and item.text == "pad"]
     help_ = "separate dims by commas, and put sub-dims in parentheses"
@@ -137,7 +138,7 @@ def read_dim(dim: Dim) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
 
 
 def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
-    """Sub-dims in parentheses, major first, and what is wrong with them."""
+    """Return the sub-dims in parentheses, major first, and their errors."""
     errors: list[Diagnostic] = []
     terms: list[tuple[Factor, ...]] = []
     for term in group.terms:
@@ -164,7 +165,7 @@ def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
 
 
 def _check_rows(rows: DimLayout, axis: Word) -> Iterator[Diagnostic]:
-    """Errors unless exactly one sub-dim is split, and over this axis alone."""
+    """Find the error of sub-dims of which not exactly one is split, over this axis alone."""
     yield from _repeated(rows.axes)
     other = next((found for found in rows.axes if found.text != axis.text), None)
     if other is not None:

@@ -1,4 +1,4 @@
-"""Limits that ``forbid`` and ``expect`` lines set: numbers of collectives in modules."""
+"""Limits of ``forbid`` and ``expect`` lines: numbers of collectives in modules."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("reduce_scatter",),
     "all_to_all": ("all_to_all",),
 }
-"""Names that a line may use, and the collectives of programs that each means; a row's maximum is an all-reduce
-too, and so is a sum among some stages."""
+"""The words of a line for collectives, and the collectives of programs that each means. A row's maximum is an
+all-reduce too, and so is a sum among some stages."""
 
 
 @dataclass(frozen=True)

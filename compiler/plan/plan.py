@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def unbatched(self) -> frozenset[str]:
-        """Inputs whose first dim is not the batch."""
+        """The inputs whose first dim is not the batch."""
         return frozenset(line.name for line in self.inputs if line.dims[:1] != (BATCH,))
 
     def input_shape(self, line: Input) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class Plan:
 
 
 def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = None) -> Plan:
-    """Reads a plan, given as a file or as a text, with the values of ``-D name=value``.
+    """Read a plan, given as a file or as a text, with the values of ``-D name=value``.
 
     Raises:
         PlanError: with every error that can be found without the model.
@@ -119,7 +119,7 @@ def read_plan(plan: Path | str | Source, defines: Mapping[str, str] | None = Non
 
 
 def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnostic:
-    """A message about a ``$name`` of the plan, with the ``-D`` that gives its value."""
+    """Return a message about a ``$name`` of the plan, with the ``-D`` that gives its value."""
     span = diagnostic.primary.span if diagnostic.primary is not None else None
     if span is None or next(span.includes, None) is not None:
         return diagnostic
@@ -161,7 +161,8 @@ def _read_directives(statements: Sequence[Statement]) -> tuple[tuple[Directive, 
 
 
 def _broken(expanded: Expanded, directives: Sequence[Directive]) -> frozenset[str]:
-    """Verbs with a line that could not be read: what such a line would have said must not be reported missing."""
+    """Return the verbs with a line that could not be read. Such a line may say anything, so nothing of its verb is
+    reported missing."""
     if not expanded.complete:
         return frozenset(verbs())
     texts = (line for source in expanded.sources for line in source.text.split("\n"))
@@ -171,7 +172,7 @@ def _broken(expanded: Expanded, directives: Sequence[Directive]) -> frozenset[st
 
 
 def _few(found: Iterator[Diagnostic]) -> Iterator[Diagnostic]:
-    """Diagnostics to the hundredth error: who has as many has one cause, and each looks at all lines."""
+    """Yield diagnostics up to the hundredth error: so many have one cause, and every check looks at all lines."""
     errors = 0
     for diagnostic in found:
         yield diagnostic
@@ -200,7 +201,8 @@ def _check(scope: Scope, source: Source) -> Iterator[Diagnostic]:
 
 
 def _position(diagnostic: Diagnostic) -> tuple[bool, int, int]:
-    """In the order of the plan's lines; what has no place in it (a missing statement, a ``-D``) last."""
+    """Return the sort key of a message: the order of the plan's lines, then messages without a place (a missing
+    statement, a ``-D``)."""
     if diagnostic.primary is None:
         return True, 0, 0
     span = diagnostic.primary.span

@@ -15,7 +15,7 @@ from .layouts import DimLayout, Factor
 
 @dataclass(frozen=True, slots=True)
 class DimSplit:
-    """One axis on a dim of size D: see the dim as ``(outer, D / outer)`` and split the second part.
+    """The split of one dim of size D over one axis: see the dim as ``(outer, D / outer)`` and split the second part.
 
     The sub-dim that is split begins after ``start`` parts, and consists of groups of ``inner`` entries.
     """
@@ -42,7 +42,7 @@ def cut_dims(
     pad: bool | None = None,
     loose: bool = False,
 ) -> list[DimSplit] | Diagnostic:
-    """The cuts that a dim's layout makes on a dim of ``size``, major first, or why it cannot.
+    """Return the cuts that a dim's layout makes in a dim of ``size``, major first, or the reason why it cannot.
 
     ``what`` names the dim in messages; ``label`` is where they point, the dim's layout if it is left out. Sizes of
     parts that the layout leaves open are those of ``pieces``. With ``pad`` a sub-dim need not divide; None says that
@@ -77,13 +77,13 @@ def cut_dims(
 
 
 def _with_sizes(terms: Sequence[tuple[Factor, ...]]) -> list[tuple[Factor, ...]]:
-    """Sub-dims of one name have one size: what is given once holds for all."""
+    """Return sub-dims with their sizes. Sub-dims of one name have one size: a size given once holds for all."""
     known = {factor.name: factor.size for term in terms for factor in term if factor.name and factor.size}
     return [tuple(replace(f, size=f.size or known.get(f.name or "")) for f in term) for term in terms]
 
 
 def _term_sizes(terms: Sequence[tuple[Factor, ...]], size: int, pieces: Pieces) -> Sequence[int] | None:
-    """The size of each part: as given, as what is left for the one name that is not, or as the model has them."""
+    """Return the size of each part: as given, or the rest for the one part without a size, or as the model has them."""
     known = [math.prod(factor.size or 1 for factor in term) for term in terms]
     missing = [[factor.name for factor in term if factor.size is None] for term in terms]
     names = {name for found in missing for name in found}
@@ -135,7 +135,7 @@ def _cut_product(
 
 
 def multiples(size: int, unit: int) -> list[int]:
-    """The multiples of ``unit`` on both sides of a size that is none.
+    """Return the multiples of ``unit`` next to a size that is none, below and above.
 
     >>> multiples(50257, 4), multiples(3, 4)
     ([50256, 50260], [4])
@@ -144,7 +144,7 @@ def multiples(size: int, unit: int) -> list[int]:
 
 
 def uneven(what: str, size: int, axes: Iterable[str], mesh: Mesh, label: Label, *, may_pad: bool = False) -> Diagnostic:
-    """The error that ``size`` entries do not divide over axes; states the constraint."""
+    """Return the error that ``size`` entries do not divide over axes; it states the constraint."""
     named = [axis for axis in axes if mesh.size(axis) > 1]
     ways = math.prod(mesh.size(axis) for axis in named)
     by = " × ".join(f"{axis}={mesh.size(axis)}" for axis in named)

@@ -1,5 +1,5 @@
-"""Actions: the pieces of a step in the order in which a role does them, with their text form ``0F2``; and the table of
-their kinds, from which every pass, schedule, check and run takes what it knows of a kind."""
+"""Actions: the pieces of a step in the order in which a role does them, with their text form ``0F2``. The table of
+their kinds is the one source for every pass, schedule, check and run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ COUNTING, SCALING, FORWARD, BACKWARD, REDUCE, STEP = "COUNT", "SCALE", "F", "B",
 PLACES = ("before", "work", "after", "end")
 PHASES = ("forward", "backward", "step")
 AHEAD = 2
-"""Receives are started so many actions before the one that waits for them, so that messages travel meanwhile."""
+"""The number of actions by which a receive starts before the action that waits for it, so that messages travel
+meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionRow:
-    """A kind of action: its place in a step, whose program it runs, and what that reads and returns.
+    """A kind of action: its place in a step, the program that it runs, and the values which that reads and returns.
 
     ``ActionRow("COUNT", "before", "step", each=True, returns=("count",))``: ahead of the work, for each microbatch, a
     program that all roles share, whose results of the kind ``count`` are added up for whoever reads ``count``.
@@ -27,15 +28,16 @@ class ActionRow:
 
     kind: str
     place: Literal["before", "work", "after", "end"]
-    """``before`` the work of a schedule, part of it, ``after`` it, or at the step's ``end``, when all else is done."""
+    """The place in a step: ``before`` the work of a schedule, part of it, ``after`` it, or at the step's ``end``."""
     program: Literal["step", "stage", "role", ""]
     """The owner of the program that the action runs: the whole step, each stage, each role, or nobody."""
     each: bool = False
     """True where the action is done once a microbatch; else once a step."""
     reads: tuple[Kind, ...] = ()
-    """Kinds of values that its program reads of what other actions return; any may read the model and its inputs."""
+    """The kinds of values, returned by other actions, that the program reads. Any program may read the model and its
+    inputs."""
     returns: tuple[Kind, ...] = ()
-    """Kinds of values that its program returns, beside what it hands to another stage."""
+    """The kinds of values that the program returns, beside those that it hands to another stage."""
     optional: bool = False
     """True where only those steps have the action for which there is a program."""
     evaluated: bool = False
@@ -59,7 +61,8 @@ class ActionRow:
 
     @property
     def follows(self) -> tuple[str, ...]:
-        """The kinds whose results it reads: of work that of the same stage and microbatch, else all of them."""
+        """The kinds of actions whose results this one reads: of work the one of the same stage and microbatch, else all
+        of them."""
         read = {*self.reads}
         return tuple(row.kind for row in ACTIONS.values() if row is not self and not read.isdisjoint(row.returns))
 
@@ -75,24 +78,24 @@ ACTIONS: dict[str, ActionRow] = {row.kind: row for row in (
     ActionRow(REDUCE, "after", "role", reads=("loss", "scale", "gradient"), returns=("gradient", "loss", "grad_norm")),
     ActionRow(STEP, "end", ""),
 )}  # fmt: skip
-"""Every kind of action but messages, which follow from the work whose results they carry."""
+"""Every kind of action except messages, which follow from the work whose results they carry."""
 
 
 def step_kinds(*places: str) -> Iterator[ActionRow]:
-    """The rows of some places, or of all, in the order of a step."""
+    """Return the rows of some places, or of all, in the order of a step."""
     for place in places or PLACES:
         yield from (row for row in ACTIONS.values() if row.place == place)
 
 
 def work_kinds() -> tuple[str, ...]:
-    """The kinds of work, whose order a schedule gives."""
+    """Return the kinds of work, which a schedule puts in order."""
     return tuple(row.kind for row in step_kinds("work"))
 
 
 @dataclass(frozen=True, slots=True)
 class MessageRow:
-    """One side of a message: the kind of work whose results it carries, whether it sends them, and the stage of the
-    other side, counted from its own."""
+    """One side of a message: the kind of work whose results it carries, whether it sends them, and the distance from
+    its own stage to that of the other side."""
 
     work: str
     sends: bool
@@ -114,7 +117,7 @@ def message_row(kind: str) -> MessageRow | None:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """``stage``, what is done, and the microbatch where it is of one; prints as ``0F2``, ``1RECV_F2``, ``0REDUCE``.
+    """An action of a stage, and its microbatch if it has one; prints as ``0F2``, ``1RECV_F2``, ``0REDUCE``.
 
     ``SEND_F`` hands what a stage's ``F`` made to the stage after it, whose side is ``RECV_F``; ``SEND_B`` hands
     gradients to the stage before it, whose side is ``RECV_B``. What a role does once has the number of its first stage.
@@ -144,7 +147,7 @@ class Action:
         return ACTIONS[self.kind if message is None else message.work].evaluated
 
     def program_in(self, programs: Collection[str]) -> str:
-        """The key of its program among a role's: ``2F`` where there are stages."""
+        """Return the key of the action's program among a role's: ``2F`` where there are stages."""
         return self.kind if self.kind in programs else f"{self.stage}{self.kind}"
 
     @classmethod
@@ -177,7 +180,8 @@ def receive_kind(work: str) -> str:
 
 
 def whole_step(work: Sequence[Action], stage: int, microbatches: int, also: Collection[str] = ()) -> tuple[Action, ...]:
-    """A role's timeline: its work and messages, with what comes before and after; ``also`` has the optional kinds."""
+    """Return a role's timeline: its work and messages, with the actions before and after; ``also`` has the optional
+    kinds."""
 
     def of(*places: str) -> Iterator[Action]:
         for row in step_kinds(*places):
@@ -188,7 +192,7 @@ def whole_step(work: Sequence[Action], stage: int, microbatches: int, also: Coll
 
 
 def accumulation(microbatches: int, *, also: Collection[str] = ()) -> tuple[Action, ...]:
-    """One stage, its microbatches one after the other: gradient accumulation.
+    """Return the timeline of one stage that does its microbatches one after the other: gradient accumulation.
 
     >>> " ".join(map(str, accumulation(2, also=["COUNT"])))
     '0COUNT0 0COUNT1 0SCALE 0F0 0B0 0F1 0B1 0REDUCE 0STEP'
@@ -224,12 +228,12 @@ def stage_ranks(timelines: Sequence[Sequence[Action]]) -> StageRanks:
 
 
 def stages_in_turn(stages: int, ranks: int) -> StageRanks:
-    """Stage k on rank k mod ``ranks``, as most schedules have them."""
+    """Return the ranks of stages as most schedules have them: stage k on rank k mod ``ranks``."""
     return tuple(stage % ranks for stage in range(stages))
 
 
 def schedule_text(timelines: Mapping[str, Sequence[Action]]) -> str:
-    """``schedule.txt``: a line a role."""
+    """Return the text of ``schedule.txt``, one line for each role."""
     return "".join(f"{role}: {' '.join(map(str, actions))}\n" for role, actions in timelines.items())
 
 

@@ -1,4 +1,5 @@
-"""Bindings: what a value of a program is bound to, as ``parameter blocks.0.w`` or ``loss``, and what each kind is.
+"""Bindings: the names of values outside their program, as ``parameter blocks.0.w`` or ``loss``, and the table of their
+kinds.
 
 A binding's text stands behind a parameter of a program, and as a key of what a program returns. It is read and written
 here alone.
@@ -54,9 +55,9 @@ KINDS: Mapping[Kind, KindRow] = MappingProxyType(
 PARAMETERS: tuple[Kind, ...] = tuple(kind for kind, row in KINDS.items() if row.home == "parameters")
 BUFFERS: tuple[Kind, ...] = tuple(kind for kind, row in KINDS.items() if row.home == "buffers")
 STORED = PARAMETERS + BUFFERS
-"""Kinds of the model's own tensors."""
+"""The kinds of the model's own tensors."""
 OUTSIDE: tuple[Kind, ...] = (*STORED, *(kind for kind, row in KINDS.items() if row.home == "batch"))
-"""Kinds of what no program of a step makes."""
+"""The kinds that no program of a step makes."""
 
 
 class Binding(NamedTuple):
@@ -82,7 +83,7 @@ class Binding(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Its text in a sentence, as ``parameter `blocks.0.w` ``."""
+        """The binding in a sentence, as ``parameter `blocks.0.w` ``."""
         return f"{self.kind} `{self.name}`" if KINDS[self.kind].text == "kind name" else str(self)
 
     @classmethod
@@ -99,7 +100,7 @@ class Binding(NamedTuple):
         return cls(kind, name)
 
     def key_in(self, action: str) -> str:
-        """Its text as a key of what an action's program returns: B's gradients stand there by their names alone."""
+        """Return the text under which an action's program returns it. B returns gradients under their names alone."""
         return self.name if (self.kind, action) == ("gradient", "B") else str(self)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Cost: bytes that a rank holds, by liveness over its programs. Units are in names."""
+"""Cost: the bytes that a rank holds, by liveness over its programs. Units are in names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _Peaks = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank. ``activations`` is the most that is alive beside the rest, during forward and backward."""
+    """The memory of one rank in bytes. ``activations`` is the most that is alive beside the rest, during forward and
+    backward."""
 
     parameters: int
     gradients: int
@@ -31,12 +32,12 @@ class Memory:
 
 
 def local_bytes(type_: TensorType, program: Program) -> int:
-    """Bytes of one rank's piece."""
+    """Return the bytes of one rank's piece."""
     return math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
 
 
 def owners(function: Function) -> dict[str, str]:
-    """For each value that is a view the value whose storage it looks at."""
+    """Return, for each value that is a view, the value whose storage it shares."""
     found: dict[str, str] = {}
     for line in function.lines:
         if facts(line.op).storage == "view":  # it holds nothing of its own
@@ -46,8 +47,9 @@ def owners(function: Function) -> dict[str, str]:
 
 
 def _peak(program: Program, function: Function, late: Mapping[str, frozenset[str]], peaks: _Peaks) -> tuple[int, int]:
-    """The most bytes that a function's own values hold at once, results included, parameters not, and how many of them
-    what is made ``late``, by function, still needs when the function has ended; ``peaks`` keeps what was looked at."""
+    """Return the most bytes that a function's own values hold at once, with results and without parameters. The second
+    number is the bytes which values that are made ``late``, by function, still need when the function has ended.
+    ``peaks`` keeps the answers."""
     if function.name in peaks:
         return peaks[function.name]
     added, end = late.get(function.name, frozenset()), len(function.lines)
@@ -85,9 +87,9 @@ def estimate_memory(
     programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
     moments: Mapping[str, int],
 ) -> Memory:  # fmt: skip
-    """Memory of a rank of a role: its own parameters among ``stored``, and what is kept between its actions as they
-    run one after the other: what is saved for backward, received, and sent until the next such message; ``moments``
-    says how many tensors of optimizer state each parameter has."""
+    """Estimate the memory of a rank of a role: its own parameters among ``stored``, and the values kept between its
+    actions as they run one after the other. These are saved for backward, received, or sent and kept until the next
+    such message. ``moments`` is the number of optimizer tensors of each parameter."""
     work = [program for program in programs.values() if ACTIONS[program.action].works]
     own = {name for program in work for name in program.main.bound(*PARAMETERS)}
     sizes = {name: local_bytes(type_, work[0]) for name, type_ in stored.items() if name in own}
@@ -133,14 +135,14 @@ def estimate_memory(
 
 
 class _Held:
-    """Bytes that are kept, by what they are."""
+    """The bytes that are kept, each amount under a key."""
 
     def __init__(self) -> None:
         self.bytes: dict[tuple[object, ...], int] = {}
         self.total = 0
 
     def put(self, size: int, *what: object) -> int:
-        """Keep so many bytes of something from now on; those that were kept of it until now."""
+        """Keep so many bytes under a key from now on, and return the bytes that were kept there before."""
         before = self.bytes.pop(what, 0)
         if size:
             self.bytes[what] = size

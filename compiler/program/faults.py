@@ -1,4 +1,4 @@
-"""Faults: what checks refuse."""
+"""Faults, which checks report and for which a build is refused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that a check refuses: ``check`` is ``shapes``, ``types``, ``communication``, ``numbers`` or ``facts``;
-    ``where`` a program, function and value."""
+    """A thing that a check refuses. ``check`` is ``shapes``, ``types``, ``communication``, ``numbers`` or ``facts``;
+    ``where`` is a program, function and value."""
 
     check: str
     where: str

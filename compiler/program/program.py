@@ -35,7 +35,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class LocalSize:
-    """A size or position in an argument: ``size`` of the whole tensor, cut over ``axes`` on a rank."""
+    """A size or position in an argument: ``size`` of the whole tensor, divided over ``axes`` on a rank."""
 
     size: int
     axes: tuple[str, ...]
@@ -47,7 +47,7 @@ class LocalSize:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A named, typed value, with its ``binding`` where it is a program's parameter."""
+    """A named, typed value, with its ``binding`` if it is a program's parameter."""
 
     name: str
     type: TensorType
@@ -55,7 +55,7 @@ class Value:
 
     @property
     def kind(self) -> Kind:
-        """The kind of what it is bound to: a ``value`` of a function alone where it is bound to nothing."""
+        """The kind of the binding; ``value`` for a value inside a function, which has none."""
         return "value" if self.binding is None else self.binding.kind
 
 
@@ -86,7 +86,7 @@ class Origin:
 
 
 def _word(text: str) -> str:
-    """One word without blanks for a path; ``-`` stands for none."""
+    """Return a path as one word without blanks; ``-`` stands for an empty one."""
     quoted = re.sub(r"[%\s]", lambda found: quote(found[0], safe=""), text)
     return "%2D" if quoted == "-" else quoted or "-"
 
@@ -111,7 +111,7 @@ class Line:
 
     @property
     def made(self) -> list[Value]:
-        """The results that there are."""
+        """The results of the line, without those that nobody wants."""
         return [value for value in self.results if value is not None]
 
     def uses(self) -> Iterator[str]:
@@ -140,14 +140,14 @@ def map_references(item: Any, change: Callable[[str], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Function:
-    """Parameters, lines, and what is returned: pairs of what a value is for and its name."""
+    """Parameters, lines and returns, which are pairs of a binding and a value's name."""
 
     name: str
     parameters: tuple[Value, ...]
     lines: tuple[Line, ...]
     returns: tuple[tuple[Binding, str], ...]
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Results computed from the function, by kind; they are kept, because a function never changes."""
+    """Facts computed from the function, by kind. They are kept, because a function never changes."""
 
     def values(self) -> Mapping[str, Value]:
         """Every value of the function by its name."""
@@ -164,11 +164,11 @@ class Function:
         return [value.binding for value in self.parameters if value.binding is not None]
 
     def bound(self, *kinds: Kind) -> dict[str, Value]:
-        """Parameters that are bound to something of these kinds, by the name of that."""
+        """Return the parameters bound to one of these kinds, by their binding's name."""
         return {v.binding.name: v for v in self.parameters if v.binding is not None and v.binding.kind in kinds}
 
     def returned(self, *kinds: Kind) -> dict[str, str]:
-        """Names of the values that are returned as something of these kinds, by the name of that."""
+        """Return the names of the values that are returned as one of these kinds, by their binding's name."""
         return {key.name: name for key, name in self.returns if key.kind in kinds}
 
     def text(self, mesh: Mesh, action: str) -> str:
@@ -197,7 +197,7 @@ class Program:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """The custom operators that it uses: a program names them in its head."""
+        """The custom operators that the program uses and so names in its head."""
         used = {line.op for function in self.functions for line in function.lines if not line.calls_function}
         return tuple(sorted(op for op in used if op.partition(".")[0] not in ("aten", "parc")))
 
@@ -263,7 +263,7 @@ def operator(op: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def default_numbers(op: str) -> dict[str, float]:
-    """An operator's arguments that need not be given, with the numbers that they then are."""
+    """Return the numbers of an operator's arguments that need not be given, by argument."""
     if op in COLLECTIVES or "." not in op:
         return {}
     named = ((argument.name, argument.default_value) for argument in operator(op)._schema.arguments)
@@ -271,7 +271,7 @@ def default_numbers(op: str) -> dict[str, float]:
 
 
 def numbers_in(item: Any) -> Iterator[float]:
-    """The numbers in an argument, sizes that are cut as they are of whole tensors."""
+    """Return the numbers in an argument; of a size that is cut, the size of the whole tensor."""
     if isinstance(item, LocalSize):
         yield item.size
     elif isinstance(item, (dict, list, tuple)):

@@ -1,4 +1,4 @@
-"""Roles: what ranks at one coordinate of the pipeline's axis run; and the step of all roles put together again."""
+"""Roles: the programs of the ranks at one coordinate of the pipeline's axis; and the step of all roles joined again."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ SINGLE = "stage0"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The ranks at one coordinate of the pipeline's axis: their programs, and what they do in a step in order."""
+    """The ranks at one coordinate of the pipeline's axis: their programs, and their actions in a step in order."""
 
     name: str
     programs: Programs
     actions: tuple[Action, ...]
     axis: str = ""
-    """The pipeline's axis; nothing where there are no stages."""
+    """The pipeline's axis; "" where there are no stages."""
 
     @property
     def stages(self) -> list[int]:
-        """The stages whose work it does."""
+        """The stages whose work the role does."""
         return sorted({action.stage for action in self.actions if action.works})
 
     @property
     def rank(self) -> int:
-        """Its coordinate along the axis."""
+        """The role's coordinate along the axis."""
         return int(self.name.removeprefix(self.axis)) if self.axis else 0
 
 
 def roles_of(programs: Mapping[str, Programs], timelines: Mapping[str, Sequence[Action]]) -> dict[str, Role]:
-    """The roles of a build, by their programs and what each does; their names are the axis and its coordinates."""
+    """Return the roles of a build from their programs and their actions. Their names are the axis and the
+    coordinate."""
     axis = next(iter(programs)).removesuffix("0") if len(programs) > 1 else ""
     return {name: Role(name, own, tuple(timelines[name]), axis) for name, own in programs.items()}
 
 
 class JoinFault(ValueError):
-    """Programs of stages that are no pieces of one step."""
+    """The error of programs of stages that are not pieces of one step."""
 
 
 StageWork = Mapping[str, Program]
@@ -55,13 +56,13 @@ StageWork = Mapping[str, Program]
 
 
 def stage_key(key: str) -> tuple[int, str] | None:
-    """The stage and the kind of work of a program's key, as ``2F``; None for one of the whole role."""
+    """Return the stage and the kind of work of a program's key such as ``2F``; None for a program of the whole role."""
     match = re.fullmatch(r"([0-9]+)([A-Z]+)", key)
     return None if match is None else (int(match[1]), match[2])
 
 
 def work_programs(roles: Mapping[str, Programs]) -> dict[int, StageWork]:
-    """The programs of every stage's work, in order.
+    """Return the programs of every stage's work, in order.
 
     Raises:
         JoinFault: a stage lacks one of them, or a number is missing.
@@ -95,7 +96,7 @@ def ranks_of(roles: Mapping[str, Programs]) -> StageRanks:
 
 
 def join_roles(roles: Mapping[str, Programs]) -> dict[str, Program]:
-    """The programs of a step as if one role ran it: stages one after the other, nothing sent.
+    """Return the programs of a step as if one role ran it: stages one after the other, with nothing sent.
 
     A gradient of several stages is their sum, and what roles sum among themselves once a step is a sum there. What is
     wrong with what stages hand one another is not seen here.
@@ -123,8 +124,8 @@ def join_roles(roles: Mapping[str, Programs]) -> dict[str, Program]:
 
 
 def _chain(programs: Sequence[Program]) -> Program:
-    """Main functions one after the other. Several stages may save one value, or make the key of one random stream, by
-    the same line; gradients of one name are summed."""
+    """Join main functions one after the other. Several stages may save one value, or make the key of one random stream,
+    by the same line. Gradients of one name are summed."""
     functions: dict[str, Function] = {}
     parameters: dict[Binding | None, Value] = {}
     lines: list[Line] = []
@@ -167,9 +168,9 @@ def _chain(programs: Sequence[Program]) -> Program:
 
 
 def _joined_once(programs: Sequence[Program]) -> Program:
-    """The programs of one kind that roles run after their work, in one. Gradients are those of the first role that has
-    them, which the others make by the same lines. All else is a sum of what roles have, as the loss, or the root of
-    one, as the norm."""
+    """Join the programs of one kind that roles run after their work. A gradient is that of the first role that has it;
+    the others make it by the same lines. All else is a sum of the roles' values, as the loss, or the root of a sum, as
+    the norm."""
     parameters: dict[Binding | None, Value] = {}
     lines: list[Line] = []
     returns: dict[Binding, str] = {}
@@ -225,7 +226,8 @@ def _way(function: Function, name: str) -> object:
 
 
 def _read(lines: Sequence[Line], returned: Iterable[str]) -> tuple[Line, ...]:
-    """Lines whose results somebody reads: of a gradient that several roles have, those of the first."""
+    """Return the lines whose results somebody reads; of a gradient that several roles have, only the first role's lines
+    remain."""
     wanted = set(returned)
     kept = []
     for line in reversed(lines):
@@ -244,7 +246,7 @@ def _renamed(line: Line, names: Mapping[str, str]) -> Line:
 
 
 def _added(names: Sequence[str], values: dict[str, Value], lines: list[Line], base: str) -> str:
-    """The sum of what roles have, but for zeros."""
+    """Return the name of the sum of the roles' values; zeros are left out."""
     zeros = {value.name for line in lines if facts(line.op).makes_zeros(line.args) for value in line.made}
     parts = [name for name in names if name not in zeros] or names[:1]
     if len(parts) == 1:
@@ -258,7 +260,7 @@ def _added(names: Sequence[str], values: dict[str, Value], lines: list[Line], ba
 
 
 def group(programs: Iterable[Program], timelines: Mapping[str, Sequence[Action]]) -> dict[str, dict[str, Program]]:
-    """Programs by role and key; a stage's are of the role whose timeline has its work.
+    """Return programs by role and key. A stage's programs belong to the role whose timeline has its work.
 
     Raises:
         JoinFault: they are not the programs of the roles of one build.

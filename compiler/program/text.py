@@ -28,11 +28,11 @@ _NUMBERS = {"inf": math.inf, "nan": math.nan}
 
 
 class ProgramError(ValueError):
-    """A program's text is not one that parc writes; the message names the line."""
+    """The error of a program's text that parc would not write; the message names the line."""
 
 
 def parse_program(text: str, name: str = "program") -> Program:
-    """The inverse of ``Program.text``. Nothing is executed: the text must be a program, line by line.
+    """Read a program; the inverse of ``Program.text``. Nothing is executed: the text is parsed line by line.
 
     Raises:
         ProgramError: anything else, with the line's number.
@@ -62,7 +62,7 @@ def _first_difference(text: str, again: str) -> str:
 
 
 def _read(text: str, name: str) -> Program:
-    """The head, then one function after the other."""
+    """Read the head, then one function after the other."""
     head, *texts = _BETWEEN.split(text)
     part = _Part(head, name=name)
     match part.tree().body:
@@ -98,9 +98,9 @@ _ONLY_FUNCTIONS = "only functions stand here"
 
 @dataclass(frozen=True)
 class _Part:
-    """The text of a program's head or of one function, and what it rests on: the mesh, the ``custom`` operators, the
-    functions before it, the action, and whether it is the ``main`` function. Equal parts are read once, wherever they
-    stand."""
+    """The text of a program's head or of one function, with all that its reading depends on: the mesh, the ``custom``
+    operators, the functions before it, the action, and whether it is the ``main`` function. Equal parts are read once,
+    wherever they stand."""
 
     text: str
     mesh: Mesh = field(default_factory=Mesh)
@@ -149,7 +149,7 @@ def _mesh(part: _Part, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
 
 @dataclass
 class _Reader:
-    """Turns the syntax tree of a function into one; ``rows`` are its text's lines, for what stands behind ``#``."""
+    """The reader of one function's syntax tree. ``rows`` are the lines of its text, for the comments behind ``#``."""
 
     part: _Part
     rows: Sequence[str]
@@ -160,7 +160,7 @@ class _Reader:
         self.mesh, self.fail = self.part.mesh, self.part.fail
 
     def type(self, text: str) -> TensorType:
-        """The type that a text says, which a rank can hold a piece of."""
+        """Read a type, of which a rank must be able to hold a piece."""
         if text not in self.types:
             self.types[text] = _type(text, self.mesh)
         return self.types[text]
@@ -171,7 +171,7 @@ class _Reader:
         return self.rows[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
 
     def function(self, node: ast.stmt) -> Function:
-        """The function of which ``node`` is the tree."""
+        """Read the function whose tree is ``node``."""
         if not isinstance(node, ast.FunctionDef):
             raise self.fail(node, _ONLY_FUNCTIONS)
         for argument in node.args.args:

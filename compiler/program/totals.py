@@ -1,4 +1,4 @@
-"""Totals: what a program can add to the sum of earlier microbatches as it makes it, and after what it sends."""
+"""Totals: values that a program can add, as it makes them, to the sum of earlier microbatches, also after its sends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def uses_of(function: Function) -> Counter[str]:
 
 
 def addable(program: Program, operators: Collection[str] | None = None) -> dict[str, frozenset[str]]:
-    """For each function the values that may be added to a total as they are made: made by one of these operators, or
-    any that its row says can do so, here or in a function that is called, and given back and nothing else; not sent."""
+    """Return, for each function, the values that may be added to a total as they are made. Such a value is made by one
+    of these ``operators`` (or by any whose row allows it), here or in a called function. It is returned and not sent,
+    and nothing else reads it."""
     read = {(program.main.name, name) for name in program.main.returned("sent").values()}
     while True:
         found: dict[str, frozenset[str]] = {}

@@ -1,4 +1,4 @@
-"""Balance: pieces that follow each other put together to stages, so that the largest stage is as small as can be."""
+"""Balance: consecutive pieces of a model joined to stages, so that the largest stage is as small as possible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ FLOPS_PER_BYTE = 100
 """The cost of moving a byte, in operations: accelerators do 100 to 300 operations of products in bfloat16 in the time
 of one byte."""
 PASSES = 3
-"""A backward takes twice the work of its forward: it makes a gradient for each operand of a product."""
+"""The work of forward and backward, in forwards: a backward takes twice the work, a gradient for each operand of a
+product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,9 @@ class BalancedPiece:
 
 
 def operations_of(node: fx.Node) -> int:
-    """Floating point operations of a node's forward and backward, by shapes: two for each product of two numbers in
-    products, convolutions and attention; ``FLOPS_PER_BYTE`` for each byte that all else reads or writes; for views and
-    copies none."""
+    """Count the floating point operations of a node's forward and backward, by shapes. A multiply-add in products,
+    convolutions and attention counts as two. All else takes ``FLOPS_PER_BYTE`` for each byte that it reads or writes,
+    but views and copies nothing."""
     row, made = facts(node.target), _bytes(node)
     view = node.target is operator.getitem or row.storage == "view"
     if node.op != "call_function" or view or _passes_on(node):
@@ -90,8 +91,8 @@ def _bytes(node: fx.Node) -> int:
 
 
 def piece_of(nodes: Sequence[fx.Node], states: int) -> BalancedPiece:
-    """The piece that nodes are, where a parameter takes ``states`` times its bytes. A backward is taken to need every
-    floating result that is no view."""
+    """Return the piece that consists of these nodes. A parameter takes ``states`` times its bytes. Backward is taken to
+    need every floating result that is not a view."""
     parameters: dict[str, int] = {}
     operations = kept = 0
     for node in nodes:
@@ -106,8 +107,8 @@ def piece_of(nodes: Sequence[fx.Node], states: int) -> BalancedPiece:
 
 
 def balance(pieces: Sequence[BalancedPiece], stages: int, in_flight: Callable[[int], int]) -> tuple[int, ...]:
-    """The pieces with which stages 1, 2, … begin: the largest stage has the fewest operations that are possible, and of
-    all such choices the one whose largest stage takes the fewest bytes.
+    """Return the numbers of the pieces with which stages 1, 2, … begin. The largest stage has the fewest operations
+    possible; among such choices, the largest stage takes the fewest bytes.
 
     A stage's bytes are those of its parameters (one that several pieces use counts once) and what the backwards of
     ``in_flight(stage)`` microbatches keep. Exact: dynamic programming over the first k stages and the first j pieces,
@@ -139,8 +140,8 @@ def balance(pieces: Sequence[BalancedPiece], stages: int, in_flight: Callable[[i
 
 
 def _smallest_largest(count: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[float, tuple[int, ...]]:
-    """The smallest possible cost of the most expensive of ``stages`` runs of ``count`` pieces, and where all runs but
-    the first begin; ``cost(stage, start, stop)`` is a run's."""
+    """Cut ``count`` pieces into ``stages`` runs so that the most expensive run costs as little as possible. Return its
+    cost, and the begins of all runs but the first; ``cost(stage, start, stop)`` is the cost of a run."""
     best: list[list[float]] = [[0.0] + [math.inf] * count]
     begin: list[list[int]] = []
     for stage in range(stages):

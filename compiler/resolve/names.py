@@ -1,4 +1,4 @@
-"""The names of a captured model, and the search for those that a plan's line means."""
+"""The names of a captured model, and the search for the names that a plan's line means."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WeightUse:
 
 @dataclass(frozen=True, slots=True)
 class PlanNames:
-    """The names that a captured model has; shapes are global. ``tied`` maps other names of a parameter to its name."""
+    """The names of a captured model; shapes are global. ``tied`` maps other names of a parameter to its name."""
 
     parameters: dict[str, Shape]
     inputs: dict[str, Shape] = field(default_factory=dict)
@@ -37,7 +37,8 @@ class PlanNames:
     uses: dict[str, WeightUse] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     pieces: Callable[[str, int], tuple[int, ...]] = lambda name, dim: ()
-    """The sizes of the pieces into which the model takes apart what a dim of a parameter becomes, if it does."""
+    """A function of a parameter's name and dim. It returns the sizes of the pieces into which the model cuts the dim
+    that this one becomes, if it does."""
     smaller: bool = False
     """True where the model is a twin, which may lack layers of the plan's own model: patterns may then match
     nothing."""
@@ -47,7 +48,7 @@ class PlanNames:
         return self.tied.get(name, name)
 
     def shape(self, name: str) -> Shape:
-        """The global shape of a parameter, by any of its names, or of an input."""
+        """Return the global shape of a parameter, by any of its names, or of an input."""
         name = self.canonical(name)
         return self.parameters[name] if name in self.parameters else self.inputs[name]
 
@@ -62,11 +63,11 @@ class PlanNames:
 
 
 Weight = tuple[str, str | None]
-"""A weight that a line splits, under the name the line found it by, and the bias that goes with it."""
+"""A weight that a line splits, by the name under which the line found it, with its bias."""
 
 
 def find_values(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
-    """The parameters and inputs that a word means, under their one name."""
+    """Return the parameters and inputs that a word means, each under its one name."""
     pattern = Pattern(word.text)
     known = (*names.all_parameters, *names.inputs)
     found = pattern.of(known)
@@ -80,7 +81,7 @@ def find_values(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
 
 
 def find_parameters(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
-    """The parameters that a word means, under their one name: by name, or all inside modules."""
+    """Return the parameters that a word means, each under its one name: the named ones, or all inside named modules."""
     pattern = Pattern(word.text)
     modules = pattern.of(sorted(names.modules, key=_natural))
     inside = [name for name in names.all_parameters if any(name.startswith(f"{module}.") for module in modules)]
@@ -114,7 +115,7 @@ def find_modules(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
 
 
 def find_weights(line: SplitWeights, word: Word, names: PlanNames) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:
-    """The weights that a word of a `column`, `row` or `vocab` line means, and what is wrong with it."""
+    """Return the weights that a word of a `column`, `row` or `vocab` line means, and the errors."""
     pattern = Pattern(word.text)
     parameters = set(names.all_parameters)
     modules = pattern.of(sorted(names.modules, key=_natural))
@@ -142,7 +143,7 @@ def find_weights(line: SplitWeights, word: Word, names: PlanNames) -> tuple[tupl
 
 
 def split_dim(style: str, use: WeightUse) -> int | None:
-    """The dim of a weight that a style splits, or None if the weight's use has no such dim."""
+    """Return the dim of a weight that a style splits, or None if this use of a weight has no such dim."""
     if style == "vocab":
         return use.out_dim if use.kind in ("lookup", "linear") else None
     if use.kind != "linear":
@@ -168,7 +169,7 @@ def _check_style(line: SplitWeights, word: Word, name: str, names: PlanNames) ->
 def _idle(
     word: Word, what: str, pattern: Pattern, found: Sequence[str], known: Iterable[str], names: PlanNames
 ) -> Diagnostic | None:
-    """The error that a pattern matches nothing with one of its alternatives."""
+    """Return the error of a pattern of which one alternative matches nothing."""
     if pattern.optional or names.smaller:
         return None
     for alternative, alone, instead in pattern.idle(found):

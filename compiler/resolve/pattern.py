@@ -37,7 +37,7 @@ class Pattern:
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """The text between dots, those of ``[0..3]`` aside."""
+        """The texts between the pattern's dots; a dot inside ``[0..3]`` does not count."""
         return tuple(re.findall(r"(?:\[[^\]]*\]|\{[^}]*\}|[^.\[\{])+", self.text.removesuffix("?")))
 
     def matches(self, name: str) -> bool:
@@ -45,7 +45,7 @@ class Pattern:
         return _fits(self.segments, tuple(name.split(".")))
 
     def of(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The names that fit, in their order."""
+        """Return the names that fit the pattern, in their order."""
         if not self.wild:
             exact = self.text.removesuffix("?")
             return tuple(name for name in names if name == exact)
@@ -53,8 +53,9 @@ class Pattern:
         return tuple(name for name in names if _fits(segments, tuple(name.split("."))))
 
     def idle(self, found: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-        """Alternatives that none of the names that fit needs: a word of braces, or of each range the first such number;
-        the pattern with it alone; and the pattern with as much of the range as there is, if it begins with all of that.
+        """Yield alternatives that match nothing: a word in braces, or the first number of a range. Each comes with the
+        pattern that has this alternative alone. If the numbers before it all match, the pattern that ends its range
+        there follows, else "".
 
         >>> list(Pattern("a.[0..3].{q,k}").idle(["a.0.q", "a.1.q"]))
         [('k', 'a.[0..3].k', ''), ('2', 'a.2.{q,k}', 'a.[0..1].{q,k}')]
@@ -81,7 +82,8 @@ class Pattern:
                 yield str(missing), f"{before}{missing}{after}", instead
 
     def nearest(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Up to three patterns that do match and differ from this one in the first segment that fails, or in all."""
+        """Return up to three patterns that match and differ from this one only in the first segment that fails, or in
+        all."""
         segments = self.segments
         paths = [tuple(name.split(".")) for name in names]
         if ANY_DEPTH in segments:  # which leaves no depth to look at: any one segment may be the wrong one
@@ -123,7 +125,7 @@ def _fits(segments: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 
 def _skip(segments: tuple[str, ...], positions: set[int]) -> set[int]:
-    """The positions, and those behind a ``**`` that matches no segment."""
+    """Return these positions, and those behind a ``**`` that matches no segment."""
     result = set(positions)
     for at in range(len(segments)):
         if at in result and segments[at] == ANY_DEPTH:

@@ -28,9 +28,9 @@ __all__ = ["PlanNames", "Resolved", "WeightUse", "input_faults", "resolve"]
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Seeds in order of the plan's lines, at most one for a value and axis, none on axes of size 1; and warnings;
-    parameters that are not trained, and those that weight decay leaves alone; types that modules compute in.
-    """
+    """The lines of a plan resolved: seeds in the order of the lines, at most one for a value and axis, none on axes of
+    size 1; warnings; parameters that are not trained, and those without weight decay; and the types in which modules
+    compute."""
 
     seeds: tuple[PlacementSeed, ...]
     warnings: tuple[Diagnostic, ...]
@@ -41,18 +41,19 @@ class Resolved:
     precision: tuple[tuple[str, tuple[str, ...], int], ...] = ()
 
     def line_of(self, value: str, dim: int) -> int:
-        """The line of the plan that splits a dim first."""
+        """Return the first line of the plan that splits a dim."""
         return next(seed.span.root.line for seed in self.seeds if (seed.value, seed.dim) == (value, dim))
 
 
 PartCounts = Mapping[tuple[str, str], int]
-"""By value and axis, into how many parts it is split where those are fewer than the ranks."""
+"""The number of parts into which a value is split over an axis, by value and axis, where it is less than the number of
+ranks."""
 
 
 def resolve(
     plan: Plan, names: PlanNames, longer: Pads | None = None, parts: PartCounts | None = MappingProxyType({})
 ) -> Resolved:
-    """The plan's placement lines, as they apply to the values of a captured model.
+    """Apply the plan's placement lines to the values of a captured model.
 
     Dims that ``longer`` names are made longer even where they divide: in a twin of a build in which they do not.
     While ``parts`` are not known (None), dims of parameters need not divide: what does not is no error yet.
@@ -78,8 +79,8 @@ def resolve(
 
 
 def input_faults(plan: Plan) -> list[Diagnostic]:
-    """The errors of ``resolve`` that need no model: those of inputs' layouts. Where sizes have ranges, as it is asked
-    then: at the largest sizes, and if nothing is wrong there, for their steps."""
+    """Return the errors of ``resolve`` that need no model: those of inputs' layouts. Ranges of sizes are checked at
+    their largest sizes and, if nothing is wrong there, by their steps."""
     names = PlanNames({}, {line.name: plan.input_shape(line) for line in plan.inputs}, smaller=True)
     errors: list[Diagnostic] = []
     for sizes in ({name: SizeRange(size.high, size.high) for name, size in plan.sizes.items()}, plan.sizes):
@@ -98,7 +99,7 @@ def _one_cause(first: Diagnostic, other: Diagnostic) -> bool:
 
 
 def _idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic]:
-    """A warning for every axis of several ranks that splits nothing and has no stages."""
+    """Return a warning for every axis of several ranks that splits nothing and has no stages."""
     seeds = tuple(seeds)
     used = {seed.axis for seed in seeds if seed.dim is not None} | {line.axis.text for line in plan.stages}
     batch = next((line for line in plan.inputs if BATCH in line.dims), None)
@@ -116,7 +117,7 @@ def _idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnosti
 
 
 class _Resolver:
-    """Applies lines in order and keeps what they said so far."""
+    """The lines applied so far, in order, with all that they said."""
 
     def __init__(
         self, plan: Plan, names: PlanNames, longer: Collection[tuple[str, int]], parts: PartCounts | None
@@ -129,7 +130,7 @@ class _Resolver:
         self.diagnostics: list[Diagnostic] = []
 
     def apply(self, line: Fix | SplitWeights) -> None:
-        """Adds the seeds of one line, or its errors; of like errors of one word the first stands for all."""
+        """Add the seeds of one line, or its errors. Of like errors of one word only the first is kept."""
         known = dict(self.seeds.found)
         wishes: list[PlacementSeed] = []
         for word in line.where:
@@ -153,7 +154,7 @@ class _Resolver:
     def found(
         self, words: Iterable[Word], find: Callable[[Word, PlanNames], tuple[str, ...] | Diagnostic]
     ) -> list[str]:
-        """The parameters that words name, each once."""
+        """Return the parameters that words name, each once."""
         found: list[str] = []
         for word in words:
             result = find(word, self._names)
@@ -164,12 +165,12 @@ class _Resolver:
         return list(dict.fromkeys(found))
 
     def precision(self, line: Precision) -> tuple[str, tuple[str, ...], int]:
-        """A line's type, the modules that it means (without a word all), and its number."""
+        """Return a line's type, the modules that it means (all, if it names none), and the line's number."""
         modules = self.found(line.where, find_modules) if line.where else [""]
         return TYPES[line.type], tuple(modules), line.span.root.line
 
     def _mesh_of(self, value: str) -> Mesh:
-        """The mesh with the ranks of each axis that hold different parts of a value."""
+        """Return the mesh in which an axis counts as many ranks as hold different parts of a value."""
         return Mesh(tuple((axis, self._parts.get((value, axis), size)) for axis, size in self._mesh.axes))
 
     def _report(self, errors: list[Diagnostic]) -> None:
@@ -209,7 +210,7 @@ class _Resolver:
                     yield PlacementSeed(value, axis, None, 1, word.span, fixed=True)
 
     def _cuts(self, line: Fix, value: str) -> Iterator[tuple[int, DimSplit] | Diagnostic]:
-        """The cuts that a layout makes on a value, with their dims."""
+        """Return the cuts that a layout makes in a value, with their dims."""
         sizes = self._divisible(value)
         dims = self._fitted(line.dims or (), len(sizes)) if line.dims is not None else ()
         if dims is None:
@@ -245,7 +246,7 @@ class _Resolver:
                 yield from ((at, found) for found in result)
 
     def _fitted(self, dims: tuple[DimLayout, ...], count: int) -> tuple[DimLayout, ...] | None:
-        """One layout for each of ``count`` dims, ``...`` filled in; None if they do not fit."""
+        """Return one layout for each of ``count`` dims, with ``...`` filled in; None if they do not fit."""
         at = next((i for i, dim in enumerate(dims) if dim.rest), None)
         if at is None:
             return dims if len(dims) == count else None
@@ -254,7 +255,7 @@ class _Resolver:
         return (*dims[:at], *[whole] * missing, *dims[at + 1 :]) if missing >= 0 else None
 
     def _divisible(self, value: str) -> tuple[int, ...]:
-        """For each dim of a value the number that must divide: its size, or the step of a range of sizes.
+        """Return, for each dim of a value, the number that must divide: its size, or the step of a range of sizes.
 
         An input's batch is that of one microbatch.
         """
@@ -272,7 +273,7 @@ class _Resolver:
         return tuple(sizes)
 
     def _batched(self, error: Diagnostic, layout: DimLayout) -> Diagnostic:
-        """The error that a microbatch does not divide, with what that asks of the batch."""
+        """Return the error that a microbatch does not divide, with the batch sizes that would."""
         parts = self._plan.microbatches
         if error.code is not UNEVEN_SHARD or parts == 1:
             return error
@@ -283,7 +284,7 @@ class _Resolver:
         return replace(error, help=f"choose {which}, such as {near}: it is split into {parts} microbatches first")
 
     def _declared(self, error: Diagnostic, layout: DimLayout) -> Diagnostic:
-        """The error that a dim does not divide, with the lines that say by what."""
+        """Return the error that a dim does not divide, with the lines that split it."""
         spans = self._plan.mesh_spans
         labels = (Label(spans[axis.text], "declared here") for axis in layout.axes if axis.text in spans)
         return replace(error, related=tuple(labels)) if error.code is UNEVEN_SHARD else error

@@ -1,4 +1,4 @@
-"""Seeds of propagation: what lines say of single values on single axes, held together without contradiction."""
+"""Seeds of propagation: the placements of single values on single axes that lines ask for, without contradiction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .names import PlanNames
 
 @dataclass(frozen=True, slots=True)
 class PlacementSeed:
-    """One value on one axis as a line wants it: split, or whole where ``dim`` is None.
+    """The placement of one value on one axis that a line asks for: split, or whole where ``dim`` is None.
 
     ``outer``: see the dim as ``(outer, D / outer)``, in global sizes, and split the second part. ``fixed``: the line
     places the value on every axis.
@@ -35,7 +35,7 @@ class PlacementSeed:
 
 
 class Seeds:
-    """Seeds of the lines so far, at most one for a value and axis, and the dims that they make longer.
+    """The seeds of the lines so far, at most one for a value and axis, and the dims that they make longer.
 
     Dims that ``longer`` names are made longer even where they divide. ``mesh_of`` has of each axis the ranks that hold
     different parts of a value. ``loose``: a dim may be too short for its splits.
@@ -50,7 +50,7 @@ class Seeds:
         self._asked: dict[tuple[str, str], tuple[int | None, Outer]] = {}  # dim and outer as the line had them
 
     def add(self, seed: PlacementSeed) -> Diagnostic | None:
-        """Takes a seed in; the error if an earlier line says otherwise."""
+        """Add a seed, or return the error that an earlier line contradicts it."""
         key = seed.value, seed.axis
         asked = seed.dim, seed.outer
         if key in self.found:
@@ -62,7 +62,7 @@ class Seeds:
         return None
 
     def _nest(self, seed: PlacementSeed) -> PlacementSeed | Diagnostic:
-        """The seed inside the splits that earlier lines made of the same dim over other axes."""
+        """Return the seed inside the splits that earlier lines made of the same dim over other axes."""
         assert seed.dim is not None
         mesh, key = self._mesh_of(seed.value), (seed.value, seed.dim)
         ways = mesh.size(seed.axis)
@@ -88,7 +88,7 @@ class Seeds:
         return self._conflict(seed, others[0])
 
     def _lengthen(self, seed: PlacementSeed) -> PlacementSeed | Diagnostic:
-        """Makes the sub-dim that the seed splits as long as its splits need."""
+        """Make the sub-dim of the seed as long as its splits need."""
         assert seed.dim is not None and isinstance(seed.outer, int)
         others = [
             s for s in self.found.values() if (s.value, s.dim) == (seed.value, seed.dim) and s.start != seed.start

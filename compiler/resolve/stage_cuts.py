@@ -1,4 +1,4 @@
-"""Cuts in a captured graph: where stages begin, which stage every operator belongs to, and what cannot be cut so."""
+"""Cuts in a captured graph: the beginnings of stages, the stage of every operator, and cuts that are not possible."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
 
 def cuts_of(plan: Plan, names: PlanNames, captured: Captured) -> tuple[StageCut, ...]:
-    """The cuts of a plan's ``stage`` lines, in the order of the graph, one fewer than there are stages: none without
-    such lines, and where their axis has one rank.
+    """Return the cuts of a plan's ``stage`` lines, in the order of the graph, one fewer than there are stages. There
+    are none without such lines, and where their axis has one rank.
 
     Raises:
         PlanError: the lines do not fit the model.
@@ -51,7 +51,7 @@ def cuts_of(plan: Plan, names: PlanNames, captured: Captured) -> tuple[StageCut,
 
 
 def stage_of_nodes(captured: Captured, cuts: Sequence[StageCut]) -> dict[fx.Node, int]:
-    """The stage of every operator of the captured graph: the number of cuts that lie before it.
+    """Return the stage of every operator of the captured graph: the number of cuts before it.
 
     What is made of inputs alone (positions, masks, rotary tables) belongs to the first stage that reads it.
 
@@ -69,12 +69,13 @@ def stage_of_nodes(captured: Captured, cuts: Sequence[StageCut]) -> dict[fx.Node
 
 
 class _View:
-    """A graph's operators in order: which are held where they stand, and where modules lie."""
+    """A graph's operators in order, with those that are held where they stand, and the places of modules."""
 
     def __init__(self, captured: Captured) -> None:
         self.nodes = [node for node in captured.graph.nodes if node.op == "call_function"]
         self.held = set(self.nodes) - computed_anywhere(captured.graph, captured.updates)
-        """Operators that parameters reach, or buffers that the forward updates; all else can be computed anywhere."""
+        """The operators that parameters reach, or buffers that the forward updates; all others can be computed
+        anywhere."""
         self.ends: dict[str, tuple[int, int]] = {}
         """The first and the last held operator of every module, the whole model (``""``) included."""
         self.work = [0]
@@ -88,7 +89,7 @@ class _View:
                     self.ends[module] = first, index
 
     def begin(self, cut: StageCut) -> int:
-        """The operator that a cut lies before; all results of a call with several are before it."""
+        """Return the number of the operator before which a cut lies. A cut never separates the results of one call."""
         first, last = self.ends[cut.module]
         index = last + 1 if cut.after else first
         while index < len(self.nodes) and self.nodes[index].target is operator.getitem:
@@ -112,14 +113,14 @@ class _View:
 
 
 def _around(module: str) -> Iterator[str]:
-    """A module and all that it lies in."""
+    """Yield a module and all modules that contain it."""
     yield ""
     parts = module.split(".") if module else []
     yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
 def _without_place(cuts: Iterable[StageCut], view: _View) -> Iterator[Diagnostic]:
-    """An error for each module that computes nothing, or nothing that could not be computed anywhere."""
+    """Return an error for each module that computes nothing, or only values that could be computed anywhere."""
     for cut in cuts:
         if not view.works(cut.module):
             message = f"`{cut.module}` computes nothing with a weight: there is no place to cut"
@@ -127,7 +128,7 @@ def _without_place(cuts: Iterable[StageCut], view: _View) -> Iterator[Diagnostic
 
 
 def _backwards(cuts: Sequence[StageCut], view: _View) -> Iterator[Diagnostic]:
-    """An error for each name or pattern whose cut the model reaches before that of the one before it on its line."""
+    """Return an error for each name or pattern on a line whose cut comes before that of the previous one."""
     words = [[*group] for _, group in groupby(cuts, key=lambda cut: cut.span)]
     for earlier, later in pairwise(words):
         one, other = max(earlier, key=view.begin), min(later, key=view.begin)
@@ -140,7 +141,7 @@ def _backwards(cuts: Sequence[StageCut], view: _View) -> Iterator[Diagnostic]:
 
 
 def _empty(cuts: Sequence[StageCut], view: _View) -> Iterator[Diagnostic]:
-    """An error for each stage in which nothing is computed with a weight, or with what depends on one."""
+    """Return an error for each stage that computes nothing with a weight, or with a value that depends on one."""
     work = [0, *(view.work[view.begin(cut)] for cut in cuts), view.work[-1]]
     for stage, (before, after) in enumerate(pairwise(work)):
         if before == after:
@@ -157,8 +158,8 @@ def _empty(cuts: Sequence[StageCut], view: _View) -> Iterator[Diagnostic]:
 
 
 def _states(captured: Captured, held: Collection[fx.Node]) -> Iterator[tuple[str, list[fx.Node]]]:
-    """Each buffer that the forward updates, with the operators that read it, also by way of copies and views, and the
-    one that makes its new value, if that is not computed wherever it is wanted."""
+    """Return each buffer that the forward updates, with the operators that read it, also through copies and views. The
+    operator that makes its new value is included, unless it can be computed anywhere."""
     buffers = captured.placeholders("buffer")
     outputs = captured.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)
@@ -171,7 +172,7 @@ def _states(captured: Captured, held: Collection[fx.Node]) -> Iterator[tuple[str
 
 
 def _cycles(cuts: Sequence[StageCut], captured: Captured, view: _View) -> Iterator[Diagnostic]:
-    """An error for each buffer that one stage reads and another updates."""
+    """Return an error for each buffer that one stage reads and another updates."""
     stages = stage_of_nodes(captured, cuts)
     said: set[StageCut] = set()
     for name, nodes in _states(captured, view.held):
@@ -185,8 +186,8 @@ def _cycles(cuts: Sequence[StageCut], captured: Captured, view: _View) -> Iterat
 
 
 def _balanced(plan: Plan, captured: Captured, view: _View) -> tuple[StageCut, ...]:
-    """The cuts that ``stage balanced`` chooses. Of a stage's microbatches as many are in flight as in ``1f1b``, or all
-    where a schedule begins no backward early."""
+    """Return the cuts that ``stage balanced`` chooses. It counts as many microbatches in flight as in ``1f1b``, or all
+    of them where a schedule begins no backward early."""
     line, schedule, count = plan.stages[0], plan.schedule, stage_count(plan)
     cuts = _places(captured, view, line.span)
     if len(cuts) + 1 < count:

@@ -1,4 +1,4 @@
-"""The plan's ``stage`` lines applied to the names of a captured model: where it is cut, as far as names alone tell."""
+"""The plan's ``stage`` lines applied to the names of a captured model, as far as names alone determine the cuts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .pattern import ANY_DEPTH
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """The end of one stage and the begin of the next: before a module's first operator, or after its last."""
+    """The end of one stage and the beginning of the next: before a module's first operator, or after its last."""
 
     module: str
     after: bool
@@ -34,7 +34,7 @@ def stage_count(plan: Plan) -> int:
 
 
 def find_cuts(plan: Plan, names: PlanNames) -> tuple[list[StageCut], list[Diagnostic]]:
-    """The cuts that ``before`` and ``after`` lines name, in their order, none over one rank; and what is wrong."""
+    """Return the cuts that ``before`` and ``after`` lines name, in their order (none over one rank), and the errors."""
     if stage_count(plan) == 1:
         return [], []
     found: list[StageCut] = []
@@ -59,7 +59,7 @@ def find_cuts(plan: Plan, names: PlanNames) -> tuple[list[StageCut], list[Diagno
 
 
 def _check_count(plan: Plan, cuts: int) -> list[Diagnostic]:
-    """An error unless the cuts make as many stages as the axis and the schedule ask for."""
+    """Return an error unless the cuts make as many stages as the axis and the schedule ask for."""
     line, wanted = plan.stages[0], stage_count(plan)
     if cuts + 1 == wanted:
         return []

@@ -1,4 +1,4 @@
-"""Schedules: which rank does which piece of a pipeline's step when; one file each, a function or a table.
+"""Schedules: the order and the ranks of a pipeline's work in a step; one file each, a function or a table.
 
 A schedule maps (stages, microbatches, chunks) to a timeline of work for each of p = stages / chunks ranks. A stage lies
 on the rank that has its work. ``timelines`` makes whole steps of it.
@@ -25,11 +25,11 @@ SCHEDULES: Mapping[str, ScheduleFunction] = {
     **{file.stem: table_schedule(file.read_text("utf-8")) for file in sorted(Path(__file__).parent.glob("*.txt"))},
 }
 ONE_CHUNK = ("gpipe", "1f1b")
-"""Schedules of one stage a rank."""
+"""The schedules with one stage on each rank."""
 MOST_WORK = 1_000_000
-"""Forwards of a step: so many take seconds to list and prove."""
+"""The most forwards of a step: so many take seconds to list and prove."""
 EARLY = ("1f1b", "interleaved")
-"""Schedules that begin backwards before every forward is done, and so hold fewer microbatches than there are."""
+"""The schedules that begin backwards before every forward is done, and so hold fewer microbatches than there are."""
 
 
 def timelines(
@@ -42,9 +42,9 @@ def timelines(
     also: Collection[str] = (),
     text: str = "",
 ) -> dict[str, tuple[Action, ...]]:
-    """The timeline of every role ``{axis}{rank}``: ``SCALE``, the work of the schedule and its messages, ``REDUCE``,
-    ``STEP``, and the optional kinds that the step has ``also``, as ``COUNT``. ``text`` is the table of the schedule
-    called ``table``.
+    """Return the timeline of every role ``{axis}{rank}``: ``SCALE``, the work of the schedule and its messages,
+    ``REDUCE`` and ``STEP``. The step's optional kinds, as ``COUNT``, are in ``also``. ``text`` is the table of the
+    schedule called ``table``.
 
     >>> from parc.compiler.program.actions import schedule_text
     >>> print(schedule_text(timelines("1f1b", 2, 2)), end="")

@@ -1,4 +1,5 @@
-"""Pictures of a timeline: text with a row a role and a column a slot, the same in colours for a terminal, and SVG."""
+"""Pictures of a timeline: text with a row per role and a column per slot, the same in colors for a terminal, and
+SVG."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Cell = tuple[str, Action | None]
 
 
 def draw(timeline: Timeline, slot: float = 1, width: int | None = None) -> str:
-    """A row a role, a column a ``slot`` of time, the microbatch after ``F`` or ``B``, and how much of the time is idle.
+    """Return the timeline as text: a row per role, a column per ``slot`` of time, the microbatch after ``F`` or ``B``;
+    and how much of the time is idle.
 
     Where roles have several stages the stage comes first, as in ``4F0``. What is wider than ``width`` goes on below.
 
@@ -34,7 +36,8 @@ def draw(timeline: Timeline, slot: float = 1, width: int | None = None) -> str:
 
 
 def paint(timeline: Timeline, slot: float = 1, width: int | None = None) -> Text:
-    """The same for a terminal: microbatches alone, forwards blue and backwards green, chunks in lighter shades."""
+    """Return the picture of ``draw`` for a terminal: microbatches alone, forwards blue and backwards green, chunks in
+    lighter shades."""
     from rich.text import Text
 
     picture, shades = Text(), _shades(timeline)
@@ -147,7 +150,7 @@ def _box(span: TimeSpan, color: str, scale: float, y: float, unit: str) -> Itera
 
 
 def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
-    """The title, and at the right end what the colours mean."""
+    """Return the title and, at the right end, the meaning of the colors."""
     yield _words(_LEFT, 22, title, "start", weight="600")
     chunks = _chunks(timeline)
     x = right
@@ -163,7 +166,7 @@ def _legend(timeline: Timeline, title: str, right: float) -> Iterator[str]:
 
 
 def _axis(makespan: float, scale: float, bottom: float, unit: str) -> Iterator[str]:
-    """Ticks at round times, at most one every 60 pixels or so, and the unit at the end."""
+    """Return ticks at round times, at most one every 60 pixels or so, and the unit at the end."""
     power = 10 ** floor(log10(makespan * 60 / (makespan * scale)))
     step = next(power * n for n in (1, 2, 5, 10) if power * n * scale >= 60)
     for tick in range(int(makespan / step + 1e-9) + 1):

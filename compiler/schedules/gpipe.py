@@ -6,7 +6,8 @@ from ..program.actions import Action
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
-    """Idle for (p - 1)(F + B) on each of p ranks; holds what backward needs of every microbatch.
+    """Return the work of each rank. Each of p ranks is idle for (p - 1)(F + B), and holds what backward needs of every
+    microbatch.
 
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import simulate

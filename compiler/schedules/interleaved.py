@@ -1,4 +1,5 @@
-"""Interleaved 1F1B: each rank has several stages, a lap apart (Narayanan et al. 2021, arXiv:2104.04473)."""
+"""Interleaved 1F1B: each rank has several stages, which follow each other in laps (Narayanan et al. 2021,
+arXiv:2104.04473)."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from .one_f_one_b import alternate
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
-    """Idle for (p - 1)(F + B) / v on each of p ranks of v chunks, where F and B are of a whole rank; rank 0 holds
-    p(1 + (p - 1) / (pv)) microbatches of all its chunks.
+    """Return the work of each rank. Each of p ranks with v chunks is idle for (p - 1)(F + B) / v, where F and B are
+    those of a whole rank. Rank 0 holds p(1 + (p - 1) / (pv)) microbatches of all its chunks.
 
     Ranks do rounds of p microbatches, a chunk after the other.
 

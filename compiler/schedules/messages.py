@@ -1,4 +1,4 @@
-"""The messages between the ranks of a schedule: where each is sent and received, so that no rank waits for ever."""
+"""The messages between the ranks of a schedule, sent and received at such places that no rank waits forever."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..program.actions import ACTIONS, Action, receive_kind, send_kind, stage_ra
 
 
 class Endless(ValueError):
-    """Ranks that wait for each other."""
+    """The error of ranks that wait for each other."""
 
 
 def add_messages(work: Sequence[Sequence[Action]]) -> list[list[Action]]:
-    """The timelines of work with what goes between ranks: a result is sent as soon as it is made, and received just
-    before it is read, or before the next one comes from the same rank. What goes to a stage of the same rank is no
+    """Return the timelines of work with their messages. A result is sent as soon as it is made. It is received just
+    before it is read, or before the next message from the same rank. A result for a stage of the same rank needs no
     message.
 
     So from one rank to another messages go in one order and one at a time is under way. The lists are written in the
@@ -52,20 +52,20 @@ class _Walk:
         """The work that each rank is doing, and the time at which it ends."""
         self.made: list[list[Action]] = [[] for _ in work]
         self.there: list[set[Action]] = [set() for _ in work]
-        """Work of which each rank has the results."""
+        """The work whose results each rank has."""
         self.wires: dict[tuple[int, int], Action] = {}
-        """By sender and receiver: the work whose result is under way."""
+        """The work whose result is under way, by sender and receiver."""
         self.follows = {kind: [other for other in row.follows if ACTIONS[other].works] for kind, row in ACTIONS.items()}
 
     def sources(self, action: Action) -> list[Action]:
-        """The work whose results an action reads: of the neighbour's stage, and of its own."""
+        """Return the work whose results an action reads: that of the neighbour's stage, and that of its own."""
         stage, kind, m = action.stage, action.kind, action.microbatch
         to = ACTIONS[kind].to
         before = [Action(stage - to, kind, m)] if to and stage - to in self.stages else []
         return [*before, *(Action(stage, other, m) for other in self.follows[kind])]
 
     def wire(self, action: Action) -> tuple[int, int]:
-        """The ranks that the result of some work goes from and to."""
+        """Return the ranks between which the result of some work goes: from, to."""
         return self.rank_of[action.stage], self.rank_of[action.stage + ACTIONS[action.kind].to]
 
     def is_sent(self, action: Action) -> bool:
@@ -74,7 +74,7 @@ class _Walk:
         return to != 0 and action.stage + to in self.stages and len({*self.wire(action)}) > 1
 
     def lack(self, action: Action) -> Action | None:
-        """The work that an action waits for."""
+        """Return the work that an action waits for."""
         there = self.there[self.rank_of[action.stage]]
         sources = (source for source in self.sources(action) if source not in there)
         return next((s for s in sources if not self.is_sent(s) or self.wires.get(self.wire(s)) != s), None)
@@ -104,7 +104,7 @@ class _Walk:
             self.made[rank].append(Action(action.stage, send_kind(action.kind), action.microbatch))
 
     def receive(self, wire: tuple[int, int]) -> None:
-        """Take what is under way, if there is anything."""
+        """Take a message that is under way, if there is one."""
         came = self.wires.pop(wire, None)
         if came is not None:
             to = came.stage + ACTIONS[came.kind].to

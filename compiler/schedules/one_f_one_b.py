@@ -1,4 +1,4 @@
-"""1F1B: a backward as soon as there can be one (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503)."""
+"""1F1B: each backward as soon as it is possible (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ..program.actions import Action
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> tuple[tuple[Action, ...], ...]:
-    """Idle for (p - 1)(F + B) on each of p ranks, as GPipe; rank r holds min(m, p - r) of m microbatches.
+    """Return the work of each rank. Each of p ranks is idle for (p - 1)(F + B), as in GPipe; rank r holds min(m, p - r)
+    of m microbatches.
 
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import simulate
@@ -37,7 +38,8 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> tuple[tuple[
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> tuple[Action, ...]:
-    """``ahead`` forwards, then a forward and a backward in turn, then the backwards that are left.
+    """Return the work of a rank: ``ahead`` forwards, then a forward and a backward in turn, then the remaining
+    backwards.
 
     >>> F, B = ([Action(0, kind, m) for m in range(3)] for kind in ("F", "B"))
     >>> " ".join(map(str, alternate(F, B, 1)))

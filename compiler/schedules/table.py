@@ -1,4 +1,4 @@
-"""Schedules that are a text table: a row a rank, of work as in ``schedule.txt``; messages are added.
+"""Schedules in a text table: a row per rank, with work as in ``schedule.txt``; messages are added.
 
 ``rank 0: 0F0 0F1 0B0 0B1`` lists the work of rank 0; ``rank r:`` is the row of every rank that has none of its own. So
 that a table is of all sizes, a number may be a range in parentheses, made of whole numbers and p ranks, v chunks,
@@ -17,7 +17,7 @@ from math import prod
 from ..program.actions import Action, StageRanks, stages_in_turn, step_kinds, work_kinds
 
 TableRow = tuple[int, str]
-"""The number of its line, and its words."""
+"""The number of a line, and its words."""
 
 
 class RowError(ValueError):
@@ -31,7 +31,7 @@ class RowError(ValueError):
 
 
 def table_schedule(text: str) -> Callable[[int, int, int], tuple[tuple[Action, ...], ...]]:
-    """The schedule that a table's text says.
+    """Return the schedule that a table's text defines.
 
     >>> from parc.compiler.schedules import timelines
     >>> from parc.compiler.schedules.timeline import simulate
@@ -94,7 +94,7 @@ def _timelines(
 
 
 def _row_of(table: Mapping[str, TableRow], rank: int, sizes: Mapping[str, int], what: str) -> TableRow:
-    """The line of a rank, its own or that of all ranks.
+    """Return the line of a rank: its own, or the one for all ranks.
 
     Raises:
         ValueError: there is none.
@@ -145,7 +145,7 @@ def _work(words: str, line: int, sizes: Mapping[str, int]) -> Iterator[Action]:
 
 
 def _numbers(text: str, sizes: Mapping[str, int]) -> range:
-    """``3``, ``(r)``, ``(first..last)`` or ``(first,second..last)``.
+    """Read the numbers of ``3``, ``(r)``, ``(first..last)`` or ``(first,second..last)``.
 
     Raises:
         ValueError: none of these.
@@ -159,7 +159,7 @@ def _numbers(text: str, sizes: Mapping[str, int]) -> range:
 
 
 def _number(text: str, sizes: Mapping[str, int]) -> int:
-    """A sum of products of whole numbers and sizes."""
+    """Read the value of a sum of products of whole numbers and sizes."""
     one = r"([0-9]{1,9}|[pvnmr])"
     if re.fullmatch(rf"{one}([-+*]{one})*", text) is None:
         raise ValueError(f"`{text}` is not a number")

@@ -1,4 +1,4 @@
-"""A step played on a clock: when each action of each role starts and ends, and who is idle."""
+"""A step played on a clock: the start and the end of each role's actions, and the idle time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..program.actions import ACTIONS, BACKWARD, FORWARD, Action, send_kind
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """An action, and when it starts and ends."""
+    """An action with its start and its end."""
 
     action: Action
     start: float
@@ -20,7 +20,7 @@ class TimeSpan:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of every role in the order in which it does them, of a simulated step or a measured one.
+    """The spans of every role in the order of its actions, of a simulated step or of a measured one.
 
     The step starts at 0; times are in the unit of what they were made of.
     """
@@ -69,8 +69,8 @@ def simulate(
     after: Times = 0,
     latency: float = 0,
 ) -> Timeline:
-    """Play timelines whose ``F`` and ``B`` take these times, and what comes ``after`` each ``SEND_B``, when the message
-    is under way; other work takes its slots, all else no time.
+    """Play timelines whose ``F`` and ``B`` take these times. ``after`` each ``SEND_B``, while the message is under way,
+    further work follows. Other work takes its slots, and everything else no time.
 
     A message is there ``latency`` after it was sent. Senders do not wait, as in a run, which posts receives early.
 

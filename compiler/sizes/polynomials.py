@@ -1,4 +1,4 @@
-"""Sizes that a plan declares as ranges: polynomials of them in exact arithmetic, fitted to numbers, proved whole."""
+"""Polynomials of the sizes that a plan declares as ranges, in exact arithmetic: fitted to numbers, and proved whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .size_range import SizeRange
 Sizes = Mapping[str, int]
 Ranges = Mapping[str, SizeRange]
 Monomial = tuple[tuple[str, int], ...]
-"""Names with their powers, by name; nothing is one."""
+"""Names with their powers, sorted by name; the empty one is 1."""
 
 _POWER = 3  # the highest power of one size, and
 _DEGREE = 4  # of all together, that a program's number is looked for in
@@ -31,7 +31,7 @@ class Polynomial:
     """A polynomial of sizes with rational coefficients; prints as ``B*S/2``, ``3*S**2-S+1``, in Python's syntax."""
 
     terms: tuple[tuple[Monomial, Fraction], ...]
-    """By falling degree, then by names."""
+    """The terms by falling degree, then by names."""
 
     @classmethod
     def of(cls, terms: Mapping[Monomial, Fraction]) -> Polynomial:
@@ -92,7 +92,8 @@ class Polynomial:
 
     @property
     def course(self) -> Polynomial:
-        """The polynomial but for a factor and a constant, the same for all ``a * p + c``: ``B*S`` of ``3*B*S/2-1``."""
+        """The polynomial without its constant factor and summand, the same for all ``a * p + c``: ``B*S`` for
+        ``3*B*S/2-1``."""
         moving = [(monomial, factor) for monomial, factor in self.terms if monomial]
         return Polynomial(tuple((monomial, factor / moving[0][1]) for monomial, factor in moving))
 
@@ -105,7 +106,7 @@ def _value(monomial: Monomial, sizes: Sizes) -> int:
 
 
 def moving(sizes: Ranges) -> dict[str, SizeRange]:
-    """Those sizes that are more than one."""
+    """Return the names of the sizes that have more than one value."""
     return {name: size for name, size in sizes.items() if not size.fixed}
 
 
@@ -113,9 +114,9 @@ def moving(sizes: Ranges) -> dict[str, SizeRange]:
 
 
 def sample_points(ranges: Ranges) -> Iterator[dict[str, int]]:
-    """Choices of sizes to compile at, each once, as many as are asked for: the largest, the smallest, one in between;
-    next to the ends, where a size that is rounded is rounded otherwise; then such at which the sizes lie at different
-    parts of their ranges. All, where they are few."""
+    """Yield the choices of sizes to compile at, each once. First come the largest, the smallest and one in between;
+    then those next to the ends, where rounded sizes differ; then choices at which the sizes lie at different parts of
+    their ranges. Small ranges are yielded completely."""
     seen: list[dict[str, int]] = []
     shares = (len(ranges) + 1) * 2
     parts: list[Sequence[float]] = [[1.0] * len(ranges), [0.0] * len(ranges)]
@@ -138,8 +139,8 @@ def choices_of(ranges: Ranges) -> int:
 
 
 def check_points(ranges: Ranges) -> list[dict[str, int]]:
-    """Choices of sizes at which a template is checked: the largest, the smallest, and one in between: such at which it
-    was not compiled, where there is one, and at which no size follows from another's as at the ends."""
+    """Return the choices of sizes at which a template is checked: the largest, the smallest, and one in between. That
+    one was not compiled, if there is such a one, and no size in it follows from another size as at the ends."""
     compiled = list(sample_points(ranges))
     ends = compiled[:2]
     tenths = (_at(ranges, [(tenth + 2 * place) % 10 / 10 for place in range(len(ranges))])
@@ -168,8 +169,8 @@ def _at(ranges: Ranges, parts: Sequence[float]) -> dict[str, int]:
 
 
 def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) -> Polynomial | None:
-    """The one polynomial of fewest terms that has these values at these sizes, and that a value confirms which did not
-    determine it; None where there is none, or several that differ at some size.
+    """Return the one polynomial of fewest terms that has these values at these sizes, confirmed by at least one value
+    that did not determine it. Return None if there is none, or if several differ at some size.
 
     Where the points are all that the ranges allow, the simplest of those that have these values.
     """
@@ -200,14 +201,14 @@ def _same(first: Polynomial, second: Polynomial, ranges: Ranges) -> bool:
 
 @lru_cache
 def _monomials(names: tuple[str, ...]) -> tuple[Monomial, ...]:
-    """All products of powers of the names, by rising degree; the empty one first."""
+    """Return all products of powers of the names, by rising degree; the empty one is first."""
     powers = itertools.product(range(_POWER + 1), repeat=len(names))
     kept = sorted((choice for choice in powers if sum(choice) <= _DEGREE), key=lambda choice: (sum(choice), choice))
     return tuple(tuple(sorted((n, p) for n, p in zip(names, choice, strict=True) if p)) for choice in kept)
 
 
 def _solve(rows: Sequence[Sequence[Fraction]], right: Sequence[Fraction]) -> list[Fraction] | None:
-    """The one solution of a square system; None where it has none or many."""
+    """Return the solution of a square system, or None if it has none or many."""
     table = [[*row, number] for row, number in zip(rows, right, strict=True)]
     for column in range(len(table)):
         pivot = next((row for row in table[column:] if row[column]), None)
@@ -245,14 +246,15 @@ def is_whole(size: Polynomial, ranges: Ranges, multiples: Mapping[str, int] | No
 
 
 def _residues(size: SizeRange, modulus: int, multiple: int) -> range:
-    """Numbers of steps that stand for all declared ones."""
+    """Return the numbers of steps that stand for all declared ones: one of each residue."""
     low, high = -(-size.low // (size.step * multiple)) * multiple, size.high // size.step
     return range(low, min(high, low + (modulus - 1) * multiple) + 1, multiple)
 
 
 def constraint(size: Polynomial, ranges: Ranges) -> str:
-    """``S must be a multiple of 8``, for each size of which that is enough, and of one size alone also necessary; else
-    ``not at H=8, H=10`` for those it is no whole number of; "" where it is for none."""
+    """Return the condition under which a polynomial is whole. It is ``S must be a multiple of 8`` for each size for
+    which that is enough (for a polynomial of one size, also necessary). Else it is ``not at H=8, H=10``, and "" if it
+    is whole nowhere."""
     names = sorted(size.names)
     every = itertools.product(*(ranges[name].values for name in names))
     choices = [dict(zip(names, each, strict=True)) for each in itertools.islice(every, _MOST_CASES)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BATCH = "B"
-"""The size that is cut into microbatches."""
+"""The name of the size that is cut into microbatches."""
 LARGEST_SIZE = 1 << 40
-"""Entries of a dim, and of an input: a step of a trillion tokens is ten thousand times the largest that are trained."""
+"""The most entries of a dim, and of an input: a step of a trillion tokens is ten thousand times the largest in use."""
 MOST_CHOICES = 1 << 20
-"""Sizes of one range: lengths to a million, one by one."""
+"""The most sizes of one range: lengths to a million, one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SizeRange:
         return range(self.low, self.high + 1, self.step)
 
     def nearest(self, size: int) -> tuple[int, ...]:
-        """The sizes next to one that is none of them, below and above."""
+        """Return the sizes next to one that is not in the range, below and above."""
         below = max((self.low, min(size, self.high) // self.step * self.step))
         return (below,) if not self.low < size < self.high else (below, below + self.step)
 

@@ -29,7 +29,7 @@ _REAL = re.compile(r"1\.0([*/])\((.+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """An expression in braces: a whole number; or, with the ``kind`` ``*`` or ``/``, a floating one: ``1.0/(B*S)``."""
+    """An expression in braces: a whole number, or, with the ``kind`` ``*`` or ``/``, a floating one: ``1.0/(B*S)``."""
 
     size: Polynomial
     kind: str = ""
@@ -49,7 +49,7 @@ class Expression:
         return f"1.0{self.kind}({self.size})" if self.kind else str(self.size)
 
     def at(self, sizes: Sizes) -> str:
-        """The number as a program writes it.
+        """Return the number as a program writes it.
 
         Raises:
             ValueError: it is to be a whole number, and is none.
@@ -61,17 +61,18 @@ class Expression:
 
 
 def _expressions(text: str) -> set[Expression]:
-    """The expressions that stand in braces in a text."""
+    """Return the expressions that stand in braces in a text."""
     return {Expression.parse(words) for words in _PLACE.findall(text)}
 
 
 def sizes_text(sizes: Mapping[str, object]) -> str:
-    """``B=8, S=128..512 by 128``."""
+    """Return sizes as text: ``B=8, S=128..512 by 128``."""
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 class Misfit(Exception):
-    """Programs at several sizes that are not one template: ``rows`` are the same line of ``file`` at two ``points``.
+    """The error of programs at several sizes that do not form one template: ``rows`` are the same line of ``file`` at
+    two ``points``.
 
     ``numbers``: they differ in a number alone, which no polynomial of the sizes is known to give.
     """
@@ -96,7 +97,7 @@ class Template:
 
     @classmethod
     def read(cls, ranges: Ranges, texts: Mapping[str, str]) -> Template:
-        """A template as it was written.
+        """Read a template as it was written.
 
         Raises:
             ValueError: what stands in braces is nothing that parc writes.
@@ -113,7 +114,7 @@ class Template:
 
     @classmethod
     def merge(cls, ranges: Ranges, points: Sequence[Sizes], files: Sequence[Mapping[str, str]]) -> Template:
-        """The template of programs made at several sizes, ``files`` by name at each of ``points``.
+        """Return the template of programs made at several sizes; ``files`` are the texts by name at each of ``points``.
 
         Raises:
             Misfit: the programs differ in more than numbers, or in numbers that no polynomial of the sizes gives.
@@ -130,11 +131,11 @@ class Template:
         return cls(ranges, texts)
 
     def expressions(self) -> set[Expression]:
-        """All that stand in the texts."""
+        """Return all expressions in the texts."""
         return set().union(*map(_expressions, self.texts.values()))
 
     def at(self, sizes: Sizes) -> dict[str, str]:
-        """The texts of ordinary programs, bound to sizes.
+        """Return the texts of ordinary programs at these sizes.
 
         Raises:
             ValueError: an expression is no whole number for these sizes.
@@ -162,8 +163,8 @@ class Template:
         return None
 
     def faults(self, mesh: Mesh) -> list[ShapeFault]:
-        """Faults of sizes at some of the declared sizes: none, if it is proved that everywhere a rank's
-        sizes are whole numbers, and what a rank keeps between steps does not depend on sizes."""
+        """Return the faults of sizes. None means a proof that a rank's sizes are whole numbers at all declared sizes,
+        and that the shapes which a rank keeps between steps do not depend on sizes."""
         found: dict[str, ShapeFault] = {}
         for name, text in self.texts.items():
             for row in text.split("\n"):
@@ -174,7 +175,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class ShapeFault:
-    """A size that is not a whole number for all declared sizes, or (``divides`` is false) that may not depend on them;
+    """A size that is not a whole number for all declared sizes, or (``divides`` is False) that must not depend on them.
     ``line`` is the plan's line that placed the value."""
 
     file: str
@@ -185,14 +186,14 @@ class ShapeFault:
     divides: bool = True
 
     def fault(self) -> Fault:
-        """As other checks say what they refuse."""
+        """Return the fault in the form of other checks."""
         return Fault("shapes", f"{self.file}: {self.value}", self.message)
 
 
 def _merged_row(
     rows: Sequence[str], file: str, ranges: Ranges, points: Sequence[Sizes], fitted: dict[tuple[str, ...], str | None]
 ) -> str:
-    """One line at several sizes as one line."""
+    """Merge the forms of one line at several sizes."""
     first = rows[0]
     if _PLACE.search(first):
         raise Misfit(file, (points[0], points[0]), (first, first))
@@ -217,7 +218,7 @@ def _merged_row(
 
 
 def _parted(row: str) -> tuple[str, str]:
-    """A line, and where it comes from, which no size changes."""
+    """Split a line into its text and its origin, which no size changes."""
     head, bar, origin = row.rpartition(" | ")
     return (head, origin) if bar else (row, "")
 
@@ -228,7 +229,7 @@ def _numberless(row: str) -> tuple[str, str]:
 
 
 def _fitted(numbers: Sequence[str], ranges: Ranges, points: Sequence[Sizes]) -> str | None:
-    """The template's text of a number that has these texts at these sizes."""
+    """Return the template's text for a number that has these texts at these sizes, or None if no polynomial fits."""
     whole = [re.fullmatch(r"-?\d+", number) is not None for number in numbers]
     if all(whole):
         sizes = fit(points, [Fraction(number) for number in numbers], ranges)

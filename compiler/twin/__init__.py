@@ -1,1 +1,1 @@
-"""Twins: a large build's programs beside those of the same model, smaller."""
+"""Twins: a large build's programs compared with those of a smaller model from the same code."""

@@ -1,4 +1,5 @@
-"""Gradients of a step, followed by name: B undoes the calls of F one by one, and REDUCE each parameter's gradient."""
+"""Gradients of a step, followed by name: B undoes the calls of F one by one, and REDUCE sums each parameter's
+gradient."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from .bodies import sizeless, star
 from .wiring import NONE, Forward, PieceCall, PieceFact, PieceSource, WiringFault
 
 _Term = tuple[PieceCall, int] | Binding
-"""A result of a call of B, by the call of F that it undoes; or what a parameter of B or REDUCE is bound to."""
+"""A result of a call of B, named by the call of F that it undoes; or the binding of a parameter of B or REDUCE."""
 _Sum = tuple[tuple[_Term, tuple[str, ...]], ...]
-"""The terms of a sum, each with the operators that it went through."""
+"""The terms of a sum, each with the operators through which it went."""
 
 
 class Backward:
-    """B's main function beside F's calls: which result of which call went where."""
+    """B's main function beside F's calls, with the calls that each result goes to."""
 
     def __init__(self, program: Program, forward: Forward) -> None:
         self.program, self.forward = program, forward
@@ -136,7 +137,8 @@ def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
 
 
 def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
-    """A line's result as a sum: of its operands' terms where it adds, else of them with the line on their way."""
+    """Return a line's result as a sum. An addition has its operands' terms; any other line adds itself to the way of
+    each term."""
     operands = [known[name] for name in line.uses()]
     args = [item for item in line.args if not isinstance(item, Ref)]
     row = facts(line.op)
@@ -154,7 +156,7 @@ def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
 
 
 def _word(item: Any) -> str:
-    """An argument without sizes and names."""
+    """Return an argument without sizes and names."""
     if isinstance(item, (Ref, LocalSize)) or (isinstance(item, int) and not isinstance(item, bool)):
         return "/".join(["#", *item.axes]) if isinstance(item, LocalSize) else "#"
     if isinstance(item, (list, tuple)):

@@ -1,4 +1,5 @@
-"""Bodies of functions without names and numbers, and the numbers beside them: what two sizes of one model compare."""
+"""Bodies of functions without names and numbers, and the numbers beside them, so that two sizes of a model can be
+compared."""
 
 from __future__ import annotations
 
@@ -25,32 +26,33 @@ NumberPair = tuple[Scalar, Scalar]
 _NUMBER = re.compile(r"(?<![A-Za-z_\d])\d+")
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "axis")
 _LITERAL = 4
-"""Up to here a number that is one in both may be written in an operator's derivative, whatever sizes are."""
+"""The largest number that may stand alike in an operator's derivative of both builds without being the model's, such as
+2."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers of one line by their place in it, and the sizes of all dims of what it reads and makes."""
+    """The numbers of one line by their place in it, and the sizes of all dims of its operands and results."""
 
     op: str
     origin: str
     given: tuple[tuple[str, Scalar, bool], ...]
-    """Argument, number, and whether it may be a size."""
+    """Triples of an argument, a number in it, and whether the number may be a size."""
     dims: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Lines as they are at all sizes and in every repetition, with their numbers apart."""
+    """Lines in the form that they have at all sizes and in every repetition, with their numbers apart."""
 
     rows: tuple[str, ...]
     numbers: tuple[Numbers, ...]
     names: Mapping[str, str]
-    """Value → how rows call it."""
+    """The name of each value in the rows."""
 
 
 def function_body(function: Function, mesh: Mesh, names: Mapping[str, str] | None = None) -> Body:
-    """A function's body; parameters are called by ``names``, or counted."""
+    """Return a function's body. Parameters have the ``names``, or are numbered."""
     names = names or {value.name: f"x{index}" for index, value in enumerate(function.parameters)}
     values = function.values()
     head = [f"{names[v.name]}: {sizeless(v, mesh)}" for v in function.parameters]
@@ -60,7 +62,8 @@ def function_body(function: Function, mesh: Mesh, names: Mapping[str, str] | Non
 
 
 def lines_body(lines: Iterable[Line], names: Mapping[str, str], values: Mapping[str, Value], mesh: Mesh) -> Body:
-    """The body of some lines of a function with ``values``, which read from outside what ``names`` names."""
+    """Return the body of some lines of a function with ``values``. ``names`` has the values that they read from
+    outside."""
     known, rows, numbers = dict(names), [], []
     for index, line in enumerate(lines):
         known.update((made.name, f"{index}.{at}") for at, made in enumerate(line.results) if made is not None)
@@ -79,19 +82,19 @@ def lines_body(lines: Iterable[Line], names: Mapping[str, str], values: Mapping[
 
 
 def star(text: str) -> str:
-    """A name without its numbers."""
+    """Return a name with a star for each number."""
     return re.sub(r"\d+", "*", text)
 
 
 def sizeless(value: Value, mesh: Mesh) -> str:
-    """A value's type without its sizes."""
+    """Return a value's type without its sizes."""
     return _NUMBER.sub("#", value.type.text(mesh))
 
 
 @lru_cache(maxsize=1024)
 def _arguments(op: str) -> dict[str, tuple[str, str]]:
-    """Arguments by place and by name: their names, and which are no values to compute with, but a ``size``, or a
-    ``dim`` by its number, which follows no size."""
+    """Return each argument's name and kind, by its position and by its name. The kind is ``size``, or ``dim`` for the
+    number of a dim (which follows no size), or "" for a value to compute with."""
     if op in COLLECTIVES or "." not in op:
         return {str(at): (str(at), "dim") for at in range(4)}
     found = {}
@@ -103,7 +106,7 @@ def _arguments(op: str) -> dict[str, tuple[str, str]]:
 
 
 def _word(item: Any, names: Mapping[str, str], given: list[tuple[str, Scalar, bool]], place: str, kind: str) -> str:
-    """An argument without its numbers, which go to ``given``."""
+    """Return an argument without its numbers, which are added to ``given``."""
     if isinstance(item, Ref):
         return names[item.name]
     if isinstance(item, LocalSize):
@@ -119,19 +122,19 @@ def _word(item: Any, names: Mapping[str, str], given: list[tuple[str, Scalar, bo
 
 @dataclass(frozen=True)
 class Pairs:
-    """The numbers of two equal bodies in pairs: those that are ``written`` in operators, by the place in the model's
-    code that they come from too, and with them the sizes of all dims."""
+    """The numbers of two equal bodies in pairs: those ``written`` in operators, the same by their place in the model's
+    code, and all these with the sizes of dims."""
 
     written: tuple[tuple[str, str, NumberPair], ...] = ()
-    """Operator, argument and pair of each that is no size of a dim of its own line."""
+    """The operator, the argument and the pair for each number that is not the size of a dim of its own line."""
     at: Mapping[str, frozenset[NumberPair]] = field(default_factory=dict)
     every: frozenset[NumberPair] = frozenset()
     arguments: Mapping[tuple[str, str, str], frozenset[NumberPair]] = field(default_factory=dict)
-    """Operator, origin, argument → the numbers there, an argument's default too."""
+    """The pairs by operator, origin and argument; an argument that is left out has its default."""
 
     @classmethod
     def of(cls, ours: Sequence[Numbers], theirs: Sequence[Numbers]) -> Pairs:
-        """Those of two equal bodies."""
+        """Return the pairs of two equal bodies."""
         written, sizes = [], set[NumberPair]()
         at: dict[str, set[NumberPair]] = defaultdict(set)
         arguments: dict[tuple[str, str, str], set[NumberPair]] = defaultdict(set)
@@ -150,13 +153,13 @@ class Pairs:
         return cls(tuple(written), _frozen(at), every, _frozen(arguments))
 
     def __or__(self, other: Pairs) -> Pairs:
-        """Both; what is ``written`` is the first's."""
+        """Return both together; ``written`` is the first's."""
         at, arguments = _joined(self.at, other.at), _joined(self.arguments, other.arguments)
         return Pairs(self.written, at, self.every | other.every, arguments)
 
     def forward(self, numbers: Numbers, argument: str) -> frozenset[NumberPair]:
-        """The pairs that the operator of a derivative's line has for this argument, such as an attention's ``scale``;
-        empty if the line is no derivative."""
+        """Return the pairs that the forward operator of a derivative's line has for this argument, such as an
+        attention's ``scale``; empty if the line is no derivative."""
         name = base_name(numbers.op)
         operator_name = name.removesuffix("_backward")
         key = (operator_name, numbers.origin, argument)

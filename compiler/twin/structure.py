@@ -1,4 +1,4 @@
-"""The comparison that carries a result from a small twin to its build: every place of one is a place of the other."""
+"""The comparison that carries a result from a small twin to its build: every place of one has its like in the other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compare_structure(full: Programs, captured: Program, twin: Programs, twin_ca
 
 
 class _Step:
-    """The programs of a step beside their captured graph."""
+    """The programs of a step, with their captured graph."""
 
     def __init__(self, programs: Programs, captured: Program, kinds: Kinds) -> None:
         self.programs = programs
@@ -48,7 +48,7 @@ class _Step:
             self.forwards[COUNTING] = Forward(programs[COUNTING], None, Graph(captured.functions[0], kinds), kinds)
 
     def facts(self) -> Iterator[PieceFact]:
-        """All that is so at the places of the step."""
+        """Yield all facts about the places of the step."""
         for forward in self.forwards.values():
             yield from forward.facts()
         yield from Backward(self.programs[BACKWARD], self.forwards[FORWARD]).facts()
@@ -58,7 +58,7 @@ class _Step:
 
 
 def _fact_fault(facts: Sequence[PieceFact], of_twin: Sequence[PieceFact]) -> Fault | None:
-    """The first fact of a build that its twin does not have, or that cannot be so in both by one rule."""
+    """Return the first fact of a build that its twin does not have, or for which no one option holds in both."""
     seen: dict[Hashable, set[Hashable]] = defaultdict(set)
     options: dict[Hashable, frozenset[Hashable]] = {}
     for fact in of_twin:
@@ -75,7 +75,8 @@ def _fact_fault(facts: Sequence[PieceFact], of_twin: Sequence[PieceFact]) -> Fau
 
 
 def _number_fault(large: _Step, small: _Step) -> Fault | None:
-    """The first number of a call's functions that the captured graph does not have there, in both builds alike."""
+    """Return the first fault in the numbers of a call's functions: one that the captured graph does not have there, in
+    both builds."""
     for action, forward in large.forwards.items():
         numbers = _CallNumbers(forward, small.forwards[action])
         for call in forward.calls:
@@ -86,7 +87,7 @@ def _number_fault(large: _Step, small: _Step) -> Fault | None:
 
 
 class _CallNumbers:
-    """The numbers of F's calls beside the captured graph's, both in a build and in its twin."""
+    """The numbers of F's calls beside those of the captured graph, both in a build and in its twin."""
 
     def __init__(self, ours: Forward, theirs: Forward) -> None:
         self.ours, self.theirs = ours, theirs
@@ -123,7 +124,7 @@ class _CallNumbers:
 
     @cached_property
     def _every(self) -> Pairs:
-        """The numbers of all equal pieces of the captured graphs: for calls that are of none."""
+        """The numbers of all equal pieces of the captured graphs, for calls that belong to no piece."""
         theirs = {piece.kind: piece for piece in self.theirs.graph.pieces.values()}
         ours = {(piece.kind, piece.numbers_kind): piece for piece in self.ours.graph.pieces.values()}
         pairs = [Pairs.of(piece.numbers, theirs[kind].numbers) for (kind, _), piece in ours.items() if kind in theirs]
@@ -135,7 +136,7 @@ def _numbers_key(call: PieceCall) -> tuple[str, int]:
 
 
 def _scale_fault(full: Program, twin: Program) -> Fault | None:
-    """SCALE follows neither sizes nor repetitions."""
+    """Return the fault of a SCALE that differs from the twin's: it depends neither on sizes nor on repetitions."""
     bodies = []
     for program in (full, twin):
         body = function_body(program.main, program.mesh)

@@ -1,4 +1,5 @@
-"""The wiring of a step: which piece of the captured graph each call of F stands for, and where what it reads is from.
+"""The wiring of a step: the piece of the captured graph that each call of F stands for, and the origins of the values
+that it reads.
 
 The captured graph is cut where the model's numbered modules begin and end, as calls are. What a call reads is then
 told without saying which repetition it is: the n-th value that its own piece of the graph reads, made by such and such
@@ -28,7 +29,7 @@ line, result)``, and in F ``("made", call, result)``."""
 
 
 class WiringFault(ValueError):
-    """A step that is put together as none is, whatever its twin is."""
+    """The error of a step that is put together as no step is, whatever its twin is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class PieceFact:
 
 
 class Kinds:
-    """A number for every text: equal ones have the same, in a build and its twin."""
+    """A number for every text. Equal texts have equal numbers, in a build and its twin."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, int] = {}
@@ -56,8 +57,8 @@ class Kinds:
 
 @dataclass(slots=True)
 class GraphPiece:
-    """A run of the captured graph: what it reads from outside in order, its numbers, and which runs it is equal to
-    but for numbers, and in these."""
+    """A piece of the captured graph: the values that it reads from outside, in order, and its numbers. Pieces of one
+    ``kind`` are equal except for numbers; with the same ``numbers_kind`` these are equal too."""
 
     reads: list[tuple[PieceSource, Value]]
     numbers: tuple[Numbers, ...]
@@ -68,8 +69,8 @@ class GraphPiece:
 
 @dataclass(slots=True, eq=False)
 class PieceCall:
-    """One call of F: the run that it belongs to, that run's piece of the captured graph if it has one, the function
-    with its backward as a ``kind``, and where what it reads comes from."""
+    """One call of F: its place, the piece of the captured graph at that place if there is one, the ``kind`` of the
+    function with its backward, and the origins of the values that it reads."""
 
     line: Line
     place: str
@@ -85,8 +86,8 @@ class PieceCall:
 
 
 def places(modules: Sequence[str], once: frozenset[str] = frozenset()) -> list[str]:
-    """For each of some lines in order the run that it is in: of a numbered module, or after one. Further runs of one
-    module are numbered, but for modules that have ``once`` one run."""
+    """Return the place of each line: the numbered module that it is in, or "after" that module. If a place comes again
+    later, its further runs are numbered, except for places that are in ``once``."""
     names, before = [], ""
     for module in modules:
         match = _BLOCK.match(module)
@@ -102,7 +103,7 @@ def places(modules: Sequence[str], once: frozenset[str] = frozenset()) -> list[s
 
 
 class Graph:
-    """The captured graph as pieces by the run that they are."""
+    """The captured graph as pieces by their place."""
 
     def __init__(self, captured: Function, kinds: Kinds) -> None:
         lines = [line for line in captured.lines if line.op != _KEY]
@@ -164,7 +165,8 @@ class Forward:
         self.returned = {key: self.sources[name] for key, name in program.main.returns}
 
     def _take_results(self, call: PieceCall) -> None:
-        """Name what a call returns; what it returns as it was given is what was given."""
+        """Note the origin of each result of a call. A result that the function returns as it was given has the origin
+        of that operand."""
         function = self.functions[call.line.op]
         given = {v.name: source for v, source in zip(function.parameters, call.reads, strict=True)}
         for at, (made, (_, name)) in enumerate(zip(call.line.results, function.returns, strict=True)):
@@ -182,7 +184,8 @@ class Forward:
                 yield from self._returned(key, self.sources[name])
 
     def _read(self, call: PieceCall, at: int, source: PieceSource, value: Value) -> Iterator[PieceFact]:
-        """One thing that a call reads: which of the things that its piece of the graph reads it may be."""
+        """Yield the facts about one operand of a call: which of the values that its piece of the graph reads it may
+        be."""
         slot, where = ("reads", call.sort, at), f"F {call.place} operand {at}"
         wanted = call.piece.reads if call.piece is not None else []
         if source[0] != "made":
@@ -237,7 +240,8 @@ NONE: frozenset[Hashable] = frozenset({None})
 
 
 def _names(name: str, place: str) -> frozenset[Hashable]:
-    """A name as it is, and as seen from a place that has a number: how far from it the name's number is."""
+    """Return the options to name a thing: its name, and, if the place has a number, the name with its distance from
+    that number."""
     own, other = _NUMBER.findall(place), _NUMBER.findall(name)
     if not own or not other:
         return frozenset({name})
@@ -245,7 +249,8 @@ def _names(name: str, place: str) -> frozenset[Hashable]:
 
 
 def _backward_bodies(backward: Program, forward: dict[str, Body]) -> dict[str, Body]:
-    """The bodies of B's functions by those of F that they are of; what they read is called as F's function calls it."""
+    """Return the bodies of B's functions by the functions of F that they undo. Values that F's function has too keep
+    their names there."""
     found = {}
     for function in backward.functions[:-1]:
         name = function.name.removesuffix("_backward")

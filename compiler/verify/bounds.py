@@ -1,4 +1,4 @@
-"""Bounds: numbers that decide at which values of an activation an operator does something else.
+"""Bounds: numbers at which an operator on activations changes its behaviour.
 
 Data may never reach them: of `torch.where(y > 50, 0, y)` random numbers tell nothing. So what F and B compare
 activations with, cut them off at or put in their place is held to be in the captured graph.
@@ -15,13 +15,13 @@ from ..program.faults import Fault
 from ..program.program import Line, Program, default_numbers, numbers_in
 
 _NAN = float("nan")
-"""Any number that is none: one object, which a set finds again."""
+"""The one object that stands for any NaN, so that a set finds it again."""
 _PLAIN = {-inf, -1.0, 0.0, 1.0, inf}
-"""Numbers with which derivatives and masks compare where no line of a model has any."""
+"""Numbers with which derivatives and masks compare though no line of a model has them."""
 
 
 def check_bounds(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
-    """Bounds of activations in F and B that the captured graph does not have."""
+    """Find bounds of activations in F and B that the captured graph does not have."""
     lines = [line for function in reference.functions for line in function.lines]
     known = _PLAIN.union(*map(_numbers, lines), *(default_numbers(line.op).values() for line in lines))
     known = known.union(*(facts(line.op).limits for line in lines))

@@ -1,4 +1,4 @@
-"""The checker of whole numbers: programs compute with tokens, targets, positions and masks exactly what the model does.
+"""The checker of whole numbers: programs compute the same with tokens, targets, positions and masks as the model does.
 
 Small vocabularies and short sequences fit into eight bits, and what random numbers are drawn from is small in the first
 steps, so no test of small numbers sees one that is clamped, taken modulo something, or too long for its type. Each
@@ -34,7 +34,7 @@ _ACTIVATION = 0
 
 
 class _Expressions:
-    """Expressions by number, equal ones once; ``parts`` are those of the arithmetic that was seen."""
+    """A number for every expression; equal expressions have equal numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {("activation",): _ACTIVATION}
@@ -62,7 +62,8 @@ class _Expressions:
         return self(value.binding) if exact else self.rng if kind == "rng" else _ACTIVATION
 
     def answer(self, question: Question, given: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
-        """Expressions of a line's results, and of the arithmetic of its parts: with whole numbers, and without."""
+        """Return the expressions of a line's results, and those of the arithmetic in its parts: first with whole
+        numbers, then without."""
         line, row = question.line, facts(question.line.op)
         if line.op == "parc.stream_key.default" and given == (self.rng,):
             return [self.stream], [], []
@@ -103,7 +104,7 @@ class _Expressions:
 
 
 class _Parts(TorchDispatchMode):
-    """Expressions of what the operators make that an operator is made of."""
+    """A mode that sees the parts of a composite operator, and notes the expressions of their results."""
 
     def __init__(self, expressions: _Expressions, operands: Sequence[torch.Tensor], given: Sequence[int]) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class _Parts(TorchDispatchMode):
         self.known = {id(x): found for x, found in zip(operands, given, strict=True)}
         self.arithmetic: list[int] = []
         self.tables: list[int] = []
-        """Arithmetic of floating numbers alone."""
+        """The arithmetic of floating numbers alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -155,7 +156,7 @@ class _Parts(TorchDispatchMode):
 
 
 def check_integers(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
-    """Arithmetic of whole numbers in COUNT, F and B that the captured graph does not have."""
+    """Find arithmetic of whole numbers in COUNT, F and B that the captured graph does not have."""
     express = _Expressions()
     known: set[int] = set()
 
@@ -177,7 +178,7 @@ def check_integers(programs: Mapping[str, Program], reference: Program) -> Itera
 def _held(
     program: Program, express: _Expressions, known: set[int], saved: Mapping[str, int]
 ) -> tuple[list[int], list[Fault]]:
-    """Expressions of what a program returns, and where it has arithmetic that is not known."""
+    """Return the expressions of a program's results, and the faults of lines with arithmetic that is not ``known``."""
     faults: dict[str, Fault] = {}
 
     def held(function: str, question: Question, given: tuple[int, ...]) -> list[int]:

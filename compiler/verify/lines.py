@@ -27,7 +27,7 @@ from ..program.program import Function, Line, LocalSize, Program, Ref, Value, ar
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A line, its names left out, and the types of what it reads; equal lines are looked at once."""
+    """A line without its names, with the types of its operands. Equal lines are checked once."""
 
     text: str
     rule: OpRow | None
@@ -38,7 +38,7 @@ class Question:
 
     @property
     def results(self) -> list[TensorType]:
-        """The declared types of the results that there are."""
+        """The declared types of the results, without absent ones."""
         return [type_ for type_ in self.declared if type_ is not None]
 
 
@@ -49,7 +49,7 @@ Answer = tuple[tuple[str, str], ...]
 
 
 def check_program(program: Program) -> list[Fault]:
-    """Shapes and types of every line of one program, and that every line is read."""
+    """Check shapes and types of every line of one program, and that every line is read."""
     faults = check_lines(program)
     for function in program.functions:
         where = f"{program.role}.{program.action} {function.name}"
@@ -62,7 +62,7 @@ def check_program(program: Program) -> list[Fault]:
 
 
 def check_lines(program: Program) -> list[Fault]:
-    """Shapes and types of every line of one program."""
+    """Check shapes and types of every line of one program."""
     faults: list[Fault] = []
     known: dict[str, Function] = {}
     for function in program.functions:
@@ -76,7 +76,7 @@ def check_lines(program: Program) -> list[Fault]:
 
 
 def _answers(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Answer | None]]:
-    """A function's lines in which something is wrong, and its calls, which rest on other functions."""
+    """Return the lines of a function that have faults, and its calls, whose answers depend on other functions."""
     key = "answers", mesh
     if key not in function.derived:
         answers = ((line, question and _answer(question)) for line, question in questions(function, mesh))
@@ -86,8 +86,8 @@ def _answers(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Answer | No
 
 
 def _unread(function: Function) -> Sequence[str]:
-    """Values that nobody reads: parameters but for buffers that get new values, every result of a call, and lines of
-    which no result is read."""
+    """Return the values that nobody reads: parameters (except buffers that get new values), results of calls, and lines
+    of which no result is read."""
     if "unread" not in function.derived:
         function.derived["unread"] = tuple(_never_read(function))
     found: Sequence[str] = function.derived["unread"]
@@ -115,7 +115,7 @@ def call_faults(line: Line, values: Mapping[str, Value], called: Function) -> It
 
 
 def questions(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Question | None]]:
-    """A function's lines and what is asked of each; None where it calls another function."""
+    """Return a function's lines, each with its question, or None where it calls another function."""
     key = "questions", mesh
     if key not in function.derived:
         values = function.values()
@@ -231,7 +231,8 @@ def _draws(op: str) -> bool:
 
 
 def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:
-    """On a rank's shapes the operator makes a rank's; and its sizes there are those that its rule derives."""
+    """Yield the faults on one rank's shapes: the operator must give the declared results, with the sizes that its rule
+    derives."""
     op, mesh, results = q.line.op, q.mesh, q.results
     shapes = tuple(t.local(mesh) for t in q.operands), tuple(t.local(mesh) for t in results)
     local = line_call(q.line, q.operands, results, lambda item: item.local(mesh))
@@ -248,7 +249,7 @@ def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:
 
 
 def _made_otherwise(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Sequence[Any]) -> str:
-    """Runs the operator on shapes alone; what is wrong with its results, "" if nothing."""
+    """Run the operator on shapes alone, and return what is wrong with its results, or ""."""
     op = q.line.op
     expected = [None if t is None else (t.dtype, shape) for t, shape in zip(q.declared, wanted, strict=True)]
     try:
@@ -261,7 +262,7 @@ def _made_otherwise(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Se
 
 
 def forms_of(made: Any) -> list[tuple[torch.dtype, Any] | None]:
-    """Dtypes and shapes of an operator's results."""
+    """Return dtypes and shapes of an operator's results."""
     made = made if isinstance(made, (tuple, list)) else [made]
     return [None if x is None else (x.dtype, tuple(x.shape)) for x in made]
 
@@ -274,7 +275,8 @@ def line_call(
     line: Line, operands: Sequence[TensorType], results: Sequence[TensorType], size: Callable[[LocalSize], Any],
     number: Callable[[int], Any] = int,
 ) -> OpCall:  # fmt: skip
-    """The line as a call, its sizes read by ``size`` (whole or a rank's), all other whole numbers by ``number``."""
+    """Return the line as a call, with its sizes read by ``size`` (whole or a rank's) and other whole numbers by
+    ``number``."""
     counter = iter(range(len(operands)))
 
     def read(item: Any) -> Any:

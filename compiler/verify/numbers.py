@@ -1,4 +1,4 @@
-"""Numbers at all sizes that a plan declares: what programs compute with is what the captured graph computes with.
+"""Numbers at all sizes that a plan declares: programs compute with the numbers that the captured graph computes with.
 
 Shapes follow from one another, so each size in a type or an argument is proved by what it makes of the sizes before it
 (``verify.sizes``). A factor, a divisor, a bound or an offset makes no shape: one that is right at the sizes that are
@@ -29,14 +29,15 @@ from ..sizes.template import ShapeFault, Template
 
 _MADE: tuple[Kind, ...] = ("saved", "received", "input", "buffer")
 _AROUND = "aten.roll.default"
-"""An operator that counts around: its numbers may be others at all sizes that are looked at, and do the same."""
+"""The operator that counts around (a roll): numbers that differ at all sizes looked at may still do the same."""
 _ONE = Polynomial.of({(): Fraction(1)})
 
 
 def number_faults(
     template: Template, programs: Mapping[str, Program], sizes: Sizes, numbers: Mapping[int, Polynomial]
 ) -> Iterator[ShapeFault]:
-    """Numbers of programs that are none of the captured graph's, nor made of sizes of their own line.
+    """Find numbers in programs that the captured graph does not have, and that are not computed from sizes of their own
+    line.
 
     ``programs`` are the template's at ``sizes`` at which each number stands for one expression, as ``numbers`` says.
     """
@@ -55,7 +56,7 @@ def number_faults(
 
 @dataclass
 class _Held:
-    """The numbers that lines may have, by the captured graph and by their own sizes."""
+    """The numbers that a line may have, by the captured graph and by its own sizes."""
 
     template: Template
     reference: Program
@@ -64,7 +65,7 @@ class _Held:
     courses: dict[frozenset[Shape], frozenset[Polynomial]] = field(default_factory=dict)
 
     def other(self, line: Line, function: Function) -> str:
-        """The first number of a line that may not be, "" if there is none."""
+        """Return the first number of a line that it may not have, "" if there is none."""
         for number in numbers_in((line.args, dict(line.kwargs))):
             size, text = self.expression(number)
             if line.op == _AROUND:
@@ -77,7 +78,8 @@ class _Held:
         return ""
 
     def expression(self, number: float) -> tuple[Polynomial | None, str]:
-        """The polynomial that a number stands for, or that it divides by, and its text; None for one of no size."""
+        """Return the polynomial that a number stands for, or divides by, and its text. The polynomial is None if the
+        number stands for no size."""
         if isinstance(number, int):
             found = self.numbers.get(number)
             return (found if found is not None and found.names else None), str(found)
@@ -85,19 +87,19 @@ class _Held:
 
     @cached_property
     def floats(self) -> dict[float, tuple[Polynomial, str]]:
-        """Floating numbers of the template by what they are at the sizes."""
+        """The floating numbers of the template by their value at the sizes."""
         kinds = [expression for expression in self.template.expressions() if expression.kind]
         return {float(expression.at(self.sizes)): (expression.size, str(expression)) for expression in kinds}
 
     @cached_property
     def known(self) -> set[float]:
-        """Numbers of the captured graph."""
+        """The numbers of the captured graph."""
         lines = (line for function in self.reference.functions for line in function.lines)
         return {number for line in lines for number in numbers_in((line.args, dict(line.kwargs)))}
 
     @cached_property
     def shifts(self) -> set[float]:
-        """Numbers of the captured graph's operators that count around."""
+        """The numbers of the captured graph's rolls."""
         lines = (line for function in self.reference.functions for line in function.lines if line.op == _AROUND)
         return {number for line in lines for number in numbers_in(line.args)}
 
@@ -131,7 +133,7 @@ class _Held:
 
     @cached_property
     def points(self) -> list[dict[str, int]]:
-        """The sizes that are looked at."""
+        """The choices of sizes that are looked at."""
         return check_points(self.template.ranges)
 
     @cached_property
@@ -146,7 +148,7 @@ class _Held:
 
 
 def _shapes(line: Line, function: Function) -> frozenset[Shape]:
-    """The shapes of what a line reads and makes."""
+    """Return the shapes of a line's operands and results."""
     values = function.values()
     return frozenset({values[name].type.shape for name in line.uses()} | {value.type.shape for value in line.made})
 
@@ -156,7 +158,7 @@ def _place(line: Line) -> tuple[str, str]:
 
 
 def _courses(shapes: Sequence[Sequence[Polynomial]]) -> Iterator[Polynomial]:
-    """The courses of dims, of products of one tensor's dims, and of differences of dims."""
+    """Yield the courses of dims, of products of one tensor's dims, and of differences of dims."""
     moving = [[size for size in shape if size.names] for shape in shapes]
     for shape in moving:
         for count in range(1, len(shape) + 1):
@@ -168,7 +170,8 @@ def _courses(shapes: Sequence[Sequence[Polynomial]]) -> Iterator[Polynomial]:
 
 
 def binding_faults(programs: Mapping[str, Program]) -> Iterator[ShapeFault]:
-    """Parameters of programs that have other sizes than the captured graph's inputs, or the results of others, have."""
+    """Find parameters of programs whose sizes differ from those of the captured graph's inputs, or of the results that
+    other programs make."""
     reference = programs.get(REFERENCE_FILE)
     if reference is None:
         return

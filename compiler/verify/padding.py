@@ -1,4 +1,4 @@
-"""The checker of padding: entries that the model does not have reach nothing that it has, followed line by line.
+"""The checker of padding, line by line: entries that the model does not have change none that it has.
 
 Parameters and their gradients hold zeros in their padding, which the update keeps. From there every line is followed by
 its rule; what is reduced must hold there what ``neutral`` proves to add nothing.
@@ -83,7 +83,7 @@ def _stored_faults(pads: Pads, stored: Mapping[str, TensorType]) -> Iterator[Fau
 
 
 def _given(binding: Binding | None, pads: Pads, known: Mapping[Binding | None, Extras]) -> Extras:
-    """The padding of what a program's parameter is bound to."""
+    """Return the padding of a program's parameter, by its binding."""
     if binding is not None and binding.kind in PARAMETERS:
         return tuple(Extra(pad.dim, pad.outer, pad.real, pad.padded) for pad in pads.get(binding.name, ()))
     return known.get(binding, ())
@@ -108,7 +108,7 @@ def _made(function: str, question: Question, operands: tuple[Extras, ...]) -> li
 
 @lru_cache(maxsize=8192)
 def _line(question: Question, operands: tuple[Extras, ...]) -> list[Extras]:
-    """The padding of a line's results; a collective moves what a value holds, padding and all."""
+    """Return the padding of a line's results. A collective moves a value with its padding."""
     line = question.line
     if line.op == _ROW_MAX:
         return [_largest(question.operands[0], operands[0])]

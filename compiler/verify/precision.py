@@ -1,4 +1,4 @@
-"""The checker of roundings: a narrow type stands only where the plan's lines, or the model itself, put one.
+"""The checker of roundings: a value is narrow only where the plan's lines, or the model itself, make it so.
 
 Numbers are tested in float64, where a cast is nothing, so it is here that a rounding too many is refused. What is
 proved: weights, their gradients as they are summed, and the loss have the model's own types; an operator that is
@@ -66,7 +66,7 @@ class _Own:
 
 
 def _floats(function: Function) -> Iterator[tuple[Line, list[Value], list[Value]]]:
-    """Each line with its floating operands and results."""
+    """Yield each line with its floating operands and results."""
     values = function.values()
     for line in function.lines:
         reads = [values[name] for name in line.uses() if values[name].type.dtype.is_floating_point]
@@ -162,7 +162,7 @@ class _Table(Enum):
 
 
 def _table_faults(programs: Mapping[str, Program], own: _Own) -> Iterator[Fault]:
-    """Tables, angles and masks are rounded by nothing but the line that meets narrow activations."""
+    """Find tables, angles and masks that any line rounds except the one that meets narrow activations."""
     saved: dict[str, _Table] = {}
     for program in (programs[FORWARD], programs[BACKWARD]):
         main = program.main

@@ -1,4 +1,5 @@
-"""The checker of SCALE and REDUCE: one over the count of targets; each gradient summed, the loss scaled, and the norm.
+"""The checker of SCALE and REDUCE: the scale is one over the count of targets, each gradient is summed, the loss
+scaled, and the norm computed from all gradients.
 
 Types say that a sum is complete and whole on every rank; here it is what is summed, and that nothing else is done to
 it: a count or a loss that is cut off at some size, and a norm that binds no clipping, show in no test of small numbers.
@@ -16,7 +17,7 @@ from ..program.faults import Fault
 from ..program.program import Line, Program, Ref
 
 _MEAN = Binding("loss", "mean")
-"""The loss, scaled: no binding of a program is called so."""
+"""The scaled loss. No program has a binding of this name."""
 _KEEPS = frozenset({"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather"})
 
 

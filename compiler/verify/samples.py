@@ -45,7 +45,7 @@ class Samples:
 
 _FREE, _MET = Samples(), Samples("R")
 _SOMEWHERE = Split(-1)
-"""Split along a dim that is not known: all that is seen from there are sums over dim 0."""
+"""A split along an unknown dim: only sums over dim 0 are still seen."""
 _AXIS = "samples"
 _MAY_KEEP_APART = ("shape", "dims", "index", "scatter")
 """The kinds of moves that may still keep samples apart where the rules lose track of them."""
@@ -78,7 +78,7 @@ def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
 
 @lru_cache(maxsize=8192)
 def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, ...]:
-    """The results of a line."""
+    """Return the dependence of a line's results on samples."""
     read: Sequence[Samples] = given
     if _MET in read or all(samples == _FREE for samples in read):
         return (_MET if _MET in read else _FREE,) * len(q.results)
@@ -122,7 +122,7 @@ def _placed(call: OpCall, read: Sequence[Samples], size: int) -> list[AxisType]:
 
 
 def _added(q: Question, call: OpCall, sums: Sequence[Samples]) -> tuple[Adds, int]:
-    """``adds`` and ``terms`` of an operator's results that are sums over samples, or linear in such ``sums``."""
+    """Return ``adds`` and ``terms`` of an operator's results that are sums over samples, or linear in such ``sums``."""
     ratio = math.prod(call.operands[0]) // max(math.prod(call.results[0]), 1) if facts(call.op).reduces == "sum" else 0
     if not sums:
         return "sum", ratio

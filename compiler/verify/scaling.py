@@ -1,4 +1,4 @@
-"""The loss's scale: every gradient and the loss are multiplied by it exactly once, followed through the rule table.
+"""The checker of the loss's scale: the loss and every gradient are multiplied by it exactly once, by the rules.
 
 A step divides by the number of targets once, at its end. Each value has a degree: how often it was multiplied by that
 scale. Whatever is linear keeps the degree, a product adds degrees, and what the table does not know has none.
@@ -20,17 +20,17 @@ from ..program.program import Program, Ref
 from .lines import Question, follow, line_call
 
 Degree = float | None
-"""None is not known."""
+"""The power of the loss's scale in a value: 1.0 if it is multiplied by it once. None is not known."""
 _ZERO = float("inf")
-"""The degree of zeros: whatever is asked of them."""
+"""The degree of zeros, which count as any degree."""
 _GIVEN: Mapping[Kind, float] = {"count": -1.0, "scale": 1.0, "gradient": 1.0, "received": 1.0}
-"""The degrees of what a program is given, if not 0."""
+"""The degrees of a program's parameters by kind, where they are not 0."""
 _MIXED = float("nan")
-"""The degree of a sum of parts that have different ones."""
+"""The degree of a sum whose parts have different degrees."""
 
 
 def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
-    """The scale is one over the count, and the loss and each gradient have it once."""
+    """Find a scale that is not one over the count, and a loss or gradients that do not have it exactly once."""
     scale = programs[SCALING]
     scaled = [action for action in programs if "gradient" in ACTIONS[action].returns]
     found = [fault for action in scaled for fault in scaled_once(programs[action], action)]
@@ -38,7 +38,8 @@ def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
 
 
 def scaled_once(program: Program, where: str) -> list[Fault]:
-    """All that a program returns has the scale once; gradients that B receives of another stage have it already."""
+    """Find returned values that do not have the scale exactly once; gradients that B receives from another stage have
+    it already."""
     given = [_GIVEN.get(value.kind, 0.0) for value in program.main.parameters]
     found = zip(program.main.returns, degrees(program, given), strict=True)
     return [
@@ -53,7 +54,7 @@ def _times(degree: float) -> str:
 
 
 def degrees(program: Program, given: Sequence[Degree]) -> list[Degree]:
-    """The degrees of what a program returns, from those of its parameters."""
+    """Return the degrees of a program's results, from those of its parameters."""
     return follow(program, program.main, given, lambda _, line, operands: [_degree(line, operands)] * len(line.results))
 
 
@@ -78,7 +79,8 @@ def _degree(question: Question, operands: Sequence[Degree]) -> Degree:
 
 
 def _by_rule(call: OpCall, known: Sequence[float]) -> Degree:
-    """Linear in its scaled operands together: their degree. Linear in each of them alone: the sum of their degrees."""
+    """Return the degree of a result by the rule. If the operator is linear in its scaled operands together, it is their
+    degree; if it is linear in each of them, it is the sum of their degrees."""
     scaled = {index for index, degree in enumerate(known) if degree != 0.0}
     linear = rule_or_opaque(call).linear
     for joint in linear:

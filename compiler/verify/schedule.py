@@ -1,4 +1,5 @@
-"""The checker of a step's timelines: complete, each action where it belongs and after what it needs, no deadlock.
+"""The checker of a step's timelines: they are complete, each action comes at its place and after those it needs, and
+nothing deadlocks.
 
 It shares no code with the schedules. What kinds of actions there are, and what each reads and returns, it takes from
 their table; where stages lie, from whoever has their programs. From one role to another messages are received in the
@@ -16,13 +17,13 @@ from ..program.faults import Fault
 
 CAPACITY = 1
 _LATE = ("after", "end")
-"""Places of a step that come when all before them is done."""
+"""The places of a step that come when all before them is done."""
 
 
 def check_timelines(
     timelines: Mapping[str, Sequence[Action]], ranks: StageRanks, microbatches: int, *, also: Collection[str] = ()
 ) -> list[Fault]:
-    """Faults of the timelines of a step's roles, which are given in the order of their coordinates; stage k lies on
+    """Return the faults of the timelines of a step's roles, given in the order of their coordinates. Stage k lies on
     ``ranks[k]``.
 
     ``also``: the optional kinds that the step has, as ``COUNT`` where the loss is over a count of targets.
@@ -83,7 +84,8 @@ class _Needs:
         }  # fmt: skip
 
     def of(self, action: Action) -> Iterator[Action]:
-        """All that is needed; results of the role's own stages too, where no message brings them."""
+        """Yield the actions that an action needs, with those of the role's own stages whose results no message
+        brings."""
         stage, m, message = action.stage, action.microbatch, action.message
         if message is not None:
             if message.sends:
@@ -102,13 +104,13 @@ class _Needs:
 
 
 def _deadlock(timelines: Mapping[str, Sequence[Action]], ranks: StageRanks) -> list[Fault]:
-    """All roles run together until each is done or waits for another."""
+    """Run all roles together until each is done or waits for another; return a fault if some wait."""
     names = list(timelines)
     todo = {role: deque(actions) for role, actions in timelines.items()}
     wires: dict[tuple[str, str], deque[Action]] = defaultdict(deque)
 
     def wait(role: str) -> str:
-        """Do the next action of a role, or say what it waits for."""
+        """Do the next action of a role, or return what it waits for."""
         action = todo[role][0]
         message = action.message
         if message is not None:

@@ -1,4 +1,4 @@
-"""Shapes at all sizes that a plan declares, proved: operators run on tensors whose sizes are expressions of sympy.
+"""Shapes proved at all sizes that a plan declares: operators run on tensors whose sizes are sympy expressions.
 
 What a line makes must be, as an expression, what the program says, by whatever way torch goes at some sizes (one of
 several kernels, a slice that is cut short).
@@ -33,12 +33,12 @@ _MOST_WAYS = 16
 _INTEGER = re.compile(r"-?\d+")
 _OWN = ("aten.", "parc.")
 _EXACT = {"Mod": sympy.Mod, "PythonMod": sympy.Mod, "FloorDiv": lambda a, b: sympy.floor(a / b)}
-"""torch's functions of sizes, in sympy's own, which knows more of them."""
+"""Functions of sizes in sympy that replace torch's, because sympy knows more about its own."""
 
 
 def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
-    """Shapes that are not as declared at some sizes, and numbers that are none of the captured graph's; the template's
-    numbers must be whole everywhere (``Template.faults``).
+    """Find shapes that differ from the declared ones at some sizes, and numbers that the captured graph does not have.
+    The template's numbers must be whole everywhere (``Template.faults``).
 
     Operators of other libraries, whose shape functions may take no expressions, are held at a few sizes, as all are.
     """
@@ -56,7 +56,8 @@ def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
 
 
 def _generic(template: Template, mesh: Mesh) -> tuple[dict[str, int], dict[int, Polynomial]]:
-    """Sizes, declared or not, at which each number of the programs stands for one expression; and these."""
+    """Return sizes, declared or not, at which each number of the programs stands for one expression; and the expression
+    of each."""
     found = {expression.size for expression in template.expressions() if not expression.kind}
     fixed = {int(number) for text in template.texts.values() for number in _INTEGER.findall(text)}
     # at multiples of these all are whole, and so are their parts
@@ -71,23 +72,23 @@ def _generic(template: Template, mesh: Mesh) -> tuple[dict[str, int], dict[int, 
 
 
 _PROVED: dict[Any, str] = {}
-"""Faults of lines that were looked at before, "" for none, by the line, the expressions that its numbers stand for, and
-the sizes' ranges: templates that are nearly the same, as a build's and its twin's, ask for the same proofs."""
+"""The faults ("" for none) of lines that were checked before, by the line, the expressions of its numbers, and the
+sizes' ranges. Templates that are nearly the same, as a build's and its twin's, need the same proofs."""
 _MOST_PROVED = 1 << 14
 
 
 class _Proof:
-    """Looks at lines of programs at generic sizes, equal ones once; ``numbers``: the expressions that theirs stand
-    for."""
+    """The check of programs' lines at generic sizes. Equal lines are checked once. ``numbers`` are the expressions that
+    numbers stand for."""
 
     def __init__(self, template: Template, numbers: Mapping[int, Polynomial]) -> None:
         self.ranges, self.numbers = template.ranges, numbers
         self.steps = {name: (size.low // size.step, size.high // size.step) for name, size in self.ranges.items()}
         self.read: set[str] = set()
-        """The sizes that the line at hand depends on."""
+        """The sizes that the present line depends on."""
 
     def faults(self, program: Program) -> Iterator[tuple[Line, str]]:
-        """Lines with what is wrong with them."""
+        """Yield the lines that have a fault, with it."""
         called = {function.name: function for function in program.functions}
         for function in program.functions:
             for line, question in questions(function, program.mesh):
@@ -105,7 +106,7 @@ class _Proof:
                     yield line, found
 
     def key(self, q: Question) -> Any:
-        """All that a proof depends on."""
+        """Return all that a line's proof depends on."""
         types = (type_.text(q.mesh) for type_ in (*q.operands, *q.results))  # which name parts of dims too
         read = {int(number) for text in (q.text, *types) for number in _INTEGER.findall(text)}
         read.update(size for type_ in (*q.operands, *q.results) for size in type_.shape)
@@ -180,11 +181,11 @@ class _Proof:
         return sympy.Add(*terms)
 
     def cut(self, mesh: Mesh, local: bool, cut: LocalSize) -> Any:
-        """A size in an argument, as a number: whole, or a rank's."""
+        """Return a size in an argument as a number: that of the whole tensor, or that of a rank."""
         return self.size(self.expression(cut.size) / (math.prod(map(mesh.size, cut.axes)) if local else 1))
 
     def shape(self, type_: TensorType, mesh: Mesh, local: bool) -> list[sympy.Expr]:
-        """The dims of a value, which its text gives as sums of products such as ``(2 {S}/tp + 64/tp)``."""
+        """Return the dims of a value, whose text gives them as sums of products such as ``(2 {S}/tp + 64/tp)``."""
         dims = re.findall(r"[^\[\],]+", type_.text(mesh).partition("[")[2].rpartition("]")[0])
         return [sympy.Add(*(self.stretch(part, mesh, local) for part in dim.strip(" ()").split(" + "))) for dim in dims]
 
@@ -196,11 +197,11 @@ class _Proof:
         return made
 
     def size(self, expression: sympy.Expr) -> Any:
-        """A number, or what torch takes for one."""
+        """Return an expression as a number, or as the symbolic number that torch takes for one."""
         return self.symbolic.size(expression) if expression.free_symbols else int(expression)
 
     def text(self, found: Any) -> str:
-        """Expressions in the names of the sizes."""
+        """Return expressions as text in the names of the sizes."""
         if isinstance(found, list):
             return f"[{', '.join(map(self.text, found))}]"
         names = {symbol: sympy.Symbol(name) / self.ranges[name].step for name, symbol in self.symbolic.symbols.items()}
@@ -210,7 +211,7 @@ class _Proof:
         return "; ".join(map(self.text, found))
 
     def named(self, text: str) -> str:
-        """torch's own words in the names of the sizes."""
+        """Return torch's own words with the names of the sizes."""
         for name, symbol in self.symbolic.symbols.items():
             step = self.ranges[name].step
             text = text.replace(str(symbol), name if step == 1 else f"({name}/{step})")
@@ -218,6 +219,6 @@ class _Proof:
 
 
 def _exact(condition: sympy.Basic) -> sympy.Basic:
-    """A condition in sympy's own functions, simplified."""
+    """Return a condition in sympy's own functions, simplified."""
     found = condition.replace(lambda e: type(e).__name__ in _EXACT, lambda e: _EXACT[type(e).__name__](*e.args))
     return sympy.Eq(sympy.expand(found.lhs - found.rhs), 0) if isinstance(found, sympy.Eq) else found

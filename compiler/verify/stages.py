@@ -1,4 +1,4 @@
-"""The checker of stages: what neighbours hand one another, and that what roles sum among themselves is summed once.
+"""The checker of stages: neighbours agree on their messages, and roles sum each value among themselves exactly once.
 
 Everything else is proved of the step that the roles' programs join to (``roles.join``), where nothing is sent.
 """
@@ -22,10 +22,10 @@ AMONG = "parc.all_reduce_among"
 
 
 def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[Fault]:
-    """A stage's work lies on one role, and each role has as many stages; what one sends the next receives, of the same
-    type and in the same order; what B reads of F is saved in its own stage; every role reduces the gradients of its
-    stages, those of several roles over exactly these, and the loss and the norm over all, in which each parameter
-    counts once."""
+    """Return the faults of stages. A stage's work must lie on one role, and each role must have as many stages. A stage
+    must receive what its neighbour sends, of the same type and in the same order. B must read values that F of its own
+    stage saved. REDUCE must sum each gradient over exactly the roles that have it, and the loss and the norm over all,
+    with each parameter once in the norm."""
     try:
         work, places = work_programs(roles), Counter(ranks_of(roles))
     except JoinFault as fault:
@@ -55,7 +55,7 @@ def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[F
 
 
 def _buffer_faults(work: Mapping[int, StageWork]) -> Iterator[Fault]:
-    """A buffer that one stage updates is as it was on the others."""
+    """Find buffers that one stage updates and another one reads."""
     for stage, programs in work.items():
         updated = {key for key, _ in programs[FORWARD].main.returns if key.kind == "buffer"}
         for other in (program for at, own in work.items() if at != stage for program in own.values()):
@@ -64,8 +64,8 @@ def _buffer_faults(work: Mapping[int, StageWork]) -> Iterator[Fault]:
 
 
 def _meeting_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]:
-    """Nothing but sums of what roles do alike after the work is between them, which do not run their other programs at
-    the same time."""
+    """Find collectives between roles that are not allowed. Only programs that all roles run after the work may sum
+    among roles, because other programs do not run at the same time."""
     for programs in roles.values():
         for key, program in programs.items():
             for function in program.functions:
@@ -78,7 +78,7 @@ def _meeting_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]
 
 
 def _together(programs: Programs) -> list[str]:
-    """The programs that all roles run after their work, in one order."""
+    """Return the programs that all roles run after their work, in one order."""
     return [row.kind for row in step_kinds("after") if row.program == "role" and row.kind in programs]
 
 
@@ -119,7 +119,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iterator[Fault]:
-    """Sums among roles, followed from the gradients of each role's stages."""
+    """Find wrong sums among roles, followed from the gradients of each role's stages."""
     owners: dict[str, list[int]] = {}
     makes = [
         {key for name, program in programs.items() if stage_key(name) for key in program.main.returned("gradient")}
@@ -172,7 +172,7 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
 
 
 def _metric_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> Iterator[Fault]:
-    """A metric is one sum over all roles, in each of them."""
+    """Find metrics that are not one sum over all roles, in each of them."""
     for programs in roles.values():
         for kind in _together(programs):
             main = programs[kind].main
@@ -185,7 +185,7 @@ def _metric_faults(roles: Mapping[str, Programs], everyone: tuple[int, ...]) -> 
 
 
 def _order_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]:
-    """Two roles meet in the same sums in the same order."""
+    """Find two roles that do not meet in the same sums in the same order."""
     lines = [[line for kind in _together(programs) for line in programs[kind].main.lines if line.op == AMONG]
              for programs in roles.values()]  # fmt: skip
     meetings = [[(line.args[2], str(line.results[0] and line.results[0].type)) for line in own] for own in lines]
@@ -199,11 +199,11 @@ def _order_faults(roles: Mapping[str, Programs], axis: str) -> Iterator[Fault]:
 
 
 _Part = tuple[Binding, tuple[int, ...]]
-"""The loss or a gradient, and the roles over which it was summed, those of every such sum."""
+"""The loss or a gradient, and the roles over which it was summed, with the roles of every such sum."""
 
 
 def _summed(name: str, owners: Mapping[str, list[int]]) -> _Part:
-    """A gradient that was summed over its owners, if there are several."""
+    """Return the gradient as a part that is summed over its owners, if there are several."""
     return Binding("gradient", name), tuple(owners[name]) if len(owners[name]) > 1 else ()
 
 

@@ -1,4 +1,4 @@
-"""The checker of a step: what its programs hand one another, the loss's scale, and what the captured graph demands."""
+"""The checker of a step: its programs fit each other, the loss's scale, and the demands of the captured graph."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("st
 
 
 def _rows(programs: Mapping[str, Program]) -> list[ActionRow]:
-    """The kinds of which there are programs, in the order of a step."""
+    """Return the kinds of actions that have programs, in the order of a step."""
     return [row for row in step_kinds() if row.kind in programs]
 
 
 def mesh_faults(programs: Mapping[str, Program], mesh: Mesh) -> list[Fault]:
-    """All programs are there, and each is of the build's mesh, and of the action and the role that it stands for."""
+    """Return a fault for each missing program, and for each with another mesh, action or role than it should have."""
     missing = [row.kind for row in step_kinds() if row.program and not row.optional and row.kind not in programs]
     faults = [Fault("types", "step", f"has no program {', '.join(missing)}")] if missing else []
     for action, program in programs.items():
@@ -48,7 +48,7 @@ def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorT
 
 
 def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
-    """Every parameter of a program is made before it, once, with its type."""
+    """Find parameters of a program that no earlier program makes, that are there twice, or that have another type."""
     made: dict[Binding, TensorType] = {}
     updated: dict[Binding, str] = {}
     for row in _rows(programs):
@@ -76,7 +76,8 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
 
 
 def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
-    """Every program returns what it is there for, placed as those who take it expect."""
+    """Find results that a program has to return and does not, that nobody takes, or that are placed otherwise than
+    their readers expect."""
     trained: dict[Binding, None] = {}
     for row in _rows(programs):
         main = programs[row.kind].main
@@ -100,7 +101,7 @@ def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorT
 def _due(
     kind: Kind, row: ActionRow, main: Function, stored: Mapping[str, TensorType], trained: Collection[Binding]
 ) -> Iterable[Binding]:
-    """The bindings of a kind that a program has to return, or may where it does; ``trained`` are the gradients of the
+    """Return the bindings of a kind that a program has to return, or may return. ``trained`` are the gradients of the
     work before it."""
     if kind == "gradient" and kind in row.reads:
         return trained
@@ -122,7 +123,7 @@ def _final_faults(action: str, key: Binding, type_: TensorType, stored: Mapping[
 
 
 def _saved_faults(programs: Mapping[str, Program]) -> Iterator[Fault]:
-    """A saved value keeps its name from the line that makes it to the program that reads it, and is read."""
+    """Find saved values that are never read, or that change their name between their line and their reader."""
     forward, backward = programs[FORWARD].main, programs[BACKWARD].main
     read = backward.bound("saved")
     for key, name in forward.returns:
@@ -175,7 +176,8 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, pads: P
 
 
 def _expected(shape: Sequence[int], binding: Binding, pads: Pads) -> tuple[int, ...] | None:
-    """The shape in programs of what the model has in ``shape``; None where that is not what is padded."""
+    """Return the shape in programs of a value with ``shape`` in the model; None if its padding does not fit that
+    shape."""
     rows = pads.get(binding.name, ()) if binding.kind in PARAMETERS else ()
     fits = all(pad.dim < len(shape) and shape[pad.dim] == pad.outer * pad.real for pad in rows)
     return padded_shape(shape, rows) if fits else None
@@ -194,8 +196,8 @@ def _stream_faults(forward: Program, captured: Function) -> Iterator[Fault]:
 
 
 def _position_faults(forward: Program, captured: Function) -> Iterator[Fault]:
-    """Positions are counted as the model counts them; a constant offset can hide behind an attention that only sees
-    differences of positions."""
+    """Find positions that are counted in another way than in the model. A constant offset could hide behind an
+    attention that only sees differences of positions."""
 
     def counted(function: Function) -> set[str]:
         found = [line.args for line in function.lines if line.op == "parc.iota.default"]
@@ -208,7 +210,7 @@ def _position_faults(forward: Program, captured: Function) -> Iterator[Fault]:
 
 
 def trained(captured: Function) -> list[str]:
-    """The parameters that the loss of a captured graph depends on by differentiable operators."""
+    """Return the parameters that the loss of a captured graph depends on through differentiable operators."""
     given = {name: value for name, value in captured.bound("parameter").items() if _real(value)}
     reach = {value.name: 1 << index for index, value in enumerate(given.values())}  # a set of parameters, as bits
     for line in captured.lines:

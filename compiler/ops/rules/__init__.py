@@ -22,7 +22,7 @@ OP_TABLES: tuple[dict[str, OpRow], ...] = tuple(
 )
 
 TABLE: dict[str, OpRow] = {name: row for family in OP_TABLES for name, row in family.items()}
-"""All rows by the operator's name, those registered by users included."""
+"""All rows by the operator's name, with those that users registered."""
 
 _PACKETS: dict[str, OpRow] = {}
 """The first row of each operator, whatever its overload."""
@@ -52,7 +52,7 @@ def has_rule(op: object) -> bool:
 
 
 def rule_for(call: OpCall) -> OpRule | None:
-    """The rule of a call; None if its operator has no row, or a row that does not know this form of the call.
+    """Return the rule of a call, or None if its operator has no row, or a row that does not know this form of the call.
 
     Raises RuleError where a registered rule does not fit: that line is the user's to mend.
     """
@@ -70,7 +70,8 @@ def rule_for(call: OpCall) -> OpRule | None:
 def localize(
     call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The args and kwargs of a rank's call, of the global `call` and the local shapes of its operands and results."""
+    """Return the args and kwargs of a rank's call, given the global `call` and the local shapes of its operands and
+    results."""
     row, args, kwargs = TABLE.get(call.op), list(call.args), dict(call.kwargs)
     for position, name, value in row.localize(call, operands, results) if row is not None and row.localize else ():
         if position < len(args):
@@ -81,7 +82,7 @@ def localize(
 
 
 def register(op: str, text: str, *, linear: str = "", localize: Localize | None = None, **facts: Any) -> None:
-    """Gives a custom operator its row: ``parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")``.
+    """Give a custom operator its row: ``parc.register_rule("mylib.scale.default", "... d, d -> ... d", linear="0")``.
 
     The text has the tensor operands' dims by name, then the results': what is named alike is split alike, and a sum is
     made over what results lack. A comma separates tensors; ``d!`` is needed whole, ``...`` is any number of dims,
@@ -118,5 +119,5 @@ def register(op: str, text: str, *, linear: str = "", localize: Localize | None 
 
 
 def registered() -> Mapping[str, str]:
-    """Operators whose rule a user registered, with its text."""
+    """Return the operators whose rule a user registered, with its text."""
     return {op: text for op, (text, _, _) in _REGISTERED.items()}

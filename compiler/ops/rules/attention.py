@@ -22,12 +22,14 @@ def _dims(rank: int, mask: list[int]) -> tuple[list[Dims], Dims]:
 
 
 def _whole(names: str, causal: bool) -> frozenset[str]:
-    """A causal mask counts positions from the first query, so it needs all of them."""
+    """Return the factors that must be whole. A causal mask counts positions from the first query, so it needs all of
+    them."""
     return frozenset(names + "s" * causal)
 
 
 def _composite(call: OpCall) -> OpRule:
-    """`scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, *, scale, enable_gqa)`; linear in v."""
+    """The rule of `scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, *, scale, enable_gqa)`; linear in
+    v."""
     q, k, v, *mask = call.operands
     if not len(q) == len(k) == len(v) or (len(q) > 2 and quotient(q[-3], k[-3]) is None):
         return opaque(call)
@@ -37,7 +39,7 @@ def _composite(call: OpCall) -> OpRule:
 
 
 def _attention(call: OpCall) -> OpRule:
-    """`attention(q, k, v, mask, key, causal, scale, p)`; the stream's key has no dims."""
+    """The rule of `attention(q, k, v, mask, key, causal, scale, p)`; the stream's key has no dims."""
     mask = [len(call.operands[3])] if is_operand(call.args[3]) else []
     operands, out = _dims(4, mask)
     key: list[Dims] = [()] * is_operand(call.args[4])
@@ -45,7 +47,7 @@ def _attention(call: OpCall) -> OpRule:
 
 
 def _attention_backward(call: OpCall) -> OpRule:
-    """`attention_backward(grad, q, k, v, mask, key, out, lse, causal, scale, p)`."""
+    """The rule of `attention_backward(grad, q, k, v, mask, key, out, lse, causal, scale, p)`."""
     mask = [len(call.operands[4])] if is_operand(call.args[4]) else []
     operands, out = _dims(4, mask)
     key: list[Dims] = [()] * is_operand(call.args[5])

@@ -27,7 +27,7 @@ def _matmul(call: OpCall) -> OpRule:
 
 
 def _einsum(call: OpCall) -> OpRule:
-    """The equation is the rule; one that takes a diagonal promises nothing."""
+    """The rule of `einsum`, which is its equation. An equation that takes a diagonal promises nothing."""
     inputs, arrow, output = str(call.args[0]).replace(" ", "").partition("->")
     letters = inputs.replace("...", "").replace(",", "")
     if not arrow:
@@ -45,7 +45,8 @@ def _product(ruling: Ruling, **facts: Any) -> OpRow:
 
 
 def _einsum_flops(call: OpCall) -> int:
-    """Products of the first two operands, of what they make and the third, and so on, as torch takes them."""
+    """Count the multiply-adds of the first two operands, of their product with the third, and so on, as torch takes
+    them."""
     ruled, count = _einsum(call), 0
     factors = [{name for names in dims for name in names} for dims in (*ruled.operands, *ruled.results)]
     made = factors[0]
@@ -57,7 +58,8 @@ def _einsum_flops(call: OpCall) -> int:
 
 
 def _added(left: str, right: str, result: str) -> Ruling:
-    """`beta * x + alpha * (left @ right)`, x broadcast to the result: x and one of the two may be Partial together."""
+    """The rule of `beta * x + alpha * (left @ right)`, with x broadcast: x and one of the two may be Partial
+    together."""
 
     def apply(call: OpCall) -> OpRule:
         rank = len(call.operands[0])

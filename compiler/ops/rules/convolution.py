@@ -10,7 +10,8 @@ from ..op_row import Change, OpRow, along_dims, is_operand, result_shape, rows_o
 
 
 def _spell(call: OpCall, x: Shape, weight: Shape, groups: int, *, transposed: bool) -> dict[str, Any]:
-    """Dims of "x" [n (g i) ...], "w" [(g o) i ...] ([(g i) o ...] when transposed), "y" [n (g o) ...] and "b"."""
+    """Return the dims of "x" [n (g i) ...], "w" [(g o) i ...] ([(g i) o ...] when transposed), "y" [n (g o) ...] and
+    "b"."""
     space = len(weight) - 2
     batch: Dims = (("n",),) if len(x) == space + 2 else ()
     first, second = ("i", "o") if transposed else ("o", "i")
@@ -30,7 +31,7 @@ def _arguments(call: OpCall, position: int, transposed: int | None) -> tuple[int
 
 
 def _forward(groups: int, transposed: int | None = None) -> Callable[[OpCall], OpRule]:
-    """`(x, weight, bias, ...)`, with the positions of these arguments."""
+    """The rule of `(x, weight, bias, ...)`, given the positions of these arguments."""
 
     def ruling(call: OpCall) -> OpRule:
         count, is_transposed = _arguments(call, groups, transposed)
@@ -46,8 +47,8 @@ def _forward(groups: int, transposed: int | None = None) -> Callable[[OpCall], O
 
 
 def _flops(transposed: int | bool | None = None) -> Callable[[OpCall], int]:
-    """One product for each entry of the smaller side, and of a filter but for its first dim; `transposed`: whether it
-    is, or the position of that flag."""
+    """Count the multiply-adds of a convolution: for each entry of the smaller side, those of a filter without its first
+    dim. `transposed` is a flag, or the position of that argument."""
 
     def count(call: OpCall) -> int:
         turned = transposed if isinstance(transposed, bool) else transposed is not None and call.args[transposed]
@@ -57,7 +58,7 @@ def _flops(transposed: int | bool | None = None) -> Callable[[OpCall], int]:
 
 
 def _backward(call: OpCall) -> OpRule:
-    """`convolution_backward(grad, x, weight, bias_sizes, ..., transposed, ..., groups, mask)`."""
+    """The rule of `convolution_backward(grad, x, weight, bias_sizes, ..., transposed, ..., groups, mask)`."""
     count, transposed = _arguments(call, 9, 7)
     spelled = _spell(call, call.operands[1], call.operands[2], count, transposed=transposed)
     results = [spelled[name] for name, wanted in zip("xwb", call.args[10], strict=True) if wanted]
@@ -68,7 +69,8 @@ def _backward(call: OpCall) -> OpRule:
 
 
 def _local(groups: int, x: int) -> Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], list[Change]]:
-    """The groups a rank holds: its input channels by those of one group; `x` is the operand that has them."""
+    """Return the number of groups that a rank holds: its input channels by those of one group. `x` is the operand that
+    has them."""
 
     def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
         weight = operands[x + 1]
@@ -93,7 +95,8 @@ _RESIZES = {1: "linear1d", 2: "bilinear2d bicubic2d", 3: "trilinear3d"}
 
 
 def _over_space(dims: int) -> dict[str, OpRow]:
-    """Pools, pads and resizes over so many dims of space, with their gradients; those of one dim are pools of two."""
+    """The rows of pools, pads and resizes over so many dims of space, with their gradients. Those of one dim are
+    written as pools of two."""
     linear = [f"reflection_pad{dims}d", f"replication_pad{dims}d"]
     maxima = [f"max_pool{dims}d_with_indices", f"adaptive_max_pool{dims}d"] if dims > 1 else []
     linear += [f"avg_pool{dims}d", f"_adaptive_avg_pool{dims}d"] if dims > 1 else []

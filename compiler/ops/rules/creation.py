@@ -5,7 +5,7 @@ from ..op_row import OpRow, plain_dims, pointwise, result_shape, rows_of
 
 
 def made(call: OpCall) -> OpRule:
-    """Any operand only lends its dtype and device: its dims belong to no factor."""
+    """The rule of a creation operator. An operand only lends its dtype and device: its dims belong to no factor."""
     operands = [((),) * len(shape) for shape in call.operands]
     return apply_dims(call, operands, [plain_dims(len(call.results[0]))])
 

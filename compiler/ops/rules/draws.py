@@ -1,4 +1,4 @@
-"""Rows of random operators: canonical form writes each as a stream that counts, so they have no rule."""
+"""Rows of random operators. The canonical form writes each as a stream that counts, so they have no rule."""
 
 from ..op_row import OpRow, rows_of
 

@@ -1,4 +1,4 @@
-"""Rows of lookups: what is indexed is whole, the positions that ask are free."""
+"""Rows of lookups: the indexed dims are whole, and the positions of the indices are free."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +11,7 @@ from ..op_row import OpRow, argument_linear, is_operand, normal_dim, rows_of
 
 
 def _indexed(call: OpCall) -> tuple[Dims, list[Dims], Dims, frozenset[str]] | None:
-    """Dims of x, of the indices, of what `x[indices]` gives, and the indexed factors; None if nothing indexes.
+    """Return the dims of x, of the indices, and of `x[indices]`, and the indexed factors; None if nothing indexes.
 
     The dims of the indices, broadcast, stand where the first of consecutive indexed dims stood, else in front.
     """
@@ -65,7 +65,8 @@ def _may_mask(call: OpCall) -> bool:
 
 
 def _index_put(call: OpCall) -> OpRule:
-    """`index_put(x, indices, values)`: a part of the values would leave the others of x as they were: all whole."""
+    """The rule of `index_put(x, indices, values)`. All is whole: a part of the values would leave the other entries of
+    x as they were."""
     found = _indexed(call)
     values = call.operands[-1]
     linear = argument_linear(call, "02")
@@ -111,13 +112,15 @@ def _picked(text: str, *, free: bool = False, linear: str = "") -> Callable[[OpC
 
 
 def _embedding_backward(call: OpCall) -> OpRule:
-    """Lookups of a row add up, unless each is divided by how often the row is looked up."""
+    """The rule of a lookup's backward. Gradients of one row add up, unless each is divided by the number of its
+    lookups."""
     lead = "...!" if call.argument(4, "scale_grad_by_freq", False) else "..."
     return rule(f"{lead} d, {lead} -> v! d", linear="0")(call)
 
 
 def _embedding(call: OpCall) -> OpRule:
-    """A gradient divided by how often a row is looked up needs all lookups, of all rows."""
+    """The rule of `embedding`. A gradient that is divided by the number of a row's lookups needs all lookups, of all
+    rows."""
     if call.argument(3, "scale_grad_by_freq", False):
         return rule("v! d, ...! -> ...! d", linear="0")(call)
     return rule("v d, ... -> ... d", linear="0")(call)

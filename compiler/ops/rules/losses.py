@@ -1,4 +1,4 @@
-"""Rows of losses: element by element where nothing is reduced, a sum where they sum, whole where they average."""
+"""Rows of losses: element by element without a reduction, linear if they sum, whole if they average."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ _GRAD = (frozenset({0}),)
 
 
 def _elementwise(reduction: int, *, grad: bool = False) -> OpRow:
-    """A loss of tensors that broadcast, or the gradient of one; `reduction`: the position of that argument."""
+    """The row of a loss of tensors that broadcast, or of its gradient; `reduction` is the position of that argument."""
 
     def ruling(call: OpCall) -> OpRule:
         rank = max(len(shape) for shape in call.operands)
@@ -24,13 +24,14 @@ def _elementwise(reduction: int, *, grad: bool = False) -> OpRow:
 
 
 def _classes(call: OpCall, rank: int) -> tuple[Dims, Dims]:
-    """Dims of scores [c], [n c] or [n c ...], and of the targets, which lack the classes."""
+    """Return the dims of scores [c], [n c] or [n c ...], and of the targets, which lack the classes."""
     scores = (("c",),) if rank == 1 else (("n",), ("c",), *((f"s{dim}",) for dim in range(rank - 2)))
     return scores, tuple(names for names in scores if names != ("c",))
 
 
 def _class_loss(position: int) -> Callable[[OpCall], OpRule]:
-    """`(scores, target, weight, reduction, ...)`; a target of the scores' rank is probabilities."""
+    """The rule of `(scores, target, weight, reduction, ...)`. A target with as many dims as the scores holds
+    probabilities."""
 
     def ruling(call: OpCall) -> OpRule:
         rank = len(call.operands[0])
@@ -46,7 +47,8 @@ def _class_loss(position: int) -> Callable[[OpCall], OpRule]:
 
 
 def _nll_backward(call: OpCall) -> OpRule:
-    """`(grad, scores, target, weight, reduction, ignore_index, total_weight)`: the total is given, so n is free."""
+    """The rule of `(grad, scores, target, weight, reduction, ignore_index, total_weight)`. It gets the total, so n is
+    free."""
     scores, target = _classes(call, len(call.operands[1]))
     weights: list[Dims] = [(("c",),)] * (len(call.operands) - 4)
     operands: list[Dims] = [target if call.operands[0] else (), scores, target, *weights, ()]

@@ -1,4 +1,4 @@
-"""Rows of normalisations: what is averaged over is whole, the rest is free."""
+"""Rows of normalisations: the dims that are averaged over are whole, the others free."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ _GRAD = (frozenset({0}),)
 
 
 def _over_last(call: OpCall, x: Shape, shape: Sequence[Any]) -> tuple[Dims, Dims, frozenset[str]]:
-    """Dims of x, of a weight, and the whole factors; statistics have x's dims, of size 1 where normalized."""
+    """Return the dims of x and of a weight, and the whole factors. Statistics have x's dims, of size 1 where
+    normalized."""
     dims = plain_dims(len(x))
     last = dims[len(x) - len(shape) :]
     return dims, last, frozenset(name for names in last for name in names)
@@ -28,7 +29,7 @@ def _layer_norm(call: OpCall) -> OpRule:
 
 
 def _layer_norm_backward(call: OpCall) -> OpRule:
-    """`(grad, x, shape, mean, rstd, weight, bias, mask)`."""
+    """The rule of `(grad, x, shape, mean, rstd, weight, bias, mask)`."""
     dims, last, whole = _over_last(call, call.operands[1], call.args[2])
     weight, bias = is_operand(call.args[5]), is_operand(call.args[6])
     given = ((True, dims), (weight, last), (bias, last))
@@ -40,7 +41,7 @@ def _layer_norm_backward(call: OpCall) -> OpRule:
 
 
 def _groups_of(call: OpCall, x: Shape, groups: int, operands: Sequence[str], results: Sequence[str]) -> OpRule:
-    """Spells "x" [n (g c) ...], "w" [(g c)] and "m" [n g]."""
+    """Return the dims of "x" [n (g c) ...], "w" [(g c)] and "m" [n g]."""
     spatial = tuple((f"s{dim}",) for dim in range(len(x) - 2))
     spelled: dict[str, Dims] = {
         "x": (("n",), ("g", "c"), *spatial),
@@ -54,14 +55,14 @@ def _groups_of(call: OpCall, x: Shape, groups: int, operands: Sequence[str], res
 
 
 def _group_norm(groups: int, results: str) -> Callable[[OpCall], OpRule]:
-    """`groups`: the position of their number."""
+    """The rule of group norms; `groups` is the position of the argument with their number."""
     return lambda call: _groups_of(
         call, call.operands[0], call.args[groups], "x" + "w" * (len(call.operands) - 1), results
     )
 
 
 def _group_norm_backward(call: OpCall) -> OpRule:
-    """`(grad, x, mean, rstd, weight, N, C, HxW, group, mask)`."""
+    """The rule of `(grad, x, mean, rstd, weight, N, C, HxW, group, mask)`."""
     weight = is_operand(call.args[4])
     wanted = call.args[9]
     results = "".join(name for name, asked in zip("xww", wanted, strict=True) if asked)
@@ -74,7 +75,7 @@ def _local_groups(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shap
 
 
 def _local_group_sizes(first: int) -> Callable[[OpCall, tuple[Shape, ...], tuple[Shape, ...]], list[Change]]:
-    """Localizes N, C, HxW and group, which begin at argument `first`."""
+    """Make N, C, HxW and group local, which begin at argument `first`."""
 
     def localize(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
         x = operands[0]
@@ -89,8 +90,8 @@ def _local_group_sizes(first: int) -> Callable[[OpCall, tuple[Shape, ...], tuple
 
 
 def _batch_norm(training: int | None, *, updates: bool = False, grad: bool = False) -> Callable[[OpCall], OpRule]:
-    """`training`: the position of that flag, None where it is known to be off; `updates`: it gives new running
-    statistics, which are not a sum over the batch even where they are the old ones."""
+    """The rule of batch norms. `training` is the position of that flag, None where it is known to be off. `updates`: it
+    returns new running statistics, which are not a sum over the batch even where they equal the old ones."""
 
     def ruling(call: OpCall) -> OpRule:
         rank = len(call.operands[0])

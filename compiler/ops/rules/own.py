@@ -8,12 +8,14 @@ from .creation import made
 
 
 def _filled(call: OpCall) -> OpRule:
-    """Linear where it writes zeros: padding of a sum is the sum of padding."""
+    """The rule of an operator that fills padding. It is linear if it writes zeros: padding of a sum is the sum of
+    paddings."""
     return rule("... -> ...", linear="" if call.args[5] else "0")(call)
 
 
 def _resized(call: OpCall) -> OpRule:
-    """The dim is (outer, entries): a rank with some of the outer parts changes those; entries of a part are whole."""
+    """The rule of an operator that changes the length of a dim (outer, entries). The outer parts may be split; the
+    entries of a part are whole."""
     dims, (dim, outer) = plain_dims(len(call.operands[0])), call.args[1:3]
     before, after = ((*dims[:dim], ("outer", name), *dims[dim + 1 :]) for name in ("before", "after"))
     whole, linear = frozenset({"before", "after"}), [frozenset({0})]

@@ -27,14 +27,16 @@ _BOUNDED_BACKWARD = " ".join(f"{name}_backward" for name in _BOUNDED.split())
 
 
 def _cast(call: OpCall) -> OpRule:
-    """A cast passes a Partial on unless it ends in integers or booleans; no dtype given means none changed."""
+    """The rule of a cast. It passes a Partial on unless it ends in integers or booleans; without a dtype argument the
+    dtype stays."""
     dtype = call.argument(1, "dtype")
     keeps = dtype is None or "float" in str(dtype) or "complex" in str(dtype)
     return pointwise("0" if keeps else "")(call)
 
 
 def _first_only(call: OpCall) -> OpRule:
-    """Pointwise in operand 0; another operand only lends its dtype, so its dims belong to no factor."""
+    """The rule that is pointwise in operand 0. Another operand only lends its dtype, so its dims belong to no
+    factor."""
     rank = len(call.results[0])
     others = [((),) * len(shape) for shape in call.operands[1:]]
     return apply_dims(call, [aligned_dims(len(call.operands[0]), rank), *others], [plain_dims(rank)])

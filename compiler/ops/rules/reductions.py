@@ -9,7 +9,8 @@ from ..op_row import OpRow, along_dims, argument_linear, dim_argument, normal_di
 
 
 def _reduced(*, free: bool, linear: str = "", dim: int | None = 1) -> Callable[[OpCall], OpRule]:
-    """Reduces the dims at argument `dim` (None: all); whether they are kept shows in the result's rank."""
+    """The rule that reduces the dims at argument `dim` (None: all). The result's number of dims shows whether they are
+    kept."""
 
     def ruling(call: OpCall) -> OpRule:
         rank = len(call.operands[0])
@@ -25,7 +26,8 @@ def _reduced(*, free: bool, linear: str = "", dim: int | None = 1) -> Callable[[
 
 
 def _histc(call: OpCall) -> OpRule:
-    """Counts add up where the range is given; else the range is that of the data, which must be whole."""
+    """The rule of a histogram. Counts add up where the range is given; else the range is that of the data, which must
+    be whole."""
     dims = plain_dims(len(call.operands[0]))
     low, high = call.argument(2, "min", 0), call.argument(3, "max", 0)
     whole = frozenset(name for names in dims for name in names) if low == high else frozenset()
@@ -33,7 +35,7 @@ def _histc(call: OpCall) -> OpRule:
 
 
 def _diff(call: OpCall) -> OpRule:
-    """`diff(x, n, dim, prepend, append)`: linear in all its tensors together."""
+    """The rule of `diff(x, n, dim, prepend, append)`: linear in all its tensors together."""
     ruled = along_dims(dim_argument(2))(call)
     return replace(ruled, linear=(frozenset(range(len(call.operands))),))
 

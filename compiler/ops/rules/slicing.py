@@ -25,7 +25,7 @@ Sums = dict[str, tuple[str, ...]]
 def _ruled(
     call: OpCall, tensors: Sequence[Dims], whole: set[str], sizes: dict[str, int], sums: Sums | None = None
 ) -> OpRule:
-    """The rule of operands then results; these operators are linear in all their operands together."""
+    """Return the rule of operands then results; these operators are linear in all their operands together."""
     count = len(call.operands)
     linear = [frozenset(range(count))]
     operands, results = tensors[:count], tensors[count:]
@@ -37,7 +37,7 @@ def _along(shape: Shape, dim: int, names: tuple[str, ...]) -> Dims:
 
 
 def _cut(call: OpCall, dim: int, offset: int = 0) -> OpRule:
-    """The rule of tensors alike but for their sizes along `dim`.
+    """Return the rule of tensors that are alike except for their sizes along `dim`.
 
     With p the greatest common piece of all these sizes and the offset, each such dim is (D / p, p): which pieces a
     tensor holds is whole, while the pieces may be split, all in the same way.
@@ -59,8 +59,8 @@ def _cut(call: OpCall, dim: int, offset: int = 0) -> OpRule:
 
 
 def _parts(call: OpCall, dim: int, long: int) -> OpRule:
-    """The rule of a tensor that is, along `dim`, the others one after the other: a factor that is the sum of theirs, or
-    of equal parts their number times theirs."""
+    """Return the rule of a tensor that consists, along `dim`, of the others one after the other. Its factor is the sum
+    of theirs or, for equal parts, their number times theirs."""
     tensors = (*call.operands, *call.results)
     alike = all(len(shape) == len(tensors[0]) for shape in tensors)
     if not alike or any(shape[dim] < 2 for shape in tensors):
@@ -144,7 +144,8 @@ def _cat(call: OpCall) -> OpRule:
 
 
 def _halves(position: int, halved: str, *, linear: str = "") -> Callable[[OpCall], OpRule]:
-    """The dim at `position` is (2, half) in the tensors marked "2" in `halved`, operands then results, else (half)."""
+    """Return the rule in which the dim at `position` is (2, half) in the tensors marked "2" in `halved`, operands then
+    results, else (half)."""
 
     def ruling(call: OpCall) -> OpRule:
         tensors = (*call.operands, *call.results)
@@ -164,7 +165,7 @@ def _halves(position: int, halved: str, *, linear: str = "") -> Callable[[OpCall
 
 
 def _lacking(position: int, default: int | None = None) -> Callable[[OpCall], OpRule]:
-    """The dim at `position`, counted in the tensors that have it, is whole."""
+    """Return the rule in which the dim at `position`, counted in the tensors that have it, is whole."""
 
     def ruling(call: OpCall) -> OpRule:
         tensors = (*call.operands, *call.results)
@@ -181,7 +182,7 @@ def _lacking(position: int, default: int | None = None) -> Callable[[OpCall], Op
 
 
 def _pad(call: OpCall) -> OpRule:
-    """Padded dims are whole; linear unless it pads with a constant other than 0."""
+    """The rule of pads: padded dims are whole. It is linear unless it pads with a constant other than 0."""
     rank, pads = len(call.operands[0]), list(call.args[1])
     padded = {rank - 1 - i for i in range(len(pads) // 2) if pads[2 * i] != 0 or pads[2 * i + 1] != 0}
     operand, result = (
@@ -193,7 +194,8 @@ def _pad(call: OpCall) -> OpRule:
 
 
 def _unfold(call: OpCall) -> OpRule:
-    """`unfold(x, dim, size, step)`: windows of the dim, their elements last; `unfold_backward(grad, sizes, dim)`."""
+    """The rule of `unfold(x, dim, size, step)`: windows of the dim, their elements last; `unfold_backward(grad, sizes,
+    dim)`."""
     backward = len(call.operands[0]) > len(call.results[0])
     x = (call.results if backward else call.operands)[0]
     dim = normal_dim(call.args[1 + backward], len(x))
@@ -202,7 +204,8 @@ def _unfold(call: OpCall) -> OpRule:
 
 
 def _diagonal(call: OpCall) -> OpRule:
-    """`diagonal(x, offset, dim1, dim2)`, the diagonal last; `diagonal_backward(grad, sizes, offset, dim1, dim2)`."""
+    """The rule of `diagonal(x, offset, dim1, dim2)`, the diagonal last; `diagonal_backward(grad, sizes, offset, dim1,
+    dim2)`."""
     backward = len(call.operands[0]) < len(call.results[0])
     rank = len((call.results if backward else call.operands)[0])
     dims = [normal_dim(call.argument(i + 1 + backward, f"dim{i}", i - 1), rank) for i in (1, 2)]

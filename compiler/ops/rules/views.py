@@ -12,7 +12,8 @@ _ONE = (frozenset({0}),)
 
 
 def refine(before: Shape, after: Shape) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
-    """The common refinement of two shapes of the same elements: dims of both, sizes, and factors that are whole.
+    """Return the common refinement of two shapes of the same elements: the dims of both, sizes, and factors that are
+    whole.
 
     Both shapes are read from the major side; where neither dim divides the other, everything up to the next
     position at which both have passed the same number of elements is whole.
@@ -69,13 +70,13 @@ def _view(call: OpCall) -> OpRule:
 
 
 def _local_unflatten(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> list[Change]:
-    """The sizes of `unflatten(x, dim, sizes)` are those of the result from `dim` on."""
+    """Make the sizes of `unflatten(x, dim, sizes)` local: they are those of the result from `dim` on."""
     dim = normal_dim(call.args[1], len(operands[0]))
     return [(2, "sizes", list(results[0][dim : dim + len(call.args[2])]))]
 
 
 def _renamed(call: OpCall, order: Sequence[int | None]) -> OpRule:
-    """Result dim i is operand dim order[i], or new and of size 1."""
+    """Return the rule in which result dim i is operand dim order[i], or new and of size 1."""
     result: Dims = tuple(() if dim is None else (f"d{dim}",) for dim in order)
     return apply_dims(call, [plain_dims(len(call.operands[0]))], [result], linear=_ONE)
 
@@ -116,7 +117,8 @@ def _unsqueeze(call: OpCall) -> OpRule:
 
 
 def _squeeze(call: OpCall) -> OpRule:
-    """A dim it was told to drop but keeps, as its size is not 1, must be whole: a part of it could be of size 1."""
+    """The rule of `squeeze`. A dim that it was told to drop but keeps, as its size is not 1, must be whole: a part of
+    it could be of size 1."""
     shape = call.operands[0]
     dims = normal_dims(call.args[1] if len(call.args) > 1 else None, len(shape))
     kept = [dim for dim, size in enumerate(shape) if not (dim in dims and size == 1)]
@@ -126,7 +128,7 @@ def _squeeze(call: OpCall) -> OpRule:
 
 
 def _repeat(call: OpCall) -> OpRule:
-    """A repeated dim is (times, dim); other ranks may hold other repetitions."""
+    """The rule of `repeat`. A repeated dim is (times, dim); other ranks may hold other repetitions."""
     shape, result = call.operands[0], call.results[0]
     new = len(result) - len(shape)
     spelled = []
@@ -146,7 +148,8 @@ def _local_repeat(call: OpCall, operands: tuple[Shape, ...], results: tuple[Shap
 
 
 def _repeat_interleave(call: OpCall) -> OpRule:
-    """`repeat_interleave(x, times, dim)`: the dim is (dim, times), of the flattened x where no dim is given."""
+    """The rule of `repeat_interleave(x, times, dim)`: the dim becomes (dim, times), or the flattened x does where no
+    dim is given."""
     shape, times, chosen = call.operands[0], call.args[1], call.argument(2, "dim")
     operand, _, sizes, _ = refine(shape, shape)
     result = [*operand]

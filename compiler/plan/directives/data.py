@@ -1,4 +1,4 @@
-"""``data``: where samples come from."""
+"""``data``: the source of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``expect``: a promise of how many collectives there are."""
+"""``expect``: a promise about the number of collectives."""
 
 from __future__ import annotations
 

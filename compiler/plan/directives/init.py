@@ -1,4 +1,4 @@
-"""``init``: where initial weights are read."""
+"""``init``: the files of initial weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``loss``: what is minimised."""
+"""``loss``: the number that training minimises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .input import Input
 
 CROSS_ENTROPY = "cross_entropy"
 LOSS_KINDS = {"call": CROSS_ENTROPY, "path": "output", "callable": "callable"}
-"""Kinds of losses by the argument that a line of the kind has."""
+"""The kinds of losses, by the argument that a line of each kind has."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Loss(Directive):
 
     kind: str = argument(lambda given: next(kind for word, kind in LOSS_KINDS.items() if word in given))
     target: str = argument(lambda given: _target(given))
-    """cross_entropy: the call's name; output: the dotted path after `output`; callable: "module:name"."""
+    """The called function: for cross_entropy its name, for output the dotted path after `output`, for callable
+    "module:name"."""
     operands: tuple[str, ...] = argument(lambda given: tuple(i.text for i in _operands(given) if isinstance(i, Word)))
     """The operands of a call: `output`, `output.logits`, `output.0`, or names of inputs."""
     ignore: int | None = argument(lambda given: _ignore(given) if "call" in given else None)
-    """cross_entropy: the masked class number."""
+    """The class number that cross_entropy ignores."""
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
         if self.kind == "output":

@@ -12,7 +12,7 @@ from ...layout.mesh import Mesh
 from ..directive import Directive, Scope, argument, check_unique
 
 MOST_RANKS = 1 << 20
-"""Ranks of a mesh: sixty times the GPUs that a model is trained on."""
+"""The most ranks of a mesh: sixty times the GPUs that the largest models are trained on."""
 MOST_AXES = 32
 
 
@@ -55,7 +55,7 @@ class MeshLine(Directive):
         yield from self._check_parts(scope)
 
     def _check_parts(self, scope: Scope) -> Iterator[Diagnostic]:
-        """An error for an axis with the name of a part of another one, as which a factored axis stands in programs."""
+        """Find axes named as a part of another axis is: a factored axis stands in programs as its parts."""
         others = {binding.name.text: binding for binding in merged(scope.all(MeshLine))}
         for binding in self.arguments.bindings("name"):
             whole, _, number = binding.name.text.rpartition("_")
@@ -91,12 +91,12 @@ def declared_mesh(bindings: Sequence[Setting]) -> Mesh:
 
 
 def outer_first(lines: Sequence[MeshLine]) -> list[MeshLine]:
-    """Lines in the order in which their axes count: the plan's own before those of included files."""
+    """Return lines in the order in which their axes count: the plan's own lines before those of included files."""
     return sorted(lines, key=lambda line: sum(1 for _ in line.span.includes))
 
 
 def merged(lines: Sequence[MeshLine]) -> tuple[Setting, ...]:
-    """Every axis once, as the first line that names it has it."""
+    """Return every axis once, with the size in the first line that names it."""
     found: dict[str, Setting] = {}
     for line in outer_first(lines):
         for binding in line.arguments.bindings("name"):

@@ -1,4 +1,4 @@
-"""``optimizer``: how parameters are updated."""
+"""``optimizer``: the updates of parameters."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Optimizer(Directive):
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("nesterov")), help="add `momentum 0.9`")
 
     def _check_rate(self, scope: Scope) -> Iterator[Diagnostic]:
-        """Errors of the learning rate's way over the steps."""
+        """Find errors of the learning rate's course over the steps."""
         if self.shape == "constant":
             for clause in ("to", "over"):
                 if clause in self.arguments:

@@ -27,9 +27,9 @@ from .sizes import Sizes
 from .stage import Stage
 
 ACCUMULATE = TYPES
-"""Types in which gradients of microbatches are added up."""
+"""The types in which gradients of microbatches may be added."""
 TABLE_WORD = "table"
-"""The name of a schedule that a file gives."""
+"""The word for a schedule that a file gives."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ class Schedule(Directive):
                 yield Diagnostic(UNEVEN_BATCH, message, label, related, help=help_)
 
     def _dividing(self, parts: int, ranks: int) -> Iterator[int]:
-        """The numbers of microbatches next to this, below and above, that divide and that the schedule accepts."""
+        """Return the numbers of microbatches next to this one, below and above, that divide the batch and that the
+        schedule accepts."""
         low = [n for n in range(1, min(isqrt(max(parts, 0)), MOST_WORK) + 1) if parts % n == 0]
         every = sorted({*low, *(parts // n for n in low)})
         above = bisect(every, self.microbatches)

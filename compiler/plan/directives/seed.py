@@ -1,4 +1,4 @@
-"""``seed``: what randomness is counted from."""
+"""``seed``: the number that all randomness depends on."""
 
 from __future__ import annotations
 

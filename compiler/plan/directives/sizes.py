@@ -32,7 +32,7 @@ class Sizes(Directive):
 
 
 def _read(items: tuple[Item, ...]) -> tuple[tuple[tuple[str, SizeRange], ...], tuple[Diagnostic, ...]]:
-    """The sizes that make sense, and what is wrong with the others."""
+    """Return the sizes that make sense, and the errors of the others."""
     ranges: list[tuple[str, SizeRange]] = []
     errors: list[Diagnostic] = []
     rest = list(items)

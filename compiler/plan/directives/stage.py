@@ -1,4 +1,4 @@
-"""``stage``: where a model is cut into the stages of a pipeline."""
+"""``stage``: the cuts of a model into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Stage(Directive):
             yield Diagnostic(NO_SCHEDULE, "stages have no schedule", Label(self.span), help=help_)
 
     def _check_beside(self, first: Stage) -> Iterator[Diagnostic]:
-        """Errors where two lines cannot both hold."""
+        """Find lines that cannot hold together."""
         if self.axis.text != first.axis.text:
             related = (Label(first.axis.span, "the axis of other cuts"),)
             message = f"stages lie over `{first.axis.text}` and over `{self.axis.text}`"
@@ -61,7 +61,7 @@ class Stage(Directive):
             yield Diagnostic(REPEATED, message, Label(self.span), related, help=help_)
 
     def _check_placements(self, scope: Scope) -> Iterator[Diagnostic]:
-        """Errors for all that other lines place on the axis of stages."""
+        """Find placements of other lines on the axis of stages."""
         for found in scope.directives:
             words: tuple[Word, ...] = ()
             if isinstance(found, SplitWeights):
@@ -77,7 +77,7 @@ class Stage(Directive):
 
 
 def _outputs(calls: Iterable[Item]) -> Iterator[Word]:
-    """The names in ``out(…)``; a number stands for the name that it is written as."""
+    """Return the names in ``out(…)``; a number counts as a name."""
     for call in calls:
         for name in call.arguments if isinstance(call, Call) else ():
             if isinstance(name, Word | Number):

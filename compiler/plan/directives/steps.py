@@ -1,4 +1,4 @@
-"""``steps``: how long a run is."""
+"""``steps``: the length of a run."""
 
 from __future__ import annotations
 
