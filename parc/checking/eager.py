@@ -16,9 +16,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parc.compiler.capture.attributes import attribute_tensors
 from parc.compiler.capture.complex_numbers import real_form
-from parc.compiler.capture.model_calls import caller, loss_function, model_builder
+from parc.compiler.capture.model_calls import model_builder
 from parc.compiler.initial.recipes import initialize
 from parc.compiler.plan.directive import Directive
 from parc.compiler.program.actions import FORWARD
@@ -31,7 +30,7 @@ from parc.grammar.nearest import listed
 from parc.runtime.communication import Environment
 from parc.runtime.compare.model_run import Case, ReferenceRun, largest, largest_difference
 from parc.runtime.compare.model_run import wide as as_wide
-from parc.runtime.compare.plain import counted_dropout
+from parc.runtime.compare.plain import PlainModule
 from parc.runtime.data.random_batch import random_batch
 from parc.runtime.faults import Watcher
 
@@ -151,20 +150,14 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     build = model_builder(compiled.lines, compiled.folder, compiled.overrides)
     module = initialize(build, compiled.plan.seed, compiled.recorded.recipes)
     module = _widened(module) if wide else module
-    attributes = attribute_tensors(module)
-    call, loss_of = caller(module, compiled.lines), loss_function(compiled.lines, compiled.folder)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and name not in compiled.frozen)
+    plain = PlainModule(module, compiled.lines, compiled.folder, compiled.plan.seed, compiled.frozen)
     buffers = {name: value.clone() for name, value in module.named_buffers(remove_duplicate=False)}
 
     def forward() -> tuple[torch.Tensor, ...]:
         """The tensors that the model returns, and last the loss."""
-        given = {name: value.clone() for name, value in inputs.items()}
-        with torch.random.fork_rng(devices=()), counted_dropout(module, compiled.plan.seed, 0, 0):
+        with torch.random.fork_rng(devices=()):  # draws that no stream of a build makes are the same each time
             torch.manual_seed(compiled.plan.seed)
-            with attributes.pointing():
-                output = call(module, given)
-            loss = loss_of(output, given)
+            output, loss = plain.forward({name: value.clone() for name, value in inputs.items()})
         return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), loss
 
     def once_more(seed: int) -> tuple[torch.Tensor, ...]:
@@ -183,7 +176,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
         others = _COINS if _python_draws() != before else 1
         functions = _functions(loss)
         loss.backward()
-    gradients = {name: real_form(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+    gradients = plain.take_gradients()
     updated = {name: real_form(value.detach().clone()) for name, value in module.named_buffers(remove_duplicate=False)
                if name in buffers and buffers[name].numel() and not torch.equal(value, buffers[name])}  # fmt: skip
     states = random.getstate(), numpy.random.get_state()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -14,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...compiler.build.build import Build
+from ...compiler.capture.attributes import attribute_tensors
 from ...compiler.capture.complex_numbers import own_form, real_form
-from ...compiler.capture.model_calls import caller, loss_function, model_builder
+from ...compiler.capture.model_calls import TaskLines, caller, loss_function, model_builder
 from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh
@@ -49,12 +51,20 @@ class _CountedDropout(TorchDispatchMode):
     def __init__(self, seed: int, step: int, microbatch: int) -> None:
         super().__init__()
         self._seed, self._step, self._microbatch = seed, step, microbatch
-        self.paths = [""]
+        self._paths = [""]
         self._drawn: Counter[str] = Counter()
+
+    def enter_module(self, path: str, *_: Any) -> None:
+        """A hook before the forward of the module at ``path``."""
+        self._paths.append(path)
+
+    def leave_module(self, *_: Any) -> None:
+        """A hook after it."""
+        self._paths.pop()
 
     def _next(self, like: Tensor) -> tuple[int, Tensor]:
         """The key of the next stream, and the index of every element."""
-        module = self.paths[-1] or "model"
+        module = self._paths[-1] or "model"
         name = f"{module}.{self._drawn[module]}"
         self._drawn[module] += 1
         index = torch.arange(like.numel(), device=like.device).reshape(like.shape)
@@ -80,36 +90,41 @@ class _CountedDropout(TorchDispatchMode):
         return made
 
 
-@contextmanager
-def counted_dropout(module: nn.Module, seed: int, step: int, microbatch: int = 0) -> Iterator[None]:
-    """Within it, one forward of ``module`` in training draws the dropout masks that every build of it draws.
+@final
+class PlainModule:
+    """A user's module and loss as a plan calls them, one microbatch at a time, with its builds' random numbers."""
 
-    ``step`` and ``microbatch`` count from 0. Attention with dropout takes torch's kernel that writes its weights.
-    """
-    mode = _CountedDropout(seed, step, microbatch)
+    def __init__(self, module: nn.Module, lines: TaskLines, folder: Path, seed: int, frozen: Collection[str]) -> None:
+        self._module, self._seed = module, seed
+        self._call, self._loss = caller(module, lines), loss_function(lines, folder)
+        self._attributes = attribute_tensors(module)
+        self.parameters = dict(module.named_parameters())
+        for name in frozen:
+            self.parameters[name].requires_grad_(False)
 
-    def enter(path: str) -> Any:
-        return lambda *_: mode.paths.append(path)
+    def forward(self, inputs: Mapping[str, Tensor], step: int = 0, microbatch: int = 0) -> tuple[Any, Tensor]:
+        """The model's output, and the loss; ``step`` and ``microbatch`` count from 0.
 
-    def leave(*_: Any) -> None:
-        mode.paths.pop()
+        Attention takes torch's kernel that writes its weights: others draw their masks where nobody sees it.
+        """
+        mode = _CountedDropout(self._seed, step, microbatch)
+        on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters.values())  # torch takes it there
+        with ExitStack() as within:
+            for path, child in self._module.named_modules():
+                within.enter_context(child.register_forward_pre_hook(partial(mode.enter_module, path)))
+                within.enter_context(child.register_forward_hook(mode.leave_module, always_call=True))
+            within.enter_context(mode)
+            within.enter_context(nullcontext() if on_cpu else sdpa_kernel(SDPBackend.MATH))
+            with self._attributes.pointing():
+                output = self._call(self._module, inputs)
+            return output, self._loss(output, inputs)
 
-    hooks = []
-    for path, child in module.named_modules():
-        hooks.append(child.register_forward_pre_hook(enter(path)))
-        hooks.append(child.register_forward_hook(leave, always_call=True))
-    try:
-        # Kernels of attention that keep no weights draw their masks where nobody sees it.
-        with mode, sdpa_kernel(SDPBackend.MATH) if _drops_in_attention(module) else nullcontext():
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _drops_in_attention(module: nn.Module) -> bool:
-    """Whether some module has a dropout of its own that may be attention's; on a CPU torch chooses by itself."""
-    return any(parameter.device.type != "cpu" for parameter in module.parameters())
+    def take_gradients(self) -> dict[str, Tensor]:
+        """The gradients by parameter, complex ones as two real parts; the next backward starts from none."""
+        gradients = {name: real_form(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return gradients
 
 
 @final
@@ -125,14 +140,12 @@ class Plain:
         manifest = build.manifest
         lines = task_of(manifest)
         self.build, self.device = build, device
-        self.module: nn.Module = initialize(model_builder(lines, build.folder), int(manifest["seed"])).to(device)
+        seed = int(manifest["seed"])
+        self.module: nn.Module = initialize(model_builder(lines, build.folder), seed).to(device)
         self._read_weights()
         self.step_number = 0
-        self._call, self._loss = caller(self.module, lines), loss_function(lines, build.folder)
-        self._parameters = dict(self.module.named_parameters())
-        for name in manifest["frozen"]:
-            self._parameters[name].requires_grad_(False)
-        self._optimizer = make_optimizer(self._parameters, manifest["optimizer"])
+        self._plain = PlainModule(self.module, lines, build.folder, seed, manifest["frozen"])
+        self._optimizer = make_optimizer(self._plain.parameters, manifest["optimizer"])
         whole = Mesh(tuple((axis, 1) for axis in build.programs[FORWARD].mesh.names))
         self._by_sizes = BySizes(build, lambda at: (at, Feed(at, whole, whole.coordinates(0), CPU)))
 
@@ -160,7 +173,7 @@ class Plain:
         total, gradients = self._gradients(at, parts)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
         with torch.no_grad():
-            update(self._optimizer, self._parameters, gradients, norm, line["clip"], lr)
+            update(self._optimizer, self._plain.parameters, gradients, norm, line["clip"], lr)
         self.step_number += 1
         return StepReport(self.step_number, total, float(norm), lr)
 
@@ -172,17 +185,13 @@ class Plain:
             if not weight:  # without a target its mean is none
                 continue
             inputs = {name: value.to(self.device) for name, value in {**self._unread(at, part), **part}.items()}
-            with counted_dropout(self.module, int(self.build.manifest["seed"]), self.step_number, index):
-                loss = self._loss(self._call(self.module, inputs), inputs)
+            _, loss = self._plain.forward(inputs, self.step_number, index)
             (loss * weight).backward()
             total += float(loss.detach()) * weight
-            for name, parameter in self._parameters.items():
-                if parameter.grad is not None:
-                    made = real_form(parameter.grad)
-                    made = made.to(sums) if sums is not None and sums.itemsize < made.dtype.itemsize else made
-                    found[name] = found[name] + made if name in found else made
-                    parameter.grad = None
-        trained = self._parameters
+            for name, made in self._plain.take_gradients().items():
+                part_sum = made.to(sums) if sums is not None and sums.itemsize < made.dtype.itemsize else made
+                found[name] = found[name] + part_sum if name in found else part_sum
+        trained = self._plain.parameters
         return total, {
             n: own_form(v.to(real_form(trained[n]).dtype), trained[n].is_complex()) for n, v in found.items()
         }
