@@ -14,20 +14,19 @@ from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Split, along
 from ...compiler.layout.stretches import Outer
-from ...compiler.ops.factors import OpRule
 from ...compiler.ops.rules import facts
-from ...compiler.ops.splits import from_factor, to_factor
+from ...compiler.ops.splits import to_factor
 from ...compiler.padding.pads import Pads
 from ...compiler.plan.plan import Plan
-from ...compiler.program.binding import PARAMETERS
 from ...compiler.resolve.seeds import PlacementSeed
 from ...grammar.codes_build import KEPT_TWICE
 from ...grammar.codes_placement import UNEVEN_HEADS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.nearest import listed
 from ...grammar.source import Span
-from ..calls import ValueKey, computes, key_of, operands_of, rule_of
+from ..calls import ValueKey, operands_of
 from ..canonical.canonicalize import canonicalize
+from .follow import Follower, factor_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], 
     notes: list[Diagnostic] = []
     for axis in plan.mesh.names:
         own = [s for s in seeds if s.axis == axis and s.value in follower.parameters]
-        found = [heads for s in own if (heads := follower.heads(s)) is not None]
+        found = [heads for s in own if (heads := _heads_of(follower, s)) is not None]
         groups = [group for group in _attentions(found) if max(heads.most for heads in group) > 1]
         ranks = plan.mesh.size(axis)
         wrong = [group for group in groups if not _legal(group, ranks)]
@@ -135,116 +134,62 @@ def few_heads(graph: fx.Graph, fused: Sequence[tuple[PlacementSeed, Sequence[str
     if not fused:
         return frozenset()
     follower = Follower(graph)
-    found = [(follower.heads(seed), axes) for seed, axes in fused if seed.value in follower.parameters]
+    found = [(_heads_of(follower, seed), axes) for seed, axes in fused if seed.value in follower.parameters]
     return frozenset((key, axis) for heads, axes in found if heads for key in heads.few for axis in axes)
 
 
-class Follower:
-    """Follows a dim of a parameter forward through a canonical graph, by the rules of its operators."""
+def _heads_of(follower: Follower, seed: PlacementSeed) -> _Heads | None:
+    """The heads that a split parameter becomes, if attention reads it."""
+    assert seed.dim is not None
+    counts: dict[int, str] = {}
+    taken: set[tuple[ValueKey, int]] = set()
+    meets: set[fx.Node] = set()
+    grouped = 1
+    parameter = follower.parameters[seed.value]
+    # last, until heads are counted: what was taken out of a value of several parts, if only by passing it on
+    pending: list[tuple[ValueKey, int, Outer, ValueKey | None]] = [(parameter, seed.dim, seed.outer, parameter)]
+    for (_, dim, outer, last), node, rule, index in follower.readings(pending):
+        dims, source = rule.operands[index], noted(node).origin.source
+        part = to_factor(rule, dims, dim, outer, 1)
+        if part is None:
+            continue
+        contracted = _contracted(follower, node)
+        one = part[0] in contracted or part[0] in rule.whole
+        if contracted:
+            meets.add(node)
+            if last and one:
+                counts.setdefault(1, source)
+        alone = sum(any(part[0] in names for names in dims) for dims in rule.operands) == 1
+        # needed whole, or of values of one head
+        if last and outer == 1 and (one or (contracted and alone)):
+            taken.add((last, 1))
+        if part[0] in rule.whole:
+            continue
+        count = _each(part[1], rule.sizes[part[0]])
+        size = _each(outer, math.prod(rule.sizes[name] for name in dims[dim]))
+        apart = count != size and facts(node.target).moves == "shape"
+        if last and apart:
+            counts.setdefault(count, source)
+            taken.add((last, count))
+            inner = dims[dim][dims[dim].index(part[0]) + 1 : -1]
+            grouped = max(grouped, math.prod(int(rule.sizes[name]) for name in inner))
+        for key, at, within in factor_places(node, rule, *part):
+            pending.append((key, at, within, None if apart else key if last and outer != 1 else last))
+    if not meets:
+        return None
+    most = max(counts, default=1)
+    few = frozenset(key for key, count in taken if count < most)
+    source = next(iter(counts.values()), "")
+    return _Heads(seed, math.gcd(*counts) or 1, most, source, frozenset(meets), grouped, few)
 
-    def __init__(self, graph: fx.Graph) -> None:
-        bound = [(noted(node).binding, node) for node in graph.find_nodes(op="placeholder")]
-        self.parameters = {binding.name: node for binding, node in bound if binding.kind in PARAMETERS}
-        self.rules: dict[fx.Node, OpRule] = {}
-        self.readers: dict[ValueKey, list[fx.Node]] = {}
-        self.computed = {node for binding, node in bound if binding.kind == "input"}
-        for node in graph.nodes:
-            if any(operand in self.computed for operand in node.all_input_nodes):
-                self.computed.add(node)
-            if computes(node):
-                for key in dict.fromkeys(map(key_of, operands_of(node))):
-                    self.readers.setdefault(key, []).append(node)
 
-    def rule(self, node: fx.Node) -> OpRule:
-        """The rule of a node, looked up once."""
-        if node not in self.rules:
-            self.rules[node] = rule_of(node)[0]
-        return self.rules[node]
-
-    def pieces(self, name: str, dim: int) -> tuple[int, ...]:
-        """The sizes of the first pieces into which operators take apart what a dim of a parameter becomes."""
-        pending: list[tuple[ValueKey, int]] = [((self.parameters[name], 0), dim)] if name in self.parameters else []
-        seen = set(pending)
-        for key, at in pending:
-            for reader in self.readers.get(key, ()):
-                rule = self.rule(reader)
-                for operand, dims in zip(operands_of(reader), rule.operands, strict=True):
-                    if key_of(operand) != key or not 1 <= len(dims[at]) <= 2:
-                        continue
-                    *outer, factor = dims[at]
-                    if outer and outer[0] in rule.whole and len(rule.results) == rule.sizes[outer[0]]:  # equal pieces
-                        return (int(rule.sizes[factor]),) * len(rule.results)
-                    if outer:
-                        continue
-                    if factor in rule.sums:
-                        return tuple(int(rule.sizes[member]) for member in rule.sums[factor])
-                    places = [from_factor(rule, result, factor, 1) for result in rule.results]
-                    found = [((reader, index), place[0]) for index, place in enumerate(places) if place is not None]
-                    pending += [entry for entry in found if entry not in seen]
-                    seen.update(found)
-        return ()
-
-    def heads(self, seed: PlacementSeed) -> _Heads | None:
-        """The heads that a split parameter becomes, if attention reads it."""
-        assert seed.dim is not None
-        counts: dict[int, str] = {}
-        taken: set[tuple[ValueKey, int]] = set()
-        meets: set[fx.Node] = set()
-        grouped = 1
-        parameter = self.parameters[seed.value], 0
-        # last, until heads are counted: what was taken out of a value of several parts, if only by passing it on
-        pending: list[tuple[ValueKey, int, Outer, ValueKey | None]] = [(parameter, seed.dim, seed.outer, parameter)]
-        seen = set(pending)
-        while pending:
-            key, dim, outer, last = pending.pop()
-            for reader in self.readers.get(key, ()):
-                rule = self.rule(reader)
-                for operand, dims in zip(operands_of(reader), rule.operands, strict=True):
-                    part = to_factor(rule, dims, dim, outer, 1) if key_of(operand) == key else None
-                    if part is None:
-                        continue
-                    contracted = self.contracted(reader)
-                    one = part[0] in contracted or part[0] in rule.whole
-                    if contracted:
-                        meets.add(reader)
-                        if last and one:
-                            counts.setdefault(1, noted(reader).origin.source)
-                    alone = sum(any(part[0] in names for names in dims) for dims in rule.operands) == 1
-                    # needed whole, or of values of one head
-                    if last and outer == 1 and (one or (contracted and alone)):
-                        taken.add((last, 1))
-                    if part[0] in rule.whole:
-                        continue
-                    count = _each(part[1], rule.sizes[part[0]])
-                    size = _each(outer, math.prod(rule.sizes[name] for name in dims[dim]))
-                    apart = count != size and facts(reader.target).moves == "shape"
-                    if last and apart:
-                        counts.setdefault(count, noted(reader).origin.source)
-                        taken.add((last, count))
-                        inner = dims[dim][dims[dim].index(part[0]) + 1 : -1]
-                        grouped = max(grouped, math.prod(int(rule.sizes[name]) for name in inner))
-                    places = [(i, from_factor(rule, result, *part)) for i, result in enumerate(rule.results)]
-                    for index, place in places:
-                        made = reader, index
-                        onward = made if last and outer != 1 else last
-                        entry = (made, *place, None if apart else onward) if place else None
-                        if entry is not None and entry not in seen:
-                            seen.add(entry)
-                            pending.append(entry)
-        if not meets:
-            return None
-        most = max(counts, default=1)
-        few = frozenset(key for key, count in taken if count < most)
-        source = next(iter(counts.values()), "")
-        return _Heads(seed, math.gcd(*counts) or 1, most, source, frozenset(meets), grouped, few)
-
-    def contracted(self, node: fx.Node) -> set[str]:
-        """Factors over which the operator multiplies two computed values and adds up, as attention does."""
-        rule = self.rule(node)
-        kept = {name for dims in rule.results for names in dims for name in names}
-        pairs = zip(operands_of(node), rule.operands, strict=True)
-        found = [{name for names in dims for name in names} - kept for n, dims in pairs if n in self.computed]
-        return {name for at, first in enumerate(found) for second in found[:at] for name in first & second}
+def _contracted(follower: Follower, node: fx.Node) -> set[str]:
+    """Factors over which the operator multiplies two computed values and adds up, as attention does."""
+    rule = follower.rule(node)
+    kept = {name for dims in rule.results for names in dims for name in names}
+    pairs = zip(operands_of(node), rule.operands, strict=True)
+    found = [{name for names in dims for name in names} - kept for n, dims in pairs if n in follower.computed]
+    return {name for at, first in enumerate(found) for second in found[:at] for name in first & second}
 
 
 def _each(outer: Outer, size: int) -> int:
