@@ -16,6 +16,7 @@ collect_ignore = [
 ]  # the four are reached as parc/compiler, …
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import parc: each would compile it anew
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each cache begins with seconds of trying the C++ compiler
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share few cores: one thread each is faster, and repeatable
 
 gc.set_threshold(20_000, 20, 100)  # a tenth of the time went into looking for garbage among torch's own objects
