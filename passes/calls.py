@@ -14,11 +14,11 @@ from ..compiler.ops.factors import OpCall, Operand, OpRule, RuleError, opaque
 from ..compiler.ops.rules import rule_for
 
 ValueKey = tuple[fx.Node, int]
-"""One tensor: a node and which of its results."""
+"""One tensor: a node, and the index of one of its results."""
 
 
 def key_of(node: fx.Node) -> ValueKey:
-    """The tensor a node stands for; ``getitem`` stands for a result of its operand."""
+    """Return the tensor that a node stands for; ``getitem`` stands for a result of its operand."""
     if node.target is operator.getitem:
         return node.args[0], node.args[1]  # type: ignore[return-value]
     return node, 0
@@ -52,7 +52,7 @@ def call_of(node: fx.Node) -> OpCall:
 
 
 def rule_of(node: fx.Node) -> tuple[OpRule, bool]:
-    """The rule of a node, and whether its operator has one; without, every dim is needed whole."""
+    """Return the rule of a node, and whether its operator has one. Without one, every dim is needed whole."""
     call = call_of(node)
     try:
         found = rule_for(call)
@@ -67,7 +67,7 @@ def computes(node: fx.Node) -> bool:
 
 
 def ancestors(roots: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """The roots and all that they are made of, not beyond what is in ``stop``."""
+    """Return the roots and all nodes that they depend on. The search does not go beyond the nodes in ``stop``."""
     found: set[fx.Node] = set()
     pending = list(roots)
     while pending:
@@ -86,6 +86,6 @@ def outputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def substitute_nodes(item: Any, change: Callable[[fx.Node], Any]) -> Any:
-    """An argument with every node in it replaced."""
+    """Return an argument with every node in it replaced."""
     rename: Any = change
     return fx.node.map_arg(item, rename)

@@ -1,4 +1,4 @@
-"""Choices: what is decided by a cost or by values, which all sizes of a range must decide alike to have one program."""
+"""Choices by a cost or by values. All sizes of a range must make the same ones, so that one program serves them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ Choice = TypeVar("Choice")
 
 
 class Choices:
-    """The choices of the first compilation, that of the largest sizes, imposed on those of other sizes."""
+    """The choices of the first compilation, at the largest sizes, imposed on those at other sizes."""
 
     def __init__(self) -> None:
         self._made: dict[object, object] = {}
 
     def make(self, what: object, own: Choice) -> Choice:
-        """The choice that stands for ``own``; ``what`` is the same at all sizes."""
+        """Return the first compilation's choice in place of ``own``; ``what`` names the choice alike at all sizes."""
         return self._made.setdefault(what, own)  # type: ignore[return-value]
 
 
 def agreed(choices: Choices | None, what: object, own: Choice) -> Choice:
-    """``own``, where sizes are fixed or it is the choice of the largest; else what that choice leaves: nothing."""
+    """Return ``own``, if sizes are fixed or the largest sizes chose it too; else an empty choice, which is always
+    safe."""
     return own if choices is None or choices.make(what, own) == own else type(own)()

@@ -33,16 +33,18 @@ class _Flow(IntEnum):
     counts."""
 
     MADE = 0
-    """Made of constants alone (masks): stays as it is, and asks for nothing."""
+    """The value depends on constants alone (masks): it stays as it is, and demands nothing."""
     TABLE = 1
-    """Made of buffers too (angles, rotary tables): adapts to the activations that it meets, and to nothing before."""
+    """The value depends on buffers too (angles, rotary tables): it adapts to the activations that it meets, and to
+    nothing before."""
     STORED = 2
-    """Made of weights too: adapts to the activations that it meets, and is rounded where it leaves its module."""
+    """The value depends on weights too: it adapts to the activations that it meets, and is rounded where it leaves its
+    module."""
     NARROW = 3
     WIDE = 4
-    """Made by a sensitive operator, or by a module that is not narrow."""
+    """A sensitive operator made the value, or a module that is not narrow."""
     KEPT = 5
-    """Made float32 by the model itself, a loss, or a single number: nothing narrows it."""
+    """The value is a loss, a single number, or cast to float32 by the model itself: nothing narrows it."""
 
 
 _GIVEN = {
@@ -116,11 +118,11 @@ class _Narrowing:
         self.graph.lint()
 
     def line_of(self, node: fx.Node) -> PrecisionLine | None:
-        """The line by which a node computes in a narrow type; the loss never does."""
+        """Return the line by which a node computes in a narrow type; the loss never does."""
         return None if noted(node).in_loss else line_at(self.lines, noted(node).origin.module)
 
     def seen(self, value: fx.Node, reader: fx.Node) -> fx.Node:
-        """A value as a reader has it: outside the narrow module that made it, its rounding."""
+        """Return a value as a reader sees it: outside the narrow module that made it, the rounded value."""
         maker = _maker(value)
         if maker.op == "placeholder" or self.flow[value] in (_Flow.MADE, _Flow.TABLE, _Flow.KEPT):
             return value
@@ -135,7 +137,7 @@ class _Narrowing:
         return dtype == torch.float32 or (narrow and is_narrow(dtype))
 
     def operator(self, node: fx.Node) -> None:
-        """Give an operator its operands in the types that it computes in, and say what its results are."""
+        """Give an operator its operands in the types in which it computes, and note the demand of its results."""
         reads = list(dict.fromkeys(operands_of(node)))
         loss = bool(noted(node).in_loss)
         seen = {n: self.seen(n, node) for n in reads if self.is_float(n, narrow=loss)}
@@ -190,7 +192,7 @@ class _Narrowing:
         return bool(made) and (torch.Tag.pointwise not in target.tags or "lerp" in str(target))
 
     def set(self, node: fx.Node, types: dict[fx.Node, torch.dtype]) -> None:
-        """Read operands in these types; the node's results follow."""
+        """Have an operator read operands in these types; the node's results follow."""
         forms = {n: self.form(n, dtype, node, self.origin(node, n)) for n, dtype in types.items()}
         node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda n: forms.get(n, n))
         if all(n in self.captured and noted(n).value.dtype == self.captured[n][0].dtype for n in operands_of(node)):
@@ -201,7 +203,7 @@ class _Narrowing:
             noted(node).value = target(*args, **kwargs)
 
     def form(self, value: fx.Node, dtype: torch.dtype, near: fx.Node, origin: Origin) -> fx.Node:
-        """A value in a type, cast once for all readers; ``near`` is where."""
+        """Return a value in a type. It is cast once for all readers, at ``near``."""
         if noted(value).value.dtype == dtype:
             return value
         if (value, dtype) not in self.cast:
@@ -214,7 +216,8 @@ class _Narrowing:
         return self.cast[value, dtype]
 
     def origin(self, reader: fx.Node, value: fx.Node) -> Origin:
-        """A cast stands at its reader, for the line by which that or the value's maker computes in a narrow type."""
+        """Return the origin of a cast: the reader's place, and the line by which the reader or the value's maker
+        computes in a narrow type."""
         nodes = [node for node in (reader, _maker(value)) if node.op == "call_function"]
         origin: Origin = noted(nodes[0]).origin
         return replace(origin, plan=next((line.line for node in nodes if (line := self.line_of(node))), 0))

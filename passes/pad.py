@@ -1,4 +1,5 @@
-"""Pad: a dim that axes do not divide becomes longer in all values that have it, its extra entries kept out of results.
+"""Padding: a dim that axes do not divide becomes longer in all values that have it, and its extra entries change no
+result.
 
 Shapes stay global, so this is a rewrite of the graph before anything is placed. An operator whose rule lets a padded
 factor be split computes on the longer dim. Before a sum over it the padding is filled with what adds nothing (and
@@ -38,12 +39,12 @@ from .calls import (
 )
 
 BoundPads = Mapping[Binding, tuple[Pad, ...]]
-"""Paddings of placeholders."""
+"""The paddings of placeholders, by their binding."""
 _SAFE = (1.0, 0.5)  # a point where an operator that is singular in its padding has a value and a slope
 
 
 def pad(graph: fx.Graph, pads: BoundPads) -> None:
-    """Rewrites a canonical graph in place; ``pads`` are those of placeholders."""
+    """Pad a canonical graph in place; ``pads`` are the paddings of placeholders."""
     if pads:
         _Padder(graph).run(pads)
 
@@ -150,7 +151,8 @@ class _Padder:
         return dict.fromkeys(held, 0.0) if alone or frozenset(held) in rule.linear else None
 
     def _safe(self, node: fx.Node, held: Mapping[int, float | None]) -> dict[int, float] | None:
-        """Fills for an operator that has no value or no slope at what its padding holds, such as a logarithm of 0."""
+        """Return fills for an operator that has no value or no slope at the number in its padding, such as a logarithm
+        of 0."""
         call = self.calls[node]
         if not facts(call.op).elementwise:
             return {}
@@ -207,13 +209,13 @@ class _Padder:
         return operand
 
     def _without(self, operand: fx.Node, extras: Sequence[Extra], reader: fx.Node) -> fx.Node:
-        """The value as the model has it in these dims."""
+        """Return the value without its padding in these dims."""
         for extra in extras:
             operand = self._emit(OPS.cut_pad.default, operand, extra, (), reader)
         return operand
 
     def _emit(self, target: Any, x: fx.Node, extra: Extra, more: tuple[float, ...], reader: fx.Node) -> fx.Node:
-        """An operator that is about padding, before the first that reads its result; others share it."""
+        """Emit an operator about padding before the first node that reads its result; later readers share it."""
         args = (x, extra.dim, extra.outer, extra.real, extra.padded, *more)
         block = noted(reader).origin.module
         key = (target, args, block)

@@ -50,26 +50,26 @@ class Request:
     facts below."""
 
     claims: tuple[tuple[Binding, str, Split | None, int], ...]
-    """``(binding, axis, split or None for whole, line)``, in order of the plan's lines."""
+    """The claims ``(binding, axis, split or None for whole, line)``, in the order of the plan's lines."""
     microbatches: int
     seed: int
     frozen: frozenset[str] = frozenset()
     accumulate: torch.dtype = torch.float32
     fused: Sequence[tuple[PlacementSeed, Sequence[str]]] = ()
-    """Splits of parameters in which few heads are fused with more, and over which axes these are gathered."""
+    """Splits of parameters that hold few heads beside more, with the axes over which the few heads are gathered."""
     pads: BoundPads = field(default_factory=dict)
     """Dims of parameters that are longer in programs than in the model."""
     precision: PrecisionRegions = ()
     pipeline: Pipeline | None = None
     unbatched: frozenset[str] = frozenset()
-    """Inputs whose first dim is not the batch."""
+    """The inputs whose first dim is not the batch."""
     choices: Choices | None = None
     """The choices made at the largest sizes, where the plan has ranges of sizes."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """The programs of a step, the reference, and what was decided without being asked."""
+    """The programs of a step, the reference, and the decisions that no line asked for."""
 
     reference: Program
     programs: dict[str, Program]
@@ -82,8 +82,8 @@ class Built:
 
 
 def prepare(graph: fx.Graph) -> fx.Node | None:
-    """Write operators without a rule as their parts, in place, before a plan's names and every pass see the graph. The
-    first operator that draws random numbers which no stream counts, for which there is no build."""
+    """Write operators without a rule as their parts, in place, before a plan's names and every pass see the graph.
+    Return the first operator whose random numbers no stream counts: it cannot be built."""
     drop_unread(graph)
     expand_unruled(graph)
     return uncounted(graph)
@@ -101,12 +101,12 @@ def build_programs(captured: Captured, mesh: Mesh, request: Request) -> Built:
 
 
 def reshards_of(captured: Captured, mesh: Mesh, request: Request) -> Sequence[Reshard]:
-    """The conversions that a build would make; the other passes are left out."""
+    """Return the conversions that a build would make; later passes are left out."""
     return _place(_forward(captured, request)[0].graph, mesh, request)[2]
 
 
 def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
-    """The graph that is placed, with its loss apart, and the reference."""
+    """Return the graph to place, with its loss taken apart, and the reference."""
     graph = canonicalize(captured.graph, ranged=request.choices is not None)
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
@@ -157,7 +157,7 @@ def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Pla
 
 
 def freeze_parameters(graph: fx.Graph, names: frozenset[str]) -> None:
-    """Parameters that are not trained have a binding of their own kind, which no gradient flows to."""
+    """Bind parameters that are not trained as ``frozen``, a kind to which no gradient flows."""
     for node in graph.nodes:
         if node.op == "placeholder":
             kind, name = noted(node).binding
@@ -166,7 +166,7 @@ def freeze_parameters(graph: fx.Graph, names: frozenset[str]) -> None:
 
 
 def mark_blocks(graph: fx.Graph) -> None:
-    """Note on every operator which of the model's numbered modules it belongs to."""
+    """Note on every operator the numbered module of the model that it belongs to."""
     for node in graph.nodes:
         if computes(node):
             noted(node).block = block_of(noted(node).origin.module)

@@ -1,4 +1,4 @@
-"""Communication as programs and action lists see it: messages, collectives, and what happens when a peer is lost."""
+"""Communication as programs and action lists see it: messages, collectives, and lost peers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..compiler.program.actions import ACTIONS, Action, send_kind
 from ..compiler.program.binding import Binding
 
 Environment = dict[str, Any]
-"""Values of a running program by name: tensors, and totals that something is added to."""
+"""The values of a running program by name: tensors, and totals to which something is added."""
 BoundTensors = dict[Binding, Any]
-"""Tensors by what they are bound to: what a program is given, and what it returns."""
+"""Tensors by their binding: the inputs and the results of a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Message:
 
     @property
     def receiver(self) -> int:
-        """The stage that it goes to."""
+        """The stage that the message goes to."""
         return self.stage + ACTIONS[self.kind].to
 
     def __str__(self) -> str:
@@ -46,13 +46,13 @@ class Message:
 
 
 class Sending(Protocol):
-    """A message that is being sent, whose tensors it holds."""
+    """A message that is being sent; it holds the tensors."""
 
     def done(self) -> bool:
         """Return whether the message is known to be taken, so that ``wait`` returns at once."""
 
     def wait(self) -> None:
-        """Wait until it is taken, and its tensors may be written over.
+        """Wait until the message is taken, and its tensors may be written over.
 
         Raises:
             PeerLost: it never is.
@@ -60,14 +60,15 @@ class Sending(Protocol):
 
 
 class PeerLost(RuntimeError):
-    """Another rank ended, or took too long, while this one waited for it; ``what`` says who waited for what."""
+    """The error that another rank ended, or took too long, while this one waited for it; ``what`` says who waited for
+    what."""
 
     def __init__(self, what: str, why: object) -> None:
         super().__init__(f"{what}: {why}")
         self.what, self.why = what, why
 
     def during(self, work: str) -> PeerLost:
-        """The same, where it happened."""
+        """Return the same error with the place where it happened."""
         return PeerLost(f"{self.what} in {work}", self.why)
 
 
@@ -82,14 +83,14 @@ class Backend(Protocol):
     def collective(
         self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
     ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
-        """Start a collective over all ranks of its groups: the results, and what to call before they are read.
-        ``spare``: the pieces may be written over."""
+        """Start a collective over all ranks of its groups. Return the results, and a function to call before they are
+        read, or None. ``spare``: the pieces may be written over."""
 
     def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
-        """Start to send the tensors of each rank; does not wait for who receives them."""
+        """Start to send the tensors of each rank, without waiting for the receivers."""
 
     def receive(
         self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]
     ) -> Callable[[], list[list[torch.Tensor]]]:
-        """Start to receive tensors of these local shapes on each rank; what to call for them, which waits and may raise
-        ``PeerLost``."""
+        """Start to receive tensors of these local shapes on each rank. Return a function that waits for them and
+        returns them; it may raise ``PeerLost``."""

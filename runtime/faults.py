@@ -1,4 +1,5 @@
-"""Faults of a run: the error that names them, and where the first value that is not a finite number was made."""
+"""Faults of a run: the error that names them, and the search for the line that made the first number that is not
+finite."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from .communication import Environment
 
 
 class RunError(Exception):
-    """A run cannot start or go on; ``code`` is one of the table of error codes.
+    """The error of a run that cannot start or go on; ``code`` is from the table of error codes.
 
     ``exit_code`` is 1 where the plan, the model or files are at fault, 2 where too few or too many processes were
     started, 4 where the run itself failed.
@@ -29,7 +30,7 @@ class RunError(Exception):
         self.code, self.message, self.help, self.notes = code, message, help, tuple(notes)
 
     def __str__(self) -> str:
-        """The error as a traceback of a person's own loop shows it: message with code, notes and the way out."""
+        """Return the error as a traceback of a person's own loop shows it: message with code, notes and advice."""
         help_ = f"; {self.help}" if self.help else ""
         return f"[{self.code.name}] {self.message}{help_}" + "".join(f"\n  {note}" for note in self.notes)
 
@@ -39,7 +40,7 @@ class RunError(Exception):
         return {BAD_NUMBER: 4, WORLD_SIZE: 2}.get(self.code, 1)
 
     def diagnostic(self) -> Diagnostic:
-        """The error in the one shape in which messages are printed."""
+        """Return the error in the form in which messages are printed."""
         return Diagnostic(self.code, self.message, help=self.help, notes=self.notes)
 
 
@@ -55,7 +56,8 @@ class Bad:
 
 @final
 class Watcher:
-    """Watches the programs of a step, line by line, for the first that makes something not finite of finite operands.
+    """A watch over the programs of a step, line by line, for the first that makes a number that is not finite from
+    finite operands.
 
     Infinities that a line writes as such (masks) are meant; a NaN made of infinities is not. The line's module is
     completed by the call that encloses it, since equal blocks share their lines. Findings are in the order in which
@@ -70,7 +72,7 @@ class Watcher:
         self._called_by = ""
 
     def watch(self, action: str) -> Callable[[Line, Sequence[Environment]], None]:
-        """The hook for the machine of one action's program."""
+        """Return the hook for the machine of one action's program."""
 
         def hook(line: Line, environments: Sequence[Environment]) -> None:
             self._see(action, line, environments[0])
@@ -101,7 +103,7 @@ class Watcher:
         return 1, action.microbatch, order, action.stage * (to or 1), self._count
 
     def found(self) -> Bad | None:
-        """The first bad number that was seen, once the step was run."""
+        """Return the first bad number that was seen, once the step was run."""
         if self._line is None:
             return None
         order, action, line, kind = self._line
@@ -120,7 +122,7 @@ class Watcher:
 
 
 def bad_tensor(tensors: Mapping[str, torch.Tensor], what: str, rank: int) -> Bad | None:
-    """The first of some named tensors that is not finite before any line runs."""
+    """Return the first of some named tensors that is not finite before any line runs."""
     for name, tensor in tensors.items():
         if _any([tensor], _not_finite):
             return Bad((), rank, f"the first is in the {what} `{name}` on rank {rank}, before the step began")
@@ -128,8 +130,8 @@ def bad_tensor(tensors: Mapping[str, torch.Tensor], what: str, rank: int) -> Bad
 
 
 def bad_number(step: int, loss: float, norm: float, found: Iterable[Bad | None], compiled: bool) -> RunError:
-    """The error of a step whose loss or gradients are not finite; all ranks' findings, made line by line, name one
-    place."""
+    """Return the error of a step whose loss or gradients are not finite. All ranks' findings, made line by line, name
+    one place."""
     first = min((bad for bad in found if bad is not None), default=None)
     what = (
         f"the loss is {loss}" if not math.isfinite(loss) else f"the gradients' norm is {norm} (the loss is {loss:.6g})"
@@ -157,6 +159,7 @@ def _writes_infinity(line: Line) -> bool:
 
 
 def complete_module(module: str, caller: str) -> str:
-    """``blocks.*.attn`` called as ``blocks.3`` is ``blocks.3.attn``."""
+    """Complete a module's name with the block's number: ``blocks.*.attn`` called as ``blocks.3`` is
+    ``blocks.3.attn``."""
     names, given = module.split("."), caller.split(".")
     return ".".join(given[at] if name == "*" and at < len(given) else name for at, name in enumerate(names))

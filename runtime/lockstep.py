@@ -23,10 +23,11 @@ class Together:
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank, self.world, self.device = rank, world, device
         self._left = ""
-        """The name of work that an error ended before it was done, where other ranks took part in it."""
+        """The name of work that an error ended on this rank, and in which other ranks took part; "" if there is
+        none."""
 
     def check(self) -> None:
-        """See that no error has left the others alone.
+        """Check that no error has left the others alone.
 
         Raises:
             RunError: one has; they may stand anywhere, and would take what comes now for something else.
@@ -73,7 +74,8 @@ class Together:
 
     @contextmanager
     def doing(self, what: str, state: RankState) -> Iterator[None]:
-        """Around what all ranks do: after an error buffers are as they were, and there is nothing more with others.
+        """Enter work that all ranks do together. After an error in it, the buffers are as before, and nothing more can
+        be done together.
 
         Raises:
             RunError: as ``check`` does.

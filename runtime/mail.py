@@ -1,4 +1,4 @@
-"""The messages of a role's step: received ahead of what reads them, held until they are taken."""
+"""The messages of a role's step: received ahead of their readers, and held until they are taken."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Mail:
         self._sends: list[Sending] = []
 
     def begin(self) -> None:
-        """Forget what an earlier step left."""
+        """Forget all that an earlier step left."""
         self._receives, self._sends = {}, []
 
     def machine(self, action: Action, kind: str) -> str:
-        """The name of the program of a stage's work."""
+        """Return the name of the program of a stage's work."""
         return f"{action.stage}{kind}" if self.axis else kind
 
     def post(self, action: Action) -> None:
-        """Start to receive what an action waits for, unless it was started."""
+        """Start to receive the message that an action waits for, unless it was started."""
         message = Message.of(action, self.axis)
         if message not in self._receives:
             machine = self.machines[self.machine(action, message.kind)]
@@ -41,19 +41,20 @@ class Mail:
             self._receives[message] = self.backend.receive(message, like)
 
     def receive(self, action: Action, work: Sequence[Work]) -> None:
-        """Wait for a message, and keep what it brought."""
+        """Wait for a message, and keep its tensors."""
         message = Message.of(action, self.axis)
         self._keep(replace(action, kind=message.kind), work, self._receives.pop(message)())
 
     def _keep(self, action: Action, work: Sequence[Work], pieces: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Keep what came for some work of a stage."""
+        """Keep received tensors for some work of a stage."""
         main = self.machines[self.machine(action, action.kind)].program.main
         keys = [binding for binding in main.bindings if binding.kind == "received"]
         for w, tensors in zip(work, pieces, strict=True):
             w.kept[action.stage, action.kind, action.microbatch] = dict(zip(keys, tensors, strict=True))
 
     def hand_on(self, action: Action, work: Sequence[Work]) -> int | None:
-        """Give what work made to the next stage where that is the role's own, and nothing is sent; that stage."""
+        """Give the results of work to the next stage if that is the role's own, so that nothing is sent. Return that
+        stage."""
         to = action.stage + ACTIONS[action.kind].to
         if not self.axis or to == action.stage or to not in self.stages:
             return None
@@ -62,7 +63,7 @@ class Mail:
         return to
 
     def send(self, action: Action, work: Sequence[Work]) -> None:
-        """Start to send what work made."""
+        """Start to send the results of work."""
         message = Message.of(action, self.axis)
         pieces = [w.sent.pop((action.stage, message.kind, action.microbatch), []) for w in work]  # nothing may flow
         self._sends = [sending for sending in self._sends if not sending.done()]
@@ -74,7 +75,7 @@ class Mail:
         return bool(self._sends)
 
     def settle(self) -> None:
-        """Wait until all that was sent was taken: the tensors may be written over then."""
+        """Wait until all messages are taken: the tensors may then be written over."""
         for sending in self._sends:
             sending.wait()
         self._sends = []

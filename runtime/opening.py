@@ -1,5 +1,5 @@
-"""Opening a build: its files, torch, the processes the model's file and a checkpoint held against
-those it was built with."""
+"""The opening of a build: its files, torch, the processes, the model's file and a checkpoint must be those it was built
+for."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .state.optimizer import restore_optimizer
 
 
 def build_mesh(build: Build) -> Mesh:
-    """The build's mesh; its axes in their order, which JSON's sorted keys lose and every program states."""
+    """Return the build's mesh, with its axes in the order that every program states: JSON sorts its keys."""
     return build.programs[FORWARD].mesh
 
 
 def check_fits(build: Build, world: int) -> None:
-    """Hold a build against this torch and a number of processes.
+    """Check that a build fits this torch and a number of processes.
 
     Raises:
         RunError: one of them is another than the build's.
@@ -55,14 +55,14 @@ def check_fits(build: Build, world: int) -> None:
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """The mesh and how many ranks that makes."""
+    """Return the mesh and its number of ranks as text."""
     if not mesh.axes:
         return "a mesh without axes, which has one rank"
     return f"a mesh of {mesh.declared}, which has {mesh.world} ranks"
 
 
 def check_source_of(build: Build) -> None:
-    """See that the files of the model are those that were built; where one is not, none is imported.
+    """Check that the model's files are those that were built. If one is not, none is imported.
 
     Raises:
         RunError: it changed, or it cannot be imported (why is in the notes).
@@ -79,7 +79,7 @@ def check_source_of(build: Build) -> None:
 
 
 def task_of(manifest: Mapping[str, Any]) -> TaskLines:
-    """The lines that say what is trained, from a build's manifest."""
+    """Return the lines that say what is trained, from a build's manifest."""
     model, loss = manifest["model"], manifest["loss"]
     arguments, inputs = tuple(model["arguments"].items()), tuple(line["name"] for line in manifest["inputs"])
     operands, places = tuple(loss["operands"]), tuple((i["name"], i["as"]) for i in manifest["inputs"] if "as" in i)
@@ -89,7 +89,7 @@ def task_of(manifest: Mapping[str, Any]) -> TaskLines:
 
 
 def open_build(path: Path | str) -> Build:
-    """A build, every file held against its hash.
+    """Open a build, with every file checked against its hash.
 
     Raises:
         RunError: it is none, or was altered.
@@ -101,7 +101,7 @@ def open_build(path: Path | str) -> Build:
 
 
 def constants_of(build: Build) -> dict[str, TensorType]:
-    """The types of a model's buffers and constants by name."""
+    """Return the types of a model's buffers and constants by name."""
     return {name: value.type for name, value in build.programs[FORWARD].main.bound(*BUFFERS).items()}
 
 
@@ -116,7 +116,8 @@ def checkpoint_bytes(build: Build) -> int:
 
 
 def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, list[str]]]:
-    """A checkpoint that a build can go on from, and which slots of the optimizer's state it holds for each parameter.
+    """Open a checkpoint from which a build can go on. The second result is the slots of the optimizer's state that it
+    holds for each parameter.
 
     Raises:
         RunError: it cannot be read, or is of another model or optimizer; every fault is named.

@@ -13,18 +13,18 @@ from ..compiler.program.roles import Role
 
 
 def held(role: Role, kinds: Collection[Kind]) -> set[str]:
-    """Names of the tensors of some kinds that a role's programs read."""
+    """Return the names of the tensors of some kinds that a role's programs read."""
     return {name for program in role.programs.values() for name in program.main.bound(*kinds)}
 
 
 def owners_of(roles: Sequence[Role], parameters: Iterable[str]) -> dict[str, tuple[Role, ...]]:
-    """The roles that hold each parameter: those that read it, or the first where none does."""
+    """Return the roles that hold each parameter: those that read it, or the first if none does."""
     reads = [(role, held(role, PARAMETERS)) for role in roles]
     return {name: tuple(role for role, found in reads if name in found) or (roles[0],) for name in parameters}
 
 
 def keepers_of(roles: Sequence[Role], buffers: Iterable[str]) -> dict[str, tuple[Role, ...]]:
-    """The role that changes each buffer, which no other reads."""
+    """Return the role that changes each buffer, which no other role reads."""
     writes = [(role, {key for program in role.programs.values() for key, _ in program.main.returns}) for role in roles]
     return {name: tuple(role for role, keys in writes if Binding("buffer", name) in keys) for name in buffers}
 
@@ -37,6 +37,6 @@ def piece_place(rank: int, placement: Placement, mesh: Mesh) -> tuple[int, ...]:
 
 
 def whole_tensor(pieces: Mapping[int, torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
-    """A whole tensor of the pieces of the ranks that have one; any rank of a place will do."""
+    """Put a whole tensor together from the pieces of ranks; any rank of a place will do."""
     found = {piece_place(rank, placement, mesh): piece for rank, piece in pieces.items()}
     return put_together([found[piece_place(rank, placement, mesh)] for rank in range(mesh.world)], placement, mesh)

@@ -1,4 +1,4 @@
-"""This process among those of a run: what its launcher says about it, its device, and the process group."""
+"""This process among those of a run: the facts from its launcher, its device, and the process group."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..grammar.codes_build import NO_DEVICE
 from .faults import RunError
 
 STORE = "PARC_STORE"
-"""Environment variable: a file through which the processes of one host meet, where ``parc run`` started them."""
+"""The environment variable with a file through which the processes of one host meet, if ``parc run`` started them."""
 DEVICE = "PARC_DEVICE"
-"""Environment variable: ``cpu`` or ``cuda``, where the person chose."""
+"""The environment variable with ``cpu`` or ``cuda``, if the person chose one."""
 TIMEOUT_S = 300.0
 
 _wait: timedelta | None = None
 
 
 class Holder(Protocol):
-    """Something that holds process groups."""
+    """An object that holds process groups."""
 
     def release(self) -> None:
-        """Let go of them."""
+        """Release the groups."""
 
 
 HOLDERS: WeakSet[Holder] = WeakSet()
@@ -45,7 +45,7 @@ def launched() -> int:
 
 
 def default_device() -> torch.device:
-    """The device that was chosen; else this process's GPU where there is one, else the CPU.
+    """Return the device that was chosen; else this process's GPU, if there is one, else the CPU.
 
     Raises:
         RunError: a GPU was chosen, and there is none.
@@ -56,7 +56,7 @@ def default_device() -> torch.device:
 
 
 def check_device(device: torch.device, processes: int = 1) -> None:
-    """Hold a device against this host, of which so many processes of a run want one each.
+    """Check that this host has a device for each of so many processes of a run.
 
     Raises:
         RunError: they are GPUs, and torch finds none, or fewer.
@@ -70,7 +70,8 @@ def check_device(device: torch.device, processes: int = 1) -> None:
 
 
 def join_processes(device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> torch.device:
-    """Make the process group of a launched process, gloo on CPUs and NCCL on GPUs; the device that it computes on.
+    """Make the process group of a launched process, gloo on CPUs and NCCL on GPUs. Return the device that it computes
+    on.
 
     A GPU without a number is the process's own among its host's. A collective that waits longer than ``timeout_s``
     seconds for another rank fails.
@@ -101,12 +102,12 @@ def join_processes(device: torch.device | None = None, timeout_s: float = TIMEOU
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """A process group of some ranks, that waits as long as the group of all; torch's default is longer."""
+    """Make a process group of some ranks that waits as long as the group of all; torch's default is longer."""
     return dist.new_group(list(ranks), timeout=_wait)
 
 
 def leave() -> None:
-    """End the process group, where there is one, and those made beside it."""
+    """End the process group, if there is one, and those made beside it."""
     for holder in list(HOLDERS):
         holder.release()
     if dist.is_initialized():
@@ -114,7 +115,7 @@ def leave() -> None:
 
 
 def _leave_at_exit() -> None:
-    """A script may end without a word: groups that the interpreter drops under their own threads abort it.
+    """End groups also in a script that does not: those that the interpreter drops under their own threads abort it.
 
     After an error other ranks may be waiting inside a collective, and NCCL would wait for those.
     """

@@ -1,4 +1,4 @@
-"""The library face: load a build, run steps, evaluate, save and restore, in a person's own loop or in ``parc run``."""
+"""The library: load a build, run steps, evaluate, save and restore, in a person's own loop or in ``parc run``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from .work import Batch, RankState
 
 
 class Session:
-    """One rank's training state and the programs that advance it.
+    """One rank's training state, with the programs that advance it.
 
     Under torchrun (or ``parc run``) each process is one rank of the mesh; without it the mesh must have one rank. A
     batch may have any sizes that the plan declares; those of the plan's own data are the build's, its largest if it was
@@ -110,8 +110,8 @@ class Session:
         return Stepper(role.programs, role.actions, self.backend, self.device, machine, axis=role.axis, **options)
 
     def _products(self) -> Mapping[str, Kernel]:
-        """The kernels that multiply matrices. Special ones are used only where every rank would use them, so that equal
-        work has bitwise equal results on all ranks."""
+        """The kernels that multiply matrices. Special ones need all ranks, so that equal work has bitwise equal
+        results."""
         kernels = kernels_for(self.device)
         return kernels if all(row[0] for row in self.exchange([int(kernels is not KERNELS)])) else KERNELS
 
@@ -122,7 +122,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Stop reading data. Process groups stay: whoever made them ends them."""
+        """Stop reading data. Process groups stay: their maker ends them."""
         self.feed.close()
 
     def _initial_state(self) -> RankState:
@@ -143,8 +143,9 @@ class Session:
     # ---- training
 
     def gradients(self, batch: Batch | None = None, *, local: Batch | None = None) -> StepResult:
-        """Loss, gradients (this rank's pieces) and their norm, for a whole batch, the same on every rank; for a rank's
-        own samples (``local``), alike on ranks at one place of the axes that divide them; or for the plan's data.
+        """Return loss, gradients (this rank's pieces) and their norm. They are of a whole batch, the same on every
+        rank; or of a rank's own samples (``local``), alike on ranks at one place of the axes that divide them; or of
+        the plan's data.
 
         Raises:
             RunError: on every rank: ranks gave no batch of the plan's, or not one, or the data cannot be read; or an
@@ -157,7 +158,7 @@ class Session:
         return result
 
     def update(self, result: StepResult, lr: float | None = None) -> StepReport:
-        """Apply the optimizer to what ``gradients`` gave, after a look at the numbers.
+        """Apply the optimizer to the result of ``gradients``, after a check of its numbers.
 
         Raises:
             RunError: loss or norm is not finite; no parameter was changed. Every rank raises the same.
@@ -177,11 +178,12 @@ class Session:
         return StepReport(self.step_number, loss, norm, float(self.optimizer.param_groups[0]["lr"]), metrics)
 
     def step(self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None) -> StepReport:
-        """One step of training: ``gradients`` then ``update``."""
+        """Do one step of training: ``gradients``, then ``update``."""
         return self.update(self.gradients(batch, local=local), lr)
 
     def evaluate(self, batch: Batch | None = None, *, local: Batch | None = None) -> float:
-        """The global loss of what ``gradients`` takes; nothing is changed. Dropout stays as in training."""
+        """Return the global loss of a batch, given as to ``gradients``; nothing is changed. Dropout stays as in
+        training."""
         buffers = dict(self.state.buffers)
         begun = self._batches.begin(batch, local, self.state, self.step_number, self.last_step, keep=False)
         with self._together.doing("an evaluation", self.state):
@@ -190,12 +192,12 @@ class Session:
         return float(result.loss)
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Every rank's row of numbers, in rank order, on every rank."""
+        """Return every rank's row of numbers, in rank order, on every rank."""
         self._together.check()
         return exchange(row, self.world, self.device)
 
     def write_trace(self, path: Path | str) -> None:
-        """Write what every rank did and when, for Perfetto or chrome://tracing.
+        """Write every rank's actions with their times, for Perfetto or chrome://tracing.
 
         Collective: every rank calls it, rank 0 writes.
 
@@ -209,7 +211,7 @@ class Session:
             write_trace(Path(path), ranks)
 
     def _find_bad(self) -> list[Bad | None]:
-        """Run the step again under watch; what each rank saw first, on every rank."""
+        """Run the step again under watch. Return, on every rank, what each rank saw first."""
         at, parts, buffers = self._given
         self.state.buffers = dict(buffers)
         seen = bad_tensor(self.state.parameters, "parameter", self.rank)
@@ -228,7 +230,7 @@ class Session:
     # ---- state
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole parameters and buffers on the CPU under the model's own names; it loads into the plain module.
+        """Return whole parameters and buffers on the CPU under the model's own names; they load into the plain module.
 
         Collective: every rank calls it, every rank gets it.
         """
@@ -256,7 +258,7 @@ class Session:
         }
 
     def _whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All that a checkpoint holds."""
+        """Return all that a checkpoint holds."""
         for name, value in self._whole_parameters().items():
             yield f"parameter.{name}", self._initial.own(name, value)
         slots = self._gatherer.slots(self.state.parameters, self.optimizer)
@@ -320,7 +322,7 @@ class Session:
         self.step_number = checkpoint.step
 
     def _slot(self, file: Any, slot: str, name: str) -> torch.Tensor:
-        """One value of the optimizer's state: this rank's piece, or a number, which the fused update wants beside."""
+        """Return one value of the optimizer's state: this rank's piece, or a number, which stays on the device."""
         value: torch.Tensor = file.get_tensor(f"optimizer.{slot}.{name}")
         return value.to(self.device) if slot == "step" else self._take(value, self.types[name], name)
 
@@ -333,7 +335,7 @@ def load(
     compile: bool = False,
     trace: bool = False,
 ) -> Session:
-    """A session of a build. In a process that torchrun started, the process group is made if there is none yet.
+    """Open a session of a build. In a process that torchrun started, the process group is made if there is none yet.
 
     ``sizes``: those of the batches that are read from the plan's data, where the plan declares ranges.
 

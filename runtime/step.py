@@ -1,4 +1,4 @@
-"""A step: the action list of a role walked on one or several ranks, from microbatches to reduced gradients."""
+"""A step: a role's list of actions, done on one or several ranks, from microbatches to reduced gradients."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class StepReport:
 
 
 class Stepper:
-    """Runs the actions of a role's step up to its gradients; the update is the optimizer's. ``axis`` is the pipeline
-    axis where the role has stages. With ``account`` it keeps the peak of what waits for backward."""
+    """The runner of a role's actions in a step up to its gradients; the update is the optimizer's. ``axis`` is the
+    pipeline axis if the role has stages. With ``account`` the peak of the bytes that wait for backward is measured."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Stepper:
         self.recorder = recorder
         self.account = account
         self.peak_saved_bytes: dict[int, int] = {}
-        """With ``account``: the most bytes that one rank held for each stage's later actions, saved and received."""
+        """The most bytes, with ``account``, that one rank held for each stage's later actions, saved and received."""
         self.current: Action | None = None
         """The action that runs now, or ran last."""
         self._following: Action | None = None
@@ -88,7 +88,7 @@ class Stepper:
         self._complete = self._completed()
 
     def _completed(self) -> dict[Action, set[Binding]]:
-        """By backward the gradients that are complete with it, if their sums over ranks can begin then."""
+        """The gradients that each backward completes, if their sums over ranks can begin then."""
         reduce = self.machines.get(REDUCE)
         able = {key for key in reduce.ahead if key.kind == "gradient"} if reduce is not None else set[Binding]()
         last: dict[Binding, Action] = {}
@@ -113,23 +113,23 @@ class Stepper:
     def begin(
         self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int, keep: bool = True
     ) -> list[Work]:
-        """The work of a step, ``batches[rank][microbatch]``, its targets counted where no other rank is needed for it;
-        ``step`` counts from 0 and seeds dropout. Without ``keep`` nothing is kept for a backward."""
+        """Begin the work of a step on ``batches[rank][microbatch]``. Targets are counted where no other rank is needed
+        for it. ``step`` counts from 0 and seeds dropout. Without ``keep`` nothing is kept for a backward."""
         work = [Work(state, parts, keep) for state, parts in zip(states, batches, strict=True)]
         self._walk([action for action in self.actions if action.kind == COUNTING and self.counts_apart], work, step)
         return work
 
     def share_counts(self, work: Work, rank: int, counts: Sequence[torch.Tensor]) -> None:
-        """Give the counts of all ranks to the step of one of them, whose SCALE then meets no other."""
+        """Give the counts of all ranks to the step of one of them, so that its SCALE needs no collective."""
         if COUNT in self.machines[SCALING].ahead:
             work.begun[SCALING] = self.machines[SCALING].summed(COUNT, counts, rank)
 
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
-        """Loss and gradients of a step."""
+        """Return loss and gradients of a step."""
         return self.finish(self.begin(states, batches, step), step)
 
     def finish(self, work: Sequence[Work], step: int) -> list[StepResult]:
-        """Loss and gradients of a step that was begun."""
+        """Return loss and gradients of a step that was begun."""
         self._walk([action for action in self._left(work) if action.kind != STEP], work, step)
         return [
             StepResult(r[LOSS], r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"))
@@ -141,11 +141,11 @@ class Stepper:
         return (action for action in self.actions if not (counted and action.kind == COUNTING))
 
     def loss(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
-        """The loss alone; nothing is kept for a backward."""
+        """Return the loss alone; nothing is kept for a backward."""
         return self.finish_loss(self.begin(states, batches, step, keep=False), step)
 
     def finish_loss(self, work: Sequence[Work], step: int) -> list[StepResult]:
-        """The loss alone of a step that was begun."""
+        """Return the loss alone of a step that was begun."""
         self._walk([action for action in self._left(work) if action.evaluated], work, step)
         self._settle(step)
         self._reduce_loss(work)
@@ -177,7 +177,7 @@ class Stepper:
                 raise
 
     def recorded(self, name: str, category: str, step: int) -> AbstractContextManager[None]:
-        """Keep the time of what happens inside, where times are kept."""
+        """Record the time of a block, if times are recorded."""
         return nullcontext() if self.recorder is None else self.recorder.span(name, category, step)
 
     # ---- messages
@@ -194,7 +194,7 @@ class Stepper:
             self._note_saved(stage, work)
 
     def _finish_later(self, work: Sequence[Work]) -> None:
-        """Add up what a backward left for after it has sent."""
+        """Add up the gradients that a backward left for the time after its sends."""
         keys = {id(w.totals[key]): key for w in work for key in self._completing}
         added: dict[Binding, list[torch.Tensor]] = {}
         for call in self._later:
@@ -211,13 +211,13 @@ class Stepper:
         self.machines[REDUCE].begin(gradient, pieces, [w.begun[REDUCE] for w in work])
 
     def _settle(self, step: int) -> None:
-        """Wait until all that was sent was taken."""
+        """Wait until all messages are taken."""
         if self._mail.sending:
             with self.recorded("sends", "wait", step):
                 self._mail.settle()
 
     def _note_saved(self, stage: int, work: Sequence[Work]) -> None:
-        """The bytes kept for a stage now, storages counted once; what the rank holds anyway does not count."""
+        """Note the bytes kept for a stage now, each storage once, without those that the rank holds anyway."""
         if not self.account:
             return
         for w in work:
@@ -240,8 +240,9 @@ class Stepper:
         ready: Ready | None = None,
         begun: Sequence[Environment] = (),
     ) -> Iterator[tuple[Work, BoundTensors]]:
-        """Each rank with what a program returns on it; ``extra`` is bound beside what the rank holds, and to ``totals``
-        results are added, ``later`` where there is such a list; ``ready`` is told of them. ``begun`` was begun."""
+        """Run a program, and yield each rank's work with the results on it. ``extra`` are values to bind beside those
+        that the rank holds. Results are added to ``totals``, by calls put into ``later`` if that is a list; ``ready``
+        is told of them. ``begun`` are the sums that were begun ahead."""
         machine = self.machines[name]
         given = [
             {value.name: bind(value.binding, w, more) for value in machine.program.main.parameters if value.binding}
@@ -265,8 +266,8 @@ class Stepper:
         return found
 
     def run_program(self, action: Action, step: int, work: Sequence[Work]) -> None:
-        """Run a program of the role: what it returns ahead of the work is read by the rest of the step, added up over
-        microbatches; what it returns after the work are results."""
+        """Run a program of the role. The results of a program before the work are added up over microbatches, for the
+        rest of the step; those of a program after the work are results of the step."""
         row = ACTIONS[action.kind]
         inputs = self._inputs(action, step, work) if row.each else ()
         for w, made in self._run(action.kind, work, inputs, begun=[w.begun[action.kind] for w in work]):
@@ -319,7 +320,7 @@ class Stepper:
         self.run_program(action, step, work)
 
     def _reduce_loss(self, work: Sequence[Work]) -> None:
-        """The loss's part of REDUCE, where there are no gradients."""
+        """Run the loss's part of REDUCE, where there are no gradients."""
         machine = self.machines[REDUCE]
         main = machine.program.main
         result = main.values()[dict(main.returns)[LOSS]].type
@@ -337,10 +338,10 @@ class Stepper:
 
 
 Handler = Callable[[Stepper, Action, int, Sequence[Work]], None]
-"""Does an action of a step, given by its number, on the ranks of a process."""
+"""A function that does an action of a step, given the step's number, on the ranks of a process."""
 HANDLERS: dict[str, Handler] = {
     FORWARD: Stepper._forward,
     BACKWARD: Stepper._backward,
     REDUCE: Stepper._reduce,
 }
-"""By kind who does an action; all others run their program, and no more."""
+"""The handler of each kind of action; actions without one only run their program."""

@@ -14,21 +14,22 @@ from typing import Any
 import torch
 
 TracedSpan = tuple[str, str, int, int, int]
-"""Name, category (``work``, or ``wait`` for a message), step from 0, begin and end in nanoseconds of this process."""
+"""A span: name, category (``work``, or ``wait`` for a message), step from 0, begin and end in nanoseconds of this
+process."""
 
 _MOST = 200_000  # spans: more than a viewer can show
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Keeps the last spans of one rank. On a GPU each span ends when its work has, so a traced run overlaps less."""
+    """The record of one rank's last spans. On a GPU each span ends when its work has, so a traced run overlaps less."""
 
     device: torch.device
     spans: deque[TracedSpan] = field(default_factory=lambda: deque(maxlen=_MOST))
 
     @contextmanager
     def span(self, name: str, category: str, step: int) -> Iterator[None]:
-        """Record what happens inside."""
+        """Record the time of a block."""
         begin = time.perf_counter_ns()
         yield
         if self.device.type == "cuda":

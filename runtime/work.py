@@ -38,12 +38,13 @@ class Work:
     sent: dict[WorkKey, list[torch.Tensor]] = field(default_factory=dict)
     results: BoundTensors = field(default_factory=dict)
     begun: dict[str, Environment] = field(default_factory=lambda: defaultdict(dict))
-    """By action what was begun ahead of it: of REDUCE sums of gradients, of SCALE the count of all ranks."""
+    """The sums that were begun ahead, by action: for REDUCE those of gradients, for SCALE the count of all ranks."""
     owned: set[Binding] = field(default_factory=set)
     """The totals with storage of their own, to which later parts are added."""
 
     def total(self, key: Binding, value: torch.Tensor, own: bool = False) -> None:
-        """Add a microbatch's part, unless it was added as it was made; ``own`` where its storage is nothing else's."""
+        """Add a microbatch's part to its total, unless it was added as it was made. ``own`` says that nothing else
+        shares its storage."""
         total = self.totals.get(key)
         if total is value:
             return
@@ -57,11 +58,11 @@ class Work:
             self.owned.add(key)
 
     def own_totals(self, keys: Iterable[Binding]) -> BoundTensors:
-        """Totals to which more may be added."""
+        """Return the totals to which more may be added in place."""
         return {key: self.totals[key] for key in keys if key in self.owned}
 
     def hand_over(self, key: WorkKey, made: BoundTensors) -> None:
-        """Put what goes to another stage aside."""
+        """Put tensors for another stage aside."""
         if sent := [value for binding, value in made.items() if binding.kind == "sent"]:
             self.sent[key] = sent
 
@@ -76,7 +77,7 @@ class Work:
 
 
 def bind(binding: Binding, work: Work, extra: BoundTensors) -> torch.Tensor:
-    """The tensor of a rank that a program's parameter is bound to."""
+    """Return the tensor of a rank for a program's parameter, by its binding."""
     if binding in extra:
         return extra[binding]  # type: ignore[no-any-return]
     if binding.kind in PARAMETERS:
@@ -87,5 +88,5 @@ def bind(binding: Binding, work: Work, extra: BoundTensors) -> torch.Tensor:
 
 
 def named(table: BoundTensors, kind: Kind) -> dict[str, torch.Tensor]:
-    """The tensors of one kind in a table, by the names of what they are bound to."""
+    """Return the tensors of one kind in a table, by their binding's name."""
     return {key.name: value for key, value in table.items() if key.kind == kind}

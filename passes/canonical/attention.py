@@ -1,4 +1,4 @@
-"""Attention in the canonical form: of four dims, its draws counted, its scores written out where need be."""
+"""Attention in the canonical form: four dims, counted draws, and written-out scores where they are needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .rewriter import Canonicalizer, rewrites
 
 @rewrites(aten.scaled_dot_product_attention.default)
 def _attention(c: Canonicalizer, node: Any) -> None:
-    """Torch's attention as parc's own, which keeps what its backward reads and draws its mask from a stream."""
+    """Replace torch's attention by parc's own, which keeps what its backward reads and draws its mask from a stream."""
     names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     p = float(given.get("dropout_p") or 0.0)
@@ -40,7 +40,7 @@ def _attention(c: Canonicalizer, node: Any) -> None:
 
 
 def _of_one_head(c: Canonicalizer, node: Any, given: Mapping[str, Any]) -> None:
-    """Attention without heads has one: kernels disagree on where they put the dim."""
+    """Give attention without heads a dim of one head: kernels disagree on the place of that dim."""
     operands = given["q"], given["k"], given["v"]
     if len({shape_of(x)[0] for x in operands}) > 1:
         return
@@ -55,8 +55,8 @@ def _of_one_head(c: Canonicalizer, node: Any, given: Mapping[str, Any]) -> None:
 
 
 def _written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key: fx.Node | None) -> None:
-    """Attention with its scores written out: one whose mask is trained, of which attention's own backward makes no
-    gradient (relative positions added to the scores)."""
+    """Write out attention's scores where its mask is trained, such as relative positions added to the scores:
+    attention's own backward makes no gradient of the mask."""
     q, k, v, mask = given["q"], given["k"], given["v"], given["attn_mask"]
     p, scale = float(given.get("dropout_p") or 0.0), given.get("scale")
     k, v = (_repeated(c, node, x, shape_of(q)[1]) for x in (k, v))
@@ -71,7 +71,7 @@ def _written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key:
 
 
 def _repeated(c: Canonicalizer, near: fx.Node, x: fx.Node, heads: int) -> fx.Node:
-    """Keys or values [b, g, t, d] for every query head."""
+    """Repeat keys or values [b, g, t, d] for every query head."""
     batch, groups, length, size = shape_of(x)
     if groups == heads:
         return x

@@ -1,4 +1,4 @@
-"""Canonical form: the captured graph in the few operators that rules and partition know; meaning unchanged."""
+"""The canonical form: the captured graph in the few operators that rules and partition know, with the same meaning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rewriter import Canonicalizer, rewrites, targets_where
 from .slices import join_slices
 
 _FAMILIES = attention, creation, decompose, draws
-"""The modules of which the rewrites stand in ``REWRITES``, beside those here."""
+"""The modules whose rewrites are in ``REWRITES``, beside those of this module."""
 
 
 @rewrites(aten._assert_tensor_metadata.default)
@@ -62,7 +62,7 @@ def _type_as(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten.slice.Tensor)
 def _slice(c: Canonicalizer, node: Any) -> None:
-    """Positions counted from the front, and an end at the last element taken: sizes that a rank can cut."""
+    """Count positions from the front, and end a slice at the last element that it takes: a rank can cut such sizes."""
     before, after = shape_of(node.args[0]), shape_of(node)
     names = ("x", "dim", "start", "end", "step")
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -79,7 +79,7 @@ def _slice(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten.cat.default)
 def _cat(c: Canonicalizer, node: Any) -> None:
-    """Nothing joined to something is the something (what is left of a rotary embedding that turns all of a head)."""
+    """Drop empty operands of a concatenation, as a rotary embedding that turns all of a head leaves one."""
     pieces, *rest = node.args
     full = [piece for piece in pieces if 0 not in shape_of(piece)]
     if len(full) == 1 and noted(full[0]).value.dtype == noted(node).value.dtype:
@@ -90,7 +90,7 @@ def _cat(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten.linear.default)
 def _linear(c: Canonicalizer, node: Any) -> None:
-    """A row-parallel bias would be added once a rank: product first, then the sum."""
+    """Take a bias out of its product, into a sum after it: a row-parallel bias would be added once a rank."""
     if len(node.args) > 2 and node.args[2] is not None:
         x, weight, bias = node.args
         product = c.emit(node, aten.linear.default, x, weight, val=noted(node).value)
@@ -107,7 +107,7 @@ def _linear(c: Canonicalizer, node: Any) -> None:
     aten.conv3d.padding,
 )
 def _convolution(c: Canonicalizer, node: Any) -> None:
-    """As of a linear layer: product first, then the sum."""
+    """Take a bias out of a convolution, as out of a linear layer."""
     bias = node.args[2] if len(node.args) > 2 else None
     if bias is None:
         return
@@ -129,7 +129,7 @@ def _addmm(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten.nll_loss_nd.default, aten.cross_entropy_loss.default)
 def _cross_entropy(c: Canonicalizer, node: Any) -> None:
-    """``mean`` becomes a sum of token losses over the count of targets that are not ignored, or over the sum of their
+    """Write ``mean`` as a sum of token losses over the count of targets that are not ignored, or over the sum of their
     classes' weights."""
     names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     given: dict[str, Any] = {"ignore_index": -100, "reduction": 1, "label_smoothing": 0.0}
@@ -203,7 +203,8 @@ def _unsqueeze(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten.index.Tensor)
 def _index(c: Canonicalizer, node: Any) -> None:
-    """Indexing every dim by counts over its whole range, on increasing dims, only inserts dims of size 1."""
+    """Write an index that counts over the whole range of every dim, on increasing dims, as an insertion of dims of size
+    1."""
     x, indices = node.args
     result = shape_of(node)
     if len(indices) != len(shape_of(x)) or any(index not in c.iotas for index in indices):
@@ -224,7 +225,8 @@ def _index(c: Canonicalizer, node: Any) -> None:
 
 
 def canonicalize(graph: fx.Graph, ranged: bool = False) -> fx.Graph:
-    """The same function in canonical operators (a new graph); ``ranged``: in those that it has at other sizes too.
+    """Return the same function in canonical operators, as a new graph. With ``ranged`` these are the operators that it
+    has at other sizes too.
 
     Dropout and attention dropout draw from counter-based streams, one ``key`` placeholder each; biases leave products;
     means become sums over counts; views become ``reshape``; creation operators become ``full`` and ``iota``.

@@ -1,4 +1,5 @@
-"""Constants of integers and booleans, known before anything runs: a mask that hides nothing goes, a causal one named.
+"""Constants of integers and booleans, known before anything runs: a mask that hides nothing goes, and a causal one
+becomes attention's ``causal``.
 
 Models write masks as computations on positions. What is the same everywhere becomes ``full``; a mask that lets all
 through, or exactly what is not later, leaves attention free to use a kernel that reads no mask at all.
@@ -24,12 +25,12 @@ _MOST = 1 << 22  # entries that are looked at one by one
 _NEUTRAL = {"both": True, "either": False}
 """The neutral operand of each operator on truth values: it leaves the other operand as it is."""
 _COMPARISONS = {"at most": (False, 0), "below": (False, 1), "at least": (True, 0), "above": (True, 1)}
-"""A comparison as ``row - column >= least``: whether its first operand is the row, and the least."""
+"""Each comparison in the form ``row - column >= least``: whether its first operand is the row, and the least."""
 
 
 def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
-    """Rewrite the canonical graph in place; exact on every device, since no floating number is touched. ``choices``: as
-    at other sizes of a range, as far as that is true at these."""
+    """Fold constants in the canonical graph, in place. It is exact on every device, since no floating number is
+    touched. ``choices`` has it decide as at other sizes of a range, as far as that is true at these sizes."""
     known: dict[fx.Node, torch.Tensor] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(noted(node).value, torch.Tensor):
@@ -86,14 +87,15 @@ def _value(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | 
 
 @dataclass(frozen=True, slots=True)
 class _Few:
-    """Operands of a node by the nodes that make them, and the shape of what it makes of them."""
+    """The operands of a node with only one of repeated entries each, by the nodes that make them; and the shape of the
+    node's result."""
 
     values: dict[fx.Node, torch.Tensor]
     result: tuple[int, ...]
 
 
 def _without_copies(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> _Few:
-    """The operands with one entry for each factor along which all of them hold copies (a mask's batch)."""
+    """Return the operands with one entry for each factor along which all of them hold copies (a mask's batch)."""
     operands = operands_of(node)
     values, shape = {operand: known[operand] for operand in operands}, tuple(noted(node).value.shape)
     rule, has_rule = rule_of(node)
@@ -119,7 +121,7 @@ def _run(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
 
 
 def _apart(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
-    """A comparison that is true everywhere, since all of one side lies beyond all of the other."""
+    """Return whether a comparison is true everywhere, because all of one side lies beyond all of the other."""
     operands = operands_of(node)
     comparison = _COMPARISONS.get(facts(node.target).computes)
     if comparison is None or len(operands) != 2:
@@ -141,7 +143,7 @@ def _first(value: torch.Tensor) -> torch.Tensor:
 
 
 def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
-    """``x and True`` is ``x``."""
+    """Replace ``x and True`` by ``x``."""
     operands, neutral_truth = operands_of(node), _NEUTRAL.get(facts(node.target).computes)
     if neutral_truth is None or noted(node).value.dtype != torch.bool or len(operands) != 2:
         return
@@ -161,7 +163,8 @@ def _drop_neutral(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, torch.Ten
 
 
 def _name_mask(node: fx.Node, known: dict[fx.Node, torch.Tensor], choices: Choices | None) -> None:
-    """Attention whose mask hides nothing, or what is later, says so instead."""
+    """Drop the mask of an attention where it hides nothing, and replace one that hides later positions by
+    ``causal``."""
     q, k, v, mask, key, causal, *rest = node.args
     if not isinstance(mask, fx.Node) or noted(mask).value.dtype != torch.bool:
         return
@@ -186,7 +189,7 @@ def _is_causal(mask: torch.Tensor) -> bool:
 
 
 def _widens(mask: Any) -> Any:
-    """The mask of which a mask is copies, in dims before or of size 1."""
+    """Return the mask that this mask repeats in dims before it or dims of size 1, or None."""
     if mask.target is aten.expand.default:
         return mask.args[0]
     return mask.args[0] if mask.target is aten.unsqueeze.default and mask.args[1] == 0 else None
@@ -211,7 +214,7 @@ def _compares(mask: fx.Node, known: dict[fx.Node, torch.Tensor]) -> bool:
 
 
 def _along(value: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """The numbers of a value that differs along one dim alone."""
+    """Return the numbers of a value that differs along one dim alone, or None."""
     if value.dim() < -dim:
         return None
     line = value.movedim(dim, -1)

@@ -1,4 +1,4 @@
-"""Operators that make a tensor of nothing, in canonical form: ``full`` for one value, ``iota`` for counts."""
+"""Operators that make a tensor from nothing, in canonical form: ``full`` for one value, ``iota`` for counts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def _arange(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten.linspace.default, aten.logspace.default, aten.eye.default, aten.eye.m)
 def _typed(_: Canonicalizer, node: Any) -> None:
-    """Its dtype said: torch's default is float32 in every program, also in one that is run in float64."""
+    """Write down the dtype of a created tensor: torch's default is float32 in every program, also in one that is run in
+    float64."""
     node.kwargs = {**node.kwargs, "dtype": noted(node).value.dtype}
 
 
 @rewrites(*targets_where(lambda row: row.creates))
 def _filled(c: Canonicalizer, node: Any) -> None:
-    """A tensor of one number, whatever says its shape."""
+    """Write a tensor of one number as ``full``, whatever its shape comes from."""
     result, row = noted(node).value, facts(node.target)
     number = row.number_in(node.args)
     if row.number is not None and result.dtype.is_floating_point:

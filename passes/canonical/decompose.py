@@ -1,4 +1,4 @@
-"""Operators that canonical form writes as several, so that a split batch gives a part of a sum: means, losses."""
+"""Operators that the canonical form writes as several, so that a split batch gives a part of a sum: means, losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def average(c: Canonicalizer, near: fx.Node, x: fx.Node, dims: list[int], keep: bool = False) -> fx.Node:
-    """The mean of ``x`` over ``dims``: a sum over the global count."""
+    """Return the mean of ``x`` over ``dims``: a sum divided by the global count."""
     total = c.emit(near, aten.sum.dim_IntList, x, dims, keep)
     return c.emit(near, aten.div.Tensor, total, math.prod(shape_of(x)[dim] for dim in dims))
 
@@ -50,7 +50,7 @@ def _mean(c: Canonicalizer, node: fx.Node) -> None:
     aten.binary_cross_entropy_with_logits.default,
 )  # fmt: skip
 def _averaged_loss(c: Canonicalizer, node: fx.Node) -> None:
-    """A loss of every element, then their sum over how many there are."""
+    """Write a mean loss as the loss of every element, summed and divided by the number of elements."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     args, kwargs, reduction = list(node.args), dict(node.kwargs), names.index("reduction")
     how = args[reduction] if len(args) > reduction else kwargs.pop("reduction", _MEAN)
@@ -70,7 +70,7 @@ def _averaged_loss(c: Canonicalizer, node: fx.Node) -> None:
     aten._native_batch_norm_legit.no_stats,
 )
 def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
-    """Statistics as sums over the global count, so that they are the whole batch's however it is split."""
+    """Write batch statistics as sums over the global count, so that they are the whole batch's however it is split."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given: dict[str, Any] = {"training": False, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     x, weight, bias, training, momentum, eps = (
@@ -81,7 +81,7 @@ def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
     dims = [dim for dim in range(len(shape)) if dim != 1]
 
     def spread(value: Any) -> fx.Node:
-        """A value of each channel beside ``x``."""
+        """Return a value of each channel in a shape that broadcasts with ``x``."""
         for _ in range(len(shape) - 2):
             value = c.emit(node, aten.unsqueeze.default, value, 1)
         return value  # type: ignore[no-any-return]
@@ -124,7 +124,8 @@ def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.rms_norm.default)
 def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
-    """A norm that names no ``eps`` adds that of its dtype: a run in another dtype would read its own."""
+    """Write down ``eps`` where a norm names none. Its default depends on the dtype, so a run in another dtype would use
+    another one."""
     x, shape, *rest = node.args
     weight, eps = [*rest, None, None][:2]
     if eps is None:
@@ -135,8 +136,8 @@ def _rms_norm(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.matmul.default)
 def _matmul(c: Canonicalizer, node: fx.Node) -> None:
-    """Batches that a product repeats are repeated before it, where a plan can split what they are repeated over; one
-    matrix or vector comes second, as in ``linear``."""
+    """Repeat batches before their product, where a plan can split the repeated dims. A single matrix or vector comes
+    second, as in ``linear``."""
     pair: list[Any] = list(node.args)
     shapes = [shape_of(side) for side in pair]
     if len(shapes[0]) < 3 <= len(shapes[1]):
@@ -158,7 +159,7 @@ def _matmul(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.broadcast_tensors.default)
 def _broadcast_tensors(c: Canonicalizer, node: fx.Node) -> None:
-    """Each tensor expanded to the common shape, alone: one that has it stays as it is."""
+    """Expand each tensor to the common shape by itself; one that has that shape stays as it is."""
     tensors: Any = node.args[0]
     for user in list(node.users):
         source, shape = tensors[user.args[1]], shape_of(user)
@@ -180,7 +181,7 @@ def _written(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.embedding.default)
 def _embedding(c: Canonicalizer, node: fx.Node) -> None:
-    """A table whose padding row is not trained: what is looked up there carries no gradient, wherever the row is."""
+    """Cut the gradient of a table's padding row, which is not trained, wherever the row is."""
     weight, index, *rest = node.args
     padding = rest[0] if rest else -1
     if not isinstance(padding, int) or padding < 0:
@@ -191,8 +192,8 @@ def _embedding(c: Canonicalizer, node: fx.Node) -> None:
 
 
 def looked_up(c: Canonicalizer, node: fx.Node) -> None:
-    """Entries of what is trained, as rows of an embedding: then parts of the lookups make parts of the gradient's sum.
-    Indices may count from the end, which an embedding's do not."""
+    """Return entries of a trained tensor as rows of an embedding: parts of the lookups then make parts of the
+    gradient's sum. Indices may count from the end, which an embedding's must not."""
     x: Any = node.args[0]
     given: Any = node.args[1]
     places = [dim for dim, index in enumerate(given) if index is not None]
@@ -237,7 +238,7 @@ def looked_up(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.index_select.default)
 def selected(c: Canonicalizer, node: fx.Node) -> None:
-    """Entries along one dim, as an index of it."""
+    """Return entries along one dim as an index of it."""
     x, dim, index = node.args
     indices = [None] * (dim % len(shape_of(x))) + [index]  # type: ignore[operator, arg-type]
     made = c.emit(node, aten.index.Tensor, x, indices)
@@ -264,7 +265,7 @@ def _einsum(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.repeat_interleave.self_int)
 def _interleaved(c: Canonicalizer, node: fx.Node) -> None:
-    """Entries repeated in place, as copies in a dim of their own, which a plan can split."""
+    """Repeat entries in place, as copies in a dim of their own, which a plan can split."""
     x: Any = node.args[0]
     times: Any = node.args[1]
     given = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | node.kwargs
@@ -279,7 +280,8 @@ def _interleaved(c: Canonicalizer, node: fx.Node) -> None:
 
 @rewrites(aten.nansum.default)
 def _nansum(c: Canonicalizer, node: fx.Node) -> None:
-    """The sum of what is a number: torch's own derivative would repeat the sum's gradient over dims that are split."""
+    """Sum all numbers that are not NaN, by hand: torch's own derivative would repeat the sum's gradient over dims that
+    are split."""
     x: Any = node.args[0]
     if noted(x).value.dtype.is_floating_point:
         x = c.emit(node, aten.masked_fill.Scalar, x, c.emit(node, aten.isnan.default, x), 0)

@@ -23,7 +23,8 @@ def drop_unread(graph: fx.Graph) -> None:
 
 
 def uncounted(graph: fx.Graph) -> fx.Node | None:
-    """The first random operator that canonical form does not count; attention counts its own dropout."""
+    """Return the first random operator that the canonical form does not count, or None; attention counts its own
+    dropout."""
     for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
         known = _is_counted(node) or node.target is aten.scaled_dot_product_attention.default
@@ -61,7 +62,7 @@ def _dropout(c: Canonicalizer, node: Any) -> None:
     aten.normal_functional.default, aten.normal.float_float,
 )  # fmt: skip
 def _random(c: Canonicalizer, node: Any) -> None:
-    """Numbers of a law, whatever of its arguments but the shape; drawn in place of a tensor they may have a range."""
+    """Draw numbers of a law; of the arguments only the shape matters. A draw in place of a tensor may have a range."""
     value, law = noted(node).value, facts(node.target).law
     made = c.emit(node, OPS.random.default, c.stream(node, c.rng), list(value.shape), law, value.dtype)
     names = [argument.name for argument in node.target._schema.arguments]
@@ -78,7 +79,7 @@ def _random(c: Canonicalizer, node: Any) -> None:
 
 @rewrites(aten.bernoulli.p, aten.bernoulli.default)
 def _bernoulli(c: Canonicalizer, node: Any) -> None:
-    """Ones with a probability for all elements, or with each element's own: what dropout in place draws."""
+    """Draw ones with one probability for all elements, or with each element's own, as dropout in place does."""
     value, p = noted(node).value, node.args[1] if len(node.args) > 1 else None
     if p in (0, 1):
         c.replace(node, c.emit(node, aten.full.default, list(value.shape), p, dtype=value.dtype))

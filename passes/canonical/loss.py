@@ -1,4 +1,4 @@
-"""The loss as a numerator and a count: what is summed over a step's whole batch, and what it is divided by."""
+"""The loss as a numerator, which is summed over a step's whole batch, and the count that divides it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from ..calls import ancestors, computes, key_of, outputs
 
 @dataclass(frozen=True, slots=True)
 class SplitLoss:
-    """``graph`` has the numerator as its first output. ``count`` is a graph of the inputs alone, or None."""
+    """The loss in two parts: ``graph`` has the numerator as its first output; ``count`` is a graph of the inputs alone,
+    or None."""
 
     graph: fx.Graph
     count: fx.Graph | None
 
 
 def split_loss(graph: fx.Graph) -> SplitLoss:
-    """Take the division by the count of targets out of a mean cross entropy, or a multiple of one, so that it is made
-    once a step, by the count over all data ranks and microbatches; a mean of means would weigh targets unequally."""
+    """Take the division by the count of targets out of a mean cross entropy, or a multiple of one. It is then done once
+    a step, by the count over all data ranks and microbatches. A mean of means would weigh targets unequally."""
     output = graph.output_node()
     loss, *updates = outputs(graph)
     mean = _unscaled(loss)
@@ -49,8 +50,8 @@ def split_loss(graph: fx.Graph) -> SplitLoss:
 
 
 def stop_gradients(graph: fx.Graph) -> None:
-    """Detach, in place, what is read for other ends than the loss, such as the update of a buffer: no gradient comes
-    back from there, of which every block before it would else compute zeros."""
+    """Detach, in place, values that are read for other ends than the loss, such as the update of a buffer. No gradient
+    comes back from there, and every block before it would else compute zeros."""
     reached, flow = reached_by_gradient(outputs(graph)[0]), GradientFlow()
     flows = {node for node in graph.nodes if node in flow and (node.op == "placeholder" or key_of(node)[0] in reached)}
     for node in [node for node in graph.nodes if computes(node) and node not in reached]:
@@ -73,7 +74,7 @@ def _unscaled(loss: fx.Node) -> fx.Node:
 
 
 def _scaled(node: fx.Node) -> fx.Node | None:
-    """The operand of a node that is a constant multiple of it, or it in a dtype that is no narrower."""
+    """Return the operand of which a node is a constant multiple, or a cast to a dtype that is not narrower."""
     inner: Any = node.args[0] if node.args else None
     if facts(node.target).computes in ("multiple", "ratio"):
         by = node.args[1]
@@ -93,7 +94,7 @@ def _width(node: fx.Node) -> int:
 
 
 def _denominator(loss: fx.Node) -> fx.Node | None:
-    """The count that a mean cross entropy is divided by, where the loss is just that."""
+    """Return the count that divides a mean cross entropy, where the loss is just that."""
     if loss.target is not aten.div.Tensor:
         return None
     total, count = loss.args

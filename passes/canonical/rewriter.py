@@ -1,4 +1,4 @@
-"""The rewriter of one graph: what rewrites of its operators are given, and emit new nodes with."""
+"""The rewriter of one graph: rewrites of operators get it, and emit new nodes with it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from ...compiler.program.program import operator
 
 
 class Canonicalizer:
-    """Rewrites one graph in place, node by node, through a table of rewrites."""
+    """The rewriting of one graph in place, node by node, through a table of rewrites."""
 
     def __init__(self, graph: fx.Graph, ranged: bool = False) -> None:
         self.graph, self.ranged = graph, ranged
         self.keys: dict[str, int] = {}
         self.iotas: dict[fx.Node, tuple[int, int]] = {}
-        """Nodes that count 0, 1, … along one dim: ``(dim, size)``."""
+        """The nodes that count 0, 1, … along one dim, as ``(dim, size)``."""
         self._fakes: dict[int, torch.Tensor] = {}
 
     def emit(self, near: fx.Node, target: Any, *args: Any, val: Any = None, **kwargs: Any) -> fx.Node:
-        """A new node before ``near`` with its provenance; ``val`` defaults to what the operator makes of fakes."""
+        """Add a node before ``near``, with its provenance. ``val`` defaults to the operator's result on fake
+        tensors."""
         with self.graph.inserting_before(near):
             node = self.graph.call_function(target, args, kwargs)
         copy_place(near, node)
@@ -47,14 +48,14 @@ class Canonicalizer:
         return self._fakes[id(example)]
 
     def replace(self, node: fx.Node, by: fx.Node) -> None:
-        """Let ``by`` stand for ``node``."""
+        """Replace ``node`` by ``by`` for all readers."""
         node.replace_all_uses_with(by)
         self.graph.erase_node(node)
         if node in self.iotas:
             self.iotas[by] = self.iotas.pop(node)
 
     def stream(self, node: fx.Node, rng: fx.Node) -> fx.Node:
-        """The key of a random operator: named by its module and its ordinal there, so no plan changes it."""
+        """Return the key of a random operator. Its name is the module and its ordinal there, so no plan changes it."""
         module = noted(node).origin.module or "model"
         ordinal = self.keys.get(module, 0)
         self.keys[module] = ordinal + 1
@@ -73,17 +74,18 @@ class Canonicalizer:
 
 
 Rewrite = Callable[[Canonicalizer, Any], None]
-"""The rewrite of one operator: it puts others in a node's place."""
+"""A function that rewrites one operator: it puts others in a node's place."""
 REWRITES: dict[Any, Rewrite] = {}
-"""Operator → rewrite, as ``rewrites`` notes them. An operator that is not here keeps its form."""
+"""The rewrite of each operator, as ``rewrites`` notes them. An operator without one keeps its form."""
 PARTS: dict[Any, Callable[[fx.Node], Any]] = {}
-"""Operator without a rule → what makes its function in plain torch of one call, or None where that call stays."""
+"""For each operator without a rule a function that returns the call's meaning in plain torch, or None to keep the
+call."""
 
 _Code = TypeVar("_Code", bound=Callable[..., Any])
 
 
 def rewrites(*targets: Any) -> Callable[[_Code], _Code]:
-    """Notes the rewrite of operators."""
+    """Note the decorated function as the rewrite of these operators."""
 
     def note(rewrite: _Code) -> _Code:
         REWRITES.update(dict.fromkeys(targets, rewrite))
@@ -93,7 +95,7 @@ def rewrites(*targets: Any) -> Callable[[_Code], _Code]:
 
 
 def takes_apart(*targets: Any) -> Callable[[_Code], _Code]:
-    """Notes what makes the parts of operators."""
+    """Note the decorated function as the one that makes the parts of these operators."""
 
     def note(parts: _Code) -> _Code:
         PARTS.update(dict.fromkeys(targets, parts))
@@ -103,7 +105,7 @@ def takes_apart(*targets: Any) -> Callable[[_Code], _Code]:
 
 
 def targets_where(holds: Callable[[OpRow], bool]) -> list[Any]:
-    """The operators of torch of whose rows something holds."""
+    """Return torch's operators whose row fulfils a condition."""
     return [operator(name) for name, row in TABLE.items() if name.startswith("aten.") and holds(row)]
 
 

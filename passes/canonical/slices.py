@@ -1,4 +1,4 @@
-"""Slices that together are all of a dim: as one split they say how it may be placed."""
+"""Slices that together are all of a dim, written as one split, which says how the dim may be placed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rewriter import Canonicalizer
 
 
 def join_slices(c: Canonicalizer, node: fx.Node, order: Mapping[fx.Node, int]) -> None:
-    """Slices that make up a dim become one split: only together do they say how the dim may be placed."""
+    """Replace slices that make up a dim by one split: only together do they say how the dim may be placed."""
     slices: list[Any] = [user for user in node.users if user.target is aten.slice.Tensor and user.args[4] == 1]
     for dim in sorted({cut.args[1] for cut in slices}):
         cuts = sorted((cut for cut in slices if cut.args[1] == dim), key=lambda cut: cut.args[2])

@@ -1,4 +1,4 @@
-"""Parts: operators that have no rule, as the operators with rules that torch itself makes them of."""
+"""Operators without a rule, taken apart into operators with rules, as torch itself composes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ three."""
 
 
 def expand_unruled(graph: fx.Graph) -> None:
-    """Write every operator that has no rule, and that canonical form does not rewrite, as its parts, in place.
+    """Write every operator without a rule, unless the canonical form rewrites it, as its parts, in place.
 
     One that torch does not decompose, or not into operators that are known, stays: it is computed whole.
     """
@@ -40,7 +40,7 @@ def _is_known(target: Any) -> bool:
 
 
 def _parts(node: fx.Node, depth: int) -> fx.Graph | None:
-    """The graph of one operator's parts, all of them known; None where there is none."""
+    """Return the graph of one operator's parts, which all have rules; None where there is none."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or depth == 0:
         return None
@@ -88,7 +88,7 @@ def _bilinear(node: fx.Node) -> Any:
 
 @takes_apart(aten.pad.default)
 def _pad(node: fx.Node) -> Any:
-    """Torch's own circular pad writes into views of what it returns."""
+    """Pad around in plain torch: torch's own circular pad writes into views of its result."""
     if list(node.args[2:3]) != ["circular"]:
         return node.target
 
@@ -104,7 +104,7 @@ def _pad(node: fx.Node) -> Any:
 
 @takes_apart(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default)
 def _average_pool(node: fx.Node) -> Any:
-    """To one element: a mean, without torch's care for how it lies in memory."""
+    """Pool to one element by a mean, without torch's care for its layout in memory."""
     sizes: Any = node.args[1]
     dims = list(range(-len(sizes), 0))
     return (lambda x, _: x.mean(dims, keepdim=True)) if set(sizes) == {1} else node.target
@@ -112,7 +112,8 @@ def _average_pool(node: fx.Node) -> Any:
 
 @takes_apart(aten.instance_norm.default)
 def _instance_norm(node: fx.Node) -> Any:
-    """Each sample's own statistics; one that keeps a running mean writes what no sample's parts know."""
+    """Normalize each sample by its own statistics, unless it keeps a running mean, which is written from all
+    samples."""
     if node.args[3] is not None or node.args[4] is not None:
         return None
 
@@ -130,7 +131,7 @@ def _instance_norm(node: fx.Node) -> Any:
 
 @takes_apart(aten.embedding_bag.padding_idx, aten.embedding_bag.default)
 def _embedding_bag(node: fx.Node) -> Any:
-    """Bags of equal sizes, which is what a table of indices is: rows looked up and added."""
+    """Look up and add rows for bags of equal sizes, which is the meaning of a table of indices."""
     offsets: Any = node.args[2]
     step = next((n.args[2] for n in (offsets,) if n.target is aten.arange.start_step and n.args[0] == 0), None)
     if not step or noted(node.args[1]).value.numel() % step:  # type: ignore[arg-type]
@@ -153,5 +154,5 @@ def _embedding_bag(node: fx.Node) -> Any:
 
 
 def _put(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> None:
-    """Put the parts where the operator stands, with its provenance."""
+    """Put the parts in the operator's place, with its provenance."""
     inline(graph, node, parts, node.all_input_nodes)

@@ -1,4 +1,4 @@
-"""Fuse: what canonical form took apart and partition left together becomes one operator again."""
+"""Fusion: operators that the canonical form took apart and partition left together become one again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..programs.segments import node_type
 
 
 def fuse_bias(graph: fx.Graph) -> None:
-    """``linear(x, w) + b`` is one operator again where no conversion came between."""
+    """Make ``linear(x, w) + b`` one operator again, where no conversion came between."""
     aten = torch.ops.aten
     for node in list(graph.nodes):
         if node.target is not aten.add.Tensor or node.kwargs:

@@ -16,7 +16,7 @@ from .propagate import Placed
 def plan_hoist(
     graph: fx.Graph, mesh: Mesh, placed: Placed, grad: Mapping[ValueKey, bool]
 ) -> dict[fx.Node, frozenset[str]]:
-    """Operators to compute in ``R``, with the axes.
+    """Return the operators to compute in ``R``, with the axes.
 
     ``R`` is absorbing, so an operator is hoisted only if every reader is hoisted or is split and needs ``R`` there,
     and every operand that carries gradient is a parameter, is hoisted, is split (what a gather to ``R`` gets back is
@@ -43,7 +43,7 @@ def _fixpoint(
     consumers: Mapping[ValueKey, list[fx.Node]],
 ) -> set[fx.Node]:
     def reads(consumer: fx.Node, key: ValueKey) -> bool:
-        """A split reader that holds the value whole: it needs ``R``."""
+        """Return whether a split reader holds the value whole: it then needs ``R``."""
         if not computes(consumer) or axis not in placed.parts[consumer]:
             return False
         rule, part = placed.rules[consumer], placed.parts[consumer][axis]

@@ -12,8 +12,8 @@ from ..programs.segments import node_type
 
 
 def lift_parameters(graph: fx.Graph) -> None:
-    """A parameter that every reader marks ``I→R`` enters the graph as ``R``: its gradient stays partial over the
-    microbatches and is summed once a step, by REDUCE."""
+    """Let a parameter that every reader converts ``I→R`` enter the graph as ``R``. Its gradient stays partial over the
+    microbatches, and REDUCE sums it once a step."""
     for node in graph.nodes:
         if node.op != "placeholder" or noted(node).binding.kind != "parameter" or not node.users:
             continue

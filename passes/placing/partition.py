@@ -1,4 +1,4 @@
-"""Partition: every value gets its type on every axis, with typed conversions where a reader needs another.
+"""Partition: every value gets its type on every axis, with typed conversions where a reader needs another type.
 
 Shapes stay global here; ``emit.py`` makes them local at the very end, operator by operator, by the same rules."""
 
@@ -33,8 +33,8 @@ from .vocab_loss import EXPANSIONS
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """A conversion that no line asked for in so many words: what it moves, and whose need caused it; ``reader`` is the
-    operator that wanted it. ``heads``: it puts few heads together, which a note of its own tells."""
+    """A conversion that no line asked for explicitly: what it moves, and the operator ``reader`` that needed it.
+    ``heads``: it gathers few heads, about which there is a note of its own."""
 
     value: str
     source: AxisType
@@ -47,7 +47,7 @@ class Reshard:
 
 
 class Partition:
-    """Builds the typed graph. Each value is converted at most once to each placement, and shared by all readers."""
+    """The typed graph under construction. Each value is converted at most once to each placement, for all readers."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, placed: Placed, choices: Choices | None = None) -> None:
         self.source, self.mesh, self.placed, self.choices = graph, mesh, placed, choices
@@ -76,14 +76,14 @@ class Partition:
         return self.grad
 
     def type_of(self, key: ValueKey, placement: Placement) -> TensorType:
-        """The typed shape of a value in a placement."""
+        """Return the typed shape of a value in a placement."""
         value = fake(key)
         return TensorType(value.dtype, tuple(value.shape), placement)
 
     # ---- conversions
 
     def convert(self, key: ValueKey, want: Placement) -> fx.Node:
-        """The value in another placement: from a form that exists, by the cheapest order of steps."""
+        """Return the value in another placement, made from an existing form in the cheapest order of steps."""
         if not self.grad[key]:
             want = want.data()
             if key[0] in self.pure:
@@ -100,8 +100,8 @@ class Partition:
         return self.forms[key][want]
 
     def _imposed(self, key: ValueKey, path: tuple[Changes, ...], have: Placement, want: Placement) -> Sequence[Changes]:
-        """The path that was cheapest at the largest sizes: which axes go to what they are wanted as, which over whole;
-        the value's own where that does not divide here."""
+        """Return the path that was cheapest at the largest sizes, or ``path`` where that one does not divide here. A
+        choice says for each step which axes go to their wanted type, and which to another type first."""
         if self.choices is None:
             return path
         own = [[(axis, None if kind == want[axis] else kind) for axis, kind in step] for step in path]
@@ -115,7 +115,7 @@ class Partition:
         return steps
 
     def _step(self, key: ValueKey, have: Placement, changes: Mapping[str, AxisType]) -> Placement:
-        """One conversion of one or several axes alike; its result is kept for later readers."""
+        """Convert one or several axes in one collective, and keep the result for later readers."""
         first = have[next(iter(changes))]
         target = have.replace(changes)
         if target not in self.forms[key]:
@@ -153,7 +153,8 @@ class Partition:
         return node
 
     def rebuild(self, key: ValueKey, want: Placement) -> fx.Node | None:
-        """A value made only from creation operators and buffers is made again where it is wanted, never sent."""
+        """Make a value that depends only on creation operators and buffers again where it is wanted: it is never
+        sent."""
         node, index = key
         if want in self.forms.get(key, {}):
             return self.forms[key][want]
@@ -190,7 +191,7 @@ class Partition:
         return Placement.of(self.mesh, types)
 
     def operator(self, node: fx.Node) -> None:
-        """Emit one operator: convert its operands to the types it needs, and say what its results are."""
+        """Emit one operator: convert its operands to the types that it needs, and note the types of its results."""
         rule, parts = self.placed.rules[node], self.placed.parts[node]
         keys = [key_of(n) for n in operands_of(node)]
         wants: list[dict[str, AxisType]] = [{} for _ in keys]
@@ -234,8 +235,8 @@ class Partition:
     def _unsplit(
         self, node: fx.Node, axis: str, keys: Sequence[ValueKey], wants: Sequence[dict[str, AxisType]]
     ) -> AxisType:
-        """Types on an axis that splits no factor of the operator: partial sums pass what is linear in them; one ``R``
-        operand makes all ``R``; else all are ``I``."""
+        """Choose the types on an axis that splits no factor of the operator. Partial sums pass through an operator that
+        is linear in them. Else one ``R`` operand makes all of them ``R``, and without one all are ``I``."""
         have = [self.state[key][axis] if key in self.state else "I" for key in keys]
         partial = frozenset(index for index, kind in enumerate(have) if kind == "P")
         rest_whole = all(not isinstance(kind, Split) for kind in have)
@@ -262,7 +263,7 @@ class Partition:
 
     def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[ValueKey, Placement]],
              operands: Sequence[fx.Node]) -> fx.Node:  # fmt: skip
-        """The operator as a node whose results have the given placements."""
+        """Add the operator as a node whose results have the given placements."""
         given = iter(operands)
         args, kwargs = substitute_nodes((node.args, node.kwargs), lambda _: next(given))
         target: Any = node.target
@@ -278,7 +279,7 @@ class Partition:
         kwargs: Mapping[str, Any],
         results: Sequence[tuple[ValueKey, Placement]],
     ) -> fx.Node:
-        """A node of the typed graph; several results become ``getitem`` nodes."""
+        """Add a node to the typed graph; several results become ``getitem`` nodes."""
         self.last_block = self.block
         made = self.graph.call_function(target, args, dict(kwargs))
         self._note(made, [self.type_of(key, placement) for key, placement in results])
@@ -299,7 +300,7 @@ class Partition:
     # ---- the whole graph
 
     def placeholder(self, node: fx.Node) -> None:
-        """A parameter, buffer, key or input as it is stored: split as placed, whole elsewhere."""
+        """Add a parameter, buffer, key or input as it is stored: split as placed, and whole on other axes."""
         key = (node, 0)
         placement = Placement.of(self.mesh, dict(self.placed.splits[key]))
         made = self.graph.placeholder(node.name)
@@ -309,7 +310,7 @@ class Partition:
         self.forms[key] = {placement: made}
 
     def run(self) -> fx.Graph:
-        """The typed graph. Its first output is the loss's numerator, summed over nothing or still partial."""
+        """Return the typed graph. Its first output is the loss's numerator, which may still be partial."""
         for node in self.source.nodes:
             if node.op == "placeholder":
                 self.placeholder(node)

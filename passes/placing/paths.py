@@ -24,9 +24,10 @@ wins."""
 def cheapest_path(
     have: Placement, want: Placement, shape: tuple[int, ...], mesh: Mesh, flows: bool, lifts: bool = False
 ) -> tuple[Changes, ...]:
-    """Steps from ``have`` to ``want``. Each axis goes straight to its type, or over whole where two axes would be in
-    each other's way. The cost is what all ranks send, the gradient's way back included if it ``flows``. A parameter
-    ``lifts`` its ``I → R``: its gradient is then summed once a step, so that this comes first and costs nothing here.
+    """Return the cheapest steps from ``have`` to ``want``. Each axis goes straight to its type, or becomes whole in
+    between where two axes would be in each other's way. The cost counts what all ranks send, with the gradient's way
+    back if it ``flows``. If a parameter ``lifts`` its ``I → R``, its gradient is summed once a step, so this step comes
+    first and costs nothing here.
 
     Raises:
         TypeFault: there is no path.
@@ -54,7 +55,7 @@ def cheapest_path(
 
 
 def _steps(at: Placement, want: Placement, mesh: Mesh, lifts: bool) -> Iterator[Changes]:
-    """The next steps, in the order in which they are tried."""
+    """Yield the next steps, in the order in which they are tried."""
     open_ = [(axis, old, want[axis]) for axis, old in at.items() if old != want[axis]]
     marks = tuple((axis, new) for axis, old, new in open_ if (old, new) == ("I", "R"))
     if marks and lifts:
@@ -82,7 +83,7 @@ def _steps(at: Placement, want: Placement, mesh: Mesh, lifts: bool) -> Iterator[
 
 
 def _as_one(at: Placement, want: Placement, mesh: Mesh) -> Iterator[tuple[tuple[str, ...], AxisType, AxisType]]:
-    """Factored axes whose sub-axes are together as one axis, before and after: they move in one message."""
+    """Yield factored axes whose sub-axes act as one axis both before and after: they move in one message."""
     before, after = at.joined(mesh), want.joined(mesh)
     for axis, _ in mesh.factored:
         if axis in before and axis in after and before[axis] != after[axis]:
@@ -103,7 +104,8 @@ def _price(
 
 
 def _sent(source: AxisType, result: AxisType, ranks: int, small: int, large: int) -> float:
-    """Elements that a rank sends, by the ring algorithms, for values of which a rank holds ``small`` or ``large``."""
+    """Return the number of elements that a rank sends, by the ring algorithms, for values of which a rank holds
+    ``small`` or ``large``."""
     share = (ranks - 1) / ranks
     if source == "P":
         return _MESSAGE + share * large * (1 if isinstance(result, Split) else 2)

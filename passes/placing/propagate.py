@@ -1,4 +1,4 @@
-"""Propagation: from what the plan says of some values to a placement of every value, on every mesh axis."""
+"""Propagation: from the plan's claims on some values to a placement of every value, on every mesh axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..calls import ValueKey, computes, key_of, operands_of, rule_of, tensors_of
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One line's word on one value and axis; ``split`` None says that the value is whole there."""
+    """The claim of one line on one value and axis; ``split`` None says that the value is whole there."""
 
     value: ValueKey
     axis: str
@@ -36,7 +36,7 @@ class Placed:
     rules: dict[fx.Node, OpRule] = field(default_factory=dict)
     lines: dict[fx.Node, int] = field(default_factory=dict)
     gathered: frozenset[tuple[ValueKey, str]] = frozenset()
-    """Values that are put together over an axis before anyone reads them."""
+    """The values that are gathered over an axis before anyone reads them."""
     without_rule: list[fx.Node] = field(default_factory=list)
 
 
@@ -65,7 +65,7 @@ class _Propagation:
                 self.readers.setdefault(key, []).append(node)
 
     def place(self, key: ValueKey, axis: str, split: Split, line: int) -> list[fx.Node]:
-        """Split a value, where that is open and nests with what is there; the operators to look at again."""
+        """Split a value, if that is open and nests with its other splits. Return the operators to look at again."""
         splits = self.placed.splits[key]
         if axis in splits or (key, axis) in self.whole or not self.nests(key, axis, split):
             return []
@@ -76,7 +76,7 @@ class _Propagation:
         return self.readers.get(key, [])
 
     def confirm(self, claim: Claim, line: int) -> None:
-        """A line that claims what propagation has found already is still the line to name for it."""
+        """Name a line as the cause of a placement that propagation had found before it."""
         if self.placed.splits[claim.value].get(claim.axis) == claim.split:
             self.placed.lines[claim.value[0]] = line
             for reader in self.readers.get(claim.value, []):
@@ -93,7 +93,8 @@ class _Propagation:
         return nest(size, [(outer, self.mesh.size(axis)) for outer, axis in parts])
 
     def choose(self, node: fx.Node, axis: str) -> Part | None:
-        """The factor that an operand or result already splits over the axis; parameters first, then in order."""
+        """Return the factor that an operand or result already splits over the axis; parameters count first, then others
+        in order."""
         rule = self.placed.rules[node]
         ranks = self.mesh.size(axis)
         best: tuple[int, Part] | None = None
@@ -129,7 +130,7 @@ class _Propagation:
         return True
 
     def visit(self, node: fx.Node, line: int) -> list[fx.Node]:
-        """Settle the node's factors, and split what they imply; the operators to look at again."""
+        """Settle the node's factors, and split the values that they imply. Return the operators to look at again."""
         rule, parts = self.placed.rules[node], self.placed.parts[node]
         again: list[fx.Node] = []
         for axis in self.mesh.names:
@@ -146,7 +147,7 @@ class _Propagation:
         return again
 
     def settle(self, start: Iterable[fx.Node], line: int) -> None:
-        """Sweep forward and backward over what changed until nothing does."""
+        """Sweep forward and backward over changed operators until nothing changes."""
         dirty = set(start)
         position = {node: index for index, node in enumerate(self.order)}
         forward = True
@@ -160,7 +161,7 @@ class _Propagation:
 def propagate(
     graph: fx.Graph, mesh: Mesh, claims: Sequence[Claim], gathered: frozenset[tuple[ValueKey, str]] = frozenset()
 ) -> Placed:
-    """Placements of all values, from the plan's claims.
+    """Return the placements of all values that follow from the plan's claims.
 
     Both directions to a fixed point, one claim's line after the other: an earlier line has its way where two would
     split one value or operator differently. Claims over axes of size 1 hold trivially. What is ``gathered`` over an

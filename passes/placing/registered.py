@@ -1,4 +1,4 @@
-"""Rules that users registered, held against a graph's operators: one that does not fit is theirs to mend."""
+"""Rules that users registered, checked against a graph's operators: a rule that does not fit is the user's to mend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..programs.joint import InternalTypeFault
 
 
 class RuleMisfit(Exception):
-    """A registered rule that is not the operator's; ``hint`` says what may have been meant."""
+    """The error of a registered rule that does not fit its operator; ``hint`` says what may have been meant."""
 
     def __init__(self, op: str, why: str, origin: Origin | None = None, hint: str = "") -> None:
         super().__init__(f"the rule `{registered().get(op, '')}` of `{op}` does not fit: {why}")
@@ -28,7 +28,7 @@ class RuleMisfit(Exception):
 
 
 def check_registered(graph: fx.Graph) -> None:
-    """Hold every registered rule against the calls of its operator.
+    """Check every registered rule against the calls of its operator.
 
     Raises:
         RuleMisfit: there is no such operator, or the rule does not know the shapes of a call.
@@ -50,7 +50,7 @@ def check_registered(graph: fx.Graph) -> None:
 
 
 def _custom() -> Iterator[str]:
-    """Names of the operators that Python code defined."""
+    """Return the names of the operators that Python code defined."""
     for name in torch.library._defs:
         space, _, rest = str(name).partition("::")
         op, _, overload = rest.partition(".")
@@ -59,8 +59,8 @@ def _custom() -> Iterator[str]:
 
 @contextmanager
 def explained(graph: fx.Graph) -> Iterator[None]:
-    """Say of a failure inside the passes which operator they were at; and where types contradict each other at an
-    operator with a registered rule, or in its backward, that the rule does not fit.
+    """Enter the passes, and name the operator at which a failure happened. If types contradict each other at an
+    operator with a registered rule, or in its backward, the error says that the rule does not fit.
 
     Raises:
         RuleMisfit: in place of such a contradiction.
@@ -86,7 +86,7 @@ def explained(graph: fx.Graph) -> Iterator[None]:
 
 
 def _at(graph: fx.Graph, origin: Origin) -> Iterator[fx.Node]:
-    """Operators of the captured graph at a place of the model."""
+    """Return the operators of the captured graph at a place of the model."""
     for node in graph.nodes:
         found = noted(node).origin
         if found is not None and (found.module, found.source) == (origin.module, origin.source):
@@ -94,7 +94,7 @@ def _at(graph: fx.Graph, origin: Origin) -> Iterator[fx.Node]:
 
 
 def _failing(trace: TracebackType | None) -> fx.Node | None:
-    """The operator that the innermost frame with one was at."""
+    """Return the operator at which the innermost frame was that has one."""
     found: fx.Node | None = None
     while trace is not None:
         node = trace.tb_frame.f_locals.get("node")

@@ -17,14 +17,14 @@ from ..programs.segments import node_type
 
 AxisParts = Mapping[str, Part]
 Note = Callable[[fx.Node, list[TensorType | None]], None]
-"""Notes the types of a new node, and the place where it stands."""
+"""A function that notes the types of a new node, and its place in the model."""
 
 
 def _token_loss(
     graph: fx.Graph, mesh: Mesh, node: fx.Node, operands: Sequence[fx.Node], parts: AxisParts, note: Note
 ) -> tuple[fx.Node, Placement]:
-    """``log(sum(exp(x - peak))) - (x[target] - peak)``: each rank's part of the vocabulary gives a part of both sums,
-    which are summed in one message, so no rank holds whole logits."""
+    """Compute ``log(sum(exp(x - peak))) - (x[target] - peak)``. Each rank's part of the vocabulary gives a part of both
+    sums. They are summed in one message, so no rank holds whole logits."""
     logits, targets = operands
     vocab = tuple(axis for axis in mesh.names if axis in parts and parts[axis][0] == "v")
     type_ = node_type(logits)
@@ -61,5 +61,6 @@ def _token_loss(
 Expansion = Callable[[fx.Graph, Mesh, fx.Node, Sequence[fx.Node], AxisParts, Note], tuple[fx.Node, Placement]]
 
 EXPANSIONS: Mapping[Any, Expansion] = {OPS.token_loss.default: _token_loss}
-"""Operator → the function that emits several in its place, and gives the result and its placement. It is given a graph
-and mesh, the node with its operands as it wants them, the part it plays on each axis, and what notes facts."""
+"""The function that emits several operators in place of each of these. It gets the graph and mesh, the node with its
+operands as it wants them, the factor that it splits on each axis, and a ``Note``; it returns the result and its
+placement."""

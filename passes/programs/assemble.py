@@ -1,4 +1,4 @@
-"""Assembly: the functions of all segments become programs: the work of every stage, COUNT and SCALE."""
+"""Assembly of the functions of all segments to programs: the work of every stage, COUNT and SCALE."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .writer import Writer, whole_type
 
 @dataclass(slots=True)
 class _Lines:
-    """A main function's lines in order, each in the stage that is current when it is added."""
+    """A main function's lines in order, each with the stage that was current when it was added."""
 
     stage: int = 0
     lines: list[Line] = field(default_factory=list)
@@ -40,7 +40,7 @@ class _Lines:
 
 @dataclass(slots=True)
 class _Main:
-    """The main functions of F and B while they grow."""
+    """The main functions of F and B under construction."""
 
     mesh: Mesh
     seed: int
@@ -49,20 +49,20 @@ class _Main:
     parameters: dict[Binding, Value] = field(default_factory=dict)
     forward: _Lines = field(default_factory=_Lines)
     keys: set[tuple[str, int]] = field(default_factory=set)
-    """Keys of random streams, and the stages in which they are made."""
+    """The keys of random streams, and the stages in which they are made."""
     calls: list[tuple[Segment, BlockPair, str, dict[str, Value]]] = field(default_factory=list)
 
     def emit(
         self, lines: _Lines, name: str, type_: TensorType, op: str, args: tuple[Any, ...], **options: Any
     ) -> Value:
-        """The result of one more line."""
+        """Add a line and return its result."""
         value = Value(self.names.fresh(name), type_)
         lines.append(Line((value,), op, args, tuple(options.items())))
         return value
 
     def bind(self, node: fx.Node) -> Value:
-        """The value of a placeholder or of an earlier call's result. A key is made in every stage that reads it: it
-        lies on the CPU, where no message comes from."""
+        """Return the value of a placeholder or of an earlier call's result. A key is made in every stage that reads it:
+        it lies on the CPU, where no message arrives."""
         binding: Binding = noted(node).binding
         kind, name = binding
         if node not in self.values:
@@ -83,7 +83,7 @@ class _Main:
 
 
 def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[str, BlockPair]]:
-    """F's main function as calls of segments; equal segments are traced and emitted once."""
+    """Write F's main function as calls of segments; equal segments are traced and emitted once."""
     segments = cut_segments(graph, mesh)
     main = _Main(mesh, seed)
     pairs: dict[str, BlockPair] = {}
@@ -119,7 +119,8 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[s
 
 
 def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], list[tuple[int, str, Value]]]:
-    """B's lines, what it reads, and each parameter's gradient in every stage that has one, segments in reverse."""
+    """Write B's lines, segments in reverse. Return the values that B reads, and each parameter's gradient in every
+    stage that has one."""
     scale = Value(main.names.fresh("scale"), whole_type(main.mesh, node_type(loss).dtype), SCALE)
     lines = _Lines()
     reads: dict[str, Value] = {scale.name: scale}
@@ -158,7 +159,7 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], lis
 
 
 def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int], Value], lines: _Lines) -> Value:
-    """The gradient that arrived at a value; zeros where none did."""
+    """Return the gradient that arrived at a value; zeros if none did."""
     if (node, 0) in gradients:
         return gradients[node, 0]
     type_ = replace(node_type(node), placement=node_type(node).placement.dual().data())
@@ -168,11 +169,11 @@ def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int],
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """The work of every stage, and what is left to do once a step."""
+    """The work of every stage, with the facts for the programs that run once a step."""
 
     work: tuple[StageWork, ...]
     gradients: tuple[tuple[int, str, Value], ...]
-    """Gradients as work returns them: their stage and the parameter's name."""
+    """The gradients that work returns, by stage and parameter's name."""
     loss: Value
     last: int
     """The stage that makes the loss."""
@@ -183,7 +184,7 @@ class Assembled:
 def assemble(
     graph: fx.Graph, mesh: Mesh, seed: int, sums: torch.dtype | None = None, pipeline: Pipeline | None = None
 ) -> Assembled:
-    """F and B of a typed graph whose first output is the loss's numerator.
+    """Write F and B of a typed graph whose first output is the loss's numerator.
 
     B's gradients have the types of the parameters as F reads them, dual, in the dtype ``sums`` in which microbatches
     are added up.
@@ -246,7 +247,7 @@ def _called(functions: Sequence[Function], piece: StagePiece) -> list[Function]:
 
 
 def _narrowed(main: _Main, value: Value, sums: torch.dtype | None, lines: _Lines) -> Value:
-    """A gradient in a smaller dtype in which it is added up, if there is one."""
+    """Cast a gradient to the smaller dtype in which it is summed, if there is one."""
     if sums is None or sums.itemsize >= value.type.dtype.itemsize:
         return value
     narrow = replace(value.type, dtype=sums)
@@ -254,7 +255,7 @@ def _narrowed(main: _Main, value: Value, sums: torch.dtype | None, lines: _Lines
 
 
 def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
-    """COUNT: what one microbatch adds to the loss's denominator, on one rank still partial."""
+    """Write COUNT: the part of the loss's denominator from one microbatch, still partial on a rank."""
     main, pairs = call_segments(graph, mesh, 0)
     (count,) = outputs(graph)
     returns = ((COUNT, main.bind(count).name),)
@@ -263,7 +264,8 @@ def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
 
 
 def assemble_scale(count: TensorType | None, dtype: torch.dtype, parts: int, mesh: Mesh, role: str) -> Program:
-    """SCALE: one over the step's whole denominator; without a count, one over the number of ``parts`` averaged."""
+    """Write SCALE: one over the step's whole denominator; without a count, one over the number of ``parts``
+    averaged."""
     write, whole = Writer(mesh), whole_type(mesh, dtype)
     if count is None:
         made = write.emit("aten.full.default", ([], 1.0 / parts), whole, name="scale", dtype=dtype)

@@ -1,5 +1,5 @@
-"""Forms that autograd gives a backward, in the operators that types and programs know: nothing in place, and creation
-operators that read no tensor, each placed as its one reader needs it."""
+"""The forms of a backward from autograd, rewritten in the operators that types and programs know. Nothing is in place,
+and creation operators read no tensor, each placed as its one reader needs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..calls import call_of, operands_of
 
 
 def write_functional(graph: fx.Graph) -> None:
-    """Operators that write a temporary of autograd's own become those that return it; tracing already lets later
+    """Replace operators that write a temporary of autograd's own by those that return it. Tracing already lets later
     readers read the result."""
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
@@ -28,7 +28,7 @@ def write_functional(graph: fx.Graph) -> None:
 
 
 def _returning(schema: Any) -> Any:
-    """The overload that takes the same arguments as one in place; its name may be another (`transpose_.default`,
+    """Return the overload with the arguments of one in place; its name may be another (`transpose_.default`,
     `transpose.int`)."""
     packet = getattr(torch.ops.aten, schema.name.partition("::")[2].rstrip("_"))
     wanted = [str(argument.type) for argument in schema.arguments]
@@ -40,9 +40,9 @@ def _returning(schema: Any) -> Any:
 
 
 def fold_zeros(backward: Sequence[fx.Node]) -> set[fx.Node]:
-    """The zeros among what backward computes, after zeros are written for all that it computes linearly of zeros and of
-    no other floating number: the gradient that ``floor`` or ``sgn`` sends back, summed to the shape of a smaller
-    operand, or to rows of a table by their numbers."""
+    """Write zeros for all that backward computes linearly from zeros and from no other floating number. Such is the
+    gradient that ``floor`` or ``sgn`` sends back, also after it is summed to the shape of a smaller operand, or to rows
+    of a table. Return all zeros of the backward."""
     zeros: set[fx.Node] = set()
     for node in backward:
         operands = [operand for operand in operands_of(node) if not _is_of_whole_numbers(operand)]
@@ -62,8 +62,7 @@ def _is_of_whole_numbers(node: fx.Node) -> bool:
 
 def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx.Node, Any],
                    zeros: Collection[fx.Node] = ()) -> set[fx.Node]:  # fmt: skip
-    """Creation nodes whose placement nobody said, or that are ``zeros`` and so fit any, as ``full``, one for each
-    reader."""
+    """Write creation nodes without a placement, and ``zeros``, which fit any, as ``full``, one for each reader."""
     free: set[fx.Node] = set()
     for node in list(graph.nodes):
         row = facts(node.target)
@@ -85,7 +84,8 @@ def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Leave out what autograd writes though it changes nothing; once types are known, and only where they agree."""
+    """Leave out operators of autograd that change nothing. It is done once types are known, and only where they
+    agree."""
     for node in list(graph.nodes):
         same = _left_as_it_is(node)
         if same is not None and noted(same).types == noted(node).types:
@@ -94,7 +94,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _left_as_it_is(node: Any) -> fx.Node | None:
-    """The value that a node has nothing to add to: of what is turned twice, of a first power."""
+    """Return the operand that a node gives back unchanged: a matrix transposed twice, or a first power."""
     if node.target is aten.t.default:
         return node.args[0].args[0] if node.args[0].target is aten.t.default else None
     return node.args[0] if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 else None

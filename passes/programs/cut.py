@@ -1,4 +1,5 @@
-"""Stages: every operator of a typed graph in one stage of the pipeline, and its programs cut into those of stages."""
+"""Stages: every operator of a typed graph gets one stage of the pipeline, and its programs are cut into those of
+stages."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ class Pipeline:
     axis: str
     chunks: int
     cuts: tuple[tuple[str, bool], ...]
-    """``(module, after)``."""
+    """The cuts as pairs ``(module, after)``."""
     ranks: StageRanks
     """The rank along the axis on which each stage lies."""
     modules: tuple[str, ...] = ()
-    """In the order in which the model first comes to each."""
+    """The modules in the order in which the model first comes to each."""
 
     @property
     def stages(self) -> int:
@@ -37,7 +38,7 @@ class Pipeline:
 
 
 def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
-    """The graph with its ``stage`` noted on every operator, stage by stage.
+    """Return the graph with a ``stage`` noted on every operator, stage by stage.
 
     A stage is what lies between two cuts. An operator that reads a later stage's value moves there, and what gives a
     buffer's new value the form in which it is kept (a sum over ranks, without padding) to the stage that makes it. What
@@ -74,7 +75,7 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
 
 
 def _homes(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> list[tuple[fx.Node, int]]:
-    """Each buffer's new value, which may be another's too, and the stage that reads the old one."""
+    """Return the new value of each buffer (two may share one), with the stage that reads the old value."""
     _, *values = outputs(graph)
     bound = {noted(node).binding: node for node in graph.find_nodes(op="placeholder")}
     readers = (bound[Binding("buffer", name)].users for name in noted(graph.output_node()).updates)
@@ -91,8 +92,8 @@ def _seen_from(copies: Mapping[tuple[fx.Node, int], fx.Node], operand: fx.Node, 
 
 
 def _stages(graph: fx.Graph, pipeline: Pipeline, free: set[fx.Node]) -> dict[fx.Node, int]:
-    """Stages of all operators but free ones. What a pass put at the graph's end, to give an output the form in which it
-    is kept (``kept``), goes with what it reads."""
+    """Return the stages of all operators but free ones. An operator that a pass put at the graph's end to give an
+    output the form in which it is kept (``kept``) stays with its operands."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     places = [_place(nodes, module, after, pipeline.modules) for module, after in pipeline.cuts]
     found: dict[fx.Node, int] = {}
@@ -106,8 +107,8 @@ def _stages(graph: fx.Graph, pipeline: Pipeline, free: set[fx.Node]) -> dict[fx.
 
 
 def _place(nodes: Sequence[fx.Node], module: str, after: bool, modules: Sequence[str]) -> int:
-    """The index of the first operator behind a cut. Where passes left nothing of the module, that of the first in a
-    module to which the model comes after it."""
+    """Return the index of the first operator behind a cut. If passes left nothing of the module, the model's next
+    module counts."""
     own = {name for name in modules if f"{name}.".startswith(f"{module}.")}
     origins = [noted(node).origin.module if computes(node) else None for node in nodes]
     inside = [index for index, origin in enumerate(origins) if origin in own]
@@ -119,14 +120,14 @@ def _place(nodes: Sequence[fx.Node], module: str, after: bool, modules: Sequence
 
 @dataclass(frozen=True, slots=True)
 class StagePiece:
-    """One stage's part of a main function."""
+    """The part of a main function that one stage runs."""
 
     parameters: tuple[Value, ...]
     lines: tuple[Line, ...]
     returns: tuple[tuple[Binding, str], ...]
 
     def function(self, name: str) -> Function:
-        """The piece as a function."""
+        """Return the piece as a function."""
         return Function(name, self.parameters, self.lines, self.returns)
 
 
@@ -134,8 +135,8 @@ def split_lines(
     parameters: Sequence[Value], lines: Sequence[Line], at: Sequence[int],
     returns: Sequence[Sequence[tuple[Binding, str]]],
 ) -> list[StagePiece]:  # fmt: skip
-    """A main function's lines as one piece for every place in order; ``at`` has each line's place, ``returns`` what
-    each piece returns.
+    """Split a main function's lines into one piece for every place, in order. ``at`` has each line's place, ``returns``
+    the returns of each piece.
 
     Parameters are there at every place that reads them or returns what they become. Any other value is handed from
     place to place until nobody further reads it: ``sent NAME`` of one piece is ``received NAME`` of the next, in the

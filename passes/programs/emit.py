@@ -1,4 +1,4 @@
-"""Emission: traced segments become the functions of programs, each operator localized by its rule."""
+"""Emission: traced segments become the functions of programs, and each operator is made local by its rule."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _DEVICE_WORDS = {"device", "layout", "pin_memory", "memory_format", "non_blockin
 
 
 def identifier(text: str) -> str:
-    """A Python name for a path."""
+    """Return a Python name for a path."""
     name = re.sub(r"\W", "_", text)
     return name if name and not name[0].isdigit() else f"x{name}"
 
 
 @dataclass(slots=True)
 class FreshNames:
-    """Names of one function's values: an operator's own name, numbered from its second use on."""
+    """The names of one function's values: the operator's own name, numbered from its second use on."""
 
     taken: dict[str, int] = field(default_factory=dict)
 
     def fresh(self, base: str) -> str:
-        """A name nobody has yet."""
+        """Return a name that is not used yet."""
         base = f"{base}_" if keyword.iskeyword(base) or base in ("inf", "nan") else base
         while True:
             count = self.taken.get(base, 0)
@@ -53,7 +53,7 @@ class FreshNames:
 
 
 def cut_argument(whole: Any, local: Any, axes: Mapping[tuple[int, int], tuple[str, ...]]) -> Any:
-    """A call's global argument with each size that differs on a rank as a ``LocalSize``."""
+    """Return a call's global argument, with a ``LocalSize`` for each size that differs on a rank."""
     if isinstance(whole, bool) or not isinstance(whole, (int, list, tuple)):
         return whole
     if isinstance(whole, int):
@@ -64,7 +64,7 @@ def cut_argument(whole: Any, local: Any, axes: Mapping[tuple[int, int], tuple[st
 
 
 def _by_ratio(whole: int, local: int, axes: Mapping[tuple[int, int], tuple[str, ...]]) -> tuple[str, ...]:
-    """Axes of a tensor's dim that is cut into as many pieces."""
+    """Return the axes of a tensor's dim that is cut into as many pieces as ``whole`` is into ``local``."""
     for (size, piece), names in axes.items():
         if size * local == whole * piece:
             return names
@@ -72,8 +72,8 @@ def _by_ratio(whole: int, local: int, axes: Mapping[tuple[int, int], tuple[str, 
 
 
 def dim_axes(types: Iterable[TensorType], mesh: Mesh, own: int = 0) -> dict[tuple[int, int], tuple[str, ...]]:
-    """``(global, local)`` size of every split dim with its axes, major first. Of equal sizes the one of dim ``own``
-    counts, of which the operator speaks: at other sizes the others are not equal to it."""
+    """Return the axes, major first, of every split dim, by its sizes ``(global, local)``. Where several dims have these
+    sizes, dim ``own`` counts, which the operator speaks of: at other sizes they may differ."""
     found: dict[tuple[int, int], tuple[str, ...]] = {}
     every = [(dim != own % len(t.shape), index, dim, t) for index, t in enumerate(types) for dim in range(len(t.shape))]
     for _, _, dim, type_ in sorted(every, key=lambda entry: entry[:3]):
@@ -85,18 +85,18 @@ def dim_axes(types: Iterable[TensorType], mesh: Mesh, own: int = 0) -> dict[tupl
 
 @dataclass(slots=True)
 class Emitter:
-    """Turns typed nodes on global shapes into lines on local ones, sharing one set of names."""
+    """The writer of typed nodes on global shapes as lines on local ones, with one set of names."""
 
     mesh: Mesh
     names: FreshNames = field(default_factory=FreshNames)
     value_of: dict[fx.Node, Value] = field(default_factory=dict)
     titles: dict[fx.Node, str] = field(default_factory=dict)
-    """Names for the values of some nodes, where the operator's own would not do."""
+    """Names for the values of some nodes, where the operator's own name would not do."""
     differentiated: bool = False
     """True where autograd will run over the lines, so that ``detach`` means something."""
 
     def define(self, node: fx.Node, base: str, binding: Binding | None = None) -> Value:
-        """The value of a node with one tensor."""
+        """Name the value of a node with one tensor, and return it."""
         name = self.names.fresh(self.titles.get(node, base))
         value = self.value_of[node] = Value(name, node_type(node), binding)
         return value
@@ -170,7 +170,7 @@ class Emitter:
         return call.op, fill_operands(args, refs), fill_operands(named, refs)
 
     def _argument(self, whole: Any, local: Any, axes: Any, results: Sequence[TensorType]) -> Any:
-        """One argument; a list that spells the result's shape is cut as the result is."""
+        """Return one argument; a list that spells the result's shape is cut as the result is."""
         shapes = [(r.shape, r.local(self.mesh)) for r in results[:1]]
         if isinstance(whole, list) and (tuple(whole), tuple(local)) in shapes:
             return [size_argument(results[0], dim) for dim in range(len(whole))]
@@ -178,20 +178,20 @@ class Emitter:
 
 
 def _dim_argument(call: OpCall) -> Any:
-    """The dim that a call's arguments speak of, if it is given in its place."""
+    """Return the dim that a call's arguments name, if they name one."""
     pairs = zip(torch_operator(call.op)._schema.arguments, call.args, strict=False)
     return next((given for argument, given in pairs if argument.name == "dim"), 0)
 
 
 def size_argument(type_: TensorType, dim: int) -> int | LocalSize:
-    """The size of a dim as an argument."""
+    """Return the size of a dim as an argument."""
     axes = tuple(axis for _, axis in type_.placement.splits(dim))
     return LocalSize(type_.shape[dim], axes) if axes else type_.shape[dim]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPair:
-    """A segment's two functions. ``saved`` are names of forward values (inputs included) that backward reads;
+    """The two functions of a segment. ``saved`` are the names of forward values (inputs included) that backward reads;
     ``gradients`` pairs an input's index with the name of its gradient in backward."""
 
     forward: Function
@@ -204,7 +204,7 @@ class BlockPair:
 
 
 def emit_pair(joint: Joint, segment: Segment, name: str, mesh: Mesh, shared: str | None) -> BlockPair:
-    """The functions ``name`` and ``name_backward`` of a segment; ``shared`` is the path of its block where several
+    """Write the functions ``name`` and ``name_backward`` of a segment. ``shared`` is the path of its block, if several
     blocks use them."""
     emitter = Emitter(mesh)
     for node in (maker for saved in joint.saved for maker in _makers(saved)):
@@ -240,13 +240,15 @@ def emit_pair(joint: Joint, segment: Segment, name: str, mesh: Mesh, shared: str
 
 
 def _input_title(source: fx.Node, block: str | None) -> str:
-    """The name of a segment's input: ``mlp_up_weight`` of ``blocks.0.mlp.up.weight``, ``x`` of an activation."""
+    """Return the name of a segment's input: ``mlp_up_weight`` for ``blocks.0.mlp.up.weight``, ``x`` for an
+    activation."""
     kind, name = noted(source).binding
     return identifier(f"key.{_inside(name, block)}" if kind == "key" else _inside(name, block)) if name else "x"
 
 
 def _makers(node: Any) -> Iterator[fx.Node]:
-    """A node, and those behind copies and conversions for which there may be no line; inputs have names already."""
+    """Yield a node, and those behind it through copies and conversions, which may have no line. Inputs have names
+    already."""
     while node.op != "placeholder":
         yield node
         if facts(node.target).moves != "copy" and node.target is not OPS.convert.default:
@@ -255,14 +257,14 @@ def _makers(node: Any) -> Iterator[fx.Node]:
 
 
 def _saved_title(node: fx.Node, block: str | None) -> str:
-    """The name of a value that backward reads: its module's and the operator's, as ``mlp_up_addmm``."""
+    """Return the name of a value that backward reads, from its module and its operator, as ``mlp_up_addmm``."""
     maker: Any = node.args[0] if node.target is operator.getitem else node
     module, op = _inside(noted(maker).origin.module, block), str(maker.target).split(".")[1].strip("_")
     return identifier(f"{module}.{op}" if module and module != block else op)
 
 
 def _inside(path: str, block: str | None) -> str:
-    """A path from its block on."""
+    """Return the part of a path inside its block."""
     return path.removeprefix(f"{block}.") if block else path
 
 
@@ -272,7 +274,7 @@ def _given_back(labels: Iterable[str]) -> tuple[tuple[Binding, str], ...]:
 
 
 def _shared(lines: Sequence[Line], block: str | None) -> list[Line]:
-    """Lines of a function that several blocks use name their module as ``layers.*.mlp``."""
+    """Return a line of a function that several blocks use, with its module as ``layers.*.mlp``."""
     if block is None:
         return list(lines)
     stem = block.rsplit(".", 1)[0]

@@ -1,4 +1,4 @@
-"""Joint trace: a segment's forward and backward on global shapes, every node typed and with its provenance."""
+"""Joint trace: a segment's forward and backward on global shapes, with the type and provenance of every node."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .segments import Segment, node_type
 
 
 class InternalTypeFault(AssertionError):
-    """The compiler's own types contradict each other: parc's fault, never the user's."""
+    """The error of types that contradict each other inside the compiler: parc's fault, never the user's."""
 
 
 @dataclass(slots=True)
 class Joint:
-    """A traced segment. ``forward`` and ``backward`` are node lists in order; ``saved`` is what backward reads of
-    forward; ``gradients`` pairs an input's index with its gradient's node."""
+    """A traced segment. ``forward`` and ``backward`` are lists of nodes in order; ``saved`` are the forward's nodes
+    that backward reads; ``gradients`` pairs an input's index with its gradient's node."""
 
     inputs: list[fx.Node]
     outputs: list[fx.Node]
@@ -55,7 +55,7 @@ class _Record:
     """The last node that forward made, once it has run."""
 
     def claim(self, graph: fx.Graph, origin: Origin) -> None:
-        """The nodes that appeared since the last claim come from ``origin``."""
+        """Note ``origin`` as that of all nodes since the last claim."""
         made = list(takewhile(lambda node: node is not self.last, reversed(graph.nodes)))
         self.owner.update(dict.fromkeys(made, origin))
         self.last = made[0] if made else self.last
@@ -86,7 +86,8 @@ def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
 
 
 def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: fx.Graph) -> None:
-    """Run the segment's nodes; note which traced nodes each made, and the type of its gradient when it arrives."""
+    """Run the segment's nodes. Note which traced nodes each of them made, and the type of its gradient when it
+    arrives."""
     for node in segment.nodes:
         uses = {operand: _use(env[operand], operand, node, record, graph) for operand in node.all_input_nodes}
         args, kwargs = substitute_nodes((node.args, dict(node.kwargs)), uses.__getitem__)
@@ -101,8 +102,9 @@ def _execute(segment: Segment, env: dict[fx.Node, Any], record: _Record, graph: 
 
 
 def _folding(product: Any) -> Callable[..., Any]:
-    """A product as torch folds it into one of matrices. Where nothing asks for the gradient of the smaller operand, it
-    would else repeat it for entries that do not lie in order, as a tensor that no type says how to split."""
+    """Fold a product into one of matrices, as torch does. If nothing asks for the gradient of the smaller operand,
+    torch would repeat that operand for entries that do not lie in order, and no type says how to split such a
+    tensor."""
 
     def folded(x: torch.Tensor, other: torch.Tensor, *bias: torch.Tensor) -> Any:
         return product(x if x.dim() < 3 or other.dim() > 2 or other.requires_grad else x.contiguous(), other, *bias)
@@ -111,7 +113,8 @@ def _folding(product: Any) -> Callable[..., Any]:
 
 
 def _rms_norm(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """torch's own composition; torch writes ``eps`` rounded to the dtype, which a run in another would show."""
+    """Compose an RMS norm as torch does; torch writes ``eps`` rounded to the dtype, which would show in a run in
+    another dtype."""
     wide = x.to(torch.float32) if is_narrow(x.dtype) else x
     mean = wide.pow(2).mean([*range(-len(shape), 0)], keepdim=True)
     normed: torch.Tensor = wide * aten.add.Scalar(mean, eps).rsqrt()
@@ -122,11 +125,11 @@ FORMS: Mapping[Any, Callable[..., Any]] = {
     **{product: _folding(product) for product in (aten.linear.default, aten.matmul.default)},
     aten.rms_norm.default: _rms_norm,
 }
-"""Operator → how it is traced, where torch's own trace would not do."""
+"""The function by which an operator is traced, where torch's own trace would not do."""
 
 
 def _use(value: Any, operand: fx.Node, reader: fx.Node, record: _Record, graph: fx.Graph) -> Any:
-    """One reader's own alias of a value, so that the gradient it sends back can be told from other readers'."""
+    """Return an alias of a value for one reader, so that the gradient it sends back can be told from other readers'."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
     alias = aten.alias.default(value)
@@ -135,7 +138,8 @@ def _use(value: Any, operand: fx.Node, reader: fx.Node, record: _Record, graph: 
 
 
 def _arrival(node: fx.Node, owner: fx.Node, record: _Record, graph: fx.Graph) -> Callable[[Any], None]:
-    """A hook that types the gradient of a node's value, and says that ``owner``'s gradient made what came before."""
+    """Return a hook that types the gradient of a node's value, and notes that ``owner``'s gradient made the nodes
+    before."""
 
     def hook(gradient: RecordedTensor | None) -> None:
         if owner is not node:
@@ -190,7 +194,7 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
 
 
 def _place_free(node: fx.Node, free: set[fx.Node], mesh: Mesh) -> None:
-    """Give the created operands of a node the types it needs them in."""
+    """Give the created operands of a node the types in which it needs them."""
     operands = operands_of(node)
     if free.isdisjoint(operands):
         return
@@ -206,7 +210,7 @@ def _typed(value: torch.Tensor, placement: Placement) -> TensorType:
 
 
 def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> None:
-    """Types of a traced node's results: inferred from its operands, and equal to what partition said."""
+    """Type a traced node's results from its operands. They must be those that partition chose."""
     if node.target is operator.getitem:
         source, index = node.args
         noted(node).types = [noted(source).types[index]]
@@ -233,8 +237,8 @@ def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> Non
 
 
 def _split(joint: Joint, graph: fx.Graph) -> None:
-    """Forward is what outputs need; backward the rest of what gradients need. Views and wider types are made again in
-    backward, so that what is saved is storage, not forms of it."""
+    """Split a joint trace: forward is all that outputs need, backward the rest of what gradients need. Views and wider
+    types are made again in backward, so that values are saved in one form only."""
     inputs = set(joint.inputs)
     forward = ancestors(joint.outputs, inputs)
     forward |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in forward}

@@ -1,4 +1,4 @@
-"""Makers: of each kind of action that runs a program, what makes it."""
+"""Makers: the functions that make the programs of each kind of action."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class StepParts:
 
 
 Maker = Callable[[StepParts], Sequence[Program]]
-"""Makes the programs of a kind: one of the whole step, or each stage's, or each role's, as its row says; none where a
-step does not have it."""
+"""A function that makes the programs of a kind: one for the whole step, or for each stage, or for each role, as its row
+says; none where the step does not have the kind."""
 
 
 def _count(parts: StepParts) -> Sequence[Program]:
@@ -73,7 +73,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def make_roles(parts: StepParts) -> dict[str, Programs]:
-    """The programs of every role: those that all share, its stages' work and its own."""
+    """Return the programs of every role: those that all share, its stages' work and its own."""
     roles: dict[str, dict[str, Program]] = {name: {} for name in parts.roles}
     for row in step_kinds():
         for at, program in enumerate(MAKERS[row.kind](parts) if row.program else ()):
@@ -84,7 +84,7 @@ def make_roles(parts: StepParts) -> dict[str, Programs]:
 
 
 def _holders(program: str, at: int, parts: StepParts) -> Sequence[str]:
-    """The roles that have a kind's program of some number."""
+    """Return the roles that have the program of number ``at`` of a kind."""
     if program == "step":
         return parts.roles
     return [parts.roles[parts.ranks[at] if program == "stage" else at]]

@@ -1,4 +1,4 @@
-"""The reference: the canonical captured graph as a program of one rank, which all checks compare with."""
+"""The reference: the canonical captured graph as a program of one rank, with which all checks compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .emit import Emitter, identifier
 
 
 def reference_program(graph: fx.Graph, count: fx.Graph | None, updates: tuple[str, ...], seed: int) -> Program:
-    """``model.py``: functions ``count`` (where the loss has one) and ``forward``, on global shapes."""
+    """Return ``model.py`` with the functions ``count`` (where the loss has one) and ``forward``, on global shapes."""
     functions = [_function("count", count, (COUNT,), seed)] if count is not None else []
     keys = (LOSS, *(Binding("buffer", name) for name in updates))
     return Program("model", "reference", Mesh(), (*functions, _function("forward", graph, keys, seed)))

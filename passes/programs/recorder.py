@@ -1,4 +1,4 @@
-"""A recorder of operators: the ATen graph, forward and backward, of what is computed with tensors that hold no numbers.
+"""A recorder of operators: the ATen graph, forward and backward, of a computation with tensors that hold no numbers.
 
     with GraphRecorder() as recorder:
         x = recorder.placeholder(torch.float32, (2, 3))
@@ -24,14 +24,14 @@ from ...compiler.torch_private import without_dispatch
 
 
 class RecordedTensor(torch.Tensor):
-    """A tensor without numbers. ``node`` made it, in the graph that is being recorded."""
+    """A tensor without numbers. ``node`` is the one that made it, in the graph under record."""
 
     node: fx.Node
     example: torch.Tensor
 
     @staticmethod
     def of(like: torch.Tensor, node: fx.Node) -> RecordedTensor:
-        """A tensor of the layout of an example."""
+        """Return a tensor with the layout of an example."""
         made: RecordedTensor = torch.Tensor._make_wrapper_subclass(
             RecordedTensor, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype
         )
@@ -49,20 +49,20 @@ def _writes(target: Any) -> bool:
 
 
 class GraphRecorder(TorchDispatchMode):
-    """The graph of all operators that are run within it."""
+    """A mode that records the graph of all operators that run in it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.graph = fx.Graph()
 
     def placeholder(self, dtype: torch.dtype, shape: Sequence[int]) -> RecordedTensor:
-        """An input of the graph, whose entries lie in order."""
+        """Add an input of the graph, a dense tensor."""
         node = self.graph.placeholder(f"arg{len(self.graph.nodes)}_1")
         noted(node).value = example(dtype, tuple(shape))
         return RecordedTensor.of(noted(node).value, node)
 
     def finish(self, results: Any) -> fx.Graph:
-        """The graph, which returns ``results``, without operators that nobody reads."""
+        """Return the graph, which returns ``results``, without operators that nobody reads."""
         self.graph.output(changed(results, lambda tensor: tensor.node))
         for node in reversed(self.graph.nodes):
             if node.op == "call_function" and not node.users and not _writes(node.target):

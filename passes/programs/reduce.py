@@ -1,4 +1,4 @@
-"""REDUCE: what a role does once a step with its gradients and the loss, after all its microbatches."""
+"""REDUCE: the work of a role once a step, after all microbatches, with its gradients and the loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from .writer import Across, Writer, whole_type
 
 
 def reductions(graph: fx.Graph, mesh: Mesh, made: Assembled, pipeline: Pipeline | None) -> Iterator[Program]:
-    """REDUCE of every role: it sums what is partial, back to the parameters as they are stored."""
+    """Write REDUCE of every role: it sums partial gradients, and converts them to the placements in which the
+    parameters are stored."""
     if pipeline is None:
         yield _reduce(graph, mesh, {name: value for _, name, value in made.gradients}, made.loss, SINGLE)
         return
@@ -47,8 +48,8 @@ def _reduce(
     graph: fx.Graph, mesh: Mesh, gradients: Mapping[str, Value | TensorType], loss: Value | None, role: str,
     across: Across | None = None,
 ) -> Program:  # fmt: skip
-    """Sum gradients and the loss over the axes on which they are partial, and over the roles that have a part of them,
-    once a step; and the global norm. Of a gradient that this role's stages do not make, the type is given."""
+    """Write the sums of gradients and of the loss over the axes on which they are partial, and over the roles that have
+    a part of them; and the global norm. A gradient that this role's stages do not make comes as a type alone."""
     write, returns = Writer(mesh, across), []
     stored = {noted(node).binding.name: node for node in graph.find_nodes(op="placeholder")
               if noted(node).binding.kind == "parameter"}  # fmt: skip

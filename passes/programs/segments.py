@@ -1,4 +1,5 @@
-"""Segments: the typed graph cut where the model's repeated blocks begin and end, equal ones found by structure."""
+"""Segments: the typed graph cut at the beginnings and ends of the model's repeated blocks; equal ones are found by
+structure."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ _BLOCK = re.compile(r"((?:[^.]+\.)*?\d+)(?:\.|$)")
 
 
 def block_of(module: str) -> str | None:
-    """The outermost numbered module on a path: ``layers.3`` of ``layers.3.mlp.up``."""
+    """Return the outermost numbered module on a path: ``layers.3`` for ``layers.3.mlp.up``."""
     match = _BLOCK.match(module)
     return match[1] if match else None
 
 
 def node_type(node: fx.Node) -> TensorType:
-    """Type of a typed node with one tensor."""
+    """Return the type of a typed node with one tensor."""
     type_ = noted(node).types[0]
     assert type_ is not None
     return type_
@@ -33,8 +34,8 @@ def node_type(node: fx.Node) -> TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of nodes, what they read from before, and what later nodes read of them. Equal signatures are equal
-    work."""
+    """A run of nodes, with the values that it reads from before, and those that later nodes read of it. Equal
+    signatures are equal work."""
 
     block: str | None
     stage: int
@@ -47,7 +48,7 @@ class Segment:
 
 
 def cut_segments(graph: fx.Graph, mesh: Mesh) -> list[Segment]:
-    """The graph as segments in order, each in one stage; every operator is in exactly one."""
+    """Return the graph as segments in order, each in one stage; every operator is in exactly one."""
     runs: list[tuple[tuple[str | None, int], list[fx.Node]]] = []
     for node in graph.nodes:
         if node.op != "call_function":
@@ -92,6 +93,6 @@ def _signature(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node] | dict[fx.Nod
 
 
 def typed_text(node: fx.Node, mesh: Mesh) -> str:
-    """Types of a node's results with the difference between R and I."""
+    """Return the types of a node's results as text, with the difference between R and I."""
     return ";".join(f"{t.text(mesh)}{[axis for axis, kind in t.placement.items() if kind == 'R']}"
                     for t in noted(node).types if t is not None)  # fmt: skip

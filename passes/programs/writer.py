@@ -1,4 +1,4 @@
-"""Writing: the one function of a program that a step runs once, line by line."""
+"""The writer of a program that a step runs once: its one function, line by line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Across:
 
 @dataclass(slots=True)
 class Writer:
-    """The function of a program of steps while it grows; with ``across`` that of one of several roles."""
+    """The one function of such a program under construction; with ``across`` it is that of one of several roles."""
 
     mesh: Mesh
     across: Across | None = None
@@ -45,19 +45,19 @@ class Writer:
     lines: list[Line] = field(default_factory=list)
 
     def take(self, base: str, type_: TensorType, binding: Binding) -> Value:
-        """A parameter."""
+        """Add a parameter and return it."""
         self.parameters.append(Value(self.names.fresh(base), type_, binding))
         return self.parameters[-1]
 
     def emit(self, op: str, args: tuple[object, ...], type_: TensorType, origin: Origin = ORIGIN, name: str = "",
              **options: object) -> Value:  # fmt: skip
-        """The result of one more line, named after its operator unless told otherwise."""
+        """Add a line and return its result, which is named after its operator unless told otherwise."""
         value = Value(self.names.fresh(name or op.split(".")[1].strip("_")), type_)
         self.lines.append(Line((value,), op, args, tuple(options.items()), origin))
         return value
 
     def stacked_sum(self, values: Sequence[Value]) -> Value:
-        """The sum of values of one type, each a single number."""
+        """Add the sum of values of one type, each a single number."""
         row = replace(values[0].type, shape=(len(values),))
         stacked = self.emit("aten.stack.default", ([Ref(value.name) for value in values],), row)
         return self.emit("aten.sum.default", (Ref(stacked.name),), values[0].type)
@@ -68,21 +68,21 @@ class Writer:
         return self.emit("aten.full.default", (shape, 0.0), type_, origin, "zeros", dtype=type_.dtype)
 
     def total(self, value: Value, origin: Origin = ORIGIN) -> Value:
-        """The sum over the axes on which a value is partial."""
+        """Add the sum over the axes on which a value is partial."""
         axes = value.type.placement.partial
         if not axes:
             return value
         return self.emit("parc.all_reduce", (Ref(value.name), ",".join(axes)), summed_type(value.type), origin)
 
     def among(self, value: Value, ranks: Sequence[int], origin: Origin = ORIGIN) -> Value:
-        """The sum over roles, where there are several."""
+        """Add the sum over roles, where there are several."""
         if self.across is None:
             return value
         args = Ref(value.name), self.across.axis, list(ranks)
         return self.emit("parc.all_reduce_among", args, value.type, origin)
 
     def gradient(self, name: str, made: Value | TensorType, dtype: torch.dtype, origin: Origin) -> Value:
-        """A gradient's sum over this role's ranks; of one whose type alone is given, zeros."""
+        """Add a gradient's sum over this role's ranks; zeros, if only its type is given."""
         if isinstance(made, TensorType):  # its stages read the parameter where no gradient flows
             return self.zeros(replace(summed_type(made), dtype=dtype), origin)
         value = self.take(identifier(name), made.type, Binding("gradient", name))
@@ -98,5 +98,5 @@ class Writer:
 
 
 def summed_type(type_: TensorType) -> TensorType:
-    """A type with nothing left to sum."""
+    """Return a type with nothing left to sum."""
     return replace(type_, placement=type_.placement.replace(dict.fromkeys(type_.placement.partial, "I")))

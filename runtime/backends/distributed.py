@@ -25,9 +25,9 @@ Run = Callable[["Distributed", torch.Tensor, Sequence[Any], tuple[str, ...]], to
 
 
 _MOST_TENSORS = 4096
-"""In one message: its tags are so far from those of the next."""
+"""The most tensors of one message: tags of two messages are so far apart."""
 GroupPlace = tuple[tuple[str, ...], tuple[int, ...] | None]
-"""Axes of a group, and the coordinates that are in it where it is not all of them."""
+"""The axes of a group, and the coordinates that are in it, if it is not all of them."""
 
 
 def _ranks_of(axes: Sequence[str], mesh: Mesh) -> int:
@@ -43,7 +43,7 @@ def _all_gather(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], 
 
 
 def _exchange(backend: Distributed, parts: list[torch.Tensor], axes: tuple[str, ...]) -> torch.Tensor:
-    """Send part i to the group's i-th rank; the parts received, stacked in rank order."""
+    """Send part i to the group's i-th rank, and return the received parts, stacked in rank order."""
     sent = torch.stack(parts)
     received = torch.empty_like(sent)
     backend.meet(dist.all_to_all_single, received, sent, axes=axes)
@@ -53,7 +53,8 @@ def _exchange(backend: Distributed, parts: list[torch.Tensor], axes: tuple[str, 
 def _reduce_scatter(
     backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]
 ) -> torch.Tensor:
-    """An exchange and a local sum in rank order: on gloo faster than its own reduce_scatter, and repeatable."""
+    """Exchange parts and sum them locally in rank order: on gloo this is faster than its own reduce_scatter, and
+    repeatable."""
     _, dim, outer = args
     ranks = _ranks_of(axes, backend.mesh)
     parts = [slice_dim(piece, ranks, index, dim, outer) for index in range(ranks)]
@@ -76,7 +77,7 @@ def _all_to_all(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], 
 def _regroup(
     backend: Distributed, piece: torch.Tensor, dim: int, outer: int, to_outer: int, axes: tuple[str, ...]
 ) -> torch.Tensor:
-    """From one way of splitting a dim to another: what two ranks exchange differs in size from pair to pair."""
+    """Change the split of a dim to another one; the parts that two ranks exchange differ in size from pair to pair."""
     ranks, index = _ranks_of(axes, backend.mesh), backend.index(axes)
     places = torch.arange(piece.shape[dim] * ranks)
     before = [slice_dim(places, ranks, rank, 0, outer) for rank in range(ranks)]
@@ -101,7 +102,7 @@ def _row_max(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axe
 
 
 def _local(op: str) -> Run:
-    """A step between placements that every rank makes alone: its place in the group is all it needs."""
+    """Change placements without communication: a rank needs only its place in the group."""
 
     def run(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
         ranks, index = _ranks_of(axes, backend.mesh), backend.index(axes)
@@ -125,7 +126,7 @@ RUN: Mapping[str, Run] = {
 
 @final
 class _Waiter:
-    """Waits for gloo's sends, in a thread since they do not tell when they are done; in their order. A process that
+    """A thread that waits for gloo's sends, in their order, because they do not tell when they are done. A process that
     ends does not wait for it."""
 
     def __init__(self) -> None:
@@ -139,7 +140,7 @@ class _Waiter:
         return future
 
     def close(self) -> None:
-        """End after what was given."""
+        """End the thread after the waits submitted so far."""
         self._waits.put(None)
 
     def _run(self) -> None:
@@ -154,7 +155,7 @@ class _Waiter:
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    """Tensors being sent, and how to see that they were."""
+    """Tensors that are being sent, with functions that tell whether they were, and that wait for it."""
 
     tensors: Sequence[torch.Tensor]
     done: Callable[[], bool]
@@ -162,7 +163,7 @@ class _Sending:
 
 
 class Distributed:
-    """The backend of a real run. Every process makes it alike, since making a group is collective.
+    """The backend of a real run. Every process makes it alike, because making a group is collective.
 
     With the ``axis`` of a pipeline, whose ``programs`` are those of all stages and ``stages`` says where these lie, the
     ranks along it send each other messages. Gloo tells them apart by their tags. NCCL takes them in their order, and
@@ -201,7 +202,7 @@ class Distributed:
         HOLDERS.add(self)
 
     def _open_channels(self, axis: str) -> None:
-        """Make the groups of messages; those of NCCL meet for the first time here, all ranks in one order."""
+        """Make the groups of messages. Those of NCCL meet here for the first time, all ranks in one order."""
         pairs = [(stage, kind) for kind in self._kinds for stage, place in enumerate(self.stages)
                  if 0 <= (to := stage + ACTIONS[kind].to) < len(self.stages) and self.stages[to] != place]  # fmt: skip
         if self.device.type == "cpu":
@@ -223,7 +224,7 @@ class Distributed:
         return next(group for ranks, group in made if self.rank in ranks)
 
     def release(self) -> None:
-        """Let go of the groups, so that they can end."""
+        """Release the groups, so that they can end."""
         self._groups.clear()
         self._channels.clear()
         if self._waiter is not None:
@@ -231,20 +232,20 @@ class Distributed:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """This process's own."""
+        """The rank of this process, alone."""
         return (self.rank,)
 
     def group(self, axes: tuple[str, ...], members: tuple[int, ...] | None = None) -> Any:
-        """The process group over some axes, or of some places on one of them, that this rank is in."""
+        """Return the process group over some axes, or over some places on one of them, that this rank is in."""
         return self._groups[self._place(axes, members)]
 
     def _place(self, axes: tuple[str, ...], members: tuple[int, ...] | None) -> GroupPlace:
-        """One name for one group: all coordinates of an axis are the axis."""
+        """Return the one name of a group: all coordinates of an axis are the axis itself."""
         everyone = members is not None and len(members) == self.mesh.size(axes[0])
         return axes, None if everyone else members
 
     def index(self, axes: tuple[str, ...]) -> int:
-        """This rank's place in its group over some axes, the first axis major."""
+        """Return this rank's place in its group over some axes, the first axis major."""
         place = 0
         for axis in axes:
             place = place * self.mesh.size(axis) + self.coordinates[axis]
@@ -268,12 +269,12 @@ class Distributed:
         self, run: Callable[..., Any], *args: Any, axes: tuple[str, ...], members: tuple[int, ...] | None = None,
         **options: Any,
     ) -> Any:  # fmt: skip
-        """One of torch's collectives with the other ranks of a group; its error says what was waited for."""
+        """Run one of torch's collectives with the other ranks of a group; its error says what was waited for."""
         with _naming(self._what):
             return run(*args, group=self.group(axes, members), **options)
 
     def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
-        """Start to send."""
+        """Start to send tensors."""
         tensors = [tensor.contiguous() for tensor in pieces[0]]
         peer = self._peer(message, message.receiver)
         works = [self._start(dist.isend, tensor, peer, message, at) for at, tensor in enumerate(tensors)]
@@ -288,7 +289,7 @@ class Distributed:
     def receive(
         self, message: Message, like: Sequence[tuple[Shape, torch.dtype]]
     ) -> Callable[[], list[list[torch.Tensor]]]:
-        """Start to receive into fresh tensors."""
+        """Start to receive into new tensors."""
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like]
         peer = self._peer(message, message.stage)
         works = [self._start(dist.irecv, tensor, peer, message, at) for at, tensor in enumerate(tensors)]
@@ -309,12 +310,12 @@ class Distributed:
             raise PeerLost(f"rank {self.rank} could not reach rank {peer} for {message}", error) from error
 
     def _peer(self, message: Message, stage: int) -> int:
-        """The rank of a stage that has this rank's place on all other axes."""
+        """Return the rank of a stage that has this rank's place on all other axes."""
         return self.mesh.rank({**self.coordinates, message.axis: self.stages[stage]})
 
 
 def _wait_for(works: Sequence[Any], what: str) -> Callable[[], None]:
-    """Wait for all; the error says ``what`` was waited for."""
+    """Wait for all of them; the error says ``what`` was waited for."""
 
     def wait() -> None:
         with _naming(what):

@@ -1,5 +1,5 @@
-"""All ranks in one process: a collective joins the pieces that stand side by side. Roles of a pipeline, which run
-different programs, are threads that meet for messages and for collectives over the pipeline axis."""
+"""All ranks in one process: a collective joins the pieces that lie side by side. The roles of a pipeline run different
+programs, so each is a thread, which meets the others for messages and for collectives over the pipeline axis."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Made = TypeVar("_Made")
 
 
 class Stuck(RuntimeError):
-    """Every role waits for another: no schedule ends like that."""
+    """The error that every role waits for another, in which no correct schedule ends."""
 
 
 @dataclass(slots=True)
 class _Joint:
-    """A collective that several roles do together: what came, by role and then by rank, and what all get."""
+    """A collective that several roles do together: the pieces that came, by role and then by rank, and the results."""
 
     op: str
     args: list[Any]
@@ -76,13 +76,13 @@ class Meeting:
             self._changed.notify_all()
 
     def change(self, make: Callable[[], None]) -> None:
-        """Change what others may wait for."""
+        """Make a change that others may wait for."""
         with self._changed:
             make()
             self._changed.notify_all()
 
     def wait(self, role: int, what: str, ready: Callable[[], bool]) -> None:
-        """Wait until something is there.
+        """Wait until a condition holds.
 
         Raises:
             Stuck: all roles that still run wait; it names for what.
@@ -103,7 +103,7 @@ class Meeting:
 
 
 class _Sent:
-    """A message that was put where it is taken."""
+    """A message in one process, which is taken where it was put."""
 
     def done(self) -> bool:
         return True
@@ -113,7 +113,8 @@ class _Sent:
 
 
 class InProcess:
-    """The backend of the simulator: of all ranks, or of those of one role, which meets the others of its ``axis``."""
+    """The backend of the simulator: of all ranks, or of those of one role, which meets the others along its
+    ``axis``."""
 
     def __init__(self, mesh: Mesh, role: int = 0, axis: str = "", meeting: Meeting | None = None) -> None:
         self.mesh, self.role, self.axis, self._meeting = mesh, role, axis, meeting
@@ -123,14 +124,14 @@ class InProcess:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """All of them, or those of the role."""
+        """All ranks, or those of the role."""
         return self._ranks
 
     def collective(
         self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
     ) -> tuple[list[torch.Tensor], None]:
-        """Every group's pieces in axis order become the group's results; a sum is written over spare pieces, as in a
-        run, so that whoever still reads them is found out."""
+        """Return the results of every group from its pieces in axis order. A sum is written over spare pieces, as in a
+        run, so that an operator that still reads them is found out."""
         row = COLLECTIVES[op]
         mine = dict(zip(self._ranks, pieces, strict=True))
         if self._meeting is not None and self.axis in row.axes(args):
@@ -161,7 +162,7 @@ class InProcess:
     def _jointly(
         self, meeting: Meeting, op: str, args: list[Any], mine: dict[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Put this role's pieces beside those of the others; the last one makes all results."""
+        """Put this role's pieces beside those of the others; the last role to come makes all results."""
         members = tuple(COLLECTIVES[op].members(args) or range(self.mesh.size(self.axis)))
         number = meeting.joined[self.role, members] = meeting.joined.get((self.role, members), 0) + 1
 
@@ -181,7 +182,7 @@ class InProcess:
         return joint.results
 
     def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
-        """Put copies there: the sender may write over its own."""
+        """Put copies into the mail: the sender may write over its own tensors."""
         meeting = self._meeting
         assert meeting is not None
         copies = [[tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors] for tensors in pieces]

@@ -1,4 +1,4 @@
-"""The captured graph trained on one device: what all ranks of a build are held against."""
+"""The captured graph trained on one device, with which all ranks of a build are compared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Metrics = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Map
 """A function that computes an action's metrics for a model that is not cut, from its parameters and gradients by
 name."""
 METRICS: dict[str, Metrics] = {}
-"""By kind of action, for those whose programs return metrics."""
+"""The metrics of each kind of action whose programs return any."""
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,27 @@ class Case:
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in float64; integers as they are."""
+    """Return a copy in float64; integers stay as they are."""
     return tensor.detach().to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest magnitude of what is finite."""
+    """Return the largest magnitude of the finite entries."""
     finite = tensor.detach().double().abs()
     finite = finite[finite.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
 
 
 def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The largest difference of two entries; equal infinities are not apart."""
+    """Return the largest difference of two entries; equal infinities do not differ."""
     first, second = first.detach().double(), second.detach().double()
     apart = torch.where(first == second, 0.0, (first - second).abs())
     return float(apart.max()) if apart.numel() else 0.0
 
 
 class ReferenceRun:
-    """The captured graph trained on one device, microbatch by microbatch, one denominator for the whole step; in the
-    model's own types where not in ``float64``."""
+    """A training run of the captured graph on one device, microbatch by microbatch, with one denominator for the whole
+    step. It computes in ``float64``, or in the model's own types."""
 
     def __init__(
         self, case: Case, float64: bool = True, watch: Callable[[Line, Sequence[dict[str, Any]]], None] | None = None
@@ -102,7 +102,7 @@ class ReferenceRun:
     def gradients(
         self, batches: Microbatches, step: int, uncounted: float = 1.0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss and whole gradients of one step; ``uncounted`` scales a loss that is not divided by a count."""
+        """Return loss and whole gradients of one step; ``uncounted`` scales a loss that no count divides."""
         scale = torch.tensor(uncounted, dtype=torch.float64)
         if self.counts:
             made = [
@@ -118,7 +118,7 @@ class ReferenceRun:
         return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
 
     def step(self, batches: Microbatches, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss and whole gradients of one step; then the update."""
+        """Return loss and whole gradients of one step, then update the parameters."""
         (scaling, *_) = self.case.programs[SCALING].main.lines
         total, gradients = self.gradients(batches, step, 1.0 if self.counts else float(scaling.args[1]))
         norm = torch.sqrt(sum((g.square().sum() for g in gradients.values()), torch.zeros((), dtype=torch.float64)))

@@ -1,4 +1,4 @@
-"""Roundings: how far one rounding of its weights and inputs moves a step of the captured graph, in float64.
+"""Roundings: the distance by which one rounding of weights and inputs moves a step of the captured graph, in float64.
 
 It is the measure of a step's errors (as in TTrace, arXiv 2506.09280): what ranks add up in another order is rounded
 otherwise, and a deep model amplifies that as much as it does a rounding of what it is given.
@@ -15,15 +15,15 @@ from ...compiler.program.binding import LOSS, Binding
 from .model_run import Case, Microbatches, ReferenceRun, largest_difference
 
 _TIMES = 16
-"""The factor on what one rounding moves: sums in another order round more often than weights and inputs do."""
+"""The factor on the measured distance: sums in another order round more often than weights and inputs do."""
 _MOST = 1e-6
-"""The most that is forgiven, relative to a tensor's largest entry: a model that one rounding moves further cannot be
+"""The most that is forgiven, relative to a tensor's largest entry. A model that one rounding moves further cannot be
 tested."""
 
 
 @dataclass(slots=True)
 class _Begin:
-    """The state and the batches with which a step begins."""
+    """The state and the batches at the beginning of a step."""
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
@@ -32,7 +32,7 @@ class _Begin:
 
 
 class Roundings:
-    """The measure of what one rounding moves in each step of a reference run.
+    """The measure of the effect of one rounding in each step of a reference run.
 
     It is taken once it is asked for: all steps are then taken again beside the run, each from the same state but for
     one rounding, with an optimizer of their own.
@@ -44,10 +44,10 @@ class Roundings:
         self._taken = 0
         self._found: dict[Binding, torch.Tensor] = {}
         self.amplified = ""
-        """The first of what one rounding moves further than can be tested."""
+        """The message about the first value that one rounding moves further than can be tested."""
 
     def begin(self, reference: ReferenceRun, batches: Microbatches, step: int) -> None:
-        """Keep what the next step of the reference begins with."""
+        """Keep the state at the beginning of the reference's next step."""
         parameters = {name: value.detach().clone() for name, value in reference.parameters.items()}
         self._steps.append(_Begin(parameters, dict(reference.buffers), batches, step))
 
@@ -64,7 +64,7 @@ class Roundings:
         return max(0.0, apart - min(moved, _MOST * top))
 
     def _made(self) -> Mapping[Binding, torch.Tensor]:
-        """The last step's results from a state that is moved by one rounding."""
+        """Return the last step's results from a state that is moved by one rounding."""
         run = self._run = self._run or ReferenceRun(self._case)
         while self._taken < len(self._steps):
             begin = self._steps[self._taken]
@@ -86,7 +86,7 @@ class Roundings:
 
 
 def _moved(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Each number moved by one rounding, up, down or not at all."""
+    """Return each number moved by one rounding: up, down or not at all."""
     if value.dtype != torch.float64:
         return value
     return value * (1 + 2.0**-52 * torch.randint(-1, 2, value.shape, generator=generator).double())

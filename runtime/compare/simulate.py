@@ -30,12 +30,12 @@ from .roundings import Roundings
 
 TOLERANCE = 1e-10
 _LATE = (1 << 53) + 1
-"""A step that no type but int64 holds, and that no small modulus leaves as it is."""
+"""The number of a late step: no type but int64 holds it, and no small modulus leaves it as it is."""
 
 
 @dataclass(slots=True)
 class Agreement:
-    """Largest relative errors over all steps, and the tensor each belongs to."""
+    """The largest relative errors over all steps, and the tensor that each belongs to."""
 
     loss: float = 0.0
     gradient: float = 0.0
@@ -43,7 +43,7 @@ class Agreement:
     metric: float = 0.0
     parameter: float = 0.0
     updated: float = 0.0
-    """The error of updated parameters as it is; ``parameter`` is what rounding does not explain."""
+    """The error of updated parameters as measured; ``parameter`` is the part that rounding does not explain."""
     worst: dict[str, str] = field(default_factory=dict)
     steps: int = 0
     not_finite: str = ""
@@ -55,11 +55,11 @@ class Agreement:
 
     @property
     def largest(self) -> float:
-        """The largest of them."""
+        """The largest of these errors."""
         return max(self.loss, self.gradient, self.norm, self.metric, self.parameter)
 
     def note(self, kind: str, error: float, where: str) -> None:
-        """Keep the error if it is the largest of its kind; a number that is not finite is the largest of all."""
+        """Keep an error if it is the largest of its kind; a number that is not finite is the largest of all."""
         error = error if error == error else float("inf")
         if error > getattr(self, kind):
             setattr(self, kind, error)
@@ -67,8 +67,8 @@ class Agreement:
 
 
 class Simulation:
-    """All ranks of a build, each with its own pieces and optimizer, in lock step; in the programs' own types where not
-    in ``float64``."""
+    """All ranks of a build, each with its own pieces and optimizer, in lock step. They compute in ``float64``, or in
+    the programs' own types."""
 
     def __init__(
         self, case: Case, watch: Callable[[Line, Sequence[dict[str, Any]]], None] | None = None,
@@ -114,7 +114,7 @@ class Simulation:
         return {name: value.type for program in forwards for name, value in program.main.bound(*kinds).items()}
 
     def local_batches(self, batches: Microbatches) -> list[list[dict[str, torch.Tensor]]]:
-        """Each rank's part of each microbatch."""
+        """Return each rank's part of each microbatch."""
         programs = [self.case.programs[action] for action in (FORWARD, COUNTING) if action in self.case.programs]
         types = {name: value.type for program in programs for name, value in program.main.bound("input").items()}
         given = [[(name, whole, types[name]) for name, whole in batch.items() if name in types] for batch in batches]
@@ -122,7 +122,7 @@ class Simulation:
                 for rank in range(self.case.mesh.world)]  # fmt: skip
 
     def step(self, batches: Microbatches, step: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Every rank's loss, and the gradients put together; then the update on every rank."""
+        """Return every rank's loss, and the whole gradients, then update every rank."""
         results = self.run(Stepper.gradients, batches, step)
         gradients = [result.gradients for result in results]
         whole = {name: self._whole(gradients, name) for name in dict.fromkeys(n for found in gradients for n in found)}
@@ -137,7 +137,7 @@ class Simulation:
         return [result.loss for result in results], whole
 
     def run(self, do: Callable[..., list[StepResult]], batches: Microbatches, step: int) -> list[StepResult]:
-        """``Stepper.gradients`` or ``Stepper.loss`` on every rank; roles run side by side."""
+        """Run ``Stepper.gradients`` or ``Stepper.loss`` on every rank; roles run side by side."""
         local = self.local_batches(batches)
 
         def of(stepper: Stepper, ranks: Sequence[int]) -> list[StepResult]:
@@ -156,19 +156,19 @@ class Simulation:
         return whole_tensor(pieces, self.types[name].placement, self.case.mesh)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter put together."""
+        """Return every parameter, put together."""
         for name in self.types:
             yield name, self._whole([state.parameters for state in self.states], name)
 
     def buffers(self) -> Iterator[tuple[str, dict[int, torch.Tensor], TensorType]]:
-        """Every buffer that the model keeps: the pieces of the ranks that have it, and its type."""
+        """Yield every buffer that the model keeps: the pieces of the ranks that have it, and its type."""
         for name, type_ in self._buffer_types(("buffer",)).items():
             have = enumerate(state.buffers for state in self.states)
             yield name, {rank: buffers[name] for rank, buffers in have if name in buffers}, type_
 
     def take_state(self, reference: ReferenceRun) -> None:
-        """Go on from the reference's weights and buffers: what a step rounds is not carried into the next, where batch
-        statistics of few elements may amplify it without bound."""
+        """Continue from the reference's weights and buffers. Rounding errors of a step are then not carried into the
+        next, where batch statistics of few elements may amplify them without bound."""
         with torch.no_grad():
             for rank, state in enumerate(self.states):
                 for name, parameter in state.parameters.items():
@@ -202,8 +202,8 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def compare(case: Case, steps: int = 3) -> Agreement:
-    """Train both for some steps and measure how far apart loss, gradients, their norm, updated parameters and buffers
-    are; where random numbers are drawn, the last of several steps has a late step's.
+    """Train both for some steps, and measure the differences of loss, gradients, their norm, updated parameters and
+    buffers. If random numbers are drawn, the last of several steps has the number of a late step.
 
     Errors are relative to a tensor's own largest entry, or to a thousandth of the largest of all gradients, of all
     buffers that steps write (to the largest of all parameters) where that is more, since an entry that is nothing but
@@ -272,7 +272,7 @@ def _norm(gradients: Iterable[torch.Tensor]) -> float:
 
 
 def _unpadded(value: torch.Tensor, pads: tuple[Pad, ...]) -> tuple[torch.Tensor, bool]:
-    """A whole value as the model has it, and whether its padding holds zeros to the bit."""
+    """Return a whole value in the model's shape, and whether its padding holds exact zeros."""
     real = shrink(value, pads)
     return real, not pads or torch.equal(grow(real, pads), value)
 
@@ -280,7 +280,7 @@ def _unpadded(value: torch.Tensor, pads: tuple[Pad, ...]) -> tuple[torch.Tensor,
 def _compare_state(
     agreement: Agreement, reference: ReferenceRun, simulation: Simulation, roundings: Roundings, step: int
 ) -> None:
-    """Parameters, and buffers that the model keeps, after an update; replicas must be equal to the bit."""
+    """Compare parameters, and buffers that the model keeps, after an update; replicas must be bitwise equal."""
     case = simulation.case
     top = max(1e-30, max((_largest(p.detach()) for p in reference.parameters.values()), default=1.0))
     spread = simulation.parameter_spread()

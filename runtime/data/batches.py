@@ -1,5 +1,5 @@
-"""Batches that the ranks of a run give to a step, compared before any is used: a whole one that all have alike, samples
-of each rank's own, or the plan's data. One exchange brings hashes of it and the counts of its targets."""
+"""The batches that the ranks of a run give to a step, compared before any is used: a whole one that all ranks have,
+samples of each rank's own, or the plan's data. One exchange brings their hashes and the counts of their targets."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ GIVEN_KINDS = ("nothing, so it reads the plan's data", "a whole batch", "samples
 """The kinds of batch that a rank may give to a step, in words."""
 _DATA, _WHOLE, _LOCAL = range(3)
 _SIZES, _FIRST = 1, 2
-"""Places in a rank's row: the kind, a hash of the sizes, a hash of each input from the third on, the count."""
+"""Positions in a rank's row, which has the kind, a hash of the sizes, a hash of each input from ``_FIRST`` on, and the
+count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A step that all ranks may go on with: its programs, this rank's part of each microbatch, the work so far."""
+    """A step that all ranks may go on with: its programs, this rank's part of each microbatch, and its work so far."""
 
     at: AtSizes
     parts: LocalParts
@@ -40,7 +41,7 @@ class Begun:
 
 @final
 class Batches:
-    """Begins the steps of one rank; every rank calls alike."""
+    """The beginning of one rank's steps; every rank calls alike."""
 
     def __init__(self, by_sizes: BySizes[AtSizes], mesh: Mesh, together: Together) -> None:
         self._by_sizes, self._mesh, self._together = by_sizes, mesh, together
@@ -49,7 +50,7 @@ class Batches:
     def begin(
         self, batch: Batch | None, local: Batch | None, state: RankState, step: int, last: int | None, keep: bool = True
     ) -> Begun:
-        """The step ``step`` (from 0) on a whole batch, or on the samples of this rank, or on the plan's data, of which
+        """Begin step ``step`` (from 0) on a whole batch, on the samples of this rank, or on the plan's data, of which
         nothing is read beyond step ``last``. Without ``keep`` there is no backward.
 
         Raises:
@@ -79,7 +80,7 @@ class Batches:
         return begun
 
     def _hold(self, rows: Sequence[Sequence[int]], at: AtSizes) -> None:
-        """See that what the ranks gave belongs together; they have the same rows, and so the same error."""
+        """Check that the ranks' batches belong together. All ranks have the same rows, and so the same error."""
         if other := _odd_one([row[0] for row in rows]):
             first, second = (f"rank {rank} gave {GIVEN_KINDS[rows[rank][0]]}" for rank in other)
             raise RunError(BATCHES_DIFFER, f"{first}, and {second}", _every_rank(rows[other[0]][0], self._samples(at)))
@@ -110,7 +111,8 @@ class Batches:
 
 
 def _odd_one(numbers: Sequence[int], place: Callable[[int], Hashable] = lambda _: 0) -> tuple[int, int] | None:
-    """The first rank whose number is another than that of an earlier rank at the same place, after that rank."""
+    """Return the first rank whose number differs from an earlier rank's at the same place: that earlier rank, then this
+    one."""
     first: dict[Hashable, int] = {}
     for rank, number in enumerate(numbers):
         if numbers[known := first.setdefault(place(rank), rank)] != number:
@@ -119,7 +121,7 @@ def _odd_one(numbers: Sequence[int], place: Callable[[int], Hashable] = lambda _
 
 
 def _every_rank(kind: int, samples: int, axes: Sequence[str] = ()) -> str:
-    """A sentence that says what ranks should have given."""
+    """Return a sentence that says what ranks should have given."""
     own = f"a rank's own {samples} sample{'s' * (samples != 1)} of it are `local=batch`"
     if kind == _WHOLE:
         return f"`batch` is a whole step's, the same on every rank; {own}"
@@ -134,7 +136,7 @@ def _every_rank(kind: int, samples: int, axes: Sequence[str] = ()) -> str:
 
 
 def _as_integer(count: torch.Tensor | None) -> int | torch.Tensor:
-    """The bits of a count, which may be a real number."""
+    """Return the bits of a count, which may be a real number."""
     if count is None:
         return 0
     return count.double().view(torch.int64) if count.is_floating_point() else count.long()

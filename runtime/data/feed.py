@@ -1,4 +1,4 @@
-"""A rank's part of each step's microbatches, cut from whole batches or read from the plan's data, its rows alone."""
+"""A rank's part of each step's microbatches, cut from whole batches, or read from the plan's data row by row."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LocalParts = list[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One rank's part of a step: its microbatches, and a hash of each input's samples before their cut, by which ranks
-    that should have the same find out whether they do. Hashes are 0 where nothing else can be."""
+    """One rank's part of a step: its microbatches, and a hash of each input's samples before their cut. Ranks that
+    should have the same samples compare the hashes. A hash is 0 where the samples cannot differ."""
 
     parts: LocalParts
     prints: Sequence[int | torch.Tensor]
@@ -46,7 +46,8 @@ MISFIT_HELP = "change what the data gives, or the plan's `input` and `sizes` lin
 
 @final
 class Feed:
-    """Cuts or reads batches for the rank at ``coordinates``; the next step's rows are read while one is computed."""
+    """The cutting and reading of batches for the rank at ``coordinates``. The next step's rows are read while one is
+    computed."""
 
     def __init__(self, build: Build, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device) -> None:
         self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
@@ -55,7 +56,7 @@ class Feed:
         self._batched = {line["name"]: line["dims"][:1] == [BATCH] for line in build.manifest["inputs"]}
         self._bounds = class_bounds(build.reference)
         self.shares = {name: math.prod(mesh.size(axis) for axis in self.batch_axes(name)) for name in self.types}
-        """Among how many ranks the samples of an input are divided."""
+        """The number of ranks among which the samples of an input are divided."""
         self._tails = Tails(build, self._batched)
         self._source: SampleSource | None = None
         self._reading = threading.Lock()  # a person's callable is asked by one thread at a time
@@ -68,7 +69,8 @@ class Feed:
         return tuple(axis for _, axis in self.types[name].placement.splits(0)) if self._batched[name] else ()
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> LocalParts:
-        """This rank's part of each microbatch of a step's *whole* batch; of fewer samples where that is proved right.
+        """Return this rank's part of each microbatch of a step's *whole* batch. A batch of fewer samples is allowed
+        where that is proved right.
 
         Raises:
             RunError: an input is missing, or has another shape, dtype or range than the plan's.
@@ -76,8 +78,8 @@ class Feed:
         return self.given(batch).parts
 
     def given(self, batch: Mapping[str, torch.Tensor], local: bool = False, hashed: bool = False) -> Given:
-        """This rank's part of a step's whole batch; or, if ``local``, the part whose samples, whole in their other
-        dims, are in the order of the microbatches. Hashes are made if ``hashed``.
+        """Return this rank's part of a step's whole batch. With ``local`` the batch has only this rank's samples, in
+        the order of the microbatches and whole in their other dims. Hashes are made if ``hashed``.
 
         Raises:
             RunError: an input is missing, or has another shape, dtype or range than the plan's.
@@ -106,11 +108,11 @@ class Feed:
         return Given(parts, [digest(batch[name]) if hashed else 0 for name in self.types])
 
     def next(self, step: int, steps: int | None = None) -> LocalParts:
-        """This rank's part of what ``read`` gives."""
+        """Return this rank's part of the microbatches that ``read`` returns."""
         return self.read(step, steps).parts
 
     def read(self, step: int, steps: int | None = None) -> Given:
-        """This rank's part of the microbatches of step ``step`` (from 0), from the plan's ``data`` line.
+        """Return this rank's part of the microbatches of step ``step`` (from 0), from the plan's ``data`` line.
 
         With ``steps`` nothing is read ahead beyond the last of so many: there may be no more.
 
@@ -132,7 +134,7 @@ class Feed:
         self._source = self._ahead = None
 
     def _read_ahead(self, step: int, source: SampleSource, closed: threading.Event) -> Future[Given]:
-        """A read in a thread that a process which ends does not wait for: a person's callable may block for ever."""
+        """Read in a thread for which a process that ends does not wait: a person's callable may block forever."""
         future: Future[Given] = Future()
 
         def sample(number: int) -> Mapping[str, torch.Tensor]:
@@ -154,7 +156,7 @@ class Feed:
         return future
 
     def _read(self, step: int, source: SampleSource) -> Given:
-        """Every sample that this rank needs, read once, on the CPU."""
+        """Return every sample that this rank needs, read once, on the CPU."""
         wanted = {
             (name, index): index * type_.shape[0] + self._index(type_, 0)
             if self._batched[name]
@@ -198,7 +200,7 @@ class Feed:
         return dim_index(type_.shape[dim], dim, type_.placement, self._mesh, self._coordinates, None)
 
     def _cut_rest(self, value: torch.Tensor, type_: TensorType, first: int) -> torch.Tensor:
-        """A rank's rows cut along the other dims too."""
+        """Cut a rank's rows along their other dims."""
         for dim in range(first, value.dim()):
             if type_.placement.splits(dim):
                 value = value.index_select(dim, self._index(type_, dim))
@@ -219,7 +221,7 @@ class Feed:
         return f"`parc run --sizes {words}` runs the build at the samples' sizes"
 
     def _check(self, name: str, value: Any, shape: tuple[int, ...], what: str) -> None:
-        """Shape and dtype of ``what`` was given, and its numbers."""
+        """Check shape, dtype and numbers of ``what`` was given."""
         type_ = self.types[name]
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != type_.dtype:
             have = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -231,7 +233,7 @@ class Feed:
         self._check_numbers(name, value)
 
     def _check_numbers(self, name: str, value: torch.Tensor) -> None:
-        """That class numbers are below what they index: a split table would not notice."""
+        """Check that class numbers are below the count of rows or classes: a split table would not notice."""
         if name in self._bounds and (message := beyond(name, value, *self._bounds[name])):
             notes = [self._line] if self._line else []
             raise RunError(BAD_DATA, message, beyond_help(*self._bounds[name]), notes)
@@ -243,7 +245,7 @@ _END_S = 1.0
 
 @atexit.register
 def _end_reading() -> None:
-    """Give readers a moment to end: a thread that is in torch when the interpreter goes away takes it down."""
+    """Give readers a moment to end: a thread that runs in torch when the interpreter ends crashes it."""
     for closed in _READERS.values():
         closed.set()
     until = time.monotonic() + _END_S

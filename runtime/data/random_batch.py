@@ -1,4 +1,4 @@
-"""Random whole batches for a program: floats, and numbers below how many rows or classes their tables have."""
+"""Random whole batches for a program: floats, and numbers below the count of rows or classes that they look up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ...compiler.program.program import Program, Ref
 
 
 def random_batch(reference: Program, microbatches: int, generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
-    """Whole inputs of each microbatch: class numbers below what they index, some targets ignored, unevenly."""
+    """Return whole inputs of each microbatch: class numbers below the count of classes, some targets ignored,
+    unevenly."""
     bounds = class_bounds(reference)
     batches = []
     for index in range(microbatches):
@@ -36,7 +37,8 @@ def _random(type_: TensorType, bound: int, generator: torch.Generator) -> torch.
 
 
 def beyond(name: str, value: torch.Tensor, bound: int, ignore: int | None) -> str:
-    """The first number of an input that is no row or class, of which the model has ``bound``; "" if there is none."""
+    """Return the first number of an input that is no row or class of the model, which has ``bound`` of them; "" if
+    there is none."""
     wrong = (value < 0) | (value >= bound)
     if ignore is not None:
         wrong &= value != ignore
@@ -44,13 +46,13 @@ def beyond(name: str, value: torch.Tensor, bound: int, ignore: int | None) -> st
 
 
 def beyond_help(bound: int, ignore: int | None) -> str:
-    """The way out of it."""
+    """Return the advice for such a number."""
     ignored = f", or {ignore} where the loss is to ignore it" if ignore is not None else ""
     return f"give numbers below {bound}{ignored}, or the model more rows or classes: 256 for `data bytes`"
 
 
 def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
-    """For each input that holds numbers of rows or classes: how many there are, and the number that is ignored."""
+    """Return, for each input that holds numbers of rows or classes, their count, and the number that is ignored."""
     main = program.main
     values = main.values()
     origin = {value.name: name for name, value in main.bound("input").items()}

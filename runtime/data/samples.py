@@ -1,4 +1,5 @@
-"""Samples by global number: byte tokens of text files, random ones, or a callable; each rank reads only its rows."""
+"""Samples by their global number: bytes of text files as tokens, random ones, or a callable's. Each rank reads only its
+rows."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from ...grammar.nearest import did_you_mean
 
 
 class DataError(Exception):
-    """The data that a plan names cannot be read as it says; the message is for the plan's author.
+    """The error of data that cannot be read as the plan says; the message is for the plan's author.
 
     ``help`` is a way out, where one is known; ``pattern`` the glob that is at fault.
     """
@@ -33,10 +34,10 @@ class DataError(Exception):
 
 
 class SampleSource(Protocol):
-    """Samples indexed by their global number: sample i is the same on every rank, at any time, after any restart."""
+    """Samples by their global number: sample i is the same on every rank, at any time, after any restart."""
 
     def __call__(self, number: int) -> Mapping[str, Tensor]:
-        """The tensors of one sample, without a batch dim."""
+        """Return the tensors of one sample, without a batch dim."""
 
 
 @final
@@ -66,14 +67,15 @@ class ByteText:
         self.windows = (self.size - 1) // length  # samples of an epoch
 
     def __call__(self, number: int) -> dict[str, Tensor]:
-        """Sample ``number`` >= 0: ``tokens`` and ``targets``, the byte after each, both int64 of shape [length]."""
+        """Return sample ``number`` >= 0: ``tokens`` and ``targets``, the byte after each, both int64 of shape
+        [length]."""
         epoch, place = divmod(number, self.windows)
         start = permuted(place, self.windows, f"{self.seed} {epoch}") * self.length
         text = torch.frombuffer(bytearray(self._read(start, self.length + 1)), dtype=torch.uint8).to(torch.int64)
         return {"tokens": text[:-1], "targets": text[1:]}
 
     def _read(self, start: int, count: int) -> bytes:
-        """``count`` bytes of the whole text."""
+        """Read ``count`` bytes of the whole text."""
         parts: list[bytes] = []
         place = bisect_right(self._ends, start)
         while count:
@@ -93,13 +95,13 @@ class ByteText:
 
 @final
 class CallableData:
-    """Samples that a user's function makes: ``function(number)`` gives a dict of tensors, the same for every call."""
+    """Samples from a user's function: ``function(number)`` returns a dict of tensors, the same at every call."""
 
     def __init__(self, function: Callable[[int], Mapping[str, Tensor]]) -> None:
         self._function = function
 
     def __call__(self, number: int) -> dict[str, Tensor]:
-        """Sample ``number``, as the function gives it.
+        """Return sample ``number``, as the function returns it.
 
         Raises:
             DataError: it failed (chained), or gave something else than a dict of tensors.
@@ -133,7 +135,7 @@ class SyntheticData:
         self._inputs, self._sizes, self._bounds, self._seed = inputs, sizes, bounds, seed
 
     def __call__(self, number: int) -> dict[str, Tensor]:
-        """Sample ``number`` >= 0."""
+        """Return sample ``number`` >= 0."""
         return {line["name"]: self._drawn(line, number) for line in self._inputs}
 
     def _drawn(self, line: Mapping[str, Any], number: int) -> Tensor:
@@ -149,7 +151,7 @@ class SyntheticData:
 def sample_misfit(
     sample: Mapping[str, Tensor], number: int, inputs: Sequence[Mapping[str, Any]], sizes: Mapping[str, SizeRange]
 ) -> tuple[str, str] | None:
-    """The first input whose tensor in a sample is not what its ``input`` line says, and what it is instead; inputs that
+    """Return the first input whose tensor in a sample differs from its ``input`` line, and the difference. Inputs that
     the sample does not hold are left out."""
     for line in inputs:
         value, dims = sample.get(line["name"]), line["dims"][line["dims"][:1] == [BATCH] :]  # a sample has no batch dim
@@ -166,7 +168,7 @@ def sample_misfit(
 
 
 def read_batch(source: SampleSource, step: int, batch: int, rows: Sequence[int] | slice) -> dict[str, Tensor]:
-    """The given rows of the batch of one optimizer step, stacked: each tensor [len(rows), *sample's shape].
+    """Return the given rows of the batch of one optimizer step, stacked: each tensor is [len(rows), *sample's shape].
 
     ``batch`` is the global batch size, ``step`` counts from 0; row r is global sample ``step * batch + r``. No other
     sample is read.
@@ -209,7 +211,7 @@ def permuted(number: int, count: int, key: str) -> int:
 
 
 def _matching(patterns: Sequence[str], root: Path) -> list[str]:
-    """The files that the patterns match, each once, sorted; empty ones left out."""
+    """Return the files that the patterns match, each once, sorted, without empty ones."""
     library = sysconfig.get_path("stdlib")
     found: set[str] = set()
     for pattern in patterns:
@@ -224,7 +226,8 @@ def _matching(patterns: Sequence[str], root: Path) -> list[str]:
 
 
 def _meant(pattern: str, root: Path) -> str:
-    """The names near the first of a pattern that is not there, or where patterns are looked for."""
+    """Return the names that are similar to the first part of a pattern that does not exist, or the place where patterns
+    are looked for."""
     for part in Path(pattern).parts:
         if glob.has_magic(part) or not root.is_dir():
             break

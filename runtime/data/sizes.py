@@ -1,4 +1,4 @@
-"""The sizes of a run: a build bound to those of each batch, where its plan declares ranges."""
+"""The sizes of a run: a build at the sizes of each batch, where its plan declares ranges."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_SHARES: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class AtSizes:
-    """The programs of a build bound to one choice of its sizes, and what cuts batches of them."""
+    """The programs of a build at one choice of its sizes, with the stepper and the feed for batches of them."""
 
     build: Build
     stepper: Stepper
@@ -33,15 +33,15 @@ class AtSizes:
 
 @final
 class BySizes(Generic[_Made]):
-    """Things made of a build for each choice of its sizes, when the first batch of that choice comes."""
+    """Objects made from a build for each choice of its sizes, when the first batch of that choice comes."""
 
     def __init__(self, build: Build, make: Callable[[Build], _Made]) -> None:
         self._build, self._make = build, make
         self._made: dict[tuple[tuple[str, int], ...], _Made] = {}
 
     def __call__(self, batch: Mapping[str, torch.Tensor] | None = None, shares: Mapping[str, int] = NO_SHARES) -> _Made:
-        """The thing made for a batch's sizes; without one for the build's own. ``shares``: among how many ranks the
-        samples of an input are divided, where the batch is one rank's.
+        """Return the object for a batch's sizes, or, without a batch, for the build's own. If the batch is one rank's,
+        ``shares`` is the number of ranks among which the samples of an input are divided.
 
         Raises:
             RunError: the build was not made for these sizes.
@@ -54,7 +54,7 @@ class BySizes(Generic[_Made]):
 
 
 def bound_build(build: Build, sizes: Mapping[str, int]) -> Build:
-    """The build for some of its sizes, the others as they are.
+    """Return the build for these sizes; sizes that are not named stay as they are.
 
     Raises:
         RunError: its plan declares no such sizes.
@@ -73,7 +73,7 @@ def bound_build(build: Build, sizes: Mapping[str, int]) -> Build:
 
 
 def _sizes_of(build: Build, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> dict[str, int]:
-    """The sizes with ranges that a batch has. What is no batch of the plan's has none: cutting it says why.
+    """Return the sizes with ranges that a batch has. A batch that does not fit the plan has none: its cut says why.
 
     Raises:
         RunError: two inputs have different ones.

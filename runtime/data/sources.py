@@ -32,7 +32,7 @@ def line_of(build: Build, verb: str = "data") -> str:
 
 
 def raised_at(error: BaseException | None) -> str:
-    """The line of the person's own file that failed."""
+    """Return the line of the person's own file that failed."""
     if error is None:
         return ""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/parc/runtime/" not in frame.filename]
@@ -46,7 +46,7 @@ def is_synthetic(line: Mapping[str, Any]) -> bool:
 
 
 def make_data(build: Build) -> SampleSource:
-    """The source of samples of a build's ``data`` line.
+    """Return the source of samples of a build's ``data`` line.
 
     Raises:
         RunError: there is none, or nothing can be read.
@@ -73,7 +73,8 @@ def open_data(
     sizes: Mapping[str, int],
     folder: Path,
 ) -> SampleSource:
-    """The samples of a ``data`` line of files or a callable, their tensors by the plan's inputs; none is read.
+    """Return the samples of a ``data`` line of files or a callable, with their tensors by the plan's inputs; none is
+    read.
 
     Raises:
         CallableError: the callable cannot be had, or takes other arguments.
@@ -91,7 +92,7 @@ def open_data(
 
 
 def byte_inputs(inputs: Sequence[Mapping[str, Any]], operands: Sequence[str]) -> dict[str, str]:
-    """The inputs that take bytes, and the bytes after them: by their names, else by what the plan does with them.
+    """Return the inputs that take bytes, and the bytes after them: by their names, or else by their use in the plan.
 
     >>> ids, labels = {"name": "input_ids", "dtype": "int64"}, {"name": "labels", "dtype": "int64"}
     >>> byte_inputs([labels, ids], ["output.logits", "labels"])

@@ -1,4 +1,5 @@
-"""Batches of fewer samples than a step takes: completed by samples that nothing sees, where that is proved."""
+"""Batches of fewer samples than a step takes. They are completed by samples that change nothing, where that is
+proved."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from .random_batch import class_bounds
 
 @final
 class Tails:
-    """Completes the batches of one build; its inputs with a batch dim are ``batched``."""
+    """The completion of one build's batches; ``batched`` are its inputs with a batch dim."""
 
     def __init__(self, build: Build, batched: Mapping[str, bool]) -> None:
         self._reference = build.reference
@@ -26,7 +27,7 @@ class Tails:
 
     @cached_property
     def _ignored(self) -> dict[str, int]:
-        """Inputs that are targets of the loss, with the number that says to ignore one."""
+        """The inputs that are targets of the loss, with the number that says to ignore a target."""
         bounds = class_bounds(self._reference)
         return {name: bounds[name][1] or 0 for name in self._names if name in bounds and bounds[name][1] is not None}
 
@@ -37,8 +38,8 @@ class Tails:
         return tail_fault(self._reference, self._ignored)
 
     def completed(self, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> Mapping[str, torch.Tensor]:
-        """A whole step's batch, or one share of so many: after the given samples come copies of the first, all of whose
-        targets are ignored.
+        """Return a whole step's batch, or one rank's share of it. Copies of the first sample follow the given samples,
+        with all of their targets ignored.
 
         Batches that are no tensors of a common number of samples are given back as they are.
 

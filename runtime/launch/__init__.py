@@ -1,1 +1,1 @@
-"""Launching: the processes of a run, what they say, and what becomes of those that fail."""
+"""Launching: the processes of a run, their messages, and the handling of those that fail."""

@@ -68,7 +68,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 
 
 def begin() -> None:
-    """Leave word for the launcher that this rank notes signals by itself from now on, and says what it saved."""
+    """Tell the launcher that this rank notes signals by itself from now on, and will report what it saved."""
     if STORE in os.environ:
         began_file(Path(os.environ[STORE]).parent).touch()
 
@@ -84,12 +84,12 @@ def began_file(folder: Path) -> Path:
 
 
 def unbegun(number: int) -> str:
-    """The message of a run that a signal stopped before it trained."""
+    """Return the message of a run that a signal stopped before it trained."""
     return f"stopped by {signal.Signals(number).name} before the first step; nothing was saved"
 
 
 def leave_failure(failure: Failure) -> bool:
-    """Leave a failure where the launcher looks for it; False where no launcher of parc's looks."""
+    """Write a failure where the launcher looks for it. Return False if no launcher of parc's looks."""
     path = os.environ.get(_ERROR_FILE)
     if path is None:
         return False
@@ -108,7 +108,7 @@ def leave_failure(failure: Failure) -> bool:
 
 
 def read_failure(rank: int, exit_code: int, path: Path) -> Failure:
-    """The failure of a rank by what it left; one that was killed left nothing."""
+    """Return the failure of a rank from its report; a rank that was killed left none."""
     try:
         left = json.loads(path.read_text(encoding="utf-8"))["parc"]
         return Failure(rank, **left)

@@ -1,4 +1,4 @@
-"""Ranks that do not answer: once another has waited too long, the launcher says where each of them is and ends it."""
+"""Ranks that do not answer. Once another has waited too long, the launcher says where each of them is, and ends it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PARC = str(Path(__file__).resolve().parents[2])
 
 
 def answer() -> None:
-    """In a rank that ``parc run`` started: leave word of its process, and on SIGUSR1 of where it is, even in a wait."""
+    """Let the launcher ask this rank: write its process number to a file, and on SIGUSR1 its stack, even in a wait."""
     folder, local, rank = Path(os.environ[STORE]).parent, os.environ["LOCAL_RANK"], os.environ["RANK"]
     stack = open(folder / f"stack{local}", "w", encoding="utf-8")  # noqa: SIM115 open until the process ends
     faulthandler.register(signal.SIGUSR1, file=stack)
@@ -33,7 +33,8 @@ def answer() -> None:
 
 @final
 class Hanging:
-    """Looks, beside the launcher, for ranks of this host that others waited for too long; ``found`` says what they do.
+    """A search, beside the launcher, for ranks of this host for which others waited too long; ``found`` says what they
+    do.
 
     A context: it looks until it is left.
     """
@@ -63,7 +64,7 @@ class Hanging:
             os.kill(process, signal.SIGKILL)
 
     def _silent(self) -> Iterator[tuple[str, int, int]]:
-        """Ranks that run and have left no failure: the number here, the process, the rank."""
+        """Yield the ranks that run and have reported no failure: the local number, the process, the rank."""
         said = {place.parent.name for place in self._folder.rglob("error.json")}
         for place in sorted(self._folder.glob("process*")):
             local = place.name.removeprefix("process")
@@ -72,7 +73,7 @@ class Hanging:
                 yield local, process, rank
 
     def _where(self, local: str, process: int) -> str:
-        """A sentence on what a rank does; empty for one that only waits for others."""
+        """Return a sentence on what a rank does, "" for one that only waits for others."""
         if _state(process) == "T":
             return "is stopped (SIGSTOP)"
         os.kill(process, signal.SIGUSR1)
@@ -93,7 +94,7 @@ def _foreign(file: str) -> bool:
 
 
 def _state(process: int) -> str:
-    """The letter that Linux has for the state of a process, `Z` of one that has ended; `?` where it does not tell."""
+    """Return Linux's letter for the state of a process, `Z` for one that has ended; `?` where it is not known."""
     try:
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:

@@ -99,13 +99,13 @@ def _rendezvous(processes: Processes) -> dict[str, Any]:
 
 
 def _run_id(processes: Processes) -> str:
-    """One name on all hosts: the place where they meet."""
+    """Return the name that all hosts of a run share: the place where they meet."""
     return uuid.uuid4().hex if processes.nnodes == 1 else f"parc-{processes.endpoint}"
 
 
 @final
 class _OneHost(RendezvousHandler):
-    """The meeting of one agent with itself: torch's own would start a TCPStore, which listens on all interfaces."""
+    """The rendezvous of one agent with itself: torch's own would start a TCPStore, which listens on all interfaces."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id
@@ -113,42 +113,43 @@ class _OneHost(RendezvousHandler):
         self._store = stores.HashStore()
 
     def get_backend(self) -> str:
-        """The name under which it is registered."""
+        """Return the name under which this rendezvous is registered."""
         return _ONE_HOST
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """One node, which is the first; the processes meet through a file, so address and port stand for nothing."""
+        """Return the one node, which is the first. The processes meet through a file, so address and port mean
+        nothing."""
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
-        """Never: it ends with its process."""
+        """Return False: it ends with its process."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody else can come."""
+        """Return 0: nobody else can come."""
         return 0
 
     def get_run_id(self) -> str:
-        """The run's name."""
+        """Return the run's name."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
         return True
 
 
 KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }  # fmt: skip
-"""For glibc: a step frees what the next one allocates again, so freed memory stays with the process, as on a GPU; and
-it asks for large pages, of which the operands of a product take few."""
+"""Settings of glibc. A step allocates again what the last one freed, so freed memory stays with the process, as on a
+GPU. It asks for large pages: the operands of a product then need few."""
 
 
 def _variables(processes: Processes, folder: Path) -> dict[str, str]:
-    """Variables of the processes' environment beside those that the agent sets; the person's own settings stay."""
+    """Return the environment variables beside those that the agent sets; the person's own settings stay."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     variables = {
         "OMP_NUM_THREADS": str(max(1, cores // processes.nproc)),
@@ -170,7 +171,7 @@ def _variables(processes: Processes, folder: Path) -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """The environment that child processes inherit, changed for a while."""
+    """Enter a block in which child processes inherit a changed environment."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -184,8 +185,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _outcome(failures: Mapping[int, ProcessFailure], folder: Path, hanging: Sequence[str] = ()) -> Outcome:
-    """The failure that explains the others: not one that only lost its peers, then the earliest. A rank that others
-    waited for too long does not end when it is told to, and is killed."""
+    """Return the failure that explains the others: the earliest that did not only lose its peers. A rank for which
+    others waited too long does not end when it is told to, and is killed."""
     found = {rank: read_failure(rank, failure.exitcode, Path(failure.error_file)) for rank, failure in failures.items()}
     late = any(failure.late for failure in found.values())
     hung = {rank for rank, failure in failures.items() if late and failure.exitcode == -signal.SIGKILL}

@@ -28,7 +28,8 @@ class MetricsFile:
         self._write({"run": dict(run)})
 
     def step(self, step: int, loss: float, **figures: Any) -> None:
-        """One step's line: its number from 1, the global mean loss, and figures such as ``tokens`` and ``step_s``."""
+        """Write one step's line: its number from 1, the global mean loss, and figures such as ``tokens`` and
+        ``step_s``."""
         self._write({"step": step, "loss": loss, **figures})
 
     def _write(self, line: Mapping[str, Any]) -> None:
@@ -48,7 +49,8 @@ class MetricsFile:
 
 @final
 class ProgressDisplay:
-    """Loss, tokens or samples (``what``) a second and seconds a step on stderr: a bar on a terminal, else some lines.
+    """A display of the loss, the tokens or samples (``what``) a second and the seconds a step on stderr: a bar on a
+    terminal, else some lines.
 
     Without a terminal the first and the last step have a line, and those between at least ``every_s`` seconds after
     the line before.
@@ -87,7 +89,7 @@ class ProgressDisplay:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def step(self, step: int, loss: float, count: int, step_s: float) -> None:
-        """Show one finished step: its number from 1, its loss, how many tokens or samples it had, and its seconds."""
+        """Show one finished step: its number from 1, its loss, its number of tokens or samples, and its seconds."""
         figures = f"loss {loss:.4f}  {count / max(step_s, 1e-9):,.0f} {self._what}/s  {step_s:.3f} s/step"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, figures=figures)
@@ -99,7 +101,7 @@ class ProgressDisplay:
 
 
 def _sayable(value: Any) -> Any:
-    """The value with every number that JSON has no word for replaced by None."""
+    """Return the value with None in place of every number that JSON cannot write."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

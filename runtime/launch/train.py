@@ -30,7 +30,7 @@ from .metrics import MetricsFile, ProgressDisplay
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a run; ``steps`` counts from the first step of training, also after ``resume``."""
+    """The options of a run; ``steps`` counts from the first step of training, also after ``resume``."""
 
     steps: int
     metrics: Path | None = None
@@ -42,7 +42,8 @@ class Options:
 
 @final
 class Stop:
-    """Notes SIGTERM and SIGINT, so that a run ends between two steps; also when the launcher is gone."""
+    """A handler of SIGTERM and SIGINT that notes them, so that a run ends between two steps, also if the launcher is
+    gone."""
 
     def __init__(self) -> None:
         self._signal = 0
@@ -54,7 +55,7 @@ class Stop:
 
     @property
     def signal(self) -> int:
-        """The signal that asks for a stop, 0 for none."""
+        """The signal that asked for a stop, 0 for none."""
         orphan = self._parent is not None and os.getppid() != self._parent
         return self._signal or (int(signal.SIGHUP) if orphan else 0)
 
@@ -69,7 +70,7 @@ class Stop:
 
 
 def train(session: Session, options: Options) -> int:
-    """Train until step ``options.steps``; 0, or 128 + the number of the signal that stopped every rank alike.
+    """Train until step ``options.steps``. Return 0, or 128 + the number of the signal that stopped every rank.
 
     Raises:
         RunError: data, checkpoints or numbers are at fault.
@@ -130,7 +131,7 @@ def train(session: Session, options: Options) -> int:
 
 
 def _at_the_start(session: Session, options: Options) -> Iterator[str]:
-    """The lines that are shown before the first step."""
+    """Return the lines that are shown before the first step."""
     if session.step_number >= options.steps:
         done = f"`{options.resume}` is at step {session.step_number}, and the last is {options.steps}"
         yield f"{done}: nothing is left to train; `--steps K` trains on until step K"
@@ -142,8 +143,8 @@ def _at_the_start(session: Session, options: Options) -> Iterator[str]:
 
 
 def _kept(session: Session, folder: Path | None, error: RunError, saved: int) -> RunError:
-    """The error of a step, after which all ranks are as they were before it, and what was saved of that; ``saved`` is
-    the step of the last checkpoint, or that at which the run began."""
+    """Return the error of a step with a note on what was saved. After it all ranks are as before the step. ``saved`` is
+    the step of the last checkpoint, or the step at which the run began."""
     if session.step_number == saved:
         return error
     if folder is None:
@@ -158,8 +159,8 @@ def _kept(session: Session, folder: Path | None, error: RunError, saved: int) ->
 
 
 def work_per_step(build: Build) -> tuple[str, int]:
-    """Unit and number of a step's whole batch: ``tokens``, where the plan's first input holds whole numbers in two
-    dims, else ``samples``."""
+    """Return the unit and the count of a step's whole batch: ``tokens``, if the plan's first input holds whole numbers
+    in two dims, else ``samples``."""
     sizes, line = build.manifest["sizes"], build.manifest["inputs"][0]
     if len(line["dims"]) == 2 and line["dtype"] in ("int32", "int64"):
         return "tokens", math.prod(int(sizes.get(dim, dim)) for dim in line["dims"])
@@ -167,7 +168,8 @@ def work_per_step(build: Build) -> tuple[str, int]:
 
 
 def rate_ends(build: Build, steps: int) -> str:
-    """A note on a run of more steps than the plan's, after some of which the learning rate moves no more."""
+    """Return a note on a run of more steps than the plan's, in the last of which the learning rate no longer
+    changes."""
     line, planned = build.manifest["optimizer"], build.manifest["steps"] or 0
     if line["over"] is None or steps <= max(line["over"], planned):
         return ""
@@ -176,7 +178,8 @@ def rate_ends(build: Build, steps: int) -> str:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory this rank held: allocated on a GPU, resident of the whole process on a CPU."""
+    """Return the most memory that this rank held in bytes: allocated on a GPU, or resident in the whole process on a
+    CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
@@ -184,7 +187,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def run_facts(session: Session) -> dict[str, Any]:
-    """The first line of a metrics file: versions, mesh, the plan's hash, device, and where training starts."""
+    """Return the first line of a metrics file: versions, mesh, the plan's hash, device, and the first step."""
     manifest = session.build.manifest
     return {
         "parc": manifest["parc"], "torch": torch.__version__, "python": sys.version.split()[0],

@@ -40,12 +40,12 @@ _NOTHING_SPARE = frozenset[str]()
 may share storage with something else."""
 
 OperandPlace = tuple[TensorType, int]
-"""A dim of a type, of which a rank has some entries."""
+"""A dim of a type: the place of a rank's entries along it differs from rank to rank."""
 
 
 @dataclass(slots=True)
 class _Lifted:
-    """While a region is traced: its inputs that stand for places, and the keys that it read."""
+    """The facts of a rank that a region asked for while it was traced: inputs for places, and the keys of streams."""
 
     tracing: bool = False
     places: dict[OperandPlace, torch.Tensor] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class _Lifted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RegionSite(Site):
-    """A site that, while a region is traced, has the region's inputs for what only this rank or this step knows."""
+    """A site that, while a region is traced, returns inputs of the region for facts that differ by rank or step."""
 
     lifted: _Lifted
 
@@ -78,7 +78,7 @@ class _RegionSite(Site):
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Lines without a collective, as one function of ``inputs`` to ``outputs``; ``text`` is the same for equal ones."""
+    """Lines without a collective, as one function of ``inputs`` to ``outputs``; equal regions have equal ``text``."""
 
     lines: tuple[Line, ...]
     inputs: tuple[str, ...]
@@ -88,8 +88,8 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """A compiled region; ``call`` is None where there is nothing to gain. ``places`` are its inputs after the values,
-    of which those at ``keys`` are given by their words."""
+    """A compiled region; ``call`` is None where compiling gains nothing. ``places`` are inputs that follow the values.
+    The values at ``keys`` are keys, and are given as their two numbers."""
 
     call: CompiledGraph | None
     places: tuple[OperandPlace, ...]
@@ -116,13 +116,13 @@ class Regions:
         return len(self.texts)
 
     def machine(self, program: Program, backend: Backend, device: torch.device, **options: Any) -> Machine:
-        """The machine of a program: compiled where there is much to do and nobody watches the lines."""
+        """Return the machine of a program: compiled, if it has much to do and nobody watches its lines."""
         if not ACTIONS[program.action].compiled or options.get("watch") is not None:
             return Machine(program, backend, device, **options)
         return CompiledMachine(program, backend, device, regions=self, **options)
 
     def code(self, region: _Region, values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted) -> _Code:
-        """The code of a region for values of these strides; compiled the first time.
+        """Return the code of a region for values of these strides; it is compiled at the first call.
 
         Raises:
             RunError: it cannot be compiled.
@@ -140,10 +140,11 @@ class Regions:
 
 
 class CompiledMachine(Machine):
-    """Runs one program, the lines between collectives as compiled regions. Its lines cannot be watched."""
+    """A machine that runs the lines between collectives as compiled regions. Its lines cannot be watched."""
 
     adding = MappingProxyType({op: add for op, add in code_for("adding").items() if not facts(op).compiled})
-    """What leaves a region may share storage with something else."""
+    """The operators outside regions that add their result to a total. A result of a region may share its storage with
+    something else."""
 
     def __init__(self, program: Program, backend: Backend, device: torch.device, *, regions: Regions, **options: Any):
         self._regions, self._lifted = regions, _Lifted()
@@ -202,7 +203,7 @@ class CompiledMachine(Machine):
         return self._places[lane, place]
 
     def _text(self, function: Function, lines: Sequence[Line], inputs: Sequence[str], outputs: Sequence[str]) -> str:
-        """Operators, types and how values flow; names and where lines come from are left out."""
+        """Return a region's operators, types and flow of values as text, without names and origins."""
         types = {name: value.type.text(self.mesh) for name, value in function.values().items()}
         number = {name: f"v{at}" for at, name in enumerate((*inputs, *made_by(lines)))}
         rows = [f"{number[name]}: {types[name]}" for name in inputs]
@@ -218,7 +219,7 @@ class CompiledMachine(Machine):
 
 
 def check_compiler(device: torch.device) -> None:
-    """See that Inductor has what it needs for a device.
+    """Check that Inductor has the compiler that it needs for a device.
 
     Raises:
         RunError: it has not; says what is missing.
@@ -234,8 +235,9 @@ def _is_local(line: Line) -> bool:
 
 
 def _cut(function: Function) -> list[tuple[Line, ...]]:
-    """Lines in groups: a region, or one line that is no part of any. An operator outside goes before a region that
-    does not make its operands, so that it does not end it; what does not wait for a sum runs while that is made."""
+    """Cut lines into groups: a region, or one line that is in no region. An operator outside regions goes before a
+    region that does not make its operands, so that the region need not end. Lines that do not wait for a sum run while
+    it is made."""
     groups: list[tuple[Line, ...]] = []
     region: list[Line] = []
     under_way = set[str]()
@@ -256,13 +258,13 @@ def _cut(function: Function) -> list[tuple[Line, ...]]:
 
 
 def _read(lines: Sequence[Line]) -> list[str]:
-    """Names of what lines read and do not make."""
+    """Return the names that lines read and do not make."""
     made = set(made_by(lines))
     return [name for line in lines for name in line.uses() if name not in made]
 
 
 def _compile(values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted, device: torch.device) -> _Code:
-    """Trace a region twice on fake tensors: once to see what it asks of its site, then with that as inputs."""
+    """Trace a region twice on fake tensors: first to see which facts it asks of its site, then with these as inputs."""
     mode = fake_mode()
     fakes: list[torch.Tensor] = [mode.from_tensor(value) for value in values]
     lifted.tracing = True
@@ -286,8 +288,8 @@ def _compile(values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _
 
 @contextmanager
 def _one_at_a_time(name: str) -> Iterator[None]:
-    """Hold a lock of this machine, so that processes with the same region do not compile it at the same time: those
-    that waited find it in the cache."""
+    """Hold a lock of this machine, so that processes with equal regions do not compile at the same time: those that
+    wait find the code in the cache."""
     folder = Path(compiler_cache()) / "locks"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"parc-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}", "w") as file:

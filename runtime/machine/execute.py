@@ -23,7 +23,8 @@ from .ways import Kernel, code_for
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A line made ready: ``run(environments)``, what must have arrived before it, and the names nobody reads after."""
+    """A line made ready: the function ``run(environments)``, the values that must have arrived before it, and the names
+    that nobody reads after it."""
 
     line: Line
     run: Callable[[Sequence[Environment]], None]
@@ -32,15 +33,16 @@ class _Step:
 
 
 Ready = Callable[[Binding, list[torch.Tensor]], None]
-"""Takes what a result that is made is for, and its pieces on the ranks of this process."""
+"""A function that is told the binding of a finished result, and its pieces on the ranks of this process."""
 
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
 
 
 class Machine:
-    """Runs one program. ``wide`` reads every floating dtype as float64; ``kernels`` are those of parc's operators;
-    with ``reuse`` lines write over what nobody reads again, gradients that are handed in among it, and are fused."""
+    """The machine of one program. ``wide`` reads every floating dtype as float64; ``kernels`` are the code of parc's
+    operators. With ``reuse`` lines are fused, and write over values that nobody reads again, also over gradients that
+    they are given."""
 
     site: Callable[..., Site] = Site
     adding: Mapping[str, Callable[..., torch.Tensor]] = code_for("adding")
@@ -74,15 +76,15 @@ class Machine:
         return self._ahead.keys()
 
     def begin(self, key: Binding, pieces: Sequence[torch.Tensor], begun: Sequence[Environment]) -> None:
-        """Start the sum that alone reads a parameter, ahead of ``run``, which is given what is ``begun`` beside its
-        inputs."""
+        """Start the sum that alone reads a parameter, ahead of ``run``, and put it into ``begun``, which ``run`` gets
+        beside its inputs."""
         name, step = self._ahead[key]
         for environment, piece in zip(begun, pieces, strict=True):
             environment[name] = piece
         step.run(begun)
 
     def summed(self, key: Binding, pieces: Sequence[torch.Tensor], rank: int) -> Environment:
-        """The sum that ``begin`` would start, for one rank, of the pieces that all ranks of the mesh have."""
+        """Return the sum that ``begin`` would start, for one rank, given the pieces of all ranks of the mesh."""
         line = self._ahead[key][1].line
         row, args = COLLECTIVES[line.op], line.args[1:]
         group = next(group for group in row.groups(self.mesh, args) if rank in group)
@@ -113,10 +115,10 @@ class Machine:
         later: list[Callable[[], torch.Tensor]] | None = None,
         ready: Ready | None = None,
     ) -> list[BoundTensors]:
-        """The results of the main function, or of another; one a rank of this process. A result that ``totals`` has
-        too, one of ``addable``, is that total with what was made added to it, now or by calls in ``later``, which
-        return it. ``ready`` is told of each result of ``addable`` when nothing here reads or writes it any more, but
-        for those calls.
+        """Run the main function, or another one, and return its results on each rank of this process. If a result is in
+        ``addable`` and has a total in ``totals``, it is added to the total, now or by calls put into ``later``; both
+        return the total. ``ready`` is told of each result in ``addable`` that nothing here reads or writes any more,
+        except those calls.
 
         ``inputs`` are taken apart while the program runs, so that values die after their last use.
         """
@@ -238,11 +240,11 @@ class Machine:
         return run
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """A dtype as this machine reads it."""
+        """Return a dtype as this machine reads it."""
         return _WIDER.get(dtype, dtype) if self.wide else dtype
 
     def _literal(self, item: Any) -> Any:
-        """Sizes as this rank sees them, dtypes as this machine reads them."""
+        """Return an argument with sizes as this rank sees them, and dtypes as this machine reads them."""
         if isinstance(item, LocalSize):
             return item.local(self.mesh)
         if isinstance(item, torch.dtype):
@@ -269,7 +271,8 @@ class Machine:
     def _over(
         self, line: Line, otherwise: Callable[[int, Environment], Any], function: Any, args: list[Any]
     ) -> Callable[[int, Environment], Any]:
-        """Write over the first operand, unless its entries share storage, as those of an expanded one do."""
+        """Return a call that writes over the first operand, unless its entries share storage, as those of an expanded
+        one do."""
         first = args[0].name
         arguments = self._arguments(replace(line, args=tuple(args)))
         kwargs = {key: self._literal(item) for key, item in line.kwargs}
@@ -291,7 +294,7 @@ class Machine:
         return lambda total, *args: total.add_(kernel(site, *args))
 
     def _added(self, line: Line, otherwise: Callable[[int, Environment], Any]) -> Callable[[int, Environment], Any]:
-        """Add to the total of the line's result, where there is one."""
+        """Return a call that adds to the total of the line's result, where there is one."""
         arguments, add = self._arguments(line), self._adding[line.op]
 
         def call(lane: int, environment: Environment) -> Any:

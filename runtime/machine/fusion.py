@@ -1,5 +1,5 @@
-"""Fusion: lines that torch can compute together are, and a gradient is added to the sum of earlier microbatches as it
-is made. A program's text stays as it was proved; this is how a machine runs it."""
+"""Fusion: lines that torch can compute together are joined, and a gradient is added to the sum of earlier microbatches
+as it is made. The text of a program stays as it was proved; fusion is only the way in which a machine runs it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _RESHAPE = "aten.reshape.default"
 
 
 def fused(function: Function, mesh: Mesh, products: bool) -> Function:
-    """The function with ``x + a * b``, and with ``products`` ``x + a @ b``, as one line each, where nobody else reads
-    what is added to ``x``. What a product reads then lives until the sum: not where that takes memory, nor where ``x``
-    is under way while the product is made."""
+    """Return the function with ``x + a * b``, and with ``products`` also ``x + a @ b``, as one line each, where nobody
+    else reads the summand. A product's operands then live until the sum, so it is left alone where that takes memory,
+    or where ``x`` arrives while the product is made."""
     values, uses, source = function.values(), uses_of(function), owners(function)
     makers = {value.name: (at, line) for at, line in enumerate(function.lines) for value in line.made}
     last = {name: at for at, line in enumerate(function.lines) for name in line.uses()}
@@ -31,7 +31,7 @@ def fused(function: Function, mesh: Mesh, products: bool) -> Function:
     gone: set[str] = set()
 
     def made_for(item: Any, op: str) -> Line | None:
-        """The line that makes an operand for its one reader, if it is this operator's."""
+        """Return the line that makes an operand for this reader alone, if it has this operator."""
         _, line = makers.get(item.name, (0, None)) if isinstance(item, Ref) and uses[item.name] == 1 else (0, None)
         return line if line is not None and line.op == op and not line.kwargs else None
 

@@ -1,4 +1,4 @@
-"""Kernels of parc's own operators, which may ask where the rank that computes stands."""
+"""Kernels of parc's own operators, which may ask for the place of the rank that computes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ...compiler.program.program import operator
 from .ways import Kernel, code_for, runs
 
 ADD_PRODUCT = "parc.add_product.default"
-"""``x + a @ b`` in the shape of ``x``, which the machine makes of two lines."""
+"""``x + a @ b`` in the shape of ``x``: an operator that the machine makes of two lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One line on one rank: the mesh, the rank's coordinates, types of tensor operands and results, the device."""
+    """One line on one rank: the mesh, the rank's coordinates, the types of tensor operands and results, the device."""
 
     mesh: Mesh
     coordinates: Mapping[str, int]
@@ -38,11 +38,11 @@ class Site:
         return False
 
     def index(self, type_: TensorType, dim: int) -> torch.Tensor:
-        """Global coordinates of the rank's entries along a dim."""
+        """Return the global coordinates of the rank's entries along a dim."""
         return dim_index(type_.shape[dim], dim, type_.placement, self.mesh, self.coordinates, self.device)
 
     def numbers(self, type_: TensorType) -> torch.Tensor:
-        """Row-major global element numbers of the rank's piece."""
+        """Return the row-major global numbers of the piece's elements."""
         return row_major(type_.shape, (self.index(type_, dim) for dim in range(len(type_.shape))), self.device)
 
     def consecutive(self, type_: TensorType, dim: int) -> bool:
@@ -53,7 +53,7 @@ class Site:
         return not more and whole == sorted(whole)
 
     def key(self, key: torch.Tensor) -> Any:
-        """A stream's key, for ``keep_mask``."""
+        """Return a stream's key, for ``keep_mask``."""
         return int(key)
 
 
@@ -69,7 +69,7 @@ def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _fold_heads(grad: torch.Tensor, heads: int) -> torch.Tensor:
-    """The gradient of heads that were repeated."""
+    """Sum the gradients of repeated heads."""
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
@@ -93,7 +93,7 @@ def _flash(q: torch.Tensor, v: torch.Tensor, p: float) -> bool:
 
 
 def _rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Heads as that kernel reads them without looking: each entry beside the last."""
+    """Return heads whose entries lie side by side in memory: the flash kernel relies on it without a check."""
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
@@ -120,7 +120,7 @@ def _attention(site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: 
 
 
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Softmax of scores; a query that may see no key sees nothing, as torch has it."""
+    """Return the softmax of scores. A query that may see no key gets zeros, as in torch."""
     return torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None])
 
 
@@ -192,7 +192,8 @@ def _iota(site: Site, size: int, start: int, step: int, dtype: torch.dtype) -> t
 
 
 def _owned(site: Site, table: TensorType, dim: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Local positions of global indices along a dim, 0 for those of other ranks, and which are this rank's."""
+    """Return local positions of global indices along a dim (0 for those of other ranks), and which of them are this
+    rank's."""
     entries = site.index(table, dim)
     count = entries.shape[0]
     if site.consecutive(table, dim):
@@ -220,7 +221,8 @@ def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: 
 
 
 def _in_cache(site: Site, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Rows of all tensors together, on a CPU so few at a time that several passes over them stay in its cache."""
+    """Yield rows of all tensors together. On a CPU they are so few at a time that several passes over them stay in its
+    cache."""
     first = tensors[0]
     few = first.device.type == "cpu" and not site.traced
     rows = max(1, (1 << 18) // max(1, first.shape[-1])) if few else max(1, first.shape[0])
@@ -291,8 +293,8 @@ def _add_product_over(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torc
 
 
 def _dense(function: Any) -> Kernel:
-    """An operator that reads its tensors' storage in order: the module made them contiguous, which tracing sees as
-    nothing where the traced tensors were."""
+    """Return a kernel for an operator that reads its tensors' storage in order. The module made them contiguous, but a
+    trace of contiguous tensors does not show that."""
 
     def kernel(site: Site, *args: Any) -> Any:
         return function(*(item.contiguous() if isinstance(item, torch.Tensor) else item for item in args))
@@ -309,7 +311,7 @@ KERNELS = code_for("kernel")
 def _plain_attention(
     site: Site, q: Any, k: Any, v: Any, mask: Any, key: Any, causal: bool, scale: Any, p: float
 ) -> Any:
-    """Attention as the textbook has it, which autograd can follow: what the other kernel is checked against."""
+    """Compute attention as the textbook has it, which autograd can follow; the other kernel is checked against it."""
     heads = q.shape[1]
     k, v = _repeat_heads(k, heads), _repeat_heads(v, heads)
     scores = _scores(q, k, mask, causal, _scale(q, scale))
@@ -326,12 +328,13 @@ def _plain_token_loss(site: Site, logits: torch.Tensor, targets: torch.Tensor, i
 
 
 REFERENCE_KERNELS: Mapping[str, Kernel] = {**KERNELS, **code_for("reference")}
-"""Kernels for the captured graph, which autograd differentiates: written apart from those they check."""
+"""The kernels for the captured graph, which autograd differentiates. They are written apart from those that they
+check."""
 
 
 def binding(op: str) -> Callable[..., Any]:
-    """An operator as Python calls it with the least ado: torch's own function, which takes the same arguments, in half
-    the time, for those that programs are full of."""
+    """Return an operator in its fastest form for Python. For the most frequent ones that is torch's own function with
+    the same arguments, in half the time."""
     if not facts(op).plain:
         return operator(op)  # type: ignore[no-any-return]
     name = base_name(op)

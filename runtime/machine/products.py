@@ -1,4 +1,4 @@
-"""Products of float32 matrices on a CPU, by oneDNN where it is the faster of the two libraries that torch has.
+"""Products of float32 matrices on a CPU, by oneDNN where it is the faster of torch's two libraries.
 
 torch multiplies such matrices with its BLAS. Intel's, which its packages have, uses half of what a processor of another
 maker with AVX-512 can do; oneDNN, which torch has beside it for narrow types, uses all. Both round once an addition.
@@ -18,15 +18,15 @@ from .kernels import KERNELS, Site
 from .ways import Kernel, code_for, runs
 
 _LEAST = 1 << 21
-"""Multiplications from which on oneDNN's longer way in does not matter."""
+"""The multiply-adds from which on oneDNN's longer start does not matter."""
 _PROBE = 256
-"""Rows and columns of what is measured: a fraction of a millisecond."""
+"""The rows and columns of the measured product, which takes a fraction of a millisecond."""
 _CLEARLY = 1.5
 """The least ratio of times at which one way counts as faster, so that noise never decides."""
 
 
 def kernels_for(device: torch.device) -> Mapping[str, Kernel]:
-    """The kernels of a device as it is measured now; ``KERNELS`` is in them.
+    """Return the kernels for a device as measured now, ``KERNELS`` among them.
 
     Raises:
         RunError: there is no such device here.

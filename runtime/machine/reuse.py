@@ -16,7 +16,7 @@ from .ways import code_for
 
 
 def made_by(lines: Iterable[Line]) -> list[str]:
-    """Names of what lines make."""
+    """Yield the names of lines' results."""
     return [value.name for line in lines for value in line.results if value is not None]
 
 
@@ -26,7 +26,7 @@ def summed(lines: Iterable[Line]) -> set[str]:
 
 
 def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tuple[str, ...]]:
-    """For each group of a function's lines the names that nobody reads after it."""
+    """Return, for each group of a function's lines, the names that nobody reads after it."""
     last = {name: at for at, lines in enumerate(groups) for line in lines for name in (*line.uses(), *made_by([line]))}
     returned = {name for _, name in function.returns}
     found: list[list[str]] = [[] for _ in groups]
@@ -37,8 +37,8 @@ def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tupl
 
 
 def spare_operands(function: Function, owned: Collection[str], late: Collection[str] = ()) -> list[frozenset[str]]:
-    """For each line the operands whose storage nothing but its results needs after it; parameters are the caller's, but
-    for those ``owned``. What is ``late`` may be read after the last line."""
+    """Return, for each line, the operands whose storage only its results need after it. Parameters belong to the
+    caller, except those ``owned``. Values that are ``late`` may be read after the last line."""
     last: dict[str, float] = {}
     for index, line in enumerate(function.lines):
         last.update(dict.fromkeys((*made_by([line]), *line.uses()), index))
@@ -57,8 +57,8 @@ def spare_operands(function: Function, owned: Collection[str], late: Collection[
 
 
 def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh) -> tuple[Any, list[Any]] | None:
-    """The operator that writes a line's result over an operand that is spare, and its arguments with that operand
-    first; None where there is none."""
+    """Return the operator that writes a line's result over a spare operand, and its arguments with that operand first;
+    None if there is none."""
     (result, *more) = line.results
     if not spare or more or result is None or (overload := _writing_over(line.op)) is None:
         return None
@@ -75,7 +75,7 @@ def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh)
 
 
 def _writing_over(op: str) -> Any:
-    """The operator that writes an operator's result over its first operand, or None."""
+    """Return the operator that writes an operator's result over its first operand, or None."""
     if op in code_for("over"):
         return code_for("over")[op]
     target = None if op in KERNELS else operator(op)
@@ -102,7 +102,7 @@ def _may_alias(line: Line) -> bool:
 
 
 class _Groups:
-    """Names that may share storage, and where a group's is read last."""
+    """Groups of names that may share storage, each with the last line that reads it."""
 
     def __init__(self, last: Mapping[str, float]) -> None:
         self.parent: dict[str, str] = {}

@@ -1,4 +1,5 @@
-"""Checkpoints in their simplest safe form: whole tensors by name in safetensors, facts in JSON, written at once."""
+"""Checkpoints in their simplest safe form: whole tensors by name in safetensors, and facts in JSON, replaced at
+once."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], facts: Mappi
 
 
 def check_target(folder: Path) -> None:
-    """See that a checkpoint may be written at ``folder``.
+    """Check that a checkpoint may be written at ``folder``.
 
     Raises:
         RunError: it holds something else, which is left as it is, or is the current folder.
@@ -65,7 +66,7 @@ def check_target(folder: Path) -> None:
 
 @contextmanager
 def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
-    """Keep ``folder``, where a run will save ``size`` bytes at a time, to this run alone. The hosts of one run give it
+    """Hold ``folder``, where a run will save ``size`` bytes at a time, for this run alone. The hosts of one run give it
     one name.
 
     Raises:
@@ -96,8 +97,8 @@ def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's facts, and the shapes and dtypes of its tensors, complex ones in their ``real_form``; tensors are
-    read one by one."""
+    """A checkpoint's facts, and the shapes and dtypes of its tensors, with complex ones in their ``real_form``. Tensors
+    are read one by one."""
 
     folder: Path
     facts: Mapping[str, Any]
@@ -110,11 +111,11 @@ class Checkpoint:
         return int(self.facts["step"])
 
     def tensors(self) -> Any:
-        """The open file: ``get_tensor(name)``; use as a context."""
+        """Open the file as a context: ``get_tensor(name)`` reads a tensor."""
         return safe_open(self.folder / TENSORS, framework="pt")
 
     def check(self, parameters: Mapping[str, tuple[int, ...]], buffers: Mapping[str, tuple[int, ...]]) -> None:
-        """Hold the checkpoint against a model's parameters, and the buffers that its steps change.
+        """Check that the checkpoint fits a model's parameters, and the buffers that its steps change.
 
         Raises:
             RunError: tensors are missing, too many, or of other shapes; all of them are named.
@@ -134,7 +135,7 @@ class Checkpoint:
 
 
 def refuse(folder: Path, what: str, faults: Sequence[str]) -> None:
-    """Say what is wrong with a checkpoint, if anything is.
+    """Raise the error of a checkpoint with these faults, if there are any.
 
     Raises:
         RunError: something is.

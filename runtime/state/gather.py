@@ -1,4 +1,4 @@
-"""Whole tensors out of the pieces that ranks hold, on every rank: for checkpoints and what a person asks for."""
+"""Whole tensors from the pieces that ranks hold, on every rank: for checkpoints, and for a person."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Made = TypeVar("_Made")
 
 
 def everywhere(value: _Made, world: int) -> list[_Made]:
-    """Every rank's value, in rank order, on every rank."""
+    """Return every rank's value, in rank order, on every rank."""
     found = [value] * world
     if world > 1:
         dist.all_gather_object(found, value)
@@ -27,7 +27,8 @@ def everywhere(value: _Made, world: int) -> list[_Made]:
 
 
 def exchange(row: Sequence[int | torch.Tensor], world: int, device: torch.device) -> list[list[int]]:
-    """Every rank's row of numbers, some of which may be int64 tensors without dims, in rank order, on every rank."""
+    """Return every rank's row of numbers, in rank order, on every rank. Some of the numbers may be int64 tensors
+    without dims."""
     if world == 1:
         return [[int(number) for number in row]]
     mine = torch.stack([torch.as_tensor(number, dtype=torch.int64, device=device) for number in row])
@@ -38,7 +39,7 @@ def exchange(row: Sequence[int | torch.Tensor], world: int, device: torch.device
 
 @final
 class Gatherer:
-    """Gathers on the rank ``rank``, of whose peers ``roles`` says what each runs. All ranks call alike."""
+    """The gathering of tensors on rank ``rank``; ``roles`` say what its peers run. All ranks call alike."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, roles: Sequence[Role]) -> None:
         self._mesh, self._rank, self._device, self._roles = mesh, rank, device, roles
@@ -46,8 +47,8 @@ class Gatherer:
     def whole(
         self, piece: torch.Tensor | None, type_: TensorType, owners: Collection[Role], pads: Sequence[Pad] = ()
     ) -> torch.Tensor:
-        """A tensor that some roles own, on the CPU, as the model has it; ``piece`` is this rank's, if it has one. Each
-        piece comes from the first rank that has it."""
+        """Return a tensor that some roles own, on the CPU, in the model's form. ``piece`` is this rank's, if it has
+        one. Each piece comes from the first rank that has it."""
         sources: dict[tuple[int, ...], int] = {}
         for rank, role in enumerate(self._roles):
             if role in owners:
@@ -71,7 +72,8 @@ class Gatherer:
     def slots(
         self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> dict[str, dict[str, torch.Tensor | None]]:
-        """The optimizer's state of every parameter, of whatever role: a number, or None for a tensor like it."""
+        """Return the slots of the optimizer's state of every parameter, of whatever role: a number, or None for a
+        tensor like the parameter."""
         found: dict[str, dict[str, torch.Tensor | None]] = {}
         for name, parameter in parameters.items():
             found[name] = {

@@ -24,7 +24,7 @@ _PUT_BACK = "put the files of `init from` back as they were built with, or build
 
 
 def weights_of(build: Build) -> Weights | None:
-    """The weights of a build's ``init`` line, which fit its model; None without such a line.
+    """Open the weights of a build's ``init`` line, which must fit its model; None without such a line.
 
     Raises:
         RunError: they cannot be read, or do not fit; tensors that do not are named.
@@ -44,7 +44,7 @@ def weights_of(build: Build) -> Weights | None:
 
 
 def expected_of(line: Mapping[str, Any]) -> list[Expected]:
-    """The tensors that a manifest's ``init`` says the model has."""
+    """Return the tensors of the model, as a manifest's ``init`` lists them."""
     return [
         Expected(tuple(tensor["names"]), tuple(tensor["shape"]), getattr(torch, tensor["dtype"]))
         for tensor in line["tensors"]
@@ -52,7 +52,7 @@ def expected_of(line: Mapping[str, Any]) -> list[Expected]:
 
 
 class Initial:
-    """Initial values of one build for the rank at ``coordinates``."""
+    """The initial values of one build for the rank at ``coordinates``."""
 
     def __init__(
         self, build: Build, lines: TaskLines, mesh: Mesh, coordinates: Mapping[str, int], device: torch.device
@@ -70,7 +70,7 @@ class Initial:
         self._names = {name: tensor.names for tensor in tensors for name in tensor.names}
 
     def state(self, parameters: Mapping[str, TensorType], buffers: Mapping[str, TensorType]) -> RankState:
-        """The rank's pieces; files are closed then.
+        """Return the rank's pieces, and close the files.
 
         Raises:
             RunError: a file can no longer be read.
@@ -87,8 +87,8 @@ class Initial:
                 self._weights.close()
 
     def own(self, name: str, value: torch.Tensor | None) -> torch.Tensor:
-        """A tensor of the model's state as the model has it, complex numbers out of their parts; without a value its
-        initial one.
+        """Return a tensor of the model's state in the model's form, complex numbers put together from their parts.
+        Without a ``value`` it is the initial one.
 
         Raises:
             RunError: a file can no longer be read.
@@ -96,7 +96,7 @@ class Initial:
         return own_form(self.whole(name) if value is None else value, name in self._complex)
 
     def whole(self, name: str) -> torch.Tensor:
-        """The whole initial value of a tensor of the model's state, complex numbers as their parts.
+        """Return the whole initial value of a tensor of the model's state, complex numbers as their parts.
 
         Raises:
             RunError: a file can no longer be read.
@@ -112,7 +112,7 @@ class Initial:
             self._weights.close()
 
     def _piece(self, name: str, type_: TensorType) -> torch.Tensor:
-        """This rank's piece, without making or reading the whole where that can be."""
+        """Return this rank's piece, without making or reading the whole tensor where that is possible."""
         pads = self._pads.get(name, ())
         if self._weights is not None and name in self._names:
             return self._weights.piece(self._names[name], type_, self._mesh, self._coordinates, pads).to(self._device)
@@ -132,7 +132,7 @@ class Initial:
         return made.contiguous().to(self._device, type_.dtype)
 
     def _constant(self, name: str) -> torch.Tensor:
-        """A tensor that stands in the model's code."""
+        """Return a tensor that stands in the model's code."""
         facts = self._build.manifest["constants"][name]
         return torch.tensor(facts["values"], dtype=getattr(torch, facts["dtype"]))
 

@@ -17,7 +17,7 @@ _SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",
 
 
 def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The plan's optimizer over tensors that require no autograd of their own."""
+    """Return the plan's optimizer over tensors that require no autograd of their own."""
     tensors = list(parameters.values())
     kept = [value for name, value in parameters.items() if name not in line["no_decay"]]
     free = [value for name, value in parameters.items() if name in line["no_decay"]]
@@ -36,8 +36,8 @@ def make_optimizer(parameters: Mapping[str, torch.Tensor], line: Mapping[str, An
 
 
 def rate(line: Mapping[str, Any], step: int) -> float:
-    """The learning rate of a step, counted from 1: a rise in ``warmup`` steps, then constant, or a fall to ``to`` which
-    it reaches at step ``over``.
+    """Return the learning rate of a step, counted from 1. It rises in ``warmup`` steps, and then is constant, or falls
+    to ``to``, which it reaches at step ``over``.
 
     >>> line = {"shape": "linear", "lr": 1.0, "warmup": 2, "to": 0.5, "over": 6}
     >>> [rate(line, step) for step in range(1, 8)]
@@ -61,7 +61,7 @@ def update(
     clip: float | None,
     lr: float | None = None,
 ) -> None:
-    """One update; gradients are scaled so that their global norm is at most ``clip``."""
+    """Do one update; gradients are scaled so that their global norm is at most ``clip``."""
     for group in optimizer.param_groups:
         if lr is not None:
             group["lr"] = lr
@@ -76,7 +76,7 @@ def update(
 
 
 def _as_stored(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient laid out in memory as its parameter: the fused update walks both with one index."""
+    """Return the gradient laid out in memory like its parameter: the fused update walks both with one index."""
     if gradient is None or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
