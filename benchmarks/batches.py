@@ -1,4 +1,4 @@
-"""``make bench-batches``: what it takes of a step to find out whether all ranks gave one batch.
+"""``make bench-batches``: the part of a step's time that the comparison of all ranks' batches takes.
 
 Two gloo ranks of one thread train the Llama of ``llama20m.parc`` over ``dp``, on whole batches. Steps that hash the
 batch and steps that do not take turns; the time inside the hash stands beside them, as does how fast pictures are
@@ -26,7 +26,7 @@ PICTURES = (64, 3, 224, 224)
 
 
 def worker(build: Path, times: int) -> None:
-    """One rank: steps in turn, and the table on the first."""
+    """Run one rank: steps in turn, and the table on the first rank."""
     import parc
 
     torch.set_num_threads(1)

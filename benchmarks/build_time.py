@@ -1,4 +1,4 @@
-"""Time and memory of building Llama 3 8B against layers and against ranks: a table, and ``build_time.svg``."""
+"""Time and memory of building Llama 3 8B over layers and over ranks: a table, and ``build_time.svg``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE = (32, 64)  # layers and ranks of the one where the other varies
 
 @dataclass(frozen=True)
 class Cost:
-    """Wall and processor seconds of one build in a process of its own, and the most memory it held, in GB."""
+    """The cost of one build in a process of its own: wall and processor seconds, and the most memory it held, in GB."""
 
     wall: float
     cpu: float
@@ -27,7 +27,7 @@ class Cost:
 
 
 def measure(layers: int, ranks: int, out: Path) -> Cost:
-    """The cost of one build, every check included; up to 8 ranks are all of tensor parallelism."""
+    """Measure the cost of one build with every check. Up to 8 ranks are all of tensor parallelism."""
     tp = min(ranks, 8)
     words = ["build", "examples/llama3-8b.parc", "-o", str(out)]
     for define in (f"layers={layers}", f"dp={ranks // tp}", f"tp={tp}"):
@@ -44,7 +44,7 @@ def measure(layers: int, ranks: int, out: Path) -> Cost:
 
 
 def best(times: int) -> dict[tuple[int, int], Cost]:
-    """The cheapest build of each case by processor time, the cases in turn."""
+    """Return the cheapest build of each case by processor time; the cases are built in turn."""
     cases = list(dict.fromkeys([*((layers, SHAPE[1]) for layers in LAYERS), *((SHAPE[0], ranks) for ranks in RANKS)]))
     found: dict[tuple[int, int], Cost] = {}
     print("layers   ranks   wall s    cpu s   memory GB")
@@ -58,7 +58,7 @@ def best(times: int) -> dict[tuple[int, int], Cost]:
 
 
 def draw(found: dict[tuple[int, int], Cost]) -> None:
-    """Processor seconds against layers and against ranks, side by side on one scale."""
+    """Draw processor seconds over layers and over ranks, side by side on one scale."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -90,7 +90,7 @@ def draw(found: dict[tuple[int, int], Cost]) -> None:
 
 
 def main(times: int) -> None:
-    """Measure, print, draw."""
+    """Measure, print and draw."""
     found = best(times)
     layer = (found[SHAPE].cpu - found[LAYERS[0], SHAPE[1]].cpu) / (SHAPE[0] - LAYERS[0])
     ranks = found[SHAPE[0], RANKS[-1]].cpu / found[SHAPE].cpu

@@ -1,4 +1,5 @@
-"""A model whose layers do not repeat: DenseNet-121, each of whose 58 dense layers reads all before it in its block."""
+"""A model whose layers do not repeat: DenseNet-121. Each of its 58 dense layers reads all layers before it in its
+block."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 
 class DenseLayer(nn.Module):
-    """Two normed convolutions, of ``inputs`` channels and of four times ``growth``; adds ``growth`` channels."""
+    """Two normed convolutions, from ``inputs`` channels to four times ``growth``, and on to ``growth`` channels."""
 
     def __init__(self, inputs: int, growth: int) -> None:
         super().__init__()
@@ -25,7 +26,7 @@ class DenseLayer(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """Layers that each read the block's input and what all layers before them made."""
+    """Layers that each read the block's input and the results of all layers before them."""
 
     def __init__(self, layers: int, inputs: int, growth: int) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class DenseBlock(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Class scores of pictures."""
+    """A model from pictures to class scores."""
 
     def __init__(self, blocks: Sequence[int] = (6, 12, 24, 16), growth: int = 32, classes: int = 10) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Every family under every plan: is the build verified, what does it send, how far is it from the plain model.
+"""Every family under every plan: whether the build is verified, the messages that it sends, and its error beside the
+plain model.
 
 Prints a table, and writes it to ``benchmarks/families.md``.
 """
@@ -38,7 +39,7 @@ ones of three steps of all ranks in float64 against the captured model.
 
 
 def row(name: str, dp: int, tp: int) -> tuple[str, ...]:
-    """One family under one plan, as the table's cells."""
+    """Return one family under one plan, as the table's cells."""
     title = " x ".join(f"{axis}={size}" for axis, size in (("dp", dp), ("tp", tp)) if size > 1)
     try:
         with warnings.catch_warnings():
@@ -57,7 +58,7 @@ def row(name: str, dp: int, tp: int) -> tuple[str, ...]:
 
 
 def _sent(report: dict[str, Any]) -> tuple[str, str]:
-    """Collectives by kind, and bytes."""
+    """Return the number of collectives by kind, and their bytes."""
     rows = report["communication"]
     kinds: Counter[str] = Counter()
     for each in rows:
@@ -67,7 +68,7 @@ def _sent(report: dict[str, Any]) -> tuple[str, str]:
 
 
 def _errors(checked: Checked) -> Iterator[str]:
-    """Errors as bounds, since their last digits are the machine's."""
+    """Return errors as bounds, because their last digits depend on the machine."""
     for kind in ("loss", "gradient", "parameter"):
         error = checked.report["numbers"][kind]
         yield next((f"< 1e-{digits}" for digits in (12, 10, 8, 6) if error < 10.0**-digits), f"{error:.0e}")

@@ -21,7 +21,7 @@ def git(*words: str) -> str:
 
 
 def lines_by_room(commit: str) -> Counter[str]:
-    """Lines of each folder of packages, two levels deep; a package's own modules under its name."""
+    """Count the lines of each folder of packages, two levels deep. A package's own modules count under its name."""
     found: Counter[str] = Counter()
     # `git grep -c ""` counts the lines of every file at once
     for row in git("grep", "-c", "", commit, "--", "*.py").splitlines():

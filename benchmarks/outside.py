@@ -1,4 +1,4 @@
-"""``make outside``: models as the world writes them, built: verified, refused by a message, or crashed.
+"""``make outside``: models from other packages, built: verified, refused by a message, or crashed.
 
 Prints every model as it is done and writes a table of the reasons to ``benchmarks/outside.md``. A model is built in a
 child process under a limit of time and one of memory; a child builds several, until one is killed. Words that are given
@@ -38,7 +38,7 @@ spectra are not masked by NumPy's random numbers.
 
 
 def build(name: str) -> tuple[str, str]:
-    """The outcome of a model: ``verified``, ``refused`` or ``crashed``, and why."""
+    """Build a model, and return the outcome, ``verified``, ``refused`` or ``crashed``, with the reason."""
     from parc.checking.checks import check_build
     from parc.compiler.plan.plan import read_plan
     from parc.compiling.driver import compile_plan
@@ -61,7 +61,7 @@ def build(name: str) -> tuple[str, str]:
 
 
 def child() -> None:
-    """Build the models named on stdin, a line each; a line of JSON for each on the first stdout."""
+    """Build the models named on stdin, one on each line, and print a line of JSON for each on the first stdout."""
     resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES << 30, GIGABYTES << 30))
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models print
@@ -80,7 +80,7 @@ class Child:
         self.left = A_CHILD
 
     def build(self, name: str) -> tuple[str, str]:
-        """As ``build``; the process has ended where it was killed, by its limits or its time."""
+        """Build a model as ``build`` does. The process has ended if its limits or its time killed it."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.left -= 1
         print(name, file=self.process.stdin, flush=True)
@@ -101,7 +101,7 @@ class Child:
 
 
 def main(wanted: list[str]) -> int:
-    """Build all models, or those whose names hold one of the wanted words."""
+    """Build all models, or those whose names contain one of the wanted words."""
     names = [name for name in cases() if not wanted or any(word in name for word in wanted)]
     waiting: SimpleQueue[str] = SimpleQueue()
     for name in names:
@@ -141,7 +141,7 @@ def main(wanted: list[str]) -> int:
 
 
 def table(found: dict[str, tuple[str, str]], total: str) -> list[str]:
-    """The lines of the table: what was not verified with its reason, then all else."""
+    """Return the lines of the table: models that were not verified, with their reasons, then all others."""
     rows = [f"{total}.", "", "| not verified | outcome | reason |", "| --- | --- | --- |"]
     for name, (outcome, why) in sorted(found.items()):
         if outcome != "verified":

@@ -1,4 +1,4 @@
-"""Models from packages that an index installs, tiny: how each is made, what it is given, and its loss."""
+"""Tiny models from packages that an index installs: how each is made, its inputs, and its loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
     }.items()
     for name in names.split()
 } | {"use_cache": False}
-"""Arguments that configurations of transformers share; a configuration is given those that it has."""
+"""Arguments that configurations of transformers share; a configuration gets those that it has."""
 
 INPUTS = {
     **dict.fromkeys(("input_ids", "decoder_input_ids", "targets", "ids", "tokens", "idx"), ("int64", "B, S")),
@@ -43,7 +43,7 @@ INPUTS = {
     "hidden_states": ("float32", "B, 16, 4"), "pooled_projections": ("float32", "B, 32"),
     "img_ids": ("float32", "16, 3"), "txt_ids": ("float32", "5, 3"),
 }  # fmt: skip
-"""Name of an input → type and dims."""
+"""The type and the dims of each input, by name."""
 
 TEXT = ("input_ids targets", "cross_entropy(output.logits, targets)")
 PAIR = ("input_ids decoder_input_ids targets", "cross_entropy(output.logits, targets)")
@@ -64,7 +64,7 @@ class Case:
     lines: str = ""
 
     def plan(self) -> str:
-        """The plan's text: data parallel over 2 ranks, and over 2 more where it has lines for them."""
+        """Return the plan's text: data parallel over 2 ranks, with tp over 2 more if there are lines for it."""
         named = {name: INPUTS[name.partition("=")[0]] for name in self.inputs.split()}
         module = HERE if self.arguments else "benchmarks.outside_plain"
         rows = [
@@ -82,14 +82,14 @@ class Case:
 
 
 def squares(output: Any) -> torch.Tensor:
-    """The mean square of the first tensor that a model returns, for a model without a task."""
+    """Return the mean square of the first tensor that a model returns, as the loss of a model without a task."""
     while not isinstance(output, torch.Tensor):
         output = next(iter(output.values())) if hasattr(output, "values") else output[0]
     return output.float().square().mean()
 
 
 def transformer(name: str) -> nn.Module:
-    """A model of transformers: its family's configuration with small sizes."""
+    """Make a model of transformers: its family's configuration with small sizes."""
     import transformers
 
     from benchmarks.outside_table import FAMILIES
@@ -104,7 +104,7 @@ def transformer(name: str) -> nn.Module:
 
 
 def timm_model(name: str) -> nn.Module:
-    """An architecture of timm, for 6 classes."""
+    """Make an architecture of timm, for 6 classes."""
     if "timm" not in sys.modules:
         stand_ins = {path: _Anything(path) for path in TORCHVISION}
         sys.modules.update(stand_ins)
@@ -156,7 +156,7 @@ class _AnyClass(type):
 
 
 def diffusers_model(name: str) -> nn.Module:
-    """A class of diffusers."""
+    """Make a model of a class of diffusers."""
     import diffusers
 
     from benchmarks.outside_table import DIFFUSERS
@@ -166,7 +166,7 @@ def diffusers_model(name: str) -> nn.Module:
 
 
 def x_transformer(name: str) -> nn.Module:
-    """A decoder of x-transformers."""
+    """Make a decoder of x-transformers."""
     from x_transformers import Decoder, TransformerWrapper
 
     from benchmarks.outside_table import X_TRANSFORMERS

@@ -1,4 +1,4 @@
-"""Models as people publish them in one file: a GPT that returns its loss, a Llama with complex rotations."""
+"""Models as people publish them in one file: a GPT that returns its loss, and a Llama with complex rotations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Tied weights, a mask in a buffer, targets that may be missing."""
+    """A GPT with tied weights, a mask in a buffer, and targets that may be missing."""
 
     def __init__(self, width: int, heads: int, layers: int, vocab: int, length: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class NanoGPT(nn.Module):
 
 
 def nano_gpt() -> nn.Module:
-    """Two layers."""
+    """Make a NanoGPT of two layers."""
     return NanoGPT(32, 4, 2, 64, 16)
 
 
@@ -92,7 +92,7 @@ class _Norm(nn.Module):
 
 
 def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Pairs of entries as complex numbers, times those of their positions."""
+    """Multiply pairs of entries, as complex numbers, by those of their positions."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * angles[None, :, None, :]).flatten(3).type_as(x)
 
@@ -124,7 +124,8 @@ class _LlamaBlock(nn.Module):
 
 
 class MetaLlama(nn.Module):
-    """Grouped keys and values, rotation by a complex table in a plain attribute, a mask of ``triu``."""
+    """A Llama with grouped keys and values, rotation by a complex table in a plain attribute, and a mask from
+    ``triu``."""
 
     def __init__(self, dim: int, heads: int, few: int, layers: int, vocab: int, length: int) -> None:
         super().__init__()
@@ -147,5 +148,5 @@ class MetaLlama(nn.Module):
 
 
 def meta_llama() -> nn.Module:
-    """Two layers."""
+    """Make a MetaLlama of two layers."""
     return MetaLlama(32, 4, 2, 2, 64, 16)

@@ -98,13 +98,13 @@ FAMILIES: dict[str, tuple[str, Own, tuple[str, str]]] = {
     **{name: ("AutoModelForImageClassification", own, LARGE) for name, own in LARGES.items()},
     **{name: ("AutoModel", own, (inputs, SQUARES)) for name, (inputs, own) in BASES.items()},
 }
-"""Family → the class of its head, arguments beside the small ones (none: not that one), inputs and loss."""
+"""The head's class, arguments beside the small ones (None: leave that one out), inputs and loss of each family."""
 LINES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "seed_oss"), "parc:llama"),
     "bert": "parc:bert", "gpt2": "parc:gpt2", "t5": "parc:t5", "vit": "parc:vit", "phi3": "parc:phi3",
     "olmo2": "parc:olmo2", "gemma3_text": "parc:gemma3", "opt": OPT, "gpt_neox": NEOX,
 }  # fmt: skip
-"""The lines that split a family over tp: a family of plans that parc ships, or lines."""
+"""The lines that split a family over tp: a family of plans that parc ships, or lines of a plan."""
 
 FLAT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 STEPS = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}
@@ -121,7 +121,7 @@ TIMM: dict[str, Own] = {
     "pvt_v2_b0": {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 24, 32), "num_heads": (1, 2, 2, 4)},
     "mobilenetv3_small_050": {}, "ghostnet_050": {}, "regnetx_002": {},
 }  # fmt: skip
-"""Architecture of timm → arguments."""
+"""The arguments of each architecture of timm."""
 
 UNET = {"sample_size": 8, "in_channels": 4, "out_channels": 4, "block_out_channels": (8, 16),
         "layers_per_block": 1, "norm_num_groups": 4, "attention_head_dim": 8}  # fmt: skip
@@ -147,7 +147,7 @@ DIFFUSERS: dict[str, tuple[str, Own]] = {
     "AutoencoderKL": ("sample", {"in_channels": 4, "out_channels": 4, "block_out_channels": (8,), "norm_num_groups": 4,
                                  "latent_channels": 4, "sample_size": 8}),
 }  # fmt: skip
-"""Class of diffusers → inputs and arguments."""
+"""The inputs and the arguments of each class of diffusers."""
 
 X_TRANSFORMERS: dict[str, Own] = {
     "plain": {}, "rotary": {"rotary_pos_emb": True}, "alibi": {"alibi_pos_bias": True, "alibi_num_heads": 2},
@@ -157,11 +157,11 @@ X_TRANSFORMERS: dict[str, Own] = {
     "flash": {"attn_flash": True}, "macaron": {"macaron": True}, "residual attention": {"residual_attn": True},
     "gated values": {"attn_gate_values": True},
 }  # fmt: skip
-"""Variant of a decoder of x-transformers → arguments."""
+"""The arguments of each variant of an x-transformers decoder."""
 
 
 def cases() -> dict[str, Case]:
-    """Every model under its plans, by name."""
+    """Return every model under its plans, by name."""
     made = {
         "plain nanoGPT": Case("nano_gpt", "", "idx targets", "output.1"),
         "plain Meta's Llama": Case("meta_llama", "", "tokens targets", "cross_entropy(output, targets)"),

@@ -34,7 +34,7 @@ Step = Callable[[], float]
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """The same whole batch on every rank."""
+    """Return the whole batch, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(0, VOCAB, (2, BATCH, LENGTH), generator=generator)
     return {"input_ids": words[0], "targets": words[1]}
@@ -42,7 +42,8 @@ def batch() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def without_onednn(off: bool) -> Iterator[None]:
-    """torch told to use no products but its own, if ``off``; telling it warns of another library's TF32."""
+    """Enter a block in which torch uses no products but its own, if ``off``. The warning about another library's TF32
+    is silenced."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.backends.mkldnn.flags(enabled=not off):
@@ -50,7 +51,7 @@ def without_onednn(off: bool) -> Iterator[None]:
 
 
 def parc_step(build: Path, case: str) -> Step:
-    """A step of a build on this rank; in a case of the same products, with torch's own."""
+    """Return a step of a build on this rank; in a case with the same products, with torch's own."""
     import parc
 
     with without_onednn(case.endswith(ALIKE)):
@@ -60,7 +61,7 @@ def parc_step(build: Path, case: str) -> Step:
 
 
 def plain_model(layers: int = 4) -> nn.Module:
-    """The model as its user wrote it."""
+    """Make the model as its user wrote it."""
     sys.path.insert(0, str(ROOT / "examples"))
     from llama import llama
 
@@ -69,7 +70,7 @@ def plain_model(layers: int = 4) -> nn.Module:
 
 
 def train_step(model: nn.Module, rows: slice, optimizer: Optimizers) -> Step:
-    """A step of an eager model on some rows of the batch."""
+    """Return a step of an eager model on some rows of the batch."""
     data = batch()
 
     def step() -> float:
@@ -84,7 +85,8 @@ def train_step(model: nn.Module, rows: slice, optimizer: Optimizers) -> Step:
 
 
 class Optimizers:
-    """torch's fused AdamW, as parc runs it; split tensors and plain ones apart, since torch does not mix them."""
+    """torch's fused AdamW, as parc runs it: one for split tensors and one for plain ones, because torch does not mix
+    them."""
 
     def __init__(self, model: nn.Module) -> None:
         groups: dict[type, list[Any]] = {}
@@ -93,7 +95,7 @@ class Optimizers:
         self.all = [torch.optim.AdamW(g, lr=3e-4, weight_decay=0.1, fused=True) for g in groups.values()]
 
     def step(self) -> None:
-        """One update of everything."""
+        """Update all parameters once."""
         for optimizer in self.all:
             optimizer.step()
 
@@ -104,7 +106,7 @@ class Optimizers:
 
 
 def ddp_step() -> Step:
-    """Data parallel by torch."""
+    """Return a step of torch's data parallelism."""
     model = nn.parallel.DistributedDataParallel(plain_model())
     share = BATCH // dist.get_world_size()
     first = dist.get_rank() * share
@@ -112,7 +114,7 @@ def ddp_step() -> Step:
 
 
 def dtensor_step() -> Step:
-    """Tensor parallel by torch's ``parallelize_module``, the layers split as the plan splits them."""
+    """Return a step of torch's ``parallelize_module``, with the layers split as in the plan."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -134,14 +136,14 @@ def dtensor_step() -> Step:
 
 
 def compiled_step() -> Step:
-    """The plain module under ``torch.compile``."""
+    """Return a step of the plain module under ``torch.compile``."""
     model = plain_model()
     compiled: Any = torch.compile(model)
     return train_step(compiled, slice(0, BATCH), Optimizers(model))
 
 
 def plain_step() -> Step:
-    """The plain module."""
+    """Return a step of the plain module."""
     model = plain_model()
     return train_step(model, slice(0, BATCH), Optimizers(model))
 
@@ -161,7 +163,7 @@ CASES: dict[str, tuple[int, dict[str, int], str, Callable[[], Step]]] = {
 
 
 def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) -> None:
-    """One rank of one side of a case."""
+    """Run one rank of one side of a case."""
     torch.set_num_threads(1)
     ranks, _, _, peer = CASES[case]
     if ranks > 1:
@@ -190,7 +192,7 @@ def launch(case: str, folder: Path, times: int) -> tuple[list[float], list[float
 
 
 def main(times: int) -> None:
-    """Every case, as a table and as ``bench.json``."""
+    """Run every case, print the table and write ``bench.json``."""
     folder = ROOT / "build" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     found = []

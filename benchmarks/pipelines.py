@@ -1,4 +1,5 @@
-"""``make bench-pipelines``: a pipeline of two gloo ranks beside torch's own, in turn in one run, and what it keeps.
+"""``make bench-pipelines``: a pipeline of two gloo ranks and torch's own, in turn in one run, with the memory that
+stages keep.
 
 The model is a Llama of 8 layers and 32 M parameters in two stages, the schedule 1F1B with 8 microbatches, the cut the
 same on both sides, the optimizer torch's fused AdamW; both run as they ship, then with the same settings, as in
@@ -32,13 +33,13 @@ LAYERS, BATCH, LENGTH, VOCAB, MICROBATCHES = 8, 8, 128, 8192, 8
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """The same whole batch on every rank."""
+    """Return the whole batch, the same on every rank."""
     words = torch.randint(0, VOCAB, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     return {"input_ids": words[0], "targets": words[1]}
 
 
 class Part(nn.Module):
-    """Some layers of a Llama, as people cut it by hand for torch's pipelines: a stage of hidden states."""
+    """Some layers of a Llama, cut by hand as people do for torch's pipelines: one stage."""
 
     def __init__(self, model: Any, first: int, end: int) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Part(nn.Module):
 
 
 def torch_step(cut: int) -> Step:
-    """A step of torch's 1F1B, the model cut before layer ``cut``."""
+    """Return a step of torch's 1F1B, with the model cut before layer ``cut``."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, data = dist.get_rank(), batch()
@@ -87,7 +88,7 @@ def torch_step(cut: int) -> Step:
 
 
 def cut_of(build: Path) -> int:
-    """The layer that the second stage of a build begins with."""
+    """Return the layer with which the second stage of a build begins."""
     from parc.compiler.build.directory import read_build
 
     first = read_build(build).roles["pp0"].programs["0F"].main
@@ -95,7 +96,7 @@ def cut_of(build: Path) -> int:
 
 
 def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) -> None:
-    """One rank of parc or of torch: seconds of steps, the losses, and what parc's ranks did when."""
+    """Run one rank of parc or of torch, and record the seconds of steps, the losses, and the spans of parc's ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     losses: list[float] = []
@@ -164,7 +165,7 @@ def makespan(build: Path, ranks: list[dict[str, Any]]) -> float:
 
 
 def main(times: int) -> None:
-    """Both tables, and ``bench-pipelines.json``."""
+    """Print both tables, and write ``bench-pipelines.json``."""
     folder = ROOT / "build" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     build, found = folder / "llama-pipeline", []
@@ -195,7 +196,7 @@ def main(times: int) -> None:
 
 
 def idle(ranks: int = 4, microbatches: int = 8, forward: float = 1, backward: float = 2) -> None:
-    """Idle slots and live microbatches of every schedule with equal stages, beside what is published of them."""
+    """Print the idle slots and live microbatches of every schedule with equal stages, beside the published ones."""
     from parc.compiler.schedules import timelines
     from parc.compiler.schedules.timeline import peak_live, simulate
 
@@ -215,7 +216,7 @@ def idle(ranks: int = 4, microbatches: int = 8, forward: float = 1, backward: fl
 
 
 def kept(microbatches: int = 16) -> None:
-    """The most bytes that stages keep for backward under GPipe and 1F1B, measured in the executor."""
+    """Print the most bytes that stages keep for backward under GPipe and 1F1B, measured in the executor."""
     from parc.checking.checks import case_of
     from parc.compiler.plan.plan import read_plan
     from parc.compiling.driver import compile_plan

@@ -1,5 +1,5 @@
-"""Processor time of ``examples/gpt.parc`` beside torch exporting one linear layer, in turn, and seconds a line of a
-model whose layers do not repeat."""
+"""Processor time of ``examples/gpt.parc`` and of torch exporting one linear layer, in turn; and the seconds per line of
+a model whose layers do not repeat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LINE = re.compile(r"^    \S.* = (?:aten|parc)\.", re.MULTILINE)
 
 
 def cost(*words: str) -> float:
-    """Processor seconds of a Python process and its children, which must end well."""
+    """Return the processor seconds of a Python process and its children, which must end well."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a package that is installed has its bytecode
     process = subprocess.Popen(
@@ -32,7 +32,7 @@ def cost(*words: str) -> float:
 
 
 def beside_export(times: int, folder: Path) -> None:
-    """Print what a build costs, and what torch needs to be imported and to export one linear layer."""
+    """Print the cost of a build, and that of importing torch and exporting one linear layer."""
     pairs = []
     cost("-m", "parc", "build", "examples/gpt.parc", "-o", str(folder / "gpt"))  # which writes the bytecode
     for _ in range(times):
@@ -45,7 +45,7 @@ def beside_export(times: int, folder: Path) -> None:
 
 
 def not_repeated(folder: Path) -> None:
-    """Print what DenseNet-121 costs by the parts of a build, and an operator of its programs."""
+    """Print the cost of DenseNet-121 by the parts of a build, and for each operator of its programs."""
     words = ["-m", "parc", "build", "benchmarks/dense.parc", "-o", str(folder / "dense"), "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     made = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, check=True)

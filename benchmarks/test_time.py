@@ -25,13 +25,13 @@ _ADOPT = 36  # PR_SET_CHILD_SUBREAPER: processes that outlive their parents are 
 
 
 def used() -> float:
-    """Processor seconds of this process and of those that it has waited for."""
+    """Return the processor seconds of this process and of those that it has waited for."""
     return sum(os.times()[:4])
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
-    """Note what a test takes, its fixtures included: this file is a plugin of the runs that it starts."""
+    """Note the time of a test with its fixtures: this file is a plugin of the runs that it starts."""
     start = used()
     done = yield
     with open(os.environ[_RECORD], "a") as record:
@@ -40,7 +40,7 @@ def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
 
 
 def run(commit: str, arguments: Sequence[str], folder: Path) -> tuple[float, float, dict[str, float]]:
-    """Seconds of the clock and of processors that a commit's tests take, and those of processors by file."""
+    """Run a commit's tests. Return the seconds of the clock, those of processors, and those of processors by file."""
     tree, record = folder / "tree", folder / "record"
     record.write_text("")
     subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, commit], cwd=ROOT, check=True)
@@ -67,7 +67,7 @@ def run(commit: str, arguments: Sequence[str], folder: Path) -> tuple[float, flo
 
 
 def main(before: str, after: str, *arguments: str) -> None:
-    """Print both, and the files that take or took more than a second, by what they took."""
+    """Print the times of both commits, and the files that take more than a second at either, by their time."""
     ctypes.CDLL(None).prctl(_ADOPT, 1)
     found = []
     for commit in (before, after):

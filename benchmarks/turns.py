@@ -1,5 +1,5 @@
-"""Programs that are measured in turn: each in processes of its own, started as its own launcher starts them, a step of
-one while the others wait."""
+"""Programs measured in turn: each has processes of its own, started by its own launcher, and runs a step while the
+others wait."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from parc.runtime.launch.launch import KEEP_MEMORY
 ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 LAUNCHED = {**ONE_THREAD, **KEEP_MEMORY}
-"""With what ``parc run`` says to its processes about memory."""
+"""The environment of a process that ``parc run`` starts: one thread, and its settings for memory."""
 Step = Callable[[], object]
 _LONGEST = timedelta(minutes=10)
 
 
 def in_turn(sides: Mapping[str, tuple[Sequence[str], Mapping[str, str]]], ranks: int, times: int) -> None:
-    """Start the processes of each side, a script with its arguments and additions to the environment, and give each its
-    turn, one after another, for the steps that warm up and ``times`` more. Each of them calls ``steps``.
+    """Start the processes of each side, a script with its arguments and additions to the environment. Give each side
+    its turn, one after another, for the steps that warm up and ``times`` more. Each process calls ``steps``.
 
     Raises:
         RuntimeError: one ended before its time.
@@ -63,7 +63,8 @@ def _wait(store: TCPStore, key: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def steps(step: Step, side: str, port: str, times: int) -> list[float]:
-    """Seconds of each step after those that warm up, in one rank of a side, which waits for its turn before each."""
+    """Return the seconds of each step after the warm-up, in one rank of a side, which waits for its turn before
+    each."""
     store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=_LONGEST)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     taken = []

@@ -26,7 +26,7 @@ TIMES = 10
 
 
 def run(*words: object, cwd: Path) -> None:
-    """A command that must succeed; its words are shown where it does not."""
+    """Run a command that must succeed; its words are shown if it does not."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(list(map(str, words)), cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -34,7 +34,7 @@ def run(*words: object, cwd: Path) -> None:
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """The source distribution of a clean clone, and the wheel that is built from it."""
+    """Make the source distribution of a clean clone, and the wheel from it."""
     run("git", "clone", "--quiet", ROOT, folder / "clone", cwd=folder)
     shutil.rmtree(DIST, ignore_errors=True)
     program = f"import setuptools.build_meta as build; build.build_sdist({str(DIST)!r})"
@@ -47,7 +47,7 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def closure(name: str, seen: set[str]) -> Iterator[Distribution]:
-    """An installed distribution and all that it requires, extras left out."""
+    """Return an installed distribution and all that it requires, without extras."""
     if name in seen:
         return
     seen.add(name)
@@ -62,7 +62,7 @@ def closure(name: str, seen: set[str]) -> Iterator[Distribution]:
 
 
 def environment(folder: Path, wheel: Path) -> Path:
-    """A fresh virtual environment that sees torch, what torch requires and numpy; there the wheel is installed."""
+    """Make a fresh virtual environment that sees torch, torch's requirements and numpy, and install the wheel there."""
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     torch = folder / "torch"
     torch.mkdir()
@@ -98,7 +98,7 @@ def use(parc: Path, folder: Path) -> None:
 
 
 def measure(parc: Path, folder: Path) -> bool:
-    """The least time of several starts of each command; whether all are within their limits."""
+    """Print the least time of several starts of each command; return whether all are within their limits."""
     within = True
     for words, limit in LIMITS.items():
         seconds = []

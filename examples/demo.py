@@ -21,7 +21,7 @@ LIMIT = 1e-4
 
 
 def run(*words: str) -> None:
-    """One ``parc`` command, shown as a person would type it."""
+    """Run one ``parc`` command, shown as a person would type it."""
     console.print(f"[bold]$ parc {' '.join(words)}[/bold]")
     done = subprocess.run([sys.executable, "-m", "parc", *words], cwd=HERE.parent, check=False)
     if done.returncode:
@@ -29,13 +29,13 @@ def run(*words: str) -> None:
 
 
 def losses_of(metrics: Path) -> list[float]:
-    """The losses that a run wrote."""
+    """Return the losses that a run wrote."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return [row["loss"] for row in rows if "step" in row]
 
 
 def plain_losses(build: Path) -> list[float]:
-    """The losses of the user's own module on one device: the same weights, dropout and data."""
+    """Return the losses of the user's own module on one device, with the same weights, dropout and data."""
     torch.set_num_threads(2)
     console.print("[bold]the plain module, on one device, beside it[/bold]")
     plain = parc.reference(build)
@@ -49,12 +49,12 @@ def plain_losses(build: Path) -> list[float]:
 
 
 def differences(ours: list[float], theirs: list[float]) -> list[float]:
-    """Relative difference of every step's loss."""
+    """Return the relative difference of every step's loss."""
     return [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
 
 
 def show(ours: list[float], theirs: list[float], apart: list[float]) -> None:
-    """Both losses, step by step."""
+    """Print both losses, step by step."""
     table = Table("step", "parc, 4 processes", "plain module", "relative difference", title="Loss (nats a byte)")
     for step, (a, b, d) in enumerate(zip(ours, theirs, apart, strict=True), 1):
         table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{d:.1e}")
@@ -62,7 +62,7 @@ def show(ours: list[float], theirs: list[float], apart: list[float]) -> None:
 
 
 def draw(ours: list[float], theirs: list[float], apart: list[float], path: Path) -> None:
-    """Both curves, and below them how far apart they are."""
+    """Draw both curves, and below them their difference."""
     import matplotlib
 
     matplotlib.use("Agg")

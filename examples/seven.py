@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Seven(nn.Module):
-    """``[B, 16]`` to logits of 10 classes, ``[B, 10]``."""
+    """A model of seven layers: ``[B, 16]`` to logits of 10 classes, ``[B, 10]``."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Seven(nn.Module):
         self.layers.append(nn.Linear(width, 10))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits."""
+        """Return the logits."""
         *inner, last = self.layers
         for layer in inner:
             x = torch.tanh(layer(x))

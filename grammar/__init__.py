@@ -1,1 +1,1 @@
-"""The plan language: text to statements with source spans, and the diagnostics of every layer; knows no torch."""
+"""The plan language: text to statements with source spans, and the diagnostics of every layer. It knows no torch."""

@@ -1,4 +1,4 @@
-"""Files that others wrote, read no further than a bound: a device and a pipe have no end, and a file may be huge."""
+"""Files from others, read no further than a bound: a device and a pipe have no end, and a file may be huge."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 from .syntax import size_text
 
 MOST_JSON = 32 << 20
-"""Bytes of a JSON file. One in which 100,000 tensors are named is half as long; all of it is held at once, in Python's
-objects, which take some twenty times its length."""
+"""The most bytes of a JSON file. One that names 100,000 tensors is half as long. All of it is held at once, in Python
+objects of some twenty times its length."""
 _DEEPEST = 32
-"""Levels of a JSON value: parc writes eight at most, and whoever walks over one may call itself for each."""
+"""The deepest level of a JSON value: parc writes eight at most, and code that walks over a value may call itself for
+each."""
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The bytes of a regular file.
+    """Read the bytes of a regular file.
 
     Raises:
         OSError: it cannot be opened, is a folder, a pipe or a device, or has more than ``most`` bytes.
@@ -32,7 +33,7 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def check_regular(path: Path) -> Path:
-    """The path itself, if a regular file is there: to open a pipe is to wait for who writes into it.
+    """Return the path itself, if a regular file is there: opening a pipe would wait for its writer.
 
     Raises:
         OSError: there is none, or something else.
@@ -46,7 +47,7 @@ def check_regular(path: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file.
+    """Read the value of a JSON file.
 
     Raises:
         OSError: it cannot be read, or is too large.
@@ -60,7 +61,7 @@ def _refuse(name: str) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Read the value of a JSON text.
 
     Raises:
         ValueError: it is none, or nested too deeply.

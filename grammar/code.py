@@ -1,4 +1,4 @@
-"""One error code: what the reader of ``parc explain`` and of docs/errors.md is told about it."""
+"""One error code: the text for the reader of ``parc explain`` and of docs/errors.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A kind of message, documented where it is born.
+    """A kind of message, documented where it is defined.
 
     ``example`` with ``language="parc"`` is a plan text that produces this code (the tests run it; statements it leaves
     out are supplied, and a first line ``# -D name=value`` gives definitions); other languages are shown, not run.
@@ -24,7 +24,7 @@ class Code:
 
 
 shown = partial(Code, language="shell")
-"""A code that a plan's text alone does not produce: its example is shown, not run."""
+"""Return a code that a plan's text alone does not produce: its example is shown, not run."""
 
 
 MODEL = """import torch
@@ -33,4 +33,4 @@ MODEL = """import torch
 class Model(torch.nn.Module):
     def forward(self, x):
         {body}"""
-"""The code of a model in an example: the body of its forward is left out."""
+"""The code of a model in an example, without the body of its forward."""

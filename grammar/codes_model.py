@@ -1,4 +1,4 @@
-"""Codes of messages about how a plan meets its model: inputs and weights' files by name, sources that moved (P012x)."""
+"""Codes of messages about a plan beside its model: inputs and weights' files by name, sources that moved (P012x)."""
 
 from __future__ import annotations
 

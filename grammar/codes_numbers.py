@@ -1,4 +1,4 @@
-"""Codes of messages about a model whose numbers nothing can be held against (P02xx)."""
+"""Codes of messages about a model whose numbers cannot be compared with anything (P02xx)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes of messages about where tensors live: axes, names, dims and conflicts (P01xx, P0248)."""
+"""Codes of messages about placements: axes, names, dims and conflicts (P01xx, P0248)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes of messages about what ranks give to a step, and where a run writes (P041x)."""
+"""Codes of messages about the batches that ranks give to a step, and the files that a run writes (P041x)."""
 
 from __future__ import annotations
 

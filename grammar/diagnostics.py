@@ -1,4 +1,4 @@
-"""Messages about a plan: what they carry, and the one shape in which they are printed."""
+"""Messages about a plan: their parts, and the one form in which they are printed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A place in a source and what is to be said about it there."""
+    """A place in a source, and the words about it there."""
 
     span: Span
     text: str = ""
@@ -31,7 +31,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One message: a code, one terse sentence, where it is, what it has to do with, and a way out."""
+    """One message: a code, one terse sentence, its place, related places, and a way out."""
 
     code: Code
     message: str
@@ -48,7 +48,7 @@ class Diagnostic:
 
 
 class PlanError(Exception):
-    """The user's plan, model or files are at fault; carries every diagnostic found."""
+    """The error of a plan, model or files of the user; it carries every diagnostic found."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics = tuple(diagnostics)
@@ -59,7 +59,7 @@ class PlanError(Exception):
 
 
 def render(diagnostic: Diagnostic) -> str:
-    """The diagnostic as plain text, without a final newline.
+    """Return the diagnostic as plain text, without a final newline.
 
     >>> from .codes_placement import UNEVEN_SHARD
     >>> from .source import Source
@@ -94,7 +94,7 @@ def _rendered_lines(diagnostic: Diagnostic) -> Iterator[str]:
 
 
 def _excerpt(label: Label, gutter: int, mark: str) -> Iterator[str]:
-    """The source line of a label, and its underline."""
+    """Return the source line of a label, and its underline."""
     span = label.span
     text = _printable(span.source.line_text(span.line))
     start = span.column - 1
@@ -110,14 +110,14 @@ def _excerpt(label: Label, gutter: int, mark: str) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Every character that a terminal could misread replaced by one that takes one column."""
+    """Return a text with one-column replacements for the characters that a terminal could misread."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c in "\t\r" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _width(text: str) -> int:
-    """Columns the text takes in a terminal."""
+    """Return the columns that the text takes in a terminal."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)

@@ -14,12 +14,12 @@ VERB_WIDTH = 9  # phrases start in one column: the longest everyday verb is `rec
 
 
 def format_statements(statements: Iterable[Statement]) -> str:
-    """One line a statement; parsing it gives the same statements."""
+    """Return one line for each statement; they parse to the same statements."""
     return "".join(format_statement(statement) + "\n" for statement in statements)
 
 
 def format_statement(statement: Statement) -> str:
-    """The statement's canonical line, without a newline.
+    """Return the statement's canonical line, without a newline.
 
     >>> from .parse import parse
     >>> print(format_statement(parse(Source("p", "mesh  dp = 2 ,tp=2"))[0][0]))
@@ -30,7 +30,7 @@ def format_statement(statement: Statement) -> str:
 
 
 def format_source(source: Source) -> str:
-    """Canonical text of a plan file: comments stay, blank lines are at most one, and the end is one newline.
+    """Return the canonical text of a plan file: comments stay, blank lines are at most one, and the end is one newline.
 
     Raises:
         PlanError: the text is malformed; nothing is formatted then.
@@ -50,12 +50,12 @@ def format_source(source: Source) -> str:
 
 
 def format_phrase(phrase: Phrase) -> str:
-    """Items joined by commas."""
+    """Return items joined by commas."""
     return ", ".join(map(format_item, phrase.items))
 
 
 def format_item(item: Item | Dim) -> str:
-    """Canonical text of one item."""
+    """Return the canonical text of one item."""
     match item:
         case syntax.Word(text) | syntax.Number(text):
             return text

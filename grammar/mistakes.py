@@ -1,4 +1,4 @@
-"""Malformed examples, and the message that a line malformed in the same way gets."""
+"""Malformed examples, and the messages for lines that are malformed in the same way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MOST_MISTAKES = 80  # characters of a token in a message
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """Lines that go wrong like ``example`` (same parser state, same token) get this message and help."""
+    """A malformed ``example`` with its message and help, for lines that go wrong alike (same parser state, same
+    token)."""
 
     example: str
     message: str
@@ -65,7 +66,7 @@ MISTAKES: tuple[Mistake, ...] = (
 
 
 def diagnose(error: UnexpectedInput, parse: Parse) -> tuple[str, str]:
-    """The message and help for a lark error; ``parse`` is the parser that raised it."""
+    """Return the message and help for a lark error; ``parse`` is the parser that raised it."""
     mistake = _known(parse).get(_key(error))
     if mistake is not None:
         return mistake.message, mistake.help
@@ -90,7 +91,7 @@ def _known(parse: Parse) -> dict[tuple[object, str], Mistake]:
 
 
 def _key(error: UnexpectedInput) -> tuple[object, str]:
-    """Parser state and token type; a character that no token begins with is wrong in every state."""
+    """Return the parser state and the token type; a character that begins no token is wrong in every state."""
     if isinstance(error, UnexpectedToken):
         return getattr(error.state, "position", None), error.token.type
     return None, str(error.char) if isinstance(error, UnexpectedCharacters) else ""

@@ -1,4 +1,4 @@
-"""The names a person may have meant."""
+"""Names that a person may have meant."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> tuple[str, ...]:
-    """Up to ``count`` of the known names that are close to ``name``, closest first."""
+    """Return up to ``count`` of the known names that are close to ``name``, closest first."""
     candidates = sorted(set(known))
     folded = {candidate.lower(): candidate for candidate in reversed(candidates)}
     return tuple(folded[match] for match in difflib.get_close_matches(name.lower(), folded, count, cutoff=0.6))
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A help text naming the nearest names, or ``otherwise`` when none is near.
+    """Return a help text that names the nearest names, or ``otherwise`` if none is near.
 
     >>> did_you_mean("colum", ["column", "row"])
     'did you mean `column`?'
@@ -25,7 +25,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def path_meant(path: Path, fits: Callable[[Path], bool], otherwise: str) -> str:
-    """A help text naming what fits beside a path that is not there, near by its name up to the first dot."""
+    """Return a help text with paths that fit and resemble one that does not exist, by its name up to the first dot."""
     stems: dict[str, list[str]] = {}
     for entry in sorted(path.parent.iterdir()) if path.parent.is_dir() else ():
         if fits(entry):
@@ -36,7 +36,7 @@ def path_meant(path: Path, fits: Callable[[Path], bool], otherwise: str) -> str:
 
 
 def listed(names: Iterable[str], word: str = "and") -> str:
-    """Names in backticks, joined as in a sentence.
+    """Return names in backticks, joined as in a sentence.
 
     >>> listed(["dp", "tp"])
     '`dp` and `tp`'

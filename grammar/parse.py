@@ -1,4 +1,4 @@
-"""Text to statements, line by line, so that one malformed line hides nothing of the others."""
+"""The parser of a plan's text, line by line, so that one malformed line hides nothing of the others."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from .syntax import (
 MAX_NESTING = 16
 MAX_NUMBER = 40  # characters
 LARGEST_NUMBER = 2**63 - 1
-"""The largest whole number: what a tensor's sizes and the counters of programs hold."""
+"""The largest whole number that sizes of tensors and counters of programs can hold."""
 LONGEST = 4096
-"""Characters of a name or a string: what a path may have."""
+"""The most characters of a name or a string, as of a path."""
 GLUED = re.compile(r'"[^"]*"|(?<![\w*.}])([\w*.}]*[\w*}])(\[[0-9]+\.\.[0-9]+(?::[0-9]+)?\])')
 CLOSES = {")": "(", "]": "[", "}": "{"}
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """One line of a plan: its statement if it has one and is well formed, and its comment without the ``#``."""
+    """One line of a plan: its statement, if it has one and is well formed, and its comment without the ``#``."""
 
     statement: Statement | None
     comment: str | None
@@ -56,7 +56,7 @@ class SourceLine:
 
 
 def parse(source: Source) -> tuple[tuple[Statement, ...], tuple[Diagnostic, ...]]:
-    """The statements of every well-formed line, and a diagnostic for every other."""
+    """Return the statements of every well-formed line, and a diagnostic for every other line."""
     lines = tuple(parse_lines(source))
     return (
         tuple(line.statement for line in lines if line.statement is not None),
@@ -65,7 +65,7 @@ def parse(source: Source) -> tuple[tuple[Statement, ...], tuple[Diagnostic, ...]
 
 
 def parse_lines(source: Source) -> Iterator[SourceLine]:
-    """Every line of the source, empty ones included."""
+    """Return every line of the source, empty ones included."""
     start = 0
     for text in source.text.split("\n"):
         code = re.match(r'(?:[^"#]|"[^"]*")*', text)
@@ -95,7 +95,7 @@ def _unseen(source: Source, at: int, comment: str | None) -> SourceLine:
 
 
 def parse_value(source: Source) -> Item | None:
-    """The single item that is the whole text, or None if it is not one."""
+    """Return the single item that the whole text is, or None if it is not one."""
     statements, diagnostics = parse(Source(source.name, "value " + source.text))
     if diagnostics or len(statements) != 1 or len(statements[0].phrases) != 1:
         return None
@@ -140,7 +140,7 @@ def _too_large(text: str, source: Source) -> bool:
 
 
 def _unbalanced(text: str) -> tuple[str, int, str] | None:
-    """The fault of a line's quotes and brackets: message, where, help."""
+    """Return the fault of a line's quotes and brackets: message, place, help."""
     opened: list[tuple[str, int]] = []
     for token in re.finditer(r'"[^"]*"?|#.*|[()\[\]{}]', text):
         mark, at = token.group(), token.start()
@@ -184,7 +184,8 @@ def _parser() -> Callable[[str], Tree[Token]]:
 
 @v_args(meta=True)
 class _Builder(Transformer[Token, Statement]):
-    """Turns lark's trees of one line into frozen syntax with spans in the whole source; methods are called by rule."""
+    """The builder of frozen syntax, with spans in the whole source, from lark's trees of one line; methods are called
+    by rule."""
 
     def __init__(self, source: Source, start: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A text under analysis and the pieces of it that messages point at."""
+"""A text under analysis, and the pieces of it that messages point at."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Source:
-    """A named text: a plan file, a file that one includes (``included`` is the line that does), or the value of a
-    ``-D``, whose name is the whole option, as it has no lines."""
+    """A named text: a plan file; a file that one includes (``included`` is the line that does); or the value of a
+    ``-D``, which has no lines and whose name is the whole option."""
 
     name: str
     text: str
@@ -21,7 +21,7 @@ class Source:
 
     @classmethod
     def option(cls, name: str, value: str) -> Source:
-        """One ``-D``."""
+        """Return one ``-D`` as a source."""
         return cls(f"-D {name}={value}", value)
 
     @property
@@ -29,15 +29,15 @@ class Source:
         return self.name.startswith("-D ")
 
     def line_text(self, number: int) -> str:
-        """The text of line ``number`` (from 1), without its newline."""
+        """Return the text of line ``number`` (from 1), without its newline."""
         return self.span_of(number).text
 
     def line_of(self, offset: int) -> int:
-        """The number (from 1) of the line that holds ``offset``."""
+        """Return the number (from 1) of the line that holds ``offset``."""
         return bisect_right(self._starts, max(offset, 0))
 
     def span_of(self, number: int) -> Span:
-        """The text of line ``number`` (from 1)."""
+        """Return the span of line ``number`` (from 1)."""
         ends = [*self._starts, len(self.text) + 1]
         return Span(self, ends[number - 1], ends[number] - 1)
 
@@ -57,12 +57,12 @@ class Span:
 
     @property
     def line(self) -> int:
-        """Line number, from 1."""
+        """The line number, from 1."""
         return self.source.line_of(self.start)
 
     @property
     def column(self) -> int:
-        """Column number in characters, from 1."""
+        """The column number in characters, from 1."""
         return self.start - (self.source.text.rfind("\n", 0, self.start) + 1) + 1
 
     @property
@@ -86,5 +86,5 @@ class Span:
         return self.source.name if self.source.is_option else f"{self.source.name}:{self.line}:{self.column}"
 
     def to(self, other: Span) -> Span:
-        """The span from the start of this one to the end of ``other``."""
+        """Return the span from the start of this one to the end of ``other``."""
         return Span(self.source, min(self.start, other.start), max(self.end, other.end))

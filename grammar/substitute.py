@@ -1,4 +1,5 @@
-"""``$name`` in statements replaced by what ``let``, ``-D name=value`` and the arguments of an ``include`` say."""
+"""The replacement of ``$name`` in statements by the values of ``let``, ``-D name=value`` and an ``include``'s
+arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ LetValue = Number | Word | String | Range
 
 @dataclass(frozen=True, slots=True)
 class _Override:
-    """The token that replaces the value of a ``let``, or None if it is no value; ``said`` is how messages call it."""
+    """The token that replaces the value of a ``let``, or None if it is no value; ``said`` is its name in messages."""
 
     value: LetValue | None
     span: Span
@@ -47,8 +48,8 @@ class _Override:
 def substitute(
     statements: Sequence[Statement], defines: Mapping[str, str], given: Sequence[Setting] = ()
 ) -> tuple[tuple[Statement, ...], tuple[Diagnostic, ...]]:
-    """Replaces every ``$name``; ``defines`` (from ``-D``) and ``given`` (the arguments of the ``include`` of this file)
-    override the values of ``let`` and nothing else.
+    """Replace every ``$name``. ``defines`` (from ``-D``) and ``given`` (the arguments of this file's ``include``)
+    override the values of ``let``, and nothing else.
 
     Statements that cannot be replaced are left out, with a diagnostic. A value keeps the span of its use, so later
     messages point at the line that uses it.
@@ -76,7 +77,7 @@ def substitute(
 
 
 def _define(name: str, text: str) -> _Override:
-    """The value of one ``-D``: an item if the text is one, else a string."""
+    """Return the value of one ``-D``: an item if the text is one, else a string."""
     source = Source.option(name, text)
     span = Span(source, 0, len(text))
     said, help_ = f"`-D {name}`", f"write one value: `-D {name}=2`"
@@ -89,7 +90,7 @@ def _define(name: str, text: str) -> _Override:
 
 
 def _argument(binding: Setting) -> _Override:
-    """The value of one argument of an ``include``."""
+    """Return the value of one argument of an ``include``."""
     name, value = binding.name.text, binding.value
     kept = value if isinstance(value, LetValue) else None
     return _Override(kept, binding.span, f"`{name}`", f"write one value: `{name}=2`")
@@ -108,7 +109,7 @@ class _Scope:
         self._complete = True  # whether every name of the statement at hand was replaced
 
     def define_all(self, statement: Statement, overrides: Mapping[str, LetValue | None]) -> None:
-        """Reads one ``let``; its values may use names of earlier ones."""
+        """Read one ``let``; its values may use earlier names."""
         phrases = []
         for phrase in statement.phrases:
             items = (self._define(item, overrides) if isinstance(item, Setting) else item for item in phrase.items)
@@ -142,7 +143,7 @@ class _Scope:
         return replace(binding, value=value)
 
     def report_unused(self) -> None:
-        """Warns of every ``let`` name that nothing uses; where a name is misspelt it is too early to tell."""
+        """Warn of every ``let`` name that nothing uses, unless a name is misspelt: it is then too early to tell."""
         for name in self.values:
             if name not in self._used and self._used <= self.spans.keys():
                 message = f"nothing uses `${name}`"
@@ -152,7 +153,7 @@ class _Scope:
                 )
 
     def statement(self, statement: Statement) -> Statement | None:
-        """The statement without ``$name``, or None if one of them has no value that fits."""
+        """Return the statement without ``$name``, or None if one of them has no value that fits."""
         self._complete = True
         result = replace(statement, phrases=tuple(map(self._phrase, statement.phrases)))
         return result if self._complete else None
@@ -184,7 +185,7 @@ class _Scope:
         return item
 
     def _needed(self, item: Item, kinds: tuple[type, ...], wanted: str) -> Any:
-        """The item replaced, if by one of these kinds, and itself with an error if not."""
+        """Return the item with names replaced. If it is of none of these kinds, report that and return it as it was."""
         value = self._item(item)
         if isinstance(value, kinds):
             return value
@@ -222,5 +223,5 @@ class _Scope:
 
 
 def _plain(value: LetValue) -> str:
-    """The text that a value is inside a string."""
+    """Return the text that a value has inside a string."""
     return value.span.text if isinstance(value, Range) else value.text

@@ -1,4 +1,4 @@
-"""Untyped statements and their items, frozen; two are equal when they say the same, wherever they stand."""
+"""Untyped statements and their items, frozen. Two are equal if they say the same, wherever they stand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNITS: dict[str, tuple[str, float]] = {
 
 
 def size_text(count: float) -> str:
-    """Bytes for a reader.
+    """Return bytes as text for a reader.
 
     >>> size_text(512), size_text(1536), size_text(3 * 2**30)
     ('512 B', '1.5 KiB', '3.0 GiB')
@@ -61,7 +61,7 @@ class Number:
 
     @property
     def value(self) -> int | float:
-        """An int where the text is one (times its unit), else a float; bytes and seconds for numbers with a unit."""
+        """An int if the text is one (times its unit), else a float; in bytes or seconds if it has a unit."""
         digits = self.text[: len(self.text) - len(self._suffix)]
         factor = UNITS[self._suffix][1]
         if digits.lstrip("-").isdigit():
@@ -89,7 +89,7 @@ class String:
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """``$name``: what a ``let`` or a ``-D`` says."""
+    """``$name``: the value of a ``let`` or a ``-D``."""
 
     name: str
     span: Span = field(compare=False, repr=False)

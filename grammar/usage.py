@@ -1,4 +1,4 @@
-"""A directive's USAGE line, and the matching of a statement against it into named arguments.
+"""A directive's USAGE line, and the match of a statement with it into named arguments.
 
 ``column WHERE over AXIS [rows DIMS]``: the verb, then the subject (words in capitals, one phrase each), and keyword
 clauses in any order, each once, after it or between its words. A keyword takes one phrase, or none: then it is a flag;
@@ -114,7 +114,7 @@ class Arguments:
         return self.phrases[name].items if name in self.phrases else ()
 
     def words(self, name: str) -> tuple[Word, ...]:
-        """The words of an argument; a number stands for the name that it is written as."""
+        """Return the words of an argument; a number counts as a name."""
         return tuple(Word(item.text, item.span) for item in self.items(name) if isinstance(item, Word | Number))
 
     def word(self, name: str) -> Word | None:
@@ -138,7 +138,7 @@ class Arguments:
         return tuple(item for item in self.flat(name) if isinstance(item, Setting))
 
     def flat(self, name: str) -> tuple[Item, ...]:
-        """The items of an argument, those of groups in place of the groups."""
+        """Return the items of an argument, with groups replaced by their items."""
         out: list[Item] = []
         for item in self.items(name):
             if isinstance(item, Group):
@@ -161,7 +161,8 @@ class Usage:
     forms: tuple[tuple[Slot, ...], ...]
 
     def match(self, statement: Statement) -> tuple[Arguments | None, tuple[Diagnostic, ...]]:
-        """The arguments of the statement, or why it does not have this usage: every reason of the closest form."""
+        """Return the arguments of the statement, or every reason why it does not have the closest form of this
+        usage."""
         tried = [_Match(self, form, statement).run() for form in self.forms]
         arguments, diagnostics = min(tried, key=lambda result: (len(result[1]), -len(result[0].phrases)))
         return (None if diagnostics else arguments), diagnostics
@@ -169,7 +170,7 @@ class Usage:
 
 @cache
 def parse_usage(text: str) -> Usage:
-    """Reads a USAGE line.
+    """Read a USAGE line.
 
     Raises:
         ValueError: a word in capitals is not in ``ARGUMENT_KINDS``.
@@ -282,7 +283,7 @@ class _Match:
             self._phrases[slot.name] = value
 
     def _keyword(self, phrase: Phrase) -> Slot | None:
-        """The clause that this phrase begins, if it is a keyword of the form."""
+        """Return the clause that this phrase begins, if it is a keyword of the form."""
         first = phrase.items[0]
         if not isinstance(first, Word) or len(phrase.items) > 1:
             return None

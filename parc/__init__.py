@@ -31,7 +31,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are asked for: ``parc --help`` needs no torch."""
+    """Return a public name, imported at its first use: ``parc --help`` needs no torch."""
     if name not in _PLACES:
         raise AttributeError(f"module `parc` has no `{name}`")
     module, attribute = _PLACES[name]
@@ -39,5 +39,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for those who look for them."""
+    """Return the public names, for those who look for them."""
     return __all__

@@ -10,8 +10,8 @@ from parc.cli import main
 
 
 def process() -> int:
-    """Run the command of ``sys.argv``; returns the exit code. A command's graphs live until its process ends: a
-    collection of garbage, Python's last one too, walks over all of them and frees next to nothing. A run collects."""
+    """Run the command of ``sys.argv``, and return the exit code. A command's graphs live until its process ends, so a
+    garbage collection, also Python's last one, would walk over all of them and free next to nothing. A run collects."""
     if sys.argv[1:2] != ["run"]:
         gc.disable()
     codes = [1]  # as Python's own, if an exception leaves `main`
@@ -21,8 +21,8 @@ def process() -> int:
 
 
 def _leave(codes: list[int]) -> None:
-    """End the process when all else has been told that it ends, without taking Python apart: objects kept from that
-    alone (``gc.freeze``) are reported as leaked by the libraries that count theirs."""
+    """End the process after everything else has been told so, without taking Python apart. Objects that ``gc.freeze``
+    keeps from that would be reported as leaked by libraries that count theirs."""
     with suppress(OSError, ValueError):  # nobody reads
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Actions of one's own: a kind of piece that a step has, beside those of parc."""
+"""Actions of one's own: further kinds of work in a step, beside those of parc."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from parc.runtime.compare.model_run import METRICS, Metrics
 from parc.runtime.step import HANDLERS, Handler
 
 TABLES = (ACTIONS, MAKERS, METRICS, HANDLERS)
-"""All that is said of a kind, by its name."""
+"""All tables with facts about kinds, each by the kind's name."""
 
 
 def register_action(
     row: ActionRow, make: Maker | None = None, *, metrics: Metrics | None = None, run: Handler | None = None
 ) -> None:
-    """Add a kind of action to all steps for which there is something to ``make``; see ``docs/adding.md``.
+    """Add a kind of action to all steps for which ``make`` returns a program; see ``docs/adding.md``.
 
     ``metrics`` says what the numbers that its program returns are for a model that is not cut: the build is tested
     against them. ``run`` does it where more is to do than to run its program.

@@ -1,4 +1,4 @@
-"""Warnings of a build: what it does that no line asked for, and what it costs."""
+"""Warnings of a build: communication that no line asked for, and its cost."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from parc.placement_words import in_words
 
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
-    """Every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
+    """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
     found = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled))
     found = (*compiled.copies.notes, *_passed_on(compiled), *found)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *found)
 
 
 def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Gathers and exchanges, equal ones of repeated blocks together; at the lines that cause all of them, where these
-    are found."""
+    """Warn of gathers and exchanges, equal ones of repeated blocks together. A warning is at the lines that cause all
+    of them, if these are found."""
     groups: dict[tuple[str, str, str, int], list[Reshard]] = {}
     for reshard in compiled.built.reshards:
         if is_gather(reshard):
@@ -83,8 +83,8 @@ def _spaced(text: str) -> str:
 
 
 def _claim_span(compiled: Compiled, reshard: Reshard) -> Span | None:
-    """The line of the plan behind a conversion; of an included file that of the file, where one of its lines places a
-    weight of the module."""
+    """Return the line of the plan behind a conversion. For a line of an included file it is that file's line, if one of
+    its lines places a weight of the module."""
     line, module = reshard.cause.plan, reshard.cause.module
     seeds = (seed for seed in compiled.resolved.seeds if seed.span.root.line == line and seed.axis == reshard.axis)
     near = [seed.span for seed in seeds if module and seed.value.startswith(f"{module}.")]
@@ -101,7 +101,7 @@ def _rules(compiled: Compiled) -> Iterator[Diagnostic]:
 
 
 def _passed_on(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Inputs that go into ``**kwargs``, of which only the model's code tells whether it takes them."""
+    """Warn of inputs that go into ``**kwargs``: only the model's code tells whether it takes them."""
     module = compiled.recorded.module
     parameters = inspect.signature(module.forward).parameters
     read = {name for name, node in compiled.captured.placeholders("input").items() if node.users}
@@ -127,7 +127,7 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
 
 
 def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
-    """Trained weights that no float32 copy stands behind."""
+    """Warn of trained weights without a float32 copy."""
     values = compiled.build.programs[FORWARD].main.bound("parameter")
     found = [name for name, value in values.items() if is_narrow(value.type.dtype)]
     if found:

@@ -16,7 +16,7 @@ from parc.compiling.plan_data import check_data, check_sample, sample_said
 
 
 class Refused(Exception):
-    """A check refused the build; nothing was written."""
+    """The error of a build that a check refused; nothing was written."""
 
     def __init__(self, checked: Checked) -> None:
         super().__init__("\n".join(map(str, checked.faults)))

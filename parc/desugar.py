@@ -17,7 +17,8 @@ PLACEMENTS = ("column", "replicate", "row", "shard", "vocab")
 
 
 def desugar(compiled: Compiled) -> str:
-    """The plan's canonical text with a ``shard`` or ``replicate`` line in place of every line that places something.
+    """Return the plan's canonical text, with a ``shard`` or ``replicate`` line in place of every line that places
+    something.
 
     Each tensor stands where the first line that places it stands, on every axis as the build has it.
     """
@@ -42,7 +43,7 @@ def desugar(compiled: Compiled) -> str:
 
 
 def layout(type_: TensorType, mesh: Mesh, padded: Mapping[int, int] = MappingProxyType({})) -> str:
-    """The layout that places a tensor so, or nothing where it is whole.
+    """Return the layout that places a tensor so, or "" where it is whole.
 
     ``padded`` has the dims that are made longer, each by groups of so many entries.
     """
@@ -52,14 +53,15 @@ def layout(type_: TensorType, mesh: Mesh, padded: Mapping[int, int] = MappingPro
 
 
 def _padded(compiled: Compiled, name: str) -> dict[int, int]:
-    """The dims of a parameter that are padded, with the entries that stay together there."""
+    """Return the padded dims of a parameter, with the number of entries that stay together in each."""
     seeds = [seed for seed in compiled.resolved.seeds if seed.value == name]
     return {pad.dim: max(seed.inner for seed in seeds if seed.dim == pad.dim)
             for pad in compiled.resolved.pads.get(name, ())}  # fmt: skip
 
 
 def _dim(type_: TensorType, dim: int, mesh: Mesh, padded: Mapping[int, int]) -> str:
-    """One dim, as sub-dims where a split does not begin at its front, as parts where they are not equal."""
+    """Return the layout of one dim: as sub-dims if a split does not begin at its front, as parts if they are
+    unequal."""
     stretches = terms(type_.shape[dim], type_.placement.splits(dim))
     if len(stretches) > 1:
         return f"({' + '.join(' '.join(_factors(size, splits, mesh)) for size, splits in stretches)})"
@@ -71,7 +73,7 @@ def _dim(type_: TensorType, dim: int, mesh: Mesh, padded: Mapping[int, int]) -> 
 
 
 def _factors(size: int | None, splits: Sequence[tuple[int, str]], mesh: Mesh) -> Iterator[str]:
-    """Sub-dims, major first; the last has a size where that of the whole is given."""
+    """Yield sub-dims, major first; the last one has a size if the ``size`` of the dim is given."""
     axes: list[str] = []
     start = inside = 1  # the product of the sub-dims before this one, and with the ranks that split this one
     for outer, axis in splits:
@@ -100,7 +102,7 @@ def _types(compiled: Compiled) -> dict[str, TensorType]:
 
 
 def _statement(compiled: Compiled, span: Span) -> int:
-    """The statement that holds a place."""
+    """Return the statement that contains a place."""
     return next(
         index
         for index, statement in enumerate(compiled.plan.statements)

@@ -1,4 +1,5 @@
-"""A guess at a line that was meant otherwise: the change of a plan after which nothing is gathered unasked.
+"""A guess at a line that was meant otherwise: the change of a plan after which no gather happens that it did not ask
+for.
 
 A wrong claim shows where its values meet others, mostly at lines that are right. So each ``column`` and ``row`` line is
 changed for a try, as a person mistakes them (the other word, other groups of ``rows``), and the passes that place
@@ -26,12 +27,13 @@ _MOST_OPERATORS = 3000
 _TOGETHER = 2
 """The most lines that may be wrong together."""
 _WORTH = 0.75
-"""The part of what ranks send that a second line may leave, where the first was enough for gathers."""
+"""The largest share of the traffic that may remain after changing a second line, if one line was enough against
+gathers."""
 
 
 @dataclass(frozen=True)
 class Meant:
-    """Lines of a plan with what was probably meant, and what they cost: bytes of a rank in one forward."""
+    """Lines of a plan with their probable meaning, and their cost in bytes of one rank in one forward."""
 
     lines: tuple[tuple[Span, str], ...]
     bytes: int
@@ -43,8 +45,8 @@ def is_gather(reshard: Reshard) -> bool:
 
 
 def find_meant(compiled: Compiled) -> Meant | None:
-    """The change of one line, or of two, after which no value is gathered or exchanged unasked; None where there is
-    none, or nothing is gathered as it is."""
+    """Return the change of one or two lines after which no value is gathered or exchanged unasked. Return None if there
+    is no such change, or if nothing is gathered as the plan is."""
     cost = _gathered(compiled.built.reshards)
     if not cost or len(compiled.captured.graph.nodes) > _MOST_OPERATORS:
         return None
@@ -76,12 +78,13 @@ def _gathered(reshards: Sequence[Reshard]) -> int:
 
 
 def _sent(reshards: Sequence[Reshard]) -> int:
-    """Bytes of everything that a rank sends or sums."""
+    """Return the bytes of all that a rank sends or sums."""
     return sum(reshard.bytes for reshard in reshards)
 
 
 def _changes(plan: Plan, groups: set[int]) -> Iterator[tuple[int, str, Plan]]:
-    """The plan with one line changed, for each line of its own and each way to mistake it: its number and new text."""
+    """Yield the plan with one of its own lines changed, for each way to mistake that line: its number, its new text,
+    the plan."""
     for line in plan.placements:
         span = line.arguments.statement.span
         if not isinstance(line, SplitWeights) or line.style == "vocab" or line.pad or span.source is not plan.source:
@@ -110,7 +113,7 @@ def _mistakes(text: str, line: SplitWeights, groups: set[int]) -> Iterator[str]:
 
 
 def _tried(compiled: Compiled, plan: Plan) -> Sequence[Reshard] | None:
-    """The conversions of another plan for the same model; None if it is no plan for it."""
+    """Return the conversions of another plan for the same model; None if that plan does not fit it."""
     sizes = {name: size.high for name, size in plan.sizes.items()}
     try:
         asked = ask(fixed(plan, sizes), compiled.folder, compiled.recorded, compiled.captured)

@@ -1,4 +1,4 @@
-"""The short forms of placements explained in words, where they are printed."""
+"""Explanations in words of the short forms of placements, for the places where they are printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = {
 
 
 def in_words(kinds: Iterable[str]) -> list[str]:
-    """One sentence for each different placement on an axis.
+    """Return one sentence for each different placement on an axis.
 
     >>> in_words(["S(2)", "S(0,3)", "S(2)"])
     ['S(2): dim 2 is split', 'S(0,3): dim 0 is 3 equal groups one after the other, each of which is split']

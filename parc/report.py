@@ -1,4 +1,5 @@
-"""Rows of a build's report that follow from its plan, its programs and its schedule: made for one, held against one."""
+"""Rows of a build's report that follow from its plan, its programs and its schedule: for making a report, and for
+checking one."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from parc.compiler.program.roles import Role
 from parc.grammar.diagnostics import PlanError
 
 LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
-"""Numbers of a plan's lines and of a model's in texts."""
+"""The numbers of a plan's lines and of a model's lines in texts."""
 
 
 def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
-    """Mesh, sizes, roles, memory and communication as a report has them."""
+    """Return mesh, sizes, roles, memory and communication in the report's form."""
     types, pads = build.types, build.pads
     return {
         "mesh": dict(build.mesh.declared.axes),
@@ -38,7 +39,7 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
 
 
 def memory_of(build: Build, plan: Plan, role: Role) -> Memory:
-    """The memory of a rank of a role; what is frozen has no state of the optimizer."""
+    """Return the memory of a rank of a role; frozen parameters have no optimizer state."""
     moments = dict.fromkeys(build.types.keys() - set(build.manifest["frozen"]), plan.optimizer.moments)
     return estimate_memory(role.programs, role.actions, build.types, moments)
 
@@ -48,7 +49,7 @@ def _memory_row(role: str, memory: Memory) -> dict[str, Any]:
 
 
 def plan_of(build: Build) -> Plan:
-    """The plan that a build holds.
+    """Read the plan that a build holds.
 
     Raises:
         BuildError: it is none.
@@ -72,7 +73,7 @@ def report_faults(build: Build, plan: Plan) -> list[Fault]:
 
 
 def unlined(value: Any) -> Any:
-    """A value without numbers of lines: a build keeps its plan in another layout than it was written in."""
+    """Return a value without numbers of lines: a build keeps its plan in another layout than it was written in."""
     if isinstance(value, Mapping):
         return {key: unlined(inner) for key, inner in value.items() if key != "line"}
     if isinstance(value, str):

@@ -22,7 +22,7 @@ def build_options(parser: argparse.ArgumentParser) -> None:
 
 
 def build_command(given: argparse.Namespace) -> int:
-    """Build, and say what was built."""
+    """Build, and print what was built."""
     out = given.out or default_out(given.plan)
     made = make(given, given.plan, out)
     if isinstance(made, int):
@@ -44,7 +44,7 @@ def build_command(given: argparse.Namespace) -> int:
 
 
 def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, Any], dict[str, float]] | int:
-    """The report and the seconds of a build, or the exit code of one that was refused."""
+    """Return the report and the seconds of a build, or the exit code of one that was refused."""
     start = time.perf_counter()
     read(given, plan)
     with stages() as progress:
@@ -63,7 +63,7 @@ def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, An
 
 
 def report_text(report: Mapping[str, Any]) -> str:
-    """A build's report for a reader."""
+    """Return a build's report for a reader."""
     from parc.compiler.sizes.template import sizes_text
 
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one rank"
@@ -93,14 +93,14 @@ def report_text(report: Mapping[str, Any]) -> str:
 
 
 def schedule_words(pipeline: Mapping[str, Any]) -> str:
-    """The schedule in words."""
+    """Return the schedule in words."""
     count, stages = pipeline["microbatches"], pipeline.get("stages", 1)
     words = f"{pipeline['schedule']}, {count} microbatch{'es' * (count != 1)}"
     return words if stages == 1 else f"{words}, {stages} stages, {pipeline['bubble']:.0%} idle"
 
 
 def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    """Lines on values that are longer than in the model; values of numbered modules that are alike share a line."""
+    """Return lines about values that are longer than in the model. Alike values of numbered modules share a line."""
     alike: dict[str, int] = {}
     for entry in entries:
         name = ".".join("*" if word.isdigit() else word for word in entry["value"].split("."))
@@ -111,7 +111,8 @@ def _padding_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 
 
 def communication_text(entries: Iterable[Mapping[str, Any]]) -> str:
-    """Collectives of one rank in one step, by phase, axis and operator; of several roles that which sends most."""
+    """Return the collectives of one rank in one step, by phase, axis and operator; of several roles the one that sends
+    most."""
     from parc.compiler.program.actions import PHASES
 
     sums: dict[tuple[str, str, str], dict[str, list[int]]] = {}

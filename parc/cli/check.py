@@ -1,4 +1,4 @@
-"""``parc check``: everything that is wrong with a plan, and nothing written."""
+"""``parc check``: all errors of a plan; nothing is written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_command(given: argparse.Namespace) -> int:
-    """Statements first; only a plan without a fault there is worth loading torch and the model for."""
+    """Check statements first: only for a plan without a fault in them are torch and the model loaded."""
     plan, folder = read(given, given.plan), given.plan.resolve().parent
     if given.static:
         from parc.compiler.resolve.resolve import input_faults

@@ -1,4 +1,4 @@
-"""``parc example``: the plans that parc ships to begin with, each with the model that it names."""
+"""``parc example``: the plans that parc ships for a start, each with its model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def example_options(parser: argparse.ArgumentParser) -> None:
 
 
 def example_command(given: argparse.Namespace) -> int:
-    """The list on stdout; or copies of an example's files, none of which is there in another form."""
+    """Print the list of examples, or copy an example's files, unless one of them exists with another text."""
     plans = _plans()
     if given.name is None:
         rows = [(name, text.partition("\n")[0].partition(" - ")[2]) for name, text in plans.items()]
@@ -51,7 +51,7 @@ _MOST_RANKS = 8
 
 
 def _commands(folder: Path, name: str, texts: Mapping[str, str]) -> Iterator[str]:
-    """The next commands: those that train a plan for one machine, and those that show a plan for many."""
+    """Return the next commands: those that train a plan for one machine, or those that show a plan for many."""
     plan = read_plan(Source(f"{name}.parc", texts[f"{name}.parc"]))
     missing = sorted({package for text in texts.values() for package in _imported(text) if find_spec(package) is None})
     if missing:
@@ -65,7 +65,7 @@ def _commands(folder: Path, name: str, texts: Mapping[str, str]) -> Iterator[str
 
 
 def _imported(text: str) -> Iterator[str]:
-    """The packages that a model's file imports; a plan is no Python, and imports none."""
+    """Return the packages that a model's file imports; a plan is no Python, and imports none."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except SyntaxError:
@@ -78,7 +78,7 @@ def _imported(text: str) -> Iterator[str]:
 
 
 def _plans() -> dict[str, str]:
-    """The text of each plan, by name."""
+    """Return the text of each plan, by name."""
     found = sorted((files("parc") / "examples").iterdir(), key=lambda entry: entry.name)
     return {
         entry.name.removesuffix(".parc"): entry.read_text(encoding="utf-8")
@@ -88,7 +88,7 @@ def _plans() -> dict[str, str]:
 
 
 def _texts(name: str, text: str) -> Mapping[str, str]:
-    """The files of an example: the plan, and the file of its model."""
+    """Return the files of an example: the plan, and the file of its model."""
     model = read_plan(Source(f"{name}.parc", text)).model.callable.partition(":")[0]
     return {f"{name}.parc": text, model: (files("parc") / "examples" / model).read_text(encoding="utf-8")}
 

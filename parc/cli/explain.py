@@ -1,4 +1,4 @@
-"""``parc explain``: what an error code means, with an example and the way out."""
+"""``parc explain``: the meaning of an error code, with an example and the way out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def explain_command(given: argparse.Namespace) -> int:
-    """The code's page, or the titles of all codes, on stdout."""
+    """Print the code's page, or the titles of all codes."""
     if given.code is None:
         print("\n".join(f"{name}  {CODES[name].title}" for name in sorted(CODES)))
         return 0

@@ -14,7 +14,7 @@ def fmt_options(parser: argparse.ArgumentParser) -> None:
 
 
 def fmt_command(given: argparse.Namespace) -> int:
-    """Rewrite what is not canonical, and name it. A malformed file is left as it is."""
+    """Rewrite and name files that are not canonical. A malformed file is left as it is."""
     from parc.compiler.plan.include import read_source
     from parc.grammar.format import format_source
 

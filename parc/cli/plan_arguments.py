@@ -1,4 +1,5 @@
-"""Arguments of all commands that take a plan: `-D`, the plan's own faults before torch is there, where builds go."""
+"""Arguments of all commands that take a plan: `-D`, the plan's own faults before torch is loaded, the folder of
+builds."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def define(text: str) -> tuple[str, str]:
-    """``name=value`` of one ``-D``.
+    """Read ``name=value`` of one ``-D``.
 
     Raises:
         argparse.ArgumentTypeError: it is not that.
@@ -23,7 +24,7 @@ def define(text: str) -> tuple[str, str]:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1.
+    """Read a whole number of at least 1.
 
     Raises:
         argparse.ArgumentTypeError: it is not that.
@@ -34,7 +35,7 @@ def positive(text: str) -> int:
 
 
 def chosen_sizes(text: str) -> dict[str, int]:
-    """``B=16,S=256`` of ``--sizes``.
+    """Read ``B=16,S=256`` of ``--sizes``.
 
     Raises:
         argparse.ArgumentTypeError: it is not that.
@@ -46,7 +47,7 @@ def chosen_sizes(text: str) -> dict[str, int]:
 
 
 def add_defines(parser: argparse.ArgumentParser) -> None:
-    """The option ``-D``."""
+    """Add the option ``-D``."""
     parser.add_argument(
         "-D", dest="defines", metavar="NAME=VALUE", type=define, action="append", default=[],
         help="replace the value of one of the plan's `let` names; may be given many times",
@@ -54,7 +55,7 @@ def add_defines(parser: argparse.ArgumentParser) -> None:
 
 
 def read(given: argparse.Namespace, plan: Path) -> Plan:
-    """The plan; without torch, so that mistakes in its text are said at once.
+    """Read the plan without torch, so that mistakes in its text are reported at once.
 
     Raises:
         PlanError: with every mistake that can be found without the model.

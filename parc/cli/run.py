@@ -64,15 +64,15 @@ def run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Launch the processes; in a process that was launched, by parc or by torchrun, be one of them."""
+    """Launch the processes, or, in a process that parc or torchrun launched, be one of them."""
     with _stops_said():
         return _run(given)
 
 
 @contextmanager
 def _stops_said() -> Iterator[None]:
-    """Until training notes signals by itself, SIGTERM and SIGINT end the process at once, with a word where none other
-    is said."""
+    """Enter the time until training notes signals by itself. SIGTERM and SIGINT then end the process at once, with a
+    message if no other is printed."""
     before = {}
 
     def end(number: int, _: object) -> None:
@@ -138,7 +138,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _target(given: argparse.Namespace, build: Build) -> AbstractContextManager[None]:
-    """The folder of `--save`, kept to this run; the hosts of one run, which name one meeting place, share it.
+    """Hold the folder of `--save` for this run. The hosts of one run share it: they name one meeting place.
 
     Raises:
         RunError: another run saves there, or it cannot be written.
@@ -173,7 +173,8 @@ def _options(given: argparse.Namespace, build: Build) -> Options | None:
 
 
 def _before_launch(given: argparse.Namespace, build: Build, options: Options) -> int:
-    """Look for mistakes that would meet every rank, so that they are said once; the processes of this host.
+    """Look for mistakes that every rank would meet, so that they are reported once. Return the number of processes on
+    this host.
 
     Raises:
         RunError: the number of processes, torch, the checkpoint, the weights or the data do not fit, or there is no
@@ -204,7 +205,7 @@ def _before_launch(given: argparse.Namespace, build: Build, options: Options) ->
 
 
 def torch_device(given: argparse.Namespace) -> torch.device | None:
-    """The device that the person chose."""
+    """Return the device that the person chose."""
     import torch
 
     return torch.device(given.device) if given.device else None
@@ -236,7 +237,8 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
 
 
 def _rank(given: argparse.Namespace) -> int:
-    """One rank of a run. What fails is left for the launcher; torchrun prints no words of ours, so then we do."""
+    """Run one rank. Failures are left for parc's launcher; torchrun prints none of them, so under it they are printed
+    here."""
     from parc.runtime.launch.failures import failure_of, leave_failure
     from parc.runtime.launch.hanging import answer
     from parc.runtime.processes import STORE

@@ -1,4 +1,4 @@
-"""``parc show``: what a build holds, as tables, as JSON, or one program as text; or its plan in primitives."""
+"""``parc show``: the contents of a build, as tables, as JSON, or one program as text; or its plan in primitives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def show_options(parser: argparse.ArgumentParser) -> None:
 
 
 def show_command(given: argparse.Namespace) -> int:
-    """Tables of parameters, communication and programs; or the text of programs."""
+    """Print tables of parameters, communication and programs, or the text of programs."""
     if given.defines and not is_plan(given.target):
         say("parc show: -D is for plans; a build has its values already")
         return 2
@@ -53,7 +53,7 @@ def show_command(given: argparse.Namespace) -> int:
 
 
 def _expand(given: argparse.Namespace) -> int:
-    """The plan in primitives, on stdout; a build's own plan where a build is named."""
+    """Print the plan in primitives; a build's own plan if a build is named."""
     if is_plan(given.target):
         path, folder = given.target, given.target.resolve().parent
         plan = read(given, path)
@@ -112,7 +112,7 @@ def _show(given: argparse.Namespace, path: Path) -> int:
 
 
 def _show_timeline(given: argparse.Namespace, build: Build) -> int:
-    """A step's work, played with equal stages whose backward takes twice as long as their forward."""
+    """Print a step's work, played with equal stages whose backward takes twice as long as their forward."""
     from rich.console import Console
 
     from parc.cli.build import schedule_words
@@ -155,7 +155,7 @@ def _show_programs(given: argparse.Namespace, build: Build) -> int:
 
 
 def _parameters(build: Build) -> list[dict[str, Any]]:
-    """Each parameter with its global shape, how it is placed, and the bytes that a rank holds of it."""
+    """Print each parameter with its global shape, its placement, and the bytes that a rank holds of it."""
     from parc.compiler.layout.placement import parse_type
 
     mesh = build.programs[FORWARD].mesh
@@ -171,7 +171,7 @@ def _parameters(build: Build) -> list[dict[str, Any]]:
 
 
 def _modules(build: Build) -> list[tuple[object, ...]]:
-    """Rows of a table of the model's modules, those of numbered ones that are alike with their number."""
+    """Return rows of a table of the model's modules. Alike numbered modules share a row, with their count."""
     weights: dict[str, list[str]] = {}
     for program in build.files():
         for module in (line.origin.module for function in program.functions for line in function.lines):
@@ -193,7 +193,7 @@ def _modules(build: Build) -> list[tuple[object, ...]]:
 
 
 def _folded(parameters: list[dict[str, Any]], lines: dict[str, str]) -> list[tuple[object, ...]]:
-    """Rows of a table; parameters of numbered modules that are alike share one, with their number."""
+    """Return rows of a table. Alike parameters of numbered modules share a row, with their count."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in parameters:
         key = folded(row["name"]), row["type"], _placement(row["placement"]), lines.get(row["name"], "-")
@@ -205,13 +205,13 @@ def _folded(parameters: list[dict[str, Any]], lines: dict[str, str]) -> list[tup
 
 
 def folded(name: str) -> str:
-    """A dotted name with `*` for its numbers."""
+    """Return a dotted name with `*` for its numbers."""
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
 def pattern_of(names: Sequence[str], every: Sequence[str]) -> str:
-    """The pattern of names that differ in numbers alone, as a line of a plan may have it: `blocks.*.up` where these are
-    all of ``every`` that it means, else `stem.{0,3}`."""
+    """Return the pattern of names that differ only in numbers, as a line of a plan may have it. It is `blocks.*.up` if
+    these are all of ``every`` that it means, else `stem.{0,3}`."""
     columns = [sorted(set(words), key=natural) for words in zip(*(name.split(".") for name in names), strict=True)]
     starred = [words[0] if len(words) == 1 else "*" for words in columns]
     means = re.compile(r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in starred))
@@ -221,14 +221,14 @@ def pattern_of(names: Sequence[str], every: Sequence[str]) -> str:
 
 
 def _any_of(words: Sequence[str]) -> str:
-    """The part of a pattern that means these words: `[0..3]`, `{0,2,5}`."""
+    """Return the part of a pattern that means these words: `[0..3]`, `{0,2,5}`."""
     if len(words) > 2 and [int(word) for word in words] == list(range(int(words[0]), int(words[-1]) + 1)):
         return f"[{words[0]}..{words[-1]}]"
     return words[0] if len(words) == 1 else "{" + ",".join(words) + "}"
 
 
 def natural(name: str) -> list[tuple[bool, int, str]]:
-    """A key that sorts numbers in dotted names by their size."""
+    """Return a key that sorts numbers in dotted names by their size."""
     return [(word.isdigit(), int(word) if word.isdigit() else 0, word) for word in name.split(".")]
 
 

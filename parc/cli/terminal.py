@@ -16,12 +16,12 @@ MOST_SHOWN = 100  # messages of one command
 
 
 def say(text: str = "") -> None:
-    """A line of words, on stderr."""
+    """Print a line of words on stderr."""
     print(text, file=sys.stderr)
 
 
 def show(diagnostics: Iterable[Diagnostic]) -> None:
-    """Diagnostics on stderr, a blank line after each; of very many the first."""
+    """Print diagnostics on stderr, with a blank line after each; of very many only the first."""
     every = tuple(diagnostics)
     for diagnostic in every[:MOST_SHOWN]:
         say(render(diagnostic) + "\n")
@@ -30,12 +30,12 @@ def show(diagnostics: Iterable[Diagnostic]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Data for other programs, on stdout."""
+    """Print data for other programs on stdout."""
     print(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False))
 
 
 def show_error(error: BaseException) -> int | None:
-    """Show an error that has an exit code of its own, and return that; None for any other error."""
+    """Show an error that has an exit code of its own, and return that code; None for any other error."""
     if isinstance(error, PlanError):
         show(error.diagnostics)
         count = sum(diagnostic.is_error for diagnostic in error.diagnostics)
@@ -61,7 +61,7 @@ def show_error(error: BaseException) -> int | None:
 
 
 def show_fault(error: BaseException) -> int:
-    """Show an error that nobody foresaw: a fault of parc's own, with what to report."""
+    """Show an error that nobody foresaw, a fault of parc's own, with what to report."""
     from parc import __version__
 
     say("".join(traceback.format_exception(error)))
@@ -74,7 +74,7 @@ def show_fault(error: BaseException) -> int:
 
 @contextmanager
 def stages() -> Iterator[Any]:
-    """A function that names what is being done: a spinner on a terminal, silent elsewhere."""
+    """Return a function that names the work in progress: a spinner on a terminal, silent elsewhere."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -86,7 +86,7 @@ def stages() -> Iterator[Any]:
 
 
 def text_table(rows: Sequence[Sequence[object]], head: Sequence[str], right: Sequence[int] = ()) -> str:
-    """Columns under a head; those numbered in ``right`` are aligned to the right."""
+    """Return columns under a head as text; those numbered in ``right`` are aligned to the right."""
     texts = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(row[at]) for row in texts) for at in range(len(head))]
     lines = []

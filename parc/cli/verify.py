@@ -1,4 +1,4 @@
-"""``parc verify``: a build's checks again, from its files and its plan."""
+"""``parc verify``: the checks of a build again, from its files and its plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def verify_options(parser: argparse.ArgumentParser) -> None:
 
 
 def verify_command(given: argparse.Namespace) -> int:
-    """Say what holds; 5 where a check refuses, 1 where files were altered though every check holds."""
+    """Print what holds. Return 5 if a check refuses, 1 if files were altered though every check holds."""
     with stages() as progress:
         progress("loading torch")
         from parc.checking.verification import verify_build, verify_static

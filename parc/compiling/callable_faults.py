@@ -1,4 +1,5 @@
-"""Faults of the callables that a plan names, at the line that names them; imports neither torch nor the callables."""
+"""Faults of the callables that a plan names, at the line that names them. Neither torch nor the callables are
+imported."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def callable_faults(plan: Plan, folder: Path) -> Iterator[Diagnostic]:
-    """An error for each callable whose file is not there, or has no such name, as far as the file's text tells."""
+    """Return an error for each callable whose file does not exist, or has no such name, as far as the file's text
+    tells."""
     named: list[tuple[Code, Directive, str]] = [(MODEL_FAILED, plan.model, plan.model.callable)]
     if plan.loss.kind == "callable":
         named.append((MODEL_FAILED, plan.loss, plan.loss.target))
@@ -31,7 +33,7 @@ def callable_faults(plan: Plan, folder: Path) -> Iterator[Diagnostic]:
 
 
 def callable_diagnostic(code: Code, error: CallableError, *lines: Directive | None) -> Diagnostic:
-    """An error of a callable, at the first line, or at the argument of one of them that it does not take."""
+    """Return the error of a callable, at the first line, or at the argument of a line that it does not take."""
     found = [
         binding.span
         for line in lines
@@ -46,7 +48,7 @@ def callable_diagnostic(code: Code, error: CallableError, *lines: Directive | No
 
 
 def own_trace(error: BaseException | None) -> tuple[str, ...]:
-    """The traceback of what the plan names, its model, loss or data, without parc's frames."""
+    """Return the traceback of the code that the plan names, its model, loss or data, without parc's frames."""
     if error is None:
         return ()
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]

@@ -69,15 +69,16 @@ class Compiled:
     template: Template | None = None
     """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
     written: Build | None = None
-    """The build whose files it is held to be, where there are files."""
+    """The build in files that this compilation is compared with, if there is one."""
 
     @cached_property
     def build(self) -> Build:
-        """The build that a reader would make of the files that the plan compiles to; every check looks at this."""
+        """The build that a reader would make from the files that the plan compiles to; every check looks at this
+        one."""
         return self.written or Build.of(self.folder, files_of(self), manifest_of(self), {})
 
     def to_write(self, report: Mapping[str, Any]) -> Build:
-        """The build with its report, and hashes of the code that it was compiled of."""
+        """Return the build with its report, and the hashes of the code that it was compiled from."""
         code = target_hashes(self.lines.sources, self.folder)
         hashes = {name: code_hash for name, (code_hash, _) in code.items()}
         lines = {name: lines for name, (_, lines) in code.items()}
@@ -85,17 +86,18 @@ class Compiled:
         return replace(self.build, manifest=manifest, report=report)
 
     def at(self, sizes: Mapping[str, int]) -> Compiled:
-        """The plan compiled for some of its sizes, from the template."""
+        """Return the plan compiled for some of its sizes, from the template."""
         build = self.build.at(sizes)
         return replace(self, plan=fixed(self.plan, sizes), written=build, sizes={**self.sizes, **sizes}, template=None)
 
     def cases(self) -> list[Compiled]:
-        """The compilations that are checked: this one; where sizes have ranges, the largest and a few others."""
+        """Return the compilations that are checked: this one, or, where sizes have ranges, those at the largest and a
+        few other sizes."""
         return [self] if self.template is None else [self.at(sizes) for sizes in check_points(self.template.ranges)]
 
 
 def task_lines(plan: Plan) -> TaskLines:
-    """The lines of the plan that say what is trained."""
+    """Return the lines of the plan that say what is trained."""
     model, loss, inputs = plan.model, plan.loss, tuple(line.name for line in plan.inputs)
     places = tuple((line.name, line.parameter) for line in plan.inputs if line.parameter != line.name)
     return TaskLines(model.callable, model.values, inputs, loss.kind, loss.target, loss.operands, loss.ignore, places)
@@ -103,7 +105,8 @@ def task_lines(plan: Plan) -> TaskLines:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Graphs live to the end: a collection of garbage walks over all of them and frees next to nothing."""
+    """Enter a block without garbage collection: it would walk over all graphs, which live to the end, and free next to
+    nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -123,7 +126,8 @@ def compile_plan(
     longer: Pads | None = None,
     progress: Progress = lambda _: None,
 ) -> Compiled:
-    """Capture the model and run every pass; where sizes have ranges, at a few of them, which make a template.
+    """Capture the model and run every pass. Where sizes have ranges, this is done at a few of them, which make a
+    template.
 
     ``overrides`` and ``copies`` make the plan's twin: other arguments of the model, and what its plan keeps on several
     ranks, where it is not to be found out; it is padded wherever the plan's own build is ``longer`` than its model.
@@ -157,8 +161,8 @@ def compile_captured(
     plan: Plan, folder: Path, recorded: Recorded, captured: Captured, copies: Copies | None = None,
     longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
 ) -> Compiled:  # fmt: skip
-    """Run every pass on a captured model; ``declared`` is the plan with the ranges of which its sizes are a choice; a
-    ``smaller`` model may lack what the plan names.
+    """Run every pass on a captured model. ``declared`` is the plan with the ranges from which its sizes were chosen. A
+    ``smaller`` model may lack names of the plan.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
@@ -194,7 +198,7 @@ def ask(
     plan: Plan, folder: Path, recorded: Recorded, captured: Captured, copies: Copies | None = None,
     longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
 ) -> Asked:  # fmt: skip
-    """Make the request that ``compile_captured`` gives the passes.
+    """Return the request that ``compile_captured`` gives to the passes.
 
     Raises:
         PlanError: the plan is at fault.
@@ -226,7 +230,7 @@ def ask(
 
 
 def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
-    """Parameters that are not trained: the plan's, and those that the model itself does not train.
+    """Return the parameters that are not trained: the plan's, and those that the model itself does not train.
 
     Raises:
         PlanError: none is left.
@@ -249,7 +253,7 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def programs_of(compiled: Compiled) -> dict[str, str]:
-    """Texts of a build's programs by file name; templates where sizes have ranges."""
+    """Return the texts of a build's programs by file name; templates where sizes have ranges."""
     if compiled.template is not None:
         return dict(compiled.template.texts)
     programs = {
@@ -259,14 +263,14 @@ def programs_of(compiled: Compiled) -> dict[str, str]:
 
 
 def files_of(compiled: Compiled) -> dict[str, str]:
-    """Texts of a build's plan, programs and schedule by file name."""
+    """Return the texts of a build's plan, programs and schedule by file name."""
     schedule = schedule_text(compiled.timelines)
     return {"plan.parc": compiled.plan.text(), **programs_of(compiled), "schedule.txt": schedule}
 
 
 def manifest_of(compiled: Compiled) -> dict[str, Any]:
-    """The facts a run needs beside the programs, of a build in the plan's folder; hashes of code are
-    added where it is written."""
+    """Return the facts that a run needs beside the programs, for a build in the plan's folder. Hashes of code are added
+    when it is written."""
     plan, built = compiled.plan, compiled.built
     facts, precision = plan_facts(plan), regions(compiled.resolved.precision)
     return {
@@ -287,7 +291,8 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
 
 
 def constant_facts(compiled: Compiled) -> dict[str, Any]:
-    """Tensors that capture found written in the model's code: no module holds them, so a run reads them here."""
+    """Return the tensors that capture found written in the model's code: no module holds them, so a run reads them
+    here."""
     return {
         name: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
         for name, value in sorted(compiled.captured.constants.items())

@@ -1,4 +1,4 @@
-"""The files of a plan's ``init`` line held against its model, and what a run is told of them."""
+"""The files of a plan's ``init`` line, checked against its model, and the facts about them for a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 
 
 def init_facts(plan: Plan, recorded: Recorded, captured: Captured) -> dict[str, Any] | None:
-    """The ``init`` line, with the model's tensors as a run expects them in the files."""
+    """Return the facts of the ``init`` line, with the model's tensors as a run expects them in the files."""
     line = plan.init
     if line is None:
         return None
@@ -29,7 +29,7 @@ def init_facts(plan: Plan, recorded: Recorded, captured: Captured) -> dict[str, 
 
 
 def state_tensors(recorded: Recorded, captured: Captured) -> list[Expected]:
-    """The tensors of the model's state, tied ones once with all their names."""
+    """Return the tensors of the model's state, tied ones once with all their names."""
     aliases = captured.aliases
     found: dict[str, Expected] = {}
     for name, value in recorded.module.state_dict().items():
@@ -42,7 +42,7 @@ def state_tensors(recorded: Recorded, captured: Captured) -> list[Expected]:
 
 
 def check_weights(plan: Plan, folder: Path, recorded: Recorded, captured: Captured) -> None:
-    """Hold the files of the ``init`` line against the model; no tensor is read.
+    """Check the files of the ``init`` line against the model; no tensor is read.
 
     Raises:
         PlanError: they cannot be read, or do not fit; tensors that do not are named.

@@ -1,4 +1,4 @@
-"""Pipelines as a plan asks for them: how its lines cut the captured step, and what each role then does when."""
+"""Pipelines that a plan asks for: the cuts of the captured step, and the timeline of each role."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pipeline_of(plan: Plan, folder: Path, names: PlanNames, captured: Captured) 
 def timelines_of(
     plan: Plan, programs: Collection[str], pipeline: Pipeline | None, folder: Path
 ) -> dict[str, tuple[Action, ...]]:
-    """The actions of each role in a step, in order, of the kinds of which there are programs.
+    """Return the actions of each role in a step, in order, of the kinds that have programs.
 
     Raises:
         PlanError: the schedule's file cannot be read, or is no schedule of these stages.

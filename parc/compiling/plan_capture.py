@@ -1,4 +1,5 @@
-"""A plan's model made and captured; every fault of the model is an error of the plan's line that names it."""
+"""The making and the capture of a plan's model. Every fault of the model is an error of the plan's line that names
+it."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
 
 
 def failure(plan: Plan, error: Exception) -> Diagnostic:
-    """The error of a model that fails when it is run as it is written."""
+    """Return the error of a model that fails when it is run as it is written."""
     source = user_frame(error)
     notes = [f"at {source}"] if source else []
     text = str(error).strip().split("\n")[0]
@@ -114,5 +115,5 @@ def failure(plan: Plan, error: Exception) -> Diagnostic:
 
 
 def input_specs(plan: Plan) -> dict[str, InputSpec]:
-    """Dtype and shape of each input in one microbatch, over all data ranks."""
+    """Return dtype and shape of each input in one microbatch, over all data ranks."""
     return {line.name: InputSpec(getattr(torch, line.dtype), plan.input_shape(line)) for line in plan.inputs}

@@ -1,4 +1,4 @@
-"""The files and the callable of a plan's ``data`` line held against it, and what a run is told of them."""
+"""The files and the callable of a plan's ``data`` line, checked against it, and the facts about them for a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parc.runtime.data.sources import is_synthetic, open_data
 
 
 def check_data(plan: Plan, folder: Path) -> None:
-    """Hold the ``data`` line against what is there: the callable and its arguments, the files; no sample is read.
+    """Check that the ``data`` line fits the callable and its arguments, or the files; no sample is read.
 
     Raises:
         PlanError: the callable cannot be had, or takes other arguments; a glob matches no file, or all are too short.
@@ -60,8 +60,8 @@ def sample_said(plan: Plan, folder: Path) -> Iterator[None]:
 
 
 def check_sample(plan: Plan, folder: Path, build: Build) -> None:
-    """Hold the first sample against the ``input`` lines of what programs read, where any size of a range will do; and
-    its whole numbers against the rows or classes that the model has.
+    """Check the first sample against the ``input`` lines of inputs that programs read, with any size of a range; and
+    its whole numbers against the rows or classes of the model.
 
     Raises:
         PlanError: it is no dict of tensors, lacks an input, or one has another dtype, shape or number.
@@ -83,8 +83,8 @@ def check_sample(plan: Plan, folder: Path, build: Build) -> None:
 
 
 def _first_sample(plan: Plan, folder: Path) -> Mapping[str, Tensor] | None:
-    """None where no line names files or a callable, and where the sample cannot be made: a build may be made where the
-    data is not, and a run says what is missing.
+    """Return the first sample. It is None if no line names files or a callable, and if the sample cannot be made: a
+    build may be made where the data is not, and a run says what is missing.
 
     Raises:
         PlanError: it is no dict of tensors.
@@ -102,13 +102,13 @@ def _first_sample(plan: Plan, folder: Path) -> Mapping[str, Tensor] | None:
 
 
 def _misfits(plan: Plan, sample: Mapping[str, Tensor], inputs: Sequence[Mapping[str, Any]]) -> list[Diagnostic]:
-    """The error of the first input that a sample holds otherwise than its line says, if there is one."""
+    """Return the error of the first input whose tensor in a sample differs from its line, if there is one."""
     wrong = sample_misfit(sample, 0, inputs, plan.sizes)
     return [_fault(plan, wrong[1], MISFIT_HELP, wrong[0])] if wrong else []
 
 
 def _fault(plan: Plan, message: str, help_: str, name: str = "") -> Diagnostic:
-    """An error of the ``data`` line, and of the input of a name."""
+    """Return an error of the ``data`` line, and of the named input."""
     assert plan.data is not None
     related = tuple(Label(line.span, "declared here") for line in plan.inputs if line.name == name)
     return Diagnostic(BAD_DATA, message, Label(plan.data.span), related, help=help_)

@@ -1,4 +1,4 @@
-"""Ranges of sizes: a plan compiled at a few of them as one template, and in its own terms what is wrong with some."""
+"""Ranges of sizes: a plan compiled at a few of them as one template, and its errors in the plan's terms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONFIRMED = 2  # of which so many only confirm
 
 
 def fixed(plan: Plan, sizes: Mapping[str, int]) -> Plan:
-    """The plan for one choice of its sizes."""
+    """Return the plan for one choice of its sizes."""
     return replace(plan, sizes={**plan.sizes, **{name: SizeRange(size, size) for name, size in sizes.items()}})
 
 
@@ -31,9 +31,9 @@ def compile_range(
     texts_of: Callable[[_Made], Mapping[str, str]],
     constants_of: Callable[[_Made], Mapping[str, object]],
 ) -> tuple[list[_Made], Template]:
-    """Compile a plan at a few of its sizes, the largest first, and make the template of its programs: at more sizes
-    until every number is a polynomial of them, and the programs of two more are to the letter the template's; at all,
-    where they are few. Constants, which no program spells, are one.
+    """Compile a plan at a few of its sizes, the largest first, and make the template of its programs. Further sizes are
+    compiled until every number is a polynomial of them, and the programs of two more are exactly the template's; small
+    ranges are compiled completely. Constants, which no program spells, must be equal at all of them.
 
     Raises:
         PlanError: the plan or the model is at fault at some size, or has no one program for two of them.
@@ -78,7 +78,7 @@ def compile_range(
 def _merged(
     plan: Plan, ranges: Ranges, points: Sequence[Sizes], texts: Sequence[Mapping[str, str]]
 ) -> tuple[Template | None, Misfit | None]:
-    """A template, or which number is no polynomial of the sizes."""
+    """Return a template, or the misfit of a number that is no polynomial of the sizes."""
     try:
         return Template.merge(ranges, points, texts), None
     except Misfit as error:
@@ -88,7 +88,7 @@ def _merged(
 
 
 def at_sizes(diagnostics: Iterable[Diagnostic], sizes: Mapping[str, int]) -> list[Diagnostic]:
-    """Errors of the model, with the sizes at which it has them."""
+    """Return errors of the model, with the sizes at which it has them."""
     note = f"at {sizes_text(sizes)}, of the declared sizes"
     return [replace(d, notes=(note, *d.notes)) if d.code.name.startswith("P02") else d for d in diagnostics]
 
@@ -124,7 +124,8 @@ def _constant_diagnostic(
 
 
 def fault_diagnostic(plan: Plan, fault: ShapeFault) -> Diagnostic:
-    """A size that is no whole number for some declared sizes, with the line that splits it."""
+    """Return the message about a size that is not a whole number for some declared sizes, with the line that splits
+    it."""
     where = f"`{fault.value}`" + (f" of `{fault.module}`" if fault.module else "")
     declared = sizes_text(moving(plan.sizes))
     code = NO_DIVIDE if fault.divides else OTHER_PROGRAM
@@ -136,7 +137,7 @@ def fault_diagnostic(plan: Plan, fault: ShapeFault) -> Diagnostic:
 
 
 def line_span(plan: Plan, line: int) -> Span | None:
-    """The statement of the plan at a line; an `include` for all that it brings."""
+    """Return the place of the plan's statement at a line; an `include` stands for all that it brings."""
     return next((s.span.root for s in plan.statements if s.span.root.line == line), None)
 
 
