@@ -29,12 +29,12 @@ settings.load_profile("check")
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test stays."""
+    """Freeze the objects that exist before the first test, so that garbage collections skip them."""
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How many random models and plans were tried, by all workers together."""
+    """Print how many random models and plans all workers tried together."""
     counts: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:

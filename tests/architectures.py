@@ -1,4 +1,4 @@
-"""Small models that no family is named for, one for each kind of operators that models are made of."""
+"""Small models without a family of plans, one for each kind of operators that models are made of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Recurrent(nn.Module):
-    """LSTM with dropout between its layers, then GRU."""
+    """A model with an LSTM that has dropout between its layers, then a GRU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,8 @@ class Recurrent(nn.Module):
 
 
 class Drawing(nn.Module):
-    """Draws of every law that a forward may have: of whole channels, of samples, in place, of each element's own."""
+    """A model with draws of every law that a forward may have: of whole channels, of samples, in place, of each
+    element's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Painter(nn.Module):
 
 
 class Waves(nn.Module):
-    """One dim: weight norm, dilation, PReLU, pools of one dim."""
+    """A model over one dim: weight norm, dilation, PReLU, pools of one dim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Waves(nn.Module):
 
 
 class Recommender(nn.Module):
-    """DLRM: bags of embeddings, what each pair of features has in common, a bilinear form."""
+    """A DLRM: bags of embeddings, products of each pair of features, a bilinear form."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class Readers(nn.Module):
 
 
 class Reordering(nn.Module):
-    """Draws an order, which no stream counts."""
+    """A model that draws an order, which no stream counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,5 +126,5 @@ class Reordering(nn.Module):
 
 
 def mean_square(output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Mean of the squared differences."""
+    """Return the mean of the squared differences."""
     return F.mse_loss(output, wanted)

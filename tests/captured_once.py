@@ -1,4 +1,4 @@
-"""Plans compiled with one capture for many: a model is captured again where its plan's task or its code differs."""
+"""Plans compiled with one capture for many. A model is captured again if its plan's task or its code differs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _CAPTURES: dict[Any, tuple[Recorded, Captured]] = {}
 
 
 def compile_once(plan: Plan, folder: Path) -> Compiled:
-    """The programs of a plan; a model is captured once for many plans of it, if no Python file of their folder was
-    changed.
+    """Compile a plan. A model is captured once for many plans of it, unless a Python file of their folder was changed.
 
     Raises:
         PlanError: the plan, the model or both are at fault.

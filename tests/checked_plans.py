@@ -1,4 +1,4 @@
-"""Plans compiled and checked as ``parc build`` does it, with nothing written."""
+"""Plans compiled and checked as ``parc build`` does, with nothing written."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _STAGES = "stage before b over pp\nschedule gpipe microbatches 2\n"
 def compiled_net(
     folder: Path, file: str, model: str, stages: bool = False, lines: str = "", shape: str = "B, 8", sizes: str = "B=8"
 ) -> Compiled:
-    """The programs of a model of 8 numbers a sample, or another ``shape``, on two data ranks: ``model`` is the plan's
-    text after the name of the file, whose text ``file`` is; with ``stages`` the model is cut before its ``b``;
-    ``lines`` are the last."""
+    """Compile a model of 8 numbers a sample, or another ``shape``, on two data ranks. ``model`` is the plan's text
+    after the name of the file, whose text is ``file``. With ``stages`` the model is cut before its ``b``; ``lines``
+    come last."""
     (folder / "net.py").write_text(file + _SQUARE)
     text = _SMALL.format(model=model, shape=shape, sizes=sizes, pp=1 + stages) + _STAGES * stages + lines
     return compile_plan(read_plan(Source("net.parc", text)), folder)
@@ -42,7 +42,7 @@ def compiled_net(
 
 @lru_cache(maxsize=16)
 def compiled(text: str, folder: Path = EXAMPLES, **defines: int) -> Compiled:
-    """The programs of a plan whose paths count from a folder."""
+    """Compile a plan whose paths count from a folder."""
     words = {name: str(value) for name, value in defines.items()}
     return compile_once(read_plan(Source("plan.parc", text), words), folder)
 

@@ -19,7 +19,7 @@ def turns(dim: int, length: int, theta: float = 10000.0) -> Tensor:
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """Heads [b, t, h, d], their entries in pairs as complex numbers, times ``turn`` [t, d / 2]."""
+    """Multiply heads [b, t, h, d], with their entries in pairs as complex numbers, by ``turn`` [t, d / 2]."""
     z = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     shape = [size if dim in (1, z.ndim - 1) else 1 for dim, size in enumerate(z.shape)]
     return torch.view_as_real(z * turn.view(*shape)).flatten(3).type_as(x)
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The table of turns lies in a plain attribute, and is read from a position on."""
+    """A Llama whose table of turns lies in a plain attribute, and is read from a position on."""
 
     def __init__(self, layers: int = 2, width: int = 32, heads: int = 4) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Llama(nn.Module):
 
 
 class Filter(nn.Module):
-    """Frequencies of a sequence, times trained complex weights."""
+    """A layer that multiplies the frequencies of a sequence by trained complex weights."""
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Filter(nn.Module):
 
 
 class Filters(nn.Module):
-    """With a complex buffer, and one that every step changes."""
+    """A model with a complex buffer, and one that every step changes."""
 
     turn: Tensor
     seen: Tensor
@@ -109,13 +109,13 @@ class Filters(nn.Module):
 
 
 def fnet() -> nn.Module:
-    """FNet of a layer, which mixes by an FFT of sequence and width."""
+    """Make an FNet of one layer, which mixes by an FFT of sequence and width."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 32}
     return transformers.FNetForMaskedLM(transformers.FNetConfig(**sizes, vocab_size=32, type_vocab_size=2))
 
 
 def llama4() -> nn.Module:
-    """Llama 4's text model of one dense layer."""
+    """Make Llama 4's text model of one dense layer."""
     made = transformers.Llama4TextConfig(
         hidden_size=32, intermediate_size=32, intermediate_size_mlp=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=32, vocab_size=32, interleave_moe_layer_step=3,

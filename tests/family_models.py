@@ -26,7 +26,8 @@ _TEXT = {"vocab_size": 64, "use_cache": False, "bos_token_id": 1, "eos_token_id"
 
 
 def decoder(name: str, kv_heads: int = 2, heads: int = 4, **changes: Any) -> nn.Module:
-    """A decoder of two layers, four heads and two heads of keys and values; ``changes`` of its configuration."""
+    """Make a decoder of two layers, four heads and two heads of keys and values; ``changes`` are of its
+    configuration."""
     config, own = DECODERS[name]
     sizes = {**_SIZES, "hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     made = getattr(transformers, config)(**{**_TEXT, **sizes, "max_position_embeddings": 32, **own, **changes})
@@ -34,19 +35,19 @@ def decoder(name: str, kv_heads: int = 2, heads: int = 4, **changes: Any) -> nn.
 
 
 def gpt2(**changes: Any) -> nn.Module:
-    """GPT-2 of two layers, its head tied to the embedding; its dropout stays."""
+    """Make a GPT-2 of two layers, with its head tied to the embedding and with its dropout."""
     made = transformers.GPT2Config(**{**_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, **changes})
     return AutoModelForCausalLM.from_config(made)
 
 
 def bert() -> nn.Module:
-    """BERT as a masked language model."""
+    """Make a BERT as a masked language model."""
     made = transformers.BertConfig(**_SIZES, vocab_size=64, max_position_embeddings=32)
     return transformers.BertForMaskedLM(made)
 
 
 def t5() -> nn.Module:
-    """An encoder and a decoder of two layers; both embeddings and the head are one."""
+    """Make an encoder and a decoder of two layers; both embeddings and the head are one."""
     made = transformers.T5Config(
         d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, use_cache=False, decoder_start_token_id=0
     )
@@ -54,7 +55,7 @@ def t5() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    """ViT with four patches of an image of 16 by 16."""
+    """Make a ViT with four patches of an image of 16 by 16."""
     made = transformers.ViTConfig(**_SIZES, image_size=16, patch_size=8, num_labels=6)
     return transformers.ViTForImageClassification(made)
 
@@ -77,7 +78,7 @@ class _Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A small ResNet with what else convolutional networks have: a block by channels (depthwise and GroupNorm)."""
+    """A small ResNet with other parts of convolutional networks: a block by channels (depthwise and GroupNorm)."""
 
     def __init__(self, width: int = 8, classes: int = 6) -> None:
         super().__init__()

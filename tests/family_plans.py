@@ -1,4 +1,4 @@
-"""Every shipped family's plan with the models that it is for, as the tests and the table of families use them."""
+"""The plan of every shipped family with the models that it serves, for the tests and the table of families."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLASSES = "loss      cross_entropy(output.logits, labels)"
 
 
 def include(family: str) -> str:
-    """The line that brings a family's placements."""
+    """Return the line that brings a family's placements."""
     return f'include   "parc:{family}" (tp=$tp)'
 
 
@@ -55,13 +55,13 @@ MODELS = {
     "vit": ('"tests.family_models:vit" (', IMAGE + CLASSES, include("vit"), 4, 4),
     "convolutions": ('"tests.family_models:ResNet" (', IMAGE, CONVOLUTIONS, 4, 2),
 }  # fmt: skip
-"""Model, inputs, placements, and all-reduces over tp of a forward and of its backward. Forward: two a layer (three of a
-decoder that reads an encoder), one of each embedding's lookup and one of the loss; for OLMo 2 two more a layer, of the
-squares that its norms of q and k add up; for a convolution split by its inputs its result and what the batch's mean is
-made of."""
+"""The models of each family: model, inputs, placements, and all-reduces over tp in a forward and in its backward. In
+forward there are two for each layer (three in a decoder that reads an encoder), one for each embedding's lookup and one
+for the loss. OLMo 2 has two more for each layer, which add up the squares of its norms of q and k. A convolution split
+by its inputs has its result, and the values of the batch's mean."""
 
 
 def plan_text(name: str, more: str = "") -> str:
-    """The plan of a model made with ``more`` arguments, with ``dp`` and ``tp`` to be given."""
+    """Return the plan of a model made with ``more`` arguments; ``dp`` and ``tp`` are left to be given."""
     model, inputs, lines, *_ = MODELS[name]
     return PLAN.format(model=f"{model}{more})", inputs=inputs, lines=lines)

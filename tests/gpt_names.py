@@ -1,4 +1,4 @@
-"""The names that the capture of a small GPT gives: the model behind the plans of the language's tests."""
+"""The names in the capture of a small GPT: the model behind the plans of the language's tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LAYERS, WIDTH, VOCAB = 2, 8, 50258
 
 
 def gpt_names(vocab: int = VOCAB) -> PlanNames:
-    """Two blocks, tied embedding and head, fused qkv; batch 4, sequence 8."""
+    """Return the names of a GPT of two blocks, tied embedding and head, fused qkv; batch 4, sequence 8."""
     shapes: dict[str, Shape] = {"embed.weight": (vocab, WIDTH), "norm.weight": (WIDTH,), "norm.bias": (WIDTH,)}
     uses = {"embed.weight": WeightUse("lookup", 0), "head.weight": WeightUse("linear", 0, 1)}
     modules = {"embed", "head", "norm", "blocks"}

@@ -1,4 +1,4 @@
-"""Changes of texts, JSON values and bytes at random, to what a reader may not have thought of."""
+"""Random changes of texts, JSON values and bytes, to values that a reader may not expect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HARD: tuple[Any, ...] = (
     0, -1, 1, 2**31, 2**62, 2**63, 2**64, 10**12, 10**30, 1e308, -0.0, 0.5, True, None, "", "x", "..", "/", "f32[8]",
     "\u202e", "a" * 5000, [], {}, [[[[]]]], [None] * 100, {"": None}, float("inf"), float("nan"),
 )  # fmt: skip
-"""Values that a reader may not have thought of."""
+"""Values that a reader may not expect."""
 WORDS = (
     "0", "-1", "1", "9" * 30, "4611686018427387904", "1000000000000", "1e999", "0.5", "1..1000000000000", "(", ")", "[",
     "]", "{", "}", ",", "=", "/", "/tp", "..", "...", "$x", '"', '""', '"/dev/zero"', "*", "**", "a.*.{b,c}", "tp=0",
@@ -23,7 +23,7 @@ WORDS = (
 
 
 def mutate_text(draw: random.Random, text: str) -> str:
-    """A text with a few of its characters, words or lines changed."""
+    """Return a text with a few of its characters, words or lines changed."""
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         lines = text.split("\n")
         at, kind = draw.randrange(len(lines)), draw.randrange(9)
@@ -55,7 +55,7 @@ def mutate_text(draw: random.Random, text: str) -> str:
 
 
 def mutate_json(draw: random.Random, value: Any) -> Any:
-    """A JSON value with one or a few of its parts replaced, removed, or moved."""
+    """Return a JSON value with one or a few of its parts replaced, removed, or moved."""
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         places = list(_places(value))
         if not places:  # all was removed
@@ -86,7 +86,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mutate_bytes(draw: random.Random, data: bytes) -> bytes:
-    """Bytes of which some are changed, removed, or there twice."""
+    """Return bytes of which some are changed, removed, or doubled."""
     changed = bytearray(data)
     for _ in range(draw.choice((1, 2, 8))):
         at = draw.randrange(max(len(changed), 1))

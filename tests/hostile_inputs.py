@@ -36,7 +36,7 @@ from tests.hostile_changes import mutate_bytes, mutate_json, mutate_text
 from tests.runtime.tiny import BOTH, DATA, EXAMPLES, PLAN, TENSOR, build
 
 MOST = {"read": (10.0, 1 << 30), "build": (120.0, 4 << 30)}
-"""Seconds of a processor and bytes of resident memory, torch's own and all: of what only reads, of what builds."""
+"""The limits of reading and of building: seconds of a processor, and bytes of resident memory with torch's own."""
 STAGED = PLAN.replace("schedule  microbatches 2", "schedule  1f1b microbatches 2") + (
     "mesh      pp=2\nstage     before blocks.1 over pp\n"
 )
@@ -47,7 +47,8 @@ SAID = re.compile(r"(error|warning)\[P[0-9]{4}\]|usage:|parc \w+:|`|would change
 
 @dataclass
 class Outcome:
-    """The outcome of one input. Its ``end`` is ``accepted``, ``refused``, or the name of what parc did not bear."""
+    """The outcome of one input. Its ``end`` is ``accepted``, ``refused``, or a fault of parc: a crash, or a limit
+    passed."""
 
     number: int
     what: str
@@ -58,7 +59,7 @@ class Outcome:
 
 @dataclass
 class Summary:
-    """All that a fuzz found."""
+    """All findings of a fuzz."""
 
     seed: int
     ends: Counter[str] = field(default_factory=Counter)
@@ -76,7 +77,7 @@ class Summary:
         self.largest = max(self.largest, outcome.bytes)
 
     def text(self) -> str:
-        """For a reader."""
+        """Return the findings as text for a reader."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
         lines = [f"seed {self.seed}: {self.ends.total()} inputs ({kinds}): {self.ends['refused']} refused with a "
                  f"message, {self.ends['accepted']} accepted, {self.ends['not borne']} not borne; slowest "
@@ -85,7 +86,7 @@ class Summary:
 
 
 def prepare(folder: Path, names: Collection[str] = tuple(BUILDS)) -> None:
-    """Make what is changed: builds, those of ``names`` alone, and a checkpoint of the first."""
+    """Make the originals: builds, or those of ``names`` alone, and a checkpoint of the first."""
     for name in names:
         build(folder / name, *BUILDS[name])
     made = open_build(folder / "tensor" / "build")
@@ -95,12 +96,12 @@ def prepare(folder: Path, names: Collection[str] = tuple(BUILDS)) -> None:
 
 
 def plans() -> list[Path]:
-    """Every plan that parc ships."""
+    """Return every plan that parc ships."""
     return sorted([*EXAMPLES.glob("*.parc"), *(EXAMPLES.parent / "parc" / "plans").glob("*.parc")])
 
 
 def read_plan_input(draw: random.Random, made: Path, folder: Path) -> tuple[str, Callable[[], int]]:
-    """A plan, checked without its model, or formatted."""
+    """Check a changed plan without its model, or format it."""
     source = draw.choice(plans())
     shutil.copy(EXAMPLES / "gpt.py", folder)
     place = folder / "plan.parc"
@@ -111,7 +112,7 @@ def read_plan_input(draw: random.Random, made: Path, folder: Path) -> tuple[str,
 
 
 def read_build_input(draw: random.Random, made: Path, folder: Path) -> tuple[str, Callable[[], int]]:
-    """A build one of whose files is another, and whose hashes fit, verified from its files or shown."""
+    """Verify or show a build with one changed file and fitting hashes."""
     name = draw.choice(sorted(name for name in BUILDS if (made / name).is_dir()))
     copy = Path(shutil.copytree(made / name / "build", folder / "build"))
     files = sorted(str(place.relative_to(copy)) for place in copy.rglob("*") if place.is_file())
@@ -133,7 +134,7 @@ def read_build_input(draw: random.Random, made: Path, folder: Path) -> tuple[str
 
 
 def read_checkpoint_input(draw: random.Random, made: Path, folder: Path) -> tuple[str, Callable[[], int]]:
-    """A checkpoint, held against a build."""
+    """Open a changed checkpoint for a build."""
     copy = Path(shutil.copytree(made / "checkpoint", folder / "checkpoint"))
     file = draw.choice((FACTS, TENSORS))
     place = copy / file
@@ -155,7 +156,7 @@ def read_checkpoint_input(draw: random.Random, made: Path, folder: Path) -> tupl
 
 
 def build_input(draw: random.Random, made: Path, folder: Path) -> tuple[str, Callable[[], int]]:
-    """A plan, built with its model."""
+    """Build a changed plan with its model."""
     shutil.copy(EXAMPLES / "gpt.py", folder)
     text = PLAN + draw.choice((TENSOR, BOTH, DATA))
     (folder / "plan.parc").write_bytes(mutate_text(draw, text).encode("utf-8"))
@@ -194,7 +195,7 @@ def _work(pipe: Connection, seed: int, made: Path, builds: bool) -> None:
 
 
 def fuzz(seed: int, made: Path, numbers: Iterator[int], builds: bool = False) -> Summary:
-    """Read inputs in a process of their own, a new one where an input kills it or has no end."""
+    """Read inputs in a process of their own, and in a new one if an input kills it or does not end."""
     summary, context = Summary(seed), multiprocessing.get_context("fork")
     seconds, most = MOST["build" if builds else "read"]
     worker, pipe = None, None
@@ -223,7 +224,7 @@ def fuzz(seed: int, made: Path, numbers: Iterator[int], builds: bool = False) ->
 
 
 def until(end: float) -> Iterator[int]:
-    """Numbers, as long as there is time."""
+    """Yield numbers as long as there is time."""
     number = 0
     while time.monotonic() < end:
         yield number
@@ -231,7 +232,7 @@ def until(end: float) -> Iterator[int]:
 
 
 def command() -> int:
-    """Fuzz what reads, and for a quarter of the time what builds."""
+    """Fuzz the readers, and for a quarter of the time the builds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Models with dims that axes do not divide, as plans of the tests of padding make them."""
+"""Models with dims that axes do not divide, for the plans in the tests of padding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Any] = {
 
 
 class Mlp(nn.Module):
-    """Table, one hidden layer with a residual, and a head."""
+    """A model with a table, one hidden layer with a residual, and a head."""
 
     def __init__(self, vocab: int = 13, width: int = 8, hidden: int = 10, kind: str = "gelu", bias: bool = True,
                  tied: bool = False, gated: bool = False, norm: str = "", p: float = 0.0) -> None:  # fmt: skip

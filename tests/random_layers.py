@@ -1,4 +1,4 @@
-"""Layers of random models: each maps [B, S, W] to [B, S, W], in a way in which real models are written."""
+"""Layers of random models: each maps [B, S, W] to [B, S, W], as real models write it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .random_functions import ACTIVATIONS, FUNCTIONS
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a random model; ``batch`` is that of one microbatch."""
+    """The sizes of a random model; ``batch`` is that of one microbatch."""
 
     batch: int
     length: int
@@ -30,7 +30,7 @@ class Sizes:
 
 
 class MLP(nn.Module):
-    """Two products around an activation, the first fused with a gate where ``gate`` says so."""
+    """Two products around an activation; with ``gate`` the first is fused with a gate."""
 
     def __init__(self, s: Sizes, activation: str, bias: bool, gate: str) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention; ``qkv``: how the projections are written, ``mask``: how it is made causal, if it is."""
+    """Self-attention; ``qkv`` says how the projections are written, ``mask`` how it is made causal, if it is."""
 
     def __init__(self, s: Sizes, qkv: str, shared: int, repeat: str, mask: str, dropout: float) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every expert computes every token; a router weighs them, or keeps the best of each token."""
+    """Experts that each compute every token; a router weighs them, or keeps the best for each token."""
 
     def __init__(self, s: Sizes, count: int, best: bool) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Experts(nn.Module):
 
 
 class Squeeze(nn.Module):
-    """Channels gated by what the whole sequence says."""
+    """Channels gated by a summary of the whole sequence."""
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Glu(nn.Module):
 
 
 class Image(nn.Module):
-    """A convolution over positions and what is in a head, with heads as channels."""
+    """A convolution over positions and the entries of a head, with heads as channels."""
 
     def __init__(self, s: Sizes, pooled: bool) -> None:
         super().__init__()
@@ -232,11 +232,11 @@ WEIGHTED = {
     "scalar", "vector", "grid", "column", "heads", "length", "flat", "stacked", "twice", "tied_transposed", "rows",
     "einsum", "cat", "unused",
 }  # fmt: skip
-"""Ways to use a parameter."""
+"""The ways to use a parameter."""
 
 
 class Weighted(nn.Module):
-    """Parameters used in other ways than as a layer's matrix: ``kind`` names the way."""
+    """Parameters used in other ways than as a layer's matrix; ``kind`` names the way."""
 
     def __init__(self, s: Sizes, kind: str) -> None:
         super().__init__()
@@ -320,4 +320,4 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "conv": Conv,
     "plain": Plain,
 }
-"""A layer's kind → what makes it, of the model's sizes and the layer's options."""
+"""The function that makes each kind of layer, from the model's sizes and the layer's options."""

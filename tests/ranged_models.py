@@ -1,4 +1,4 @@
-"""Models whose programs follow the sizes of their inputs, each in its own way; or do not."""
+"""Models whose programs follow the sizes of their inputs, each in its own way, or do not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 
 class Positions(nn.Module):
-    """Learned positions and a mask, cut to the length of the input; ``how``: what else depends on the length."""
+    """A model with learned positions and a mask, cut to the length of the input; ``how`` says what else depends on the
+    length."""
 
     def __init__(self, length: int = 32, how: str = "") -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Positions(nn.Module):
 
 
 class Pictures(nn.Module):
-    """Convolutions that shrink a picture, statistics over batch and places, and the mean of what is left."""
+    """A model of convolutions that shrink a picture, statistics over batch and places, and the mean of the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,5 +81,5 @@ vocab embed, head over tp
 
 
 def positions(how: str = "", sizes: str = "B=4..16 by 4, S=4..28 by 4", length: int = 32) -> str:
-    """A plan of ``Positions``."""
+    """Return a plan of ``Positions``."""
     return f'model "tests.ranged_models:Positions" (how="{how}", length={length})\nsizes {sizes}{TASK}'

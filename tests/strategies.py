@@ -20,7 +20,7 @@ NUMBER_LOSSES = ("mse", "l1", "huber", "bce", "masked", "mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer, the value it reads (counted back from the newest), the one that its result meets, and how."""
+    """A layer, the value that it reads (counted back from the newest), the value that its result meets, and how."""
 
     kind: str
     options: tuple[Any, ...] = ()
@@ -31,7 +31,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A random model: data, so that it prints as what it is and shrinks."""
+    """A random model as data, so that it prints as what it is, and shrinks."""
 
     sizes: Sizes
     source: str
@@ -91,7 +91,7 @@ class RandomModel(nn.Module):
 
 
 def filled(spec: ModelSpec) -> RandomModel:
-    """The model in float64 with numbers that leave nothing symmetric; they depend on the names alone."""
+    """Make the model in float64 with numbers that leave nothing symmetric; they depend on the names alone."""
     model = RandomModel(spec).double()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -133,7 +133,7 @@ _LAYER: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
 
 @st.composite
 def layers(draw: st.DrawFn, heads: int) -> Layer:
-    """One layer of a model with so many heads."""
+    """Draw one layer of a model with so many heads."""
     kind = draw(st.sampled_from(list(_LAYER)))
     options = draw(_LAYER[kind])
     if kind == "attention":
@@ -147,7 +147,7 @@ def layers(draw: st.DrawFn, heads: int) -> Layer:
 
 @st.composite
 def models(draw: st.DrawFn, most_layers: int = 4) -> ModelSpec:
-    """A small model; dims of equal size are as likely as not, since nothing may follow from equal sizes."""
+    """Draw a small model. Dims of equal size are as likely as not, since nothing may follow from equal sizes."""
     heads = draw(st.sampled_from([2, 4, 1, 6]))
     sizes = Sizes(
         batch=draw(st.sampled_from([4, 2, 6, 8])),
@@ -179,7 +179,7 @@ OPTIMIZERS = (
 
 @st.composite
 def meshes(draw: st.DrawFn, ranks: int = 8) -> dict[str, int]:
-    """One to three axes, at most so many ranks."""
+    """Draw one to three axes with at most so many ranks."""
     names = draw(st.sampled_from([("dp", "tp"), ("tp",), ("dp", "tp", "ax")]))
     mesh: dict[str, int] = {}
     for name in names:
@@ -196,7 +196,8 @@ def _divisors(number: int) -> list[int]:
 def layouts(
     draw: st.DrawFn, shape: tuple[int, ...], mesh: dict[str, int], named: tuple[str, ...] = (), pad: bool = False
 ) -> str:
-    """A layout that fits the shape, with sub-dims and several axes on a dim; with ``pad`` one that need not divide."""
+    """Draw a layout that fits the shape, with sub-dims and several axes on a dim; with ``pad`` one that need not
+    divide."""
     on: list[list[str]] = [[] for _ in shape]
     for axis in draw(st.permutations(list(mesh))):
         place = draw(st.sampled_from([*range(len(shape)), None]))
@@ -223,7 +224,7 @@ def layouts(
 
 
 def input_shapes(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each input of one microbatch."""
+    """Return dtype and shape of each input of one microbatch."""
     s = spec.sizes
     shape = (s.batch, s.length)
     found: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -241,7 +242,7 @@ def input_shapes(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 @st.composite
 def placements(draw: st.DrawFn, spec: ModelSpec, mesh: dict[str, int]) -> list[str]:
-    """Placement lines: inputs over some axes, then some of the parameters in any way that fits."""
+    """Draw placement lines: inputs over some axes, then some of the parameters in any way that fits."""
     lines = []
     axes = list(mesh)
     batch_axis = axes[0]
@@ -284,7 +285,7 @@ def placements(draw: st.DrawFn, spec: ModelSpec, mesh: dict[str, int]) -> list[s
 
 
 def plan_text(spec: ModelSpec, mesh: dict[str, int], lines: list[str], optimizer: str = "sgd lr 1e-3") -> str:
-    """A whole plan for the model of a spec."""
+    """Draw a whole plan for the model of a spec."""
     s = spec.sizes
     rows = ['model "./model.py:make"']
     for name, (dtype, shape) in input_shapes(spec).items():
@@ -302,8 +303,8 @@ def plan_text(spec: ModelSpec, mesh: dict[str, int], lines: list[str], optimizer
 
 @st.composite
 def stages(draw: st.DrawFn, spec: ModelSpec) -> tuple[int, list[str]]:
-    """Ranks of a pipeline, and the lines that cut the model into its stages, of which the middle ones may lie anywhere:
-    whole layers and heads, or in the middle of one."""
+    """Draw the ranks of a pipeline, and the lines that cut the model into its stages. The middle cuts may lie anywhere:
+    between whole layers and heads, or in the middle of one."""
     ranks, schedule = draw(st.sampled_from([2, 2, 3])), draw(st.sampled_from(["1f1b", "gpipe", "interleaved"]))
     chunks = 2 if schedule == "interleaved" and spec.microbatches > 1 else 1
     ranks = spec.microbatches if chunks > 1 else ranks
@@ -325,7 +326,7 @@ def stages(draw: st.DrawFn, spec: ModelSpec) -> tuple[int, list[str]]:
 
 @st.composite
 def plans(draw: st.DrawFn, spec: ModelSpec) -> str:
-    """The text of a plan for the model; of some, a pipeline."""
+    """Draw the text of a plan for the model, sometimes with a pipeline."""
     ranks, cuts = draw(stages(spec)) if draw(st.sampled_from([False, False, True])) else (1, [])
     mesh = draw(meshes(8 // ranks))
     lines, optimizer = draw(placements(spec, mesh)), draw(st.sampled_from(OPTIMIZERS))

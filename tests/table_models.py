@@ -1,4 +1,4 @@
-"""Models of one layer of attention that compute with positions, each in its own way, as models elsewhere do."""
+"""Models of one layer of attention that compute with positions, each in its own way, as in real models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Angles(nn.Module):
-    """Positions times frequencies; who calls it makes tables of them."""
+    """Positions times frequencies; its callers make tables of them."""
 
     def __init__(self, half: int) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Waves(nn.Module):
 
 
 class Attends(nn.Module):
-    """``how`` is ``angles`` (rotary, of angles made elsewhere), ``waves`` (added), ``slopes`` (ALiBi: distances in
-    scores), ``given`` (rotary, of positions that are an input) or ``scores`` (of products written out)."""
+    """A model whose ``how`` is ``angles`` (rotary, of angles made elsewhere), ``waves`` (added), ``slopes`` (ALiBi:
+    distances in scores), ``given`` (rotary, of positions that are an input) or ``scores`` (of products written out)."""
 
     def __init__(self, how: str, vocab: int = 32, width: int = 16, heads: int = 2, length: int = 64) -> None:
         super().__init__()
@@ -69,6 +69,6 @@ class Attends(nn.Module):
 
 
 def turn(y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions."""
+    """Rotate entries by their positions."""
     first, second = y.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -1,4 +1,4 @@
-"""Models that no family is named for: built without a warning, every check of the build holding."""
+"""Models without a family of plans: built without a warning, and every check of the build holds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MODELS = {
     ),
 }
 GATHERED = {("Readers", 2, 1)}
-"""Models that ask for what other ranks have: rows of the whole batch."""
+"""Models that need rows of the whole batch, which other ranks have."""
 
 
 def made(name: str, inputs: str, lines: str, dp: int, tp: int) -> Compiled:

@@ -1,4 +1,5 @@
-"""Every message that needs a model, files or a run, produced and held by a golden file as those of the language are."""
+"""Every message that needs a model, files or a run, produced and compared with a golden file, like those of the
+language."""
 
 from __future__ import annotations
 
@@ -150,7 +151,8 @@ def logged(output, targets):
 
 @dataclass(frozen=True)
 class Case:
-    """A command on the tiny plan: with a way of a model above instead of the GPT, changed, with lines added."""
+    """A command on the tiny plan, which is changed, has lines added, or has one of the models above instead of the
+    GPT."""
 
     model: str = ""
     change: tuple[str, str] = ("", "")
@@ -208,11 +210,12 @@ COMMANDS = {
     "P0402": Case(lines=TENSOR + "forbid all_reduce in blocks.*.mlp during forward\n"),
     "P0403": Case(lines=TENSOR + "expect 2 all_reduce in blocks.*\n"),
 }
-"""Codes that a command on a plan produces."""
+"""The codes that a command on a plan produces."""
 
 
 def altered(folder: Path) -> list[str]:
-    """``verify`` and ``show`` of a build with a line of another meaning; ``show`` under another torch."""
+    """Return the messages of ``verify`` and ``show`` for a build with a line of another meaning, and of ``show`` under
+    another torch."""
     made = build(folder, TENSOR)
     program, manifest = made / "programs" / "stage0.F.py", made / "manifest.json"
     good = program.read_text()
@@ -257,7 +260,7 @@ def runs(folder: Path) -> list[str]:
 
 
 def compiles(folder: Path) -> list[str]:
-    """A run that cannot compile: no compiler, and one that fails."""
+    """Return the messages of runs that cannot compile: without a compiler, and with one that fails."""
     broken = folder / "g++"
     broken.write_text(
         '#!/bin/sh\ncase "$1" in -*) exec g++ "$@";; esac\necho "x.cpp:1: error: no Python.h" >&2\nexit 1\n'

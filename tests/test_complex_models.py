@@ -53,7 +53,7 @@ row       **.layers.*.feed_forward.down_proj over tp
 vocab     **.embed_tokens, lm_head over tp
 """,
 }
-"""The model's own lines; two of the models are of transformers."""
+"""The plan's lines for each model; two of the models are of transformers."""
 
 
 def plan(model: str, lines: str | None = None) -> str:

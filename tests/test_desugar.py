@@ -1,4 +1,4 @@
-"""Desugared plans: only primitives of concrete names, and the same placements and messages as the plan's."""
+"""Desugared plans: only primitives of concrete names, with the same placements and messages as the plan."""
 
 from __future__ import annotations
 

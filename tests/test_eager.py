@@ -169,7 +169,7 @@ optimizer sgd lr 1e-2
 
 
 def compiled(folder: Path, *changes: tuple[str, str]) -> Compiled:
-    """The plan with changes."""
+    """Compile the plan with changes."""
     text = PLAN
     for change in changes:
         assert change[0] in text

@@ -1,4 +1,4 @@
-"""The families that parc ships: each plan builds the models it is for, and every check of the build holds."""
+"""The families that parc ships: each plan builds the models that it is for, and every check of the build holds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def build(name: str, dp: int, tp: int, more: str = "") -> tuple[Compiled, Counter[tuple[str, str, str]]]:
-    """A model under its family's plan, checked; and its collectives by axis, phase and operator."""
+    """Build a model under its family's plan, checked; return its collectives too, by axis, phase and operator."""
     made = compiled(plan_text(name, more), ROOT, dp=dp, tp=tp)
     found = [warning for warning in warnings_of(made) if warning.severity is not Severity.NOTE]
     assert not found, "\n".join(map(render, found))
@@ -51,7 +51,7 @@ def test_a_family_serves_its_models(name: str, dp: int) -> None:
 
 @pytest.mark.parametrize("name", ["convolutions", "t5"])
 def test_a_run_is_the_plain_modules(tmp_path: Path, name: str) -> None:
-    """Losses of every step, and running statistics after them, which every rank has."""
+    """Losses of every step are compared, and the running statistics after them, which every rank has."""
     (tmp_path / "family.parc").write_text(plan_text(name))
     made, _ = write(tmp_path / "family.parc", tmp_path / "build", {"dp": "2", "tp": "2"})
     case = case_of(made)
@@ -72,7 +72,7 @@ def test_a_run_is_the_plain_modules(tmp_path: Path, name: str) -> None:
 
 
 def test_batch_statistics_are_those_of_all_data_ranks() -> None:
-    """Two sums of each norm over dp forward and two backward, running statistics and all; none over tp."""
+    """Each norm has two sums over dp in forward and two in backward, with running statistics, and none over tp."""
     made, counts = build("convolutions", 2, 2)
     norms = sum(name.endswith("running_mean") for name in made.captured.updates)
     assert counts["dp", "forward", "all_reduce"] == 2 * norms + 1  # the count of targets

@@ -22,7 +22,7 @@ LEFTOVER = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 
 
 def python_files(*folders: str) -> list[Path]:
-    """Every Python file below these folders once, not through the symbolic links of parc/."""
+    """Return every Python file below these folders once, not through the symbolic links of parc/."""
     return [file for folder in folders for file in sorted(_walk(ROOT / folder))]
 
 
@@ -38,12 +38,12 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 @cache
 def tree(file: Path) -> ast.Module:
-    """A file's syntax tree."""
+    """Return a file's syntax tree."""
     return ast.parse(file.read_text())
 
 
 def shown(file: Path) -> str:
-    """A file's name relative to the root, as test id and in messages."""
+    """Return a file's name relative to the root, as test id and for messages."""
     return str(file.relative_to(ROOT))
 
 

@@ -42,7 +42,7 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Block:
-    """One ```parc block of a spec: its text, and the codes its marks expect as (line, code)."""
+    """One ```parc block of a spec: its text, and the codes that its marks expect, as (line, code)."""
 
     name: str
     text: str
@@ -52,7 +52,7 @@ class Block:
 
 
 def check(text: str, name: str = "plan.parc") -> tuple[tuple[Diagnostic, ...], Resolved | None]:
-    """Every diagnostic of a plan against the small GPT; a first line ``# -D a=1 b=2`` gives definitions."""
+    """Return every diagnostic of a plan on the small GPT; a first line ``# -D a=1 b=2`` gives definitions."""
     first = text.split("\n", 1)[0]
     defines = dict(re.findall(r"(\w+)=(\S+)", first)) if first.startswith("# -D ") else {}
     supplied = [line for verb, line in SUPPLIED.items() if not re.search(rf"^\s*{verb}\b", text, re.MULTILINE)]

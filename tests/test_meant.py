@@ -1,4 +1,4 @@
-"""Lines that were probably meant otherwise, and what `show` says of lines and placements."""
+"""Lines that were probably meant otherwise, and the words of `show` on lines and placements."""
 
 from __future__ import annotations
 

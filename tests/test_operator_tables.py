@@ -34,8 +34,8 @@ TABLES = {
     "compiler/padding/flow.py": {"OWN"},
     "passes/programs/joint.py": {"FORMS"},
 }
-"""Tables of code: what an operator is without complex numbers, an element of what it makes, the padding that it makes
-or takes away, and how it is traced where torch's own trace would not do."""
+"""Tables of code by operator: without complex numbers, for one element of a result, for padding that an operator makes
+or takes away, and for traces that torch's own would not do."""
 REGISTERS = {"rewrites", "takes_apart", "runs"}
 """The decorators that note code in the tables of ``passes/canonical/rewriter.py`` and ``runtime/machine/ways.py``."""
 FILES = [file for file in python_files("parc", *LAYERS) if "compiler/ops/" not in shown(file)]
@@ -47,13 +47,13 @@ _SPACES = ("aten.", "parc.")
 
 @cache
 def bare_names() -> frozenset[str]:
-    """Names of torch's operators and of those that have rows, without namespace."""
+    """Return the names of torch's operators, and of those that have rows, without namespace."""
     every = [name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()]
     return frozenset([*every, *(name.split(".")[1] for name in TABLE)])
 
 
 def qualified(node: ast.AST) -> str | None:
-    """The operator that an expression names in full."""
+    """Return the operator that an expression names in full, or None."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value if _QUALIFIED.fullmatch(node.value) and node.value not in COLLECTIVES else None
     path: list[str] = []
@@ -91,7 +91,7 @@ def compared(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def most(pairs: Iterator[tuple[str, str]]) -> int:
-    """With how many operators one thing is compared, at most."""
+    """Return the largest number of operators with which one thing is compared."""
     groups = groupby(sorted(set(pairs)), key=lambda pair: pair[0])
     return max((len(list(group)) for _, group in groups), default=0)
 
@@ -120,7 +120,7 @@ def _is_foreign_register(decorator: ast.expr) -> bool:
 
 
 def tables(module: ast.Module, allowed: frozenset[str] | set[str] = frozenset()) -> list[ast.AST]:
-    """The tables of operators in a module, the outermost of those that are in one another; docstrings are none."""
+    """Yield the tables of operators in a module, the outermost of nested ones; docstrings are none."""
     found: list[ast.AST] = []
     pending: list[ast.AST] = [module]
     while pending:

@@ -1,4 +1,4 @@
-"""An operator is one row: one of each family comes from outside, states what it is, and nothing else knows of it."""
+"""An operator is one row: one of each family comes from outside, states its facts, and no other code knows of it."""
 
 from pathlib import Path
 
@@ -113,7 +113,7 @@ NAMES = {"squash", "total", "mix", "rows", "turned", "sevens"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The one folder of the model: a module that is made twice registers its operators twice, and torch forgets the
+    """The one folder of the model. A module that is made twice registers its operators twice; torch then forgets the
     first ones, which captured graphs still hold."""
     folder = tmp_path_factory.mktemp("outside")
     (folder / "outside_model.py").write_text(MODEL)

@@ -1,4 +1,5 @@
-"""A kind of action that is added from outside, by one row and what makes its program: a step has it everywhere."""
+"""A kind of action that is added from outside, by one row and the function that makes its program: a step has it
+everywhere."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ PLANS = {"pipeline": _PLAN, "one role": reduce(lambda text, word: text.replace(w
 
 
 def make_checksum(parts: StepParts) -> Sequence[Program]:
-    """The squares of all parameters, summed: of each role those that no role before it reads."""
+    """Write the sum of the squares of all parameters; each role adds those that no role before it reads."""
     nodes = {noted(node).binding: node for node in parts.graph.find_nodes(op="placeholder")}
     made, everyone = [], range(len(parts.roles))
     for rank, role in enumerate(parts.roles):
@@ -82,7 +83,7 @@ def make_checksum(parts: StepParts) -> Sequence[Program]:
 
 
 def checksum(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The same of whole parameters."""
+    """Compute the same from whole parameters."""
     return {"checksum": torch.stack([value.detach().double().square().sum() for value in parameters.values()]).sum()}
 
 
@@ -97,7 +98,7 @@ def register() -> None:
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """With the kind, which no other test sees."""
+    """Enter a block with the kind, which no other test sees."""
     register()
     yield
     for table in TABLES:
@@ -105,7 +106,7 @@ def registered() -> Iterator[None]:
 
 
 def compiled(plan: str) -> Compiled:
-    """One of the plans."""
+    """Compile one of the plans."""
     return compile_plan(read_plan(Source("own.parc", PLANS[plan])), ROOT / "tests")
 
 
@@ -137,7 +138,7 @@ def test_a_kind_is_printed_read_and_run(tmp_path: Path) -> None:
 
 
 def metric_of_a_step(path: str) -> float:
-    """On one rank, which has the kind by one call."""
+    """Return the metric from one rank, which has the kind by one call."""
     register()
     generator = torch.Generator().manual_seed(0)
     batch = {name: torch.randn(8, 4, generator=generator) for name in ("x", "wanted")}
@@ -158,7 +159,7 @@ def test_a_kind_has_one_name_and_a_maker() -> None:
 
 
 def with_programs(made: Compiled, changed: Mapping[str, Program], schedule: str = "") -> Build:
-    """The build of which some roles have another program of the kind, or all another schedule.
+    """Return the build with another program of the kind in some roles, or another schedule in all.
 
     Raises:
         ValueError: the programs are no pieces of one step.
@@ -190,12 +191,12 @@ def metric_error(made: Compiled, changed: Mapping[str, Program] = MappingProxyTy
 
 
 def main_with(program: Program, **changes: Any) -> Program:
-    """A program with another main function."""
+    """Return a program with another main function."""
     return replace(program, functions=(replace(program.main, **changes),))
 
 
 def without(program: Program, op: str) -> Program:
-    """A program without its first line of an operator, whose operand stands for its result."""
+    """Return a program without its first line of an operator, whose operand replaces its result."""
     gone = next(line for line in program.main.lines if line.op == op)
     (old,), (new,) = (value.name for value in gone.made), gone.uses()
 
@@ -260,8 +261,8 @@ def test_roles_that_meet_in_another_order_are_refused() -> None:
 
 
 def test_kinds_are_named_in_their_table_and_in_schedules_alone() -> None:
-    """Elsewhere code asks the table, or names a constant of it. What B returns has a form of its own in its text, and
-    the batch is called B too."""
+    """Other code asks the table, or names a constant of it. B's results have a form of their own in its text, and the
+    batch is called B too."""
     named = Counter(
         shown(file)
         for file in python_files("compiler", "passes", "runtime", "parc")

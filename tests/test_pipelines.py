@@ -27,7 +27,7 @@ SMALL = {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab"
 
 
 def compiled(name: str, **defines: object) -> Compiled:
-    """An example's plan, with a small model, compiled and proved."""
+    """Compile an example's plan with a small model, and prove it."""
     plan = read_plan(EXAMPLES / f"{name}.parc", {key: str(value) for key, value in defines.items()})
     made = compile_plan(plan, EXAMPLES, overrides=SMALL if name.startswith("llama") else None)
     assert not prove(made)
@@ -76,7 +76,8 @@ def test_a_schedule_may_be_a_table_beside_the_plan(tmp_path: Path) -> None:
 
 
 def in_a_v(tmp_path: Path) -> Path:
-    """The plan of seven layers in four stages on two ranks, of which the first has the first and the last."""
+    """Return the plan of seven layers in four stages on two ranks, the first of which has the first and the last
+    stage."""
     shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
     shutil.copy(ROOT / "tests" / "in_a_v.txt", tmp_path)
     plan = tmp_path / "seven.parc"
@@ -134,7 +135,7 @@ def test_a_wrong_table_is_shown_where_it_is_wrong(tmp_path: Path, table: str, sh
 
 
 def train(path: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """On one rank: the losses, and the whole weights afterwards."""
+    """Train on one rank; return the losses, and the whole weights afterwards."""
     with parc.load(path) as session:
         losses = [session.step().loss for _ in range(steps)]
         return losses, session.state_dict()

@@ -93,7 +93,7 @@ def test_a_budget_is_exact_and_names_what_is_large() -> None:
 
 
 class Tied(nn.Module):
-    """A table that is the head too."""
+    """A model whose table is the head too."""
 
     def __init__(self) -> None:
         super().__init__()

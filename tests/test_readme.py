@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def commands() -> list[list[str]]:
-    """Every ``parc`` command of the shell blocks."""
+    """Return every ``parc`` command of the shell blocks."""
     blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
     lines = [line.partition("  #")[0] for block in blocks for line in block.splitlines()]
     return [shlex.split(line)[1:] for line in lines if line.startswith("parc ")]
@@ -27,7 +27,7 @@ def commands() -> list[list[str]]:
 def test_every_command_of_the_readme_works_and_prints_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs are processes of their own, all other commands are spared the import of torch."""
+    """Runs are processes of their own; all other commands are spared the import of torch."""
     measured = re.compile(r"error \S+|^seconds.*", re.MULTILINE)  # another on every machine
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     found = commands()

@@ -1,4 +1,4 @@
-"""The rooms of the house: what modules import, and the map of rooms that the architecture's document shows."""
+"""The rooms of the house: the imports of modules, and the map of rooms in the architecture's document."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 from tests.test_house import LAYERS, ROOT, python_files, shown, tree
 
 Graph = Mapping[str, set[str]]
-"""Module or room → those that it imports."""
+"""The imports of each module or room."""
 
 
 def module_name(file: Path) -> str:
-    """``parc.passes.pipeline`` of ``passes/pipeline.py``; a package's ``__init__`` has the package's name."""
+    """Return a file's module name: ``parc.passes.pipeline`` for ``passes/pipeline.py``; a package's ``__init__`` has
+    the package's name."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     inside = parts if parts[0] == "parc" else ("parc", *parts)
     return ".".join(inside[:-1] if inside[-1] == "__init__" else inside)
@@ -24,7 +25,7 @@ def module_name(file: Path) -> str:
 
 @cache
 def imports() -> Graph:
-    """The modules that each module imports, also for types alone or within a function."""
+    """Return the modules that each module imports, also for types alone or within a function."""
     files = {module_name(file): file for file in python_files("parc", *LAYERS)}
     return {name: _imported(name, file, files) - {name} for name, file in files.items()}
 
@@ -43,13 +44,14 @@ def _imported(name: str, file: Path, files: Mapping[str, Path]) -> set[str]:
 
 
 def room_of(module: str) -> str:
-    """``parc.compiler.verify`` of ``parc.compiler.verify.lines``; a module that lies in no room is one by itself."""
+    """Return a module's room: ``parc.compiler.verify`` for ``parc.compiler.verify.lines``. A module in no room is one
+    by itself."""
     parts = module.split(".")
     return ".".join(parts[: 3 if parts[1:2] in [[layer] for layer in LAYERS] else 2])
 
 
 def circle(graph: Graph) -> Sequence[str]:
-    """Some that import one another in a circle, if there are."""
+    """Return some modules that import one another in a circle, if there are any."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

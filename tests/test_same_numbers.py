@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @st.composite
 def placed_types(draw: st.DrawFn) -> tuple[Mesh, TensorType]:
-    """A tensor of which one or two dims are split over axes of 1, 2 or 4 ranks, fused rows among them."""
+    """Draw a tensor of which one or two dims are split over axes of 1, 2 or 4 ranks, fused rows among them."""
     mesh = Mesh(tuple((name, draw(st.sampled_from([1, 2, 4]))) for name in ("dp", "tp")))
     shape = tuple(draw(st.sampled_from([4, 12, 24])) for _ in range(draw(st.integers(1, 3))))
     types = {}

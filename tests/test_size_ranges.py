@@ -1,4 +1,5 @@
-"""Ranges of sizes: one build serves them all, with the unsharded model's numbers at each, and refuses all others."""
+"""Ranges of sizes: one build serves them all, with the unsharded model's numbers at each size, and refuses all
+others."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def compiled_of(text: str) -> Compiled:
 
 
 def hold(compiled: Compiled, sizes: Mapping[str, int]) -> None:
-    """At these sizes all ranks have the captured graph's numbers, and the graph has the eager module's."""
+    """Check that at these sizes all ranks have the captured graph's numbers, and the graph has the eager module's."""
     at = compiled.at(sizes)
     case = case_of(at)
     assert compare_with_eager(at, case).holds
@@ -125,7 +126,7 @@ def test_a_llama_serves_ranges() -> None:
 
 
 def test_pictures_of_many_heights_and_widths() -> None:
-    """Sizes that are no multiples of each other's, and a mean over their product."""
+    """The sizes are no multiples of each other, and the mean is over their product."""
     compiled = compiled_of(
         'model "tests.ranged_models:Pictures"\ninput pictures float32 [B, 3, H, W]\ninput kinds int64 [B]\n'
         "sizes B=4, H=8..40 by 4, W=8..64 by 2\nloss cross_entropy(output, kinds)\noptimizer sgd lr 0.1\n"
@@ -137,7 +138,7 @@ def test_pictures_of_many_heights_and_widths() -> None:
 
 
 def test_batches_as_large_as_a_layer_has_channels() -> None:
-    """At B=16 over dp a size of the one cannot be told from one of the other, which tp splits."""
+    """At B=16 the size that dp splits cannot be told from the one that tp splits."""
     text = plan_text("convolutions").replace("B=8, S=8", "B=8..32 by 8").replace("dp = 1", "dp = 2")
     assert prove(compiled_of(text)) == []
 
@@ -162,7 +163,7 @@ def test_numbers_of_a_large_build_are_tested_at_several_sizes_of_its_twin() -> N
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checked build of the tiny GPT over tp=2 with ranges of both sizes."""
+    """Return a checked build of the tiny GPT over tp=2 with ranges of both sizes."""
     folder = tmp_path_factory.mktemp("ranged")
     (folder / "gpt.py").write_text((EXAMPLES / "gpt.py").read_text())
     (folder / "gpt.parc").write_text(GPT + TENSOR)
@@ -181,7 +182,8 @@ SIZES = ({"B": 16, "S": 32}, {"B": 4, "S": 8}, {"B": 12, "S": 20}, {"B": 16, "S"
 
 
 def steps(path: str) -> tuple[list[parc.StepReport], str]:
-    """On one rank: a step at each of several sizes, some as the rank's own; and what is said where ranks differ."""
+    """Return from one rank: a step at each of several sizes, some with samples of the rank's own; and the messages
+    where ranks differ."""
     with parc.load(path) as session:
         with pytest.raises(parc.RunError) as error:
             session.step(local=batch(SIZES[1 + session.rank]))
@@ -236,7 +238,7 @@ def test_a_manifest_that_says_other_ranges_is_refused(gpt: Path, tmp_path: Path,
 
 
 def planted(gpt: Path, old: str, new: str, file: str = "stage0.F.py") -> Build:
-    """The build with a changed template."""
+    """Return the build with a changed template."""
     made = read_build(gpt)
     assert made.template is not None
     name = f"programs/{file}"

@@ -1,4 +1,4 @@
-"""Models and plans that no one build serves at all declared sizes: refused, with what differs and where."""
+"""Models and plans that no one build serves at all declared sizes: refused, with the difference and its place."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_model_that_leaves_its_program_where_only_numbers_are_looked_at_is_at_
 
 
 def compiled_numbers(sizes: str, number: Callable[..., int]) -> tuple[int, Template]:
-    """At how many sizes, and to what, a plan compiles whose only program holds this number."""
+    """Return at how many sizes, and to what, a plan compiles whose only program holds this number."""
     plan = read_plan(Source("ranged.parc", positions(sizes=sizes)))
     made, template = compile_range(
         plan, lambda at: {"p.py": f"x = f({number(**at)})"}, lambda texts: texts, lambda _: {}

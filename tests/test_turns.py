@@ -1,4 +1,4 @@
-"""Benchmarks' processes: what ends badly is no measurement."""
+"""Processes of benchmarks: one that ends badly gives no measurement."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class Subject:
-    """A captured model, and the numbers it starts from."""
+    """A captured model, and its initial numbers."""
 
     spec: ModelSpec
     recorded: Recorded
@@ -42,7 +42,7 @@ class Subject:
 
 
 def call_loss(spec: ModelSpec, output: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of a spec."""
+    """Compute the loss of a spec."""
     if spec.has_head:
         return _class_loss(spec.loss, output, inputs["y"])
     if spec.loss in ("mean", "sum"):
@@ -74,7 +74,7 @@ def _class_loss(kind: str, output: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 
 @lru_cache(maxsize=4)
 def subject(spec: ModelSpec) -> Subject:
-    """The model of a spec, captured."""
+    """Capture the model of a spec."""
     recorded = record(lambda: RandomModel(spec).train(), 1)
     inputs = {name: InputSpec(getattr(torch, dtype), shape) for name, (dtype, shape) in input_shapes(spec).items()}
     with warnings.catch_warnings():
@@ -92,7 +92,7 @@ def subject(spec: ModelSpec) -> Subject:
 
 
 def build(made: Subject, text: str) -> Compiled:
-    """The programs of the model under a plan.
+    """Build the model under a plan.
 
     Raises:
         PlanError: the plan asks for what cannot be.
@@ -114,7 +114,7 @@ def case_of(made: Subject, compiled: Compiled) -> Case:
 
 
 def reread(program: Program) -> Program:
-    """The program from its text, which must be the same program."""
+    """Read the program back from its text; it must be the same program."""
     text = program.text()
     again = parse_program(text)
     assert again.text() == text
@@ -123,7 +123,7 @@ def reread(program: Program) -> Program:
 
 
 def check(made: Subject, text: str, steps: int = 2) -> tuple[Compiled, Agreement]:
-    """Build, run every static check, simulate; all must hold."""
+    """Build, run every static check, and simulate; all must hold."""
     compiled = build(made, text)
     case = case_of(made, compiled)
     faults = static_faults(compiled.build)

@@ -10,7 +10,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 def parc(capsys: Captured, *words: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
+    """Run a command, and return its exit code, stdout and stderr."""
     capsys.readouterr()
     code = main([str(word) for word in words])
     out = capsys.readouterr()

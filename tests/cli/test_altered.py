@@ -1,4 +1,4 @@
-"""Builds whose files were changed by a hand that also put the hashes right: what verify, show and run say of them."""
+"""Builds whose files a person changed, with the hashes put right: the answers of verify, show and run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(made: Path, tmp_path: Path) -> Path:
-    """A copy of it, with its model."""
+    """A copy of the build, with its model."""
     shutil.copy(made.parent / "gpt.py", tmp_path)
     return Path(shutil.copytree(made, tmp_path / "build"))
 
 
 def rehash(folder: Path) -> None:
-    """Make the manifest's hashes those of the files."""
+    """Set the manifest's hashes to those of the files."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name in manifest["files"]:
         manifest["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
@@ -93,7 +93,8 @@ MUTANTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "role": lambda m: m.update(role="pp0"),
     "invented": lambda m: m.update(invented=1),
 }
-"""The fact that a mutant of a manifest breaks, and how: all that is not the model's alone or found where it is used."""
+"""Changes of a manifest by the fact that they break: all facts but those of the model alone and those found at their
+use."""
 
 
 @pytest.mark.parametrize("key", MUTANTS)

@@ -1,4 +1,4 @@
-"""`parc fmt`: plan files become their canonical text, in place, or are only looked at."""
+"""`parc fmt`: plan files become their canonical text, in place, or are only checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans, builds, checkpoints and models that nobody wrote with sense: each command ends soon, with a message."""
+"""Senseless plans, builds, checkpoints and models: each command ends soon, with a message."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_build_without_sense_is_refused_soon(
 
 
 def spoil(place: Path, kind: str) -> None:
-    """Put something else where a file is."""
+    """Replace a file by something else."""
     place.unlink()
     if kind == "pipe":
         os.mkfifo(place)

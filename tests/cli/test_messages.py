@@ -1,4 +1,4 @@
-"""Commands in this process: what each says, where, and with which exit code, above all for a person's mistakes."""
+"""Commands in this process: the words of each, their place, and the exit code, above all for a person's mistakes."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def wrong(output, x):
 
 @pytest.fixture(autouse=True)
 def rules() -> Iterator[None]:
-    """Rules that a test registers are forgotten after it."""
+    """Forget the rules that a test registers after it."""
     before = dict(op_rules.TABLE), dict(op_rules._REGISTERED)
     yield
     for table, old in zip((op_rules.TABLE, op_rules._REGISTERED), before, strict=True):
@@ -129,7 +129,7 @@ def rules() -> Iterator[None]:
 
 
 def said(capsys: Captured, folder: Path, arguments: str = "", lines: str = "", **options: str) -> tuple[int, str]:
-    """Exit code and stderr of a build."""
+    """Return the exit code and stderr of a build."""
     (folder / "models.py").write_text(textwrap.dedent(MODELS))
     loss, dtype = options.get("loss", '"./models.py:mean"(output)'), options.get("dtype", "float32")
     plan = folder / "some.parc"

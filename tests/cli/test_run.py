@@ -77,26 +77,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(
     *words: object, launcher: tuple[str, ...] = ("-m", "parc", "run"), more: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """A started command."""
+    """Start a command."""
     command = [sys.executable, *launcher, *map(str, words)]
     variables = {**environment(), **(more or {})}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
 
 
 def environment() -> dict[str, str]:
-    """This process's, without what would make a command take itself for a rank."""
+    """Return this process's environment without variables by which a command would take itself for a rank."""
     return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and stderr; stdout is empty."""
+    """Return the exit code and stderr of a started command; stdout is empty."""
     out, err = process.communicate(timeout=120)
     assert out == ""
     return process.returncode, err
 
 
 def run(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    """Exit code and stderr, its ranks' too, of a run that this process starts; stdout is empty."""
+    """Run a command in this process, and return the exit code and stderr, also of its ranks; stdout is empty."""
     capfd.readouterr()
     code = main(["run", *map(str, words)])
     out, err = capfd.readouterr()
@@ -105,7 +105,7 @@ def run(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
 
 
 def steps_of(path: Path) -> list[dict[str, Any]]:
-    """A metrics file's steps."""
+    """Return the steps in a metrics file."""
     return [line for line in map(json.loads, path.read_text().splitlines()) if "step" in line]
 
 

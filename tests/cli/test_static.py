@@ -1,4 +1,4 @@
-"""``parc check --static``: what needs neither torch nor the model, in the words of the whole check."""
+"""``parc check --static``: the checks that need neither torch nor the model, in the words of the whole check."""
 
 from __future__ import annotations
 

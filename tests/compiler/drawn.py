@@ -1,4 +1,4 @@
-"""Draws meshes, placements, types and whole programs for property tests."""
+"""Strategies that draw meshes, placements, types and whole programs for property tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ meshes = st.one_of(plain_meshes, factored_meshes)
 
 @st.composite
 def placed(draw: Any, mesh: Mesh, kinds: Sequence[str] = ("I", "P"), max_dims: int = 3) -> TensorType:
-    """A small tensor's type whose dims are built from what splits them, so that every split nests and divides."""
+    """Draw a small tensor's type. Its dims are built from their splits, so that every split nests and divides."""
     rank = draw(st.integers(1, max_dims))
     left = list(draw(st.permutations(mesh.names)))
     types: dict[str, AxisType] = {}
@@ -51,8 +51,8 @@ def placed(draw: Any, mesh: Mesh, kinds: Sequence[str] = ("I", "P"), max_dims: i
 
 
 def pieces_of(whole: torch.Tensor, type_: TensorType, mesh: Mesh) -> list[torch.Tensor]:
-    """Every rank's piece, by slicing along one axis after the other; partial sums are unequal and add up to the
-    whole. Written apart from ``take``."""
+    """Return every rank's piece, cut along one axis after the other. Partial sums are unequal and add up to the whole.
+    The code is independent of ``take``."""
     return [_piece(whole, type_, mesh, mesh.coordinates(rank)) for rank in range(mesh.world)]
 
 
@@ -75,7 +75,7 @@ def _piece(whole: torch.Tensor, type_: TensorType, mesh: Mesh, at: dict[str, int
 
 
 def numbered(shape: Sequence[int]) -> torch.Tensor:
-    """Another number in every entry."""
+    """Return a tensor with another number in every entry."""
     return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64).reshape(tuple(shape))
 
 
@@ -95,7 +95,7 @@ _OPERATORS = ("aten.mm.default", "aten.add.Tensor", "parc.all_reduce", "parc.iot
 
 @st.composite
 def programs(draw: Any) -> Program:
-    """A program that its text must give back. Its lines make no sense: reading does not judge."""
+    """Draw a program that its text must give back. Its lines make no sense: reading does not judge them."""
     mesh = draw(meshes)
     action = draw(st.sampled_from(("F", "B", "REDUCE")))
     functions: list[Function] = []

@@ -1,4 +1,4 @@
-"""Draws valid applications of the operators that move, cut, make or look up elements."""
+"""Strategies that draw valid calls of the operators that move, cut, make or look up elements."""
 
 from typing import Any
 
@@ -96,7 +96,7 @@ VIEWS: dict[str, Maker] = {
 
 
 def _span(g: Draw) -> tuple[tuple[int, ...], int, Any, Any, int]:
-    """A shape, and a dim, start, end and step of a slice that takes something."""
+    """Draw a shape, and a dim, start, end and step of a slice that is not empty."""
     shape = g.shape(1)
     dim = g.dim(len(shape))
     size = shape[dim]

@@ -1,4 +1,4 @@
-"""Draws valid applications of the operators that models are made of: normalisations, losses, attention."""
+"""Strategies that draw valid calls of the operators that models are made of: normalisations, losses, attention."""
 
 from typing import Any
 
@@ -66,7 +66,8 @@ def _batch(g: Draw) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def _batch_norm(*flags: str) -> Maker:
-    """`flags` after x: "affine", "running" statistics, "training"; then momentum and eps."""
+    """Draw the arguments of a batch norm. `flags` come after x: "affine", "running" statistics, "training"; then
+    momentum and eps."""
 
     def make(g: Draw) -> tuple[Any, ...]:
         x, (weight, bias, mean, var) = _batch(g)
@@ -102,7 +103,7 @@ NORMALISATION: dict[str, Maker] = {
 
 
 def _pair(*optional: str, before: int = 0) -> Maker:
-    """`(grad if before, x, y, weights that broadcast, reduction)`."""
+    """Draw `(grad if before, x, y, weights that broadcast, reduction)`."""
 
     def make(g: Draw) -> tuple[Any, ...]:
         shape, reduction = g.shape(), g.pick(0, 1, 2)
@@ -118,7 +119,7 @@ def _with(make: Maker, *more: Any) -> Maker:
 
 
 def _scores(g: Draw, spatial: int | None) -> tuple[torch.Tensor, torch.Tensor, list[Any], int]:
-    """Scores, targets (one of them ignored), class weights or None, and a reduction."""
+    """Draw scores, targets (one of them ignored), class weights or None, and a reduction."""
     c = g.pick(6, 4, 2)
     space = [g.size() for _ in range(spatial or 0)]
     lead = [g.size()] if spatial is not None else []

@@ -1,4 +1,4 @@
-"""Draws valid applications of every operator of the table, family by family."""
+"""Strategies that draw valid calls of every operator of the table, family by family."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from parc.compiler.ops.rules import pointwise
 from .sharded_ops import Case
 
 Maker = Callable[["Draw"], tuple[Any, ...]]
-"""Gives the args of a case, with the kwargs as a dict at the end if there are any."""
+"""A function that draws the args of a case, with the kwargs as a dict at the end if there are any."""
 
 SIZES = (6, 4, 12, 6, 2, 3, 1)
 
 
 class Draw:
-    """Shapes and choices from hypothesis, values from a seeded generator: no value is special."""
+    """A source of shapes and choices from hypothesis, and of values from a seeded generator: no value is special."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
@@ -43,14 +43,14 @@ class Draw:
         return [first] if rank == 1 or self.flag() else [first, (first + 1) % rank]
 
     def f(self, *shape: int) -> torch.Tensor:
-        """Floats in (0.1, 0.9), where nearly every function is defined."""
+        """Return floats in (0.1, 0.9), where nearly every function is defined."""
         return torch.rand(shape, generator=self.generator, dtype=torch.float64) * 0.8 + 0.1
 
     def n(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def x(self, low: int = 1) -> torch.Tensor:
-        """Floats of a drawn shape of at least `low` dims."""
+        """Return floats of a drawn shape of at least `low` dims."""
         return self.n(*self.shape(low))
 
     def i(self, high: int, *shape: int) -> torch.Tensor:
@@ -60,12 +60,12 @@ class Draw:
         return self.i(2, *shape).bool()
 
     def narrowed(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """A shape that broadcasts to `shape`."""
+        """Draw a shape that broadcasts to `shape`."""
         kept = tuple(shape[self.pick(*range(len(shape) + 1)) :]) if self.flag() else tuple(shape)
         return tuple(1 if self.pick(False, False, True) else size for size in kept)
 
     def regrouped(self, total: int) -> list[int]:
-        """A shape of so many elements."""
+        """Draw a shape of so many elements."""
         shape: list[int] = []
         while total > 1 and len(shape) < 3:
             size = self.pick(*(d for d in range(1, total + 1) if total % d == 0))
@@ -137,7 +137,7 @@ POINTWISE: dict[str, Maker] = {
 
 
 def along(*between: Any, high: int = 1, values: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> Maker:
-    """`(x, *between, dim)`."""
+    """Return the maker of `(x, *between, dim)`."""
 
     def make(g: Draw) -> tuple[Any, ...]:
         x = values(g.x())
@@ -147,7 +147,7 @@ def along(*between: Any, high: int = 1, values: Callable[[torch.Tensor], torch.T
 
 
 def reduced(*between: Any, several: bool = True, keeps: bool = True) -> Maker:
-    """`(x, *between, dim or dims, keepdim)`."""
+    """Return the maker of `(x, *between, dim or dims, keepdim)`."""
 
     def make(g: Draw) -> tuple[Any, ...]:
         x = g.x()
@@ -177,7 +177,7 @@ def _of_bools(make: Maker) -> Maker:
 
 
 def named(names: str, make: Maker) -> dict[str, Maker]:
-    """The same maker for each of the names, written as in the operator tables."""
+    """Return the same maker for each of the names, written as in the operator tables."""
     return {f"aten.{name}" if "." in name else f"aten.{name}.default": make for name in names.split()}
 
 
@@ -219,7 +219,7 @@ SORTING: dict[str, Maker] = {
 
 
 def case_of(op: str, made: tuple[Any, ...]) -> Case:
-    """The case of a maker's args."""
+    """Return the case of a maker's args."""
     if made and isinstance(made[-1], dict):
         return Case(op, made[:-1], made[-1])
     return Case(op, made, {})

@@ -1,4 +1,4 @@
-"""Draws valid applications of products, convolutions and pools."""
+"""Strategies that draw valid calls of products, convolutions and pools."""
 
 import importlib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from .op_cases import Draw, Maker, named
 
 
 def _sized(g: Draw, *terms: str) -> list[torch.Tensor]:
-    """Tensors of terms such as "mk": one size per letter; "*" are batch dims, which broadcast."""
+    """Draw tensors of terms such as "mk": one size per letter; "*" are batch dims, which broadcast."""
     sizes = {letter: g.size() for term in terms for letter in term if letter != "*"}
     batch = g.shape(0, 2)
     return [
@@ -26,7 +26,7 @@ def product_of(*terms: str) -> Maker:
 
 
 def added(result: str, *terms: str) -> Maker:
-    """The first operand broadcasts to the result."""
+    """Return the maker of calls whose first operand broadcasts to the result."""
 
     def make(g: Draw) -> tuple[Any, ...]:
         x, *rest = _sized(g, result, *terms)
@@ -86,7 +86,7 @@ def _conv_backward(g: Draw) -> tuple[Any, ...]:
 
 
 def _over_space(space: int) -> dict[str, Maker]:
-    """Pools, pads and resizes, and their gradients, which get what the forward got."""
+    """Return the makers of pools, pads and resizes, and of their gradients, which get the forward's arguments."""
     ones, zeros, pads = [1] * space, [0] * space, [1] * (2 * space)
     name = {1: "linear1d", 2: "bilinear2d bicubic2d", 3: "trilinear3d"}[space].split()
     resizes: dict[str, list[Any]] = {f"upsample_{kind}": [[6] * space, False] for kind in name}

@@ -1,4 +1,4 @@
-"""Runs one operator whole and on shards, as its rule says, and compares."""
+"""Operators run whole and on shards, as their rule says, and compared."""
 
 import math
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class Whole:
 
 
 def run_whole(case: Case) -> Whole:
-    """Runs the case and finds its rule."""
+    """Run the case and find its rule."""
     operands: list[torch.Tensor] = []
 
     def lift(value: Any) -> Any:
@@ -81,7 +81,8 @@ def run_whole(case: Case) -> Whole:
 
 
 def check_form(call: OpCall, rule: OpRule) -> None:
-    """Each dim is the product of its factors, sizes are those of the factors in use, whole ones are among them."""
+    """Check that each dim is the product of its factors, sizes are those of the factors in use, and whole ones are
+    among them."""
     tensors = [*zip(rule.operands, call.operands, strict=True), *zip(rule.results, call.results, strict=True)]
     used = set()
     for dims, shape in tensors:
@@ -114,8 +115,8 @@ def part_of(tensor: torch.Tensor, place: tuple[int, Any] | None, rank: int, rank
 
 
 def splits(rule: OpRule, ranks: int) -> list[tuple[str, Any]]:
-    """Every (factor, outer) that the rule allows to split over so many ranks; of a sum of factors, what splits all of
-    them alike."""
+    """Return every (factor, outer) that the rule allows to split over so many ranks; for a sum of factors, the splits
+    of all of them alike."""
     found: list[tuple[str, Any]] = []
     members = {name for names in rule.sums.values() for name in names}
     for total, names in rule.sums.items():
@@ -143,7 +144,8 @@ def _places(rule: OpRule, tensors: Sequence[Dims], factor: str, outer: int, rank
 
 
 def check_split(whole: Whole, factor: str, outer: int, ranks: int) -> None:
-    """Every rank's call on its shards gives its shard of each result, or a part of a sum where it lacks the factor."""
+    """Check that every rank's call on its shards gives its shard of each result, or a part of a sum where a result
+    lacks the factor."""
     rule, call = whole.rule, whole.call
     held = _places(rule, rule.operands, factor, outer, ranks)
     made = _places(rule, rule.results, factor, outer, ranks)
@@ -179,7 +181,7 @@ def _masked_lookup(whole: Whole, rows: torch.Tensor, outer: int, rank: int, rank
 
 
 def check_linear(whole: Whole, indices: frozenset[int]) -> None:
-    """The results of addends of these operands add up to the results of the sums."""
+    """Check that the results of addends of these operands add up to the results of the sums."""
     ranks = 2
     addends: dict[int, list[torch.Tensor]] = {}
     for index in indices:
@@ -197,7 +199,8 @@ def check_linear(whole: Whole, indices: frozenset[int]) -> None:
 
 
 def compare(case: Case, result: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Equal, to rounding in floats; only in shape where the operator gives no defined values."""
+    """Check that tensors are equal, floats to rounding. Where the operator gives no defined values only shapes are
+    compared."""
     assert result.shape == expected.shape and result.dtype == expected.dtype, f"{what}: {result.shape} {result.dtype}"
     if not case.has_values:
         return

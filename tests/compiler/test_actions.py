@@ -1,4 +1,4 @@
-"""Actions and schedules: their text, and what accumulation does in which order."""
+"""Actions and schedules: their text, and the order of accumulation."""
 
 from __future__ import annotations
 

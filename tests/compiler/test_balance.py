@@ -1,4 +1,4 @@
-"""Balance: no other choice of cuts has a smaller largest stage; operations are those of shapes."""
+"""Balance: no other choice of cuts has a smaller largest stage, and operations are those of the shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ drawn = st.lists(st.builds(BalancedPiece, st.integers(0, 9), st.integers(0, 9), 
 
 
 def largest(pieces: list[BalancedPiece], begins: tuple[int, ...], in_flight: tuple[int, ...]) -> tuple[int, int]:
-    """Operations and bytes of the largest stage of each."""
+    """Return the operations, and the bytes, of the largest stage."""
     stages = [pieces[start:stop] for start, stop in pairwise([0, *begins, len(pieces)])]
     operations = [sum(piece.operations for piece in stage) for stage in stages]
     held = [
@@ -44,7 +44,7 @@ def test_no_other_cuts_are_better(pieces: list[BalancedPiece], stages: int, fall
 
 
 def operations(target: Any, *args: object) -> int:
-    """Operations of one call, of tensors given by shape or as they are."""
+    """Count the operations of one call on tensors, which are given by shape or as they are."""
     graph = fx.Graph()
     values = [torch.zeros(arg) if isinstance(arg, tuple) else arg for arg in args]
     given: list[Any] = []
@@ -58,7 +58,7 @@ def operations(target: Any, *args: object) -> int:
 
 
 def products(target: Any, *args: object) -> float:
-    """Products of two numbers in one call."""
+    """Count the multiply-adds of one call."""
     return operations(target, *args) / (2 * PASSES)
 
 

@@ -1,4 +1,4 @@
-"""Bindings: their texts, which are written and read in one module alone."""
+"""Bindings: their texts are written and read in one module alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_a_program_with_a_text_that_is_no_binding_is_refused(old: str, new: str)
 
 
 def test_no_other_module_writes_or_splits_the_text_of_a_binding() -> None:
-    """``f"gradient {name}"`` and ``"saved "``; the language's own lines have more words: ``input tokens int64 [B]``."""
+    """Such texts are ``f"gradient {name}"`` and ``"saved "``. The language's own lines have more words: ``input tokens
+    int64 [B]``."""
     kinds = [kind for kind, row in KINDS.items() if row.text == "kind name"]
     pattern = re.compile(rf"({'|'.join(kinds)}) \S*")
     texts = [(f"{shown(file)}:{line}", text) for file in python_files(*LAYERS, "parc") if file != HOME
@@ -56,7 +57,7 @@ def test_no_other_module_writes_or_splits_the_text_of_a_binding() -> None:
 
 
 def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The strings of a module; what an f-string fills in stands there as one word."""
+    """Return the strings of a module. An f-string's inserted values count as one word."""
     joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     inside = {value for node in joined for value in node.values}
     for text in joined:

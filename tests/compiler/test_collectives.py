@@ -1,4 +1,4 @@
-"""Collectives: what each makes of the pieces is what its type says, and its gradient is its dual."""
+"""Collectives: the effect of each on pieces is that of its type, and its gradient is its dual."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUTERS: tuple[Outer, ...] = (1, 2, 3, 4, 6, (2, 1, 1), (1, 3))
 
 
 def run(op: str, options: Sequence[Any], pieces: Sequence[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
-    """Every group of ranks does the collective."""
+    """Run a collective in every group of ranks."""
     results = list(pieces)
     row = COLLECTIVES[op]
     for group in mesh.groups(row.axes(options)):
@@ -34,7 +34,7 @@ def run(op: str, options: Sequence[Any], pieces: Sequence[torch.Tensor], mesh: M
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Mesh, TensorType, str, tuple[Any, ...]]:
-    """A collective with an operand and options, which may not fit each other."""
+    """Draw a collective with an operand and options, which may not fit each other."""
     mesh = draw(meshes)
     type_ = draw(placed(mesh))
     op = draw(st.sampled_from(sorted(COLLECTIVES.keys() - {"parc.all_reduce_among"})))
@@ -50,7 +50,7 @@ def calls(draw: st.DrawFn) -> tuple[Mesh, TensorType, str, tuple[Any, ...]]:
 
 @st.composite
 def conversions(draw: st.DrawFn) -> tuple[Mesh, TensorType, str, AxisType, AxisType]:
-    """A type, an axis, and the types before and after a conversion over it."""
+    """Draw a type, an axis, and the types before and after a conversion over it."""
     mesh = draw(meshes)
     type_ = draw(placed(mesh, kinds=("I", "R", "P")))
     axis = draw(st.sampled_from(mesh.names))
@@ -69,7 +69,7 @@ def _nests(type_: TensorType, dim: int, outer: Outer, axis: str, mesh: Mesh) -> 
 
 @st.composite
 def fitting(draw: st.DrawFn) -> tuple[Mesh, TensorType, str, tuple[Any, ...]]:
-    """The collective of a conversion, or a maximum over the axes that split the last dim."""
+    """Draw the collective of a conversion, or a maximum over the axes that split the last dim."""
     mesh, type_, axis, _, result = draw(conversions())
     type_ = TensorType(type_.dtype, type_.shape, type_.placement.data())
     after = type_.placement.replace({axis: result})
@@ -144,7 +144,7 @@ def test_the_gradient_of_a_conversion_is_the_dual_conversion(source: str, result
 
 
 class _Watch(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the conversions that run."""
+    """A mode that notes the conversions that run."""
 
     def __init__(self, recorded: list[tuple[str, str]]) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _Watch(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize(("source", "result"), FORWARD)
 def test_the_dual_conversion_is_the_transpose(source: str, result: str) -> None:
-    """``<C x, g> = <x, dual(C) g>`` over all ranks: the pieces' own derivative, with no word about types.
+    """``<C x, g> = <x, dual(C) g>`` holds over all ranks, by the pieces' own derivative, without any types.
 
     A value that all ranks hold alike and use alike (``I``) counts once, and so does its gradient.
     """

@@ -21,7 +21,7 @@ X = torch.zeros(4, 6, 8)
 
 
 def _text(graph: fx.Graph) -> list[str]:
-    """Every operator with its operands, arguments and what it gives; names are left out."""
+    """Return every operator with its operands, arguments and results as text, without names."""
     places: dict[fx.Node, str] = {}
     lines = []
     for node in graph.nodes:

@@ -43,7 +43,7 @@ def forward(
 
 
 def program() -> Program:
-    """A forward program whose two blocks are one function."""
+    """Return a forward program whose two blocks are one function."""
     return parse_program(FORWARD)
 
 

@@ -1,4 +1,4 @@
-"""Memory that a rank needs, estimated from its programs and its order of work."""
+"""The memory of a rank, estimated from its programs and its order of work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALUE = 2 * 4 * 4
 
 
 def test_what_is_received_and_sent_is_counted() -> None:
-    """A stage that only hands on keeps one value that is under way, one that it has and one that comes."""
+    """A stage that only hands on keeps one value under way, one of its own and one that arrives."""
     actions = timelines("gpipe", 3, 2)["pp1"]
     assert estimate_memory(RELAY, actions, {}, {}).activations == 3 * VALUE
 

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: their statistics, their bits, and that nothing but key and index decides them."""
+"""Counter-based random numbers: their statistics, their bits, and their dependence on key and index alone."""
 
 import math
 

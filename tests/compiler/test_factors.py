@@ -1,4 +1,4 @@
-"""Rules as text, positions against factors, sizes, and the forms of calls that numbers on small shapes cannot show."""
+"""Rules as text, positions against factors, sizes, and forms of calls that tests with small shapes cannot show."""
 
 import contextlib
 import math
@@ -74,7 +74,7 @@ def test_to_factor_undoes_from_factor(drawn: tuple[Dims, dict[str, int]], ranks:
 
 @given(dims_and_sizes(), st.sampled_from((2, 3)))
 def test_to_factor_holds_the_same_elements(drawn: tuple[Dims, dict[str, int]], ranks: int) -> None:
-    """A position is a factor's exactly if both give rank 0 the same elements; else there is no factor."""
+    """A position belongs to a factor exactly if both give rank 0 the same elements; else there is no factor."""
     dims, sizes = drawn
     one = rule_of(dims, sizes)
     for dim, names in enumerate(dims):

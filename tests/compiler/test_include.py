@@ -20,7 +20,7 @@ optimizer sgd lr 0.1
 
 
 def read(folder: Path, plan: str, **files: str) -> Plan:
-    """The plan, beside files by their names (``__`` is a folder's slash)."""
+    """Read the plan, beside files by their names (``__`` stands for a folder's slash)."""
     for name, text in files.items():
         place = folder / f"{name.replace('__', '/')}.parc"
         place.parent.mkdir(exist_ok=True)

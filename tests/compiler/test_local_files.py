@@ -140,11 +140,11 @@ OTHER = {
     "names by their text": ("def helper(index):\n    return index", "def helper(index):\n    return eval(index)"),
     "another package": ("import json", "import json, patches"),
 }
-"""Changes of files by what they are: those that leave the model what it is, and those that may not."""
+"""Changes of files, by kind: those that leave the model as it is, and those that may change it."""
 
 
 def hashed(folder: Path, change: tuple[str, str] = ("", "")) -> tuple[dict[str, str], list[str]]:
-    """The hashes of code, and of lines, after a change of whichever file has its text."""
+    """Return the hashes of code, and of lines, after a change of whichever file has its text."""
     files = {"model.py": MODEL, "layers.py": LAYERS, "late.py": "def last(x):\n    return -x\n"}
     assert any(change[0] in text for text in files.values())
     for name, text in files.items():
@@ -164,7 +164,7 @@ def test_what_may_change_a_model_changes_its_hash(tmp_path: Path, what: str) -> 
 
 
 def test_a_hash_is_that_of_every_version_of_python(tmp_path: Path) -> None:
-    """Written down, so that a version whose syntax trees differ is found by its own tests."""
+    """The hash is written down, so that a version with other syntax trees is found by its own tests."""
     codes, _ = hashed(tmp_path)
     assert {name: code[:8] for name, code in codes.items()} == {
         "late.py": "155a7524",

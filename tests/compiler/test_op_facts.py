@@ -1,4 +1,4 @@
-"""Facts in rows are facts: each operator is run, and does what its row says."""
+"""Facts in rows are true: each operator is run, and does what its row says."""
 
 import operator
 from collections.abc import Callable
@@ -28,12 +28,12 @@ EXAMPLES = settings(
 
 
 def entries(tensors: list[torch.Tensor]) -> set[float]:
-    """The numbers that tensors hold."""
+    """Return the numbers in tensors."""
     return {float(number) for tensor in tensors for number in tensor.reshape(-1)}
 
 
 def hold(whole: Whole, row: OpFacts) -> int:
-    """Hold a call against its operator's facts; how many were looked at."""
+    """Check a call against its operator's facts, and count the facts that were checked."""
     operands, results, args = whole.operands, whole.results, whole.call.args
     looked = 0
     if row.moves in ("copy", "shape"):

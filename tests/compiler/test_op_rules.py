@@ -1,4 +1,4 @@
-"""Every row of the operator table against the operator itself: split it as the rule says, run it, compare."""
+"""Every row of the operator table beside the operator itself: split as the rule says, run, and compared."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,7 @@ UNSHRUNK = settings(EXAMPLES, max_examples=40, phases=[Phase.generate])
 
 
 def try_row(op: str, change: Callable[[OpRule], OpRule] | None = None) -> int:
-    """Tries splits and Partial operands on drawn calls, by the row's rule or what it is changed to; counts them."""
+    """Try splits and Partial operands on drawn calls, by the row's rule or a changed one, and count them."""
     tried = 0
 
     @(UNSHRUNK if change else EXAMPLES)

@@ -43,7 +43,7 @@ class _Model(nn.Module):
 
 
 def _origins() -> list[tuple[str, str, str]]:
-    """Operator, module and line of all that is captured."""
+    """Return the operator, module and line of all captured nodes."""
     recorded = record(_Model, 1)
     captured = capture(
         recorded.module,

@@ -1,4 +1,4 @@
-"""Patterns of names: what they match, and what is suggested where they match nothing."""
+"""Patterns of names: the names that they match, and the suggestions if they match nothing."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MESH = Mesh.parse("dp=2, tp=2")
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Mesh, TensorType]:
-    """A mesh and a type on it."""
+    """Draw a mesh and a type on it."""
     mesh = draw(meshes)
     return mesh, draw(placed(mesh))
 

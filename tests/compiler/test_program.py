@@ -216,5 +216,5 @@ def test_an_origin_reads_back(module: str, source: str, plan: int) -> None:
 
 
 def test_a_program_is_python() -> None:
-    """So that editors colour it; nothing runs it."""
+    """Editors can color it; nothing runs it."""
     assert len(ast.parse(GOOD).body) == 4

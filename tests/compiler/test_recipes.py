@@ -20,7 +20,7 @@ from tests.family_models import decoder, gpt2
 
 
 class Zoo(nn.Module):
-    """Many ways to make a parameter or a buffer."""
+    """A module with many ways to make a parameter or a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Zoo(nn.Module):
 
 
 class Constants(nn.Module):
-    """Values that torch's own run must give bit for bit."""
+    """A module of values that torch's own run must give bit for bit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ ZOO = record(Zoo, seed=3)
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by every name."""
+    """Return all parameters and buffers by every name."""
     both = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name: tensor.detach() for name, tensor in both}
 
@@ -114,7 +114,7 @@ def test_any_cut_of_a_recipe_is_the_same_bits(data: st.DataObject) -> None:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype, shape and every bit."""
+    """Check that two tensors are equal in dtype, shape and every bit."""
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
@@ -127,7 +127,7 @@ def test_long_recipes_are_cut_without_a_trace() -> None:
 
 
 class Holder(nn.Module):
-    """One parameter."""
+    """A module of one parameter."""
 
     def __init__(self, w: Tensor) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_zoo_has_torch_s_statistics() -> None:
 
 
 def check_statistics(name: str, value: Tensor, expected: Tensor) -> None:
-    """Equal constants, or samples that agree in mean, spread and range."""
+    """Check for equal constants, or for samples that agree in mean, spread and range."""
     assert (value.shape, value.dtype, value.stride()) == (expected.shape, expected.dtype, expected.stride()), name
     ours, torchs = value.double(), expected.double()
     if value.numel() < 2 or float(torchs.std()) == 0.0:
@@ -260,7 +260,7 @@ def test_what_cannot_be_recorded_is_refused() -> None:
 
 
 class Waves(nn.Module):
-    """Complex tensors, made in the ways that models make them."""
+    """A module of complex tensors, made in the ways of real models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def test_complex_tensors_are_recorded_as_pairs() -> None:
 
 
 def transformers_model(name: str) -> nn.Module:
-    """A random-weight model of the transformers package, tiny."""
+    """Make a tiny model of the transformers package with random weights."""
     if name == "gpt2":
         return gpt2()
     llama = decoder("llama", tie_word_embeddings=name == "tied")

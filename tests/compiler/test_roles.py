@@ -1,4 +1,4 @@
-"""Programs of stages joined to one step's: one name is one value, and what several stages return is summed."""
+"""Programs of stages joined to one step's: one name is one value, and results of several stages are summed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAST = ("scale:scale", "w:parameter w", "m = mul.Tensor(w, scale)", "w m", "sent
 
 
 def joined(action: str, *stages: Sequence[str]) -> Program:
-    """Main functions of stages in this order, joined."""
+    """Join main functions of stages in this order."""
     return _chain([program(f"stage{stage}", action, "pp=2", words, TYPES) for stage, words in enumerate(stages)])
 
 

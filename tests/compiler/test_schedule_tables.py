@@ -1,4 +1,4 @@
-"""Schedules as text tables: what they may say, that every order that can end is run, and what is refused."""
+"""Schedules as text tables: their syntax, that every order that can end runs, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules over all small sizes: proved, as torch lists them, idle and live as published."""
+"""Schedules over all small sizes: proved, compared with torch's lists, idle and live as published."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sizes = tuple[str, int, int, int]
 
 @cache
 def accepted() -> Mapping[Sizes, Timelines]:
-    """Every schedule of up to 8 ranks, 16 microbatches, 3 chunks: by name, ranks, microbatches, chunks."""
+    """Yield every schedule of up to 8 ranks, 16 microbatches, 3 chunks: name, ranks, microbatches, chunks."""
     made = {}
     for name in SCHEDULES:
         for p, m, v in ((p, m, v) for p in range(1, 9) for m in range(1, 17) for v in range(1, 4)):
@@ -51,7 +51,8 @@ def test_every_schedule_is_proved() -> None:
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (1, 1), (3, 2)])
 def test_ranks_are_idle_as_published_to_the_slot(forward: int, backward: int) -> None:
-    """(p - 1)(F + B), of a rank of v chunks over v: of one stage each time, as F and B are here."""
+    """The idle time is (p - 1)(F + B), divided by v for ranks of v chunks. Each is the time of one stage, as F and B
+    are here."""
     for (name, p, m, v), made in accepted().items():
         if name == "looped" and m < p:
             continue  # microbatches run out before the loop closes

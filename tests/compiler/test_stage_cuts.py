@@ -43,7 +43,7 @@ optimizer sgd lr 0.1
 
 
 class Norms(nn.Module):
-    """Products between norms of the batch, which may be one."""
+    """A model of products between norms of the batch, which may be one."""
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
@@ -58,25 +58,26 @@ class Norms(nn.Module):
 
 
 def family(name: str) -> str:
-    """The plan of a model of a family, without what places or orders anything."""
+    """Return the plan of a model of a family, without lines that place or order anything."""
     kept = ("model", "input", "sizes", "optimizer", "loss")
     return "\n".join(line for line in plan_text(name).splitlines() if line.startswith(kept)) + "\n"
 
 
 def captured(text: str, lines: str) -> tuple[Plan, Captured]:
-    """A plan with more lines, and its model."""
+    """Capture the model of a plan with further lines."""
     return read_plan(Source("some.parc", text + lines)), model_of(text)
 
 
 @cache
 def model_of(text: str) -> Captured:
-    """The model of a plan of two microbatches."""
+    """Return the model of a plan of two microbatches."""
     plan = read_plan(Source("some.parc", text + "schedule microbatches 2\n"))
     return capture_plan(plan, task_lines(plan), EXAMPLES, None)[1]
 
 
 def cut(text: str, stage: str, ranks: int) -> tuple[list[str], Captured, Stages]:
-    """The cuts of a ``stage`` line, and the stages of the captured graph; values only ever flow to later ones."""
+    """Return the cuts of a ``stage`` line, and the stages of the captured graph; values only ever flow to later
+    ones."""
     plan, graph = captured(text, f"mesh pp={ranks}\nstage {stage} over pp\nschedule gpipe microbatches 2\n")
     cuts = cuts_of(plan, names_of(graph), graph)
     stages = stage_of_nodes(graph, cuts)
@@ -87,7 +88,7 @@ def cut(text: str, stage: str, ranks: int) -> tuple[list[str], Captured, Stages]
 
 
 def modules(stages: Stages, stage: int) -> set[str]:
-    """The outermost two names of all modules of a stage."""
+    """Return the outermost two names of all modules of a stage."""
     return {".".join(noted(node).origin.module.split(".")[:2]) for node, at in stages.items() if at == stage} - {""}
 
 
@@ -107,7 +108,7 @@ def test_an_embedding_and_the_loss_can_be_stages_of_their_own() -> None:
 
 
 class Again(nn.Module):
-    """Layers of which one stands in the list twice."""
+    """A model of layers of which one stands in the list twice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Templates: programs of several sizes become one text, which bound to sizes is a program again, or is refused."""
+"""Templates: programs of several sizes become one text, which is a program again at any sizes, or is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROGRAM = (
 
 
 def texts(template: str = PROGRAM, **changes: str) -> list[dict[str, str]]:
-    """The program at each point; ``changes`` by the point's number, ``old->new``."""
+    """Return the program's text at each point; ``changes`` by the point's number, ``old->new``."""
     made = [Template(RANGES, {"p.py": template}).at(point) for point in POINTS]
     for key, change in changes.items():
         old, _, new = change.partition("->")

@@ -1,4 +1,4 @@
-"""Twins: what counts as the same work."""
+"""Twins: the work that counts as the same."""
 
 from __future__ import annotations
 

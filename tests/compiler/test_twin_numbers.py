@@ -1,4 +1,4 @@
-"""Numbers of a build beside its twin's: which follow from the model's."""
+"""Numbers of a build beside its twin's, and which of them follow from the model's."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ TEXTS = {"SCALE": SCALE, "F": FORWARD, "B": BACKWARD, "REDUCE": REDUCE}
 
 
 def step(action: str = "", old: str = "", new: str = "") -> dict[str, Program]:
-    """The step's programs, with one text replaced in one of them."""
+    """Return the step's programs, with one text replaced in one of them."""
     found = {}
     for name, text in TEXTS.items():
         if name == action:
@@ -256,7 +256,7 @@ def test_zeros_are_partial_sums_of_zero_and_ones_are_not() -> None:
 
 @pytest.mark.parametrize("call", ["empty.memory_format([4]", "empty_strided.default([4], [1]"])
 def test_memory_that_nobody_wrote_is_no_value(call: str) -> None:
-    """It often holds zeros, and then every test of numbers accepts it."""
+    """Such memory often holds zeros, and then every test of numbers accepts it."""
     with pytest.raises(ProgramError, match="is not an operator that a program may use"):
         parse_program(ZEROS.replace("full.default([4], 0.0", call))
 

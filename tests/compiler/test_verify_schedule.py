@@ -1,4 +1,4 @@
-"""The checker of timelines: broken schedules are refused, and orders just if they cannot be run."""
+"""The checker of timelines: it refuses broken schedules, and accepts orders exactly if they can be run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Timelines = Mapping[str, Sequence[Action]]
 
 @cache
 def good() -> Sequence[tuple[Timelines, int, int]]:
-    """Schedules on 2 to 5 ranks with their stages and microbatches; every second has counts."""
+    """Draw schedules on 2 to 5 ranks with their stages and microbatches; every second has counts."""
     sizes = [(p, m, v) for p in range(2, 6) for m in range(1, 9) for v in range(1, 4)]
     return [
         (timelines(name, p * v, m, v, also=["COUNT"] * (m % 2 == 0)), p * v, m)
@@ -34,7 +34,7 @@ def good() -> Sequence[tuple[Timelines, int, int]]:
 
 
 def faults_of(made: Timelines, stages: int, m: int) -> Sequence[Fault]:
-    """Those of timelines like the good ones."""
+    """Return the faults of timelines like the good ones."""
     return check_timelines(made, stages_in_turn(stages, len(made)), m, also=["COUNT"] * (m % 2 == 0))
 
 
@@ -82,7 +82,7 @@ def may_run(made: Timelines) -> bool:
 
 
 def mutants(made: Timelines, stages: int, m: int, draw: random.Random) -> Iterator[tuple[str, Timelines]]:
-    """Timelines of which each is wrong by how it is made."""
+    """Yield timelines that are each wrong by construction."""
     role = draw.choice(list(made))
     actions = list(made[role])
     at = draw.randrange(len(actions))

@@ -1,4 +1,4 @@
-"""Shapes at all declared sizes: what is right only where it is looked at is refused."""
+"""Shapes at all declared sizes: a shape that is right only at the sizes looked at is refused."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ mesh dp=2, tp=2
 
 
 def problems(text: str) -> None:
-    """Reads a text as a plan: whatever is wrong with it is diagnostics, and each can be printed."""
+    """Read a text as a plan: all errors are diagnostics, and each can be printed."""
     try:
         plan = read_plan(Source("fuzz.parc", text), {"x": "2"})
     except PlanError as error:

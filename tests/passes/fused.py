@@ -1,4 +1,5 @@
-"""Attention with fused rows and grouped heads as models write it, small: each is placed by a few lines of a plan."""
+"""Small attention layers with fused rows and grouped heads, written as in real models; a few lines of a plan place
+each."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ WIDTH, VOCAB = 32, 48
 
 
 class Grouped(nn.Module):
-    """Queries, keys, values and maybe a gate a head one after the other, in one weight, or the first three in three;
-    keys are never repeated."""
+    """Attention with queries, keys, values and maybe a gate for each head, one after the other in one weight, or the
+    first three in three weights. Keys are never repeated."""
 
     def __init__(self, heads: int, groups: int, fused: bool, size: int, gated: bool) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class Grouped(nn.Module):
 
 
 class Gated(nn.Module):
-    """Values and one gate a head in one weight, as layers of state spaces have them: nothing attends."""
+    """A mixing layer without attention: values and one gate for each head in one weight, as in state space models."""
 
     def __init__(self, heads: int, repeat: bool) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Gated(nn.Module):
 
 
 class Interleaved(nn.Module):
-    """For each group its queries, a key and a value, group after group; attention is written out."""
+    """Attention whose weight has, group after group, its queries, a key and a value; attention is written out."""
 
     def __init__(self, heads: int, groups: int) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Interleaved(nn.Module):
 
 
 class Einsum(nn.Module):
-    """Queries by groups that share a key: heads are two dims."""
+    """Attention with queries in groups that share a key: heads are two dims."""
 
     def __init__(self, heads: int, groups: int) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class Einsum(nn.Module):
 
 
 class Model(nn.Module):
-    """One attention between an embedding and a head."""
+    """A model of one attention between an embedding and a head."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -98,25 +99,25 @@ class Model(nn.Module):
 
 
 def grouped(heads: int = 8, groups: int = 4, fused: bool = True, size: int = 0, gated: bool = False) -> nn.Module:
-    """A model with grouped attention."""
+    """Make a model with grouped attention."""
     return Model(Grouped(heads, groups, fused, size, gated))
 
 
 def gated(heads: int = 8, repeat: bool = True) -> nn.Module:
-    """A model whose mixing is gates."""
+    """Make a model whose mixing is gates."""
     return Model(Gated(heads, repeat))
 
 
 def interleaved(heads: int = 8, groups: int = 4) -> nn.Module:
-    """A model with interleaved rows."""
+    """Make a model with interleaved rows."""
     return Model(Interleaved(heads, groups))
 
 
 def einsum(heads: int = 4, groups: int = 2) -> nn.Module:
-    """A model whose queries are groups of heads."""
+    """Make a model whose queries are groups of heads."""
     return Model(Einsum(heads, groups))
 
 
 def encoder(heads: int = 4) -> nn.Module:
-    """torch's own layer, whose rows are fused by thirds."""
+    """Make a model of torch's own layer, whose rows are fused in thirds."""
     return Model(nn.TransformerEncoderLayer(WIDTH, heads, 64, dropout=0.0, batch_first=True))

@@ -1,4 +1,4 @@
-"""Communication: counts and bytes by axis and phase are Megatron-LM's closed form; no rank holds too much."""
+"""Communication: counts and bytes by axis and phase are Megatron-LM's closed form, and no rank holds too much."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
 
 @cache
 def compiled(plan: str, dp: int, tp: int, layers: int = LAYERS) -> Compiled:
-    """An example's plan, with few layers."""
+    """Compile an example's plan, with few layers."""
     text = (EXAMPLES / plan).read_text()
     return checked_plans.compiled(text, dp=dp, tp=tp, layers=layers, width=WIDTH)
 
@@ -37,7 +37,7 @@ def sent(made: Compiled) -> tuple[Counter[tuple[str, str, str]], Counter[tuple[s
 
 
 def local_parameters(made: Compiled) -> list[int]:
-    """Elements of each parameter on a rank."""
+    """Count the elements of each parameter on a rank."""
     values = list(made.build.programs["REDUCE"].main.bound("gradient").values())
     return [math.prod(value.type.local(made.mesh)) for value in values]
 
@@ -70,7 +70,7 @@ def test_a_step_is_megatrons_closed_form(plan: str, batch: int, microbatches: in
 
 @pytest.mark.parametrize(("dp", "tp", "kv_heads"), [(1, 4, 2), (2, 4, 1), (1, 8, 2)])
 def test_few_key_heads_cost_one_sum_of_their_gradients_a_step(dp: int, tp: int, kv_heads: int) -> None:
-    """As in Megatron-LM each group of ranks keeps a copy of its key head; beside that nothing changes."""
+    """As in Megatron-LM each group of ranks keeps a copy of its key head; nothing else changes."""
     text = (EXAMPLES / "llama.parc").read_text().replace("kv_heads=4", f"kv_heads={kv_heads}")
     counts, sizes = sent(checked_plans.compiled(text, dp=dp, tp=tp, layers=LAYERS, width=WIDTH))
     usual, usual_sizes = sent(compiled("llama.parc", dp, tp if tp < 8 else 4))

@@ -1,4 +1,4 @@
-"""Masks that models compute from positions are known when the graph is: none, causal, or left as they are."""
+"""Masks that models compute from positions, known with the graph: none, causal, or left as they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mask = Callable[[int], torch.Tensor]
 
 
 class Attention(nn.Module):
-    """Attention under a mask of ``length`` positions."""
+    """A model of attention under a mask of ``length`` positions."""
 
     def __init__(self, mask: Mask, causal: bool = False) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
 
 def folded(mask: Mask, length: int = 6) -> fx.Node:
-    """The attention of a canonical graph after folding."""
+    """Return the attention of a canonical graph after folding."""
     x = torch.randn(2, length, 8)
     with quiet():
         program = torch.export.export(Attention(mask), (x,), strict=False).run_decompositions({})
@@ -45,7 +45,7 @@ def folded(mask: Mask, length: int = 6) -> fx.Node:
 
 
 def positions(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries as a column, keys as a row."""
+    """Return the positions of queries as a column, and of keys as a row."""
     at = torch.arange(length)
     return at[:, None], at[None, :]
 

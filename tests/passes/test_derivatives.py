@@ -1,4 +1,4 @@
-"""Derivatives that torch writes with zeros, or with operators of their own, of values that are split."""
+"""Derivatives of split values that torch writes with zeros, or with operators of their own."""
 
 from __future__ import annotations
 

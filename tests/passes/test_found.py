@@ -1,4 +1,4 @@
-"""Small models and plans that once went wrong, each with what was wrong."""
+"""Small models and plans that once went wrong, each with its error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MLP = Layer("mlp", ("silu", True, "none"))
 def attention(
     qkv: str = "apart", shared: int = 1, repeat: str = "enable", mask: str = "causal", p: float = 0.0
 ) -> Layer:
-    """An attention layer with a residual."""
+    """Return an attention layer with a residual."""
     return Layer("attention", (qkv, shared, repeat, mask, p), 0, 0)
 
 

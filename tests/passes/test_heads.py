@@ -42,7 +42,7 @@ row    attention.linear2 over tp
 
 
 def build(model: str, arguments: str, lines: str, tp: int, dp: int = 1) -> Compiled:
-    """A model under its plan; every check of a build must pass."""
+    """Build a model under its plan; every check must pass."""
     text = PLAN.format(model=model, arguments=arguments, dp=dp, tp=tp) + lines
     made = compiled(text, Path(__file__).parent)
     checked(made)
@@ -50,7 +50,7 @@ def build(model: str, arguments: str, lines: str, tp: int, dp: int = 1) -> Compi
 
 
 def moved(made: Compiled) -> Counter[tuple[str, str]]:
-    """Collectives over `tp` in the forward and the backward, by phase and operator."""
+    """Count the collectives over `tp` in the forward and the backward, by phase and operator."""
     programs = made.build.programs
     found = [
         m

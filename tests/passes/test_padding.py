@@ -1,4 +1,4 @@
-"""Padding: dims that axes do not divide, in models whose operators see them in every way, and its proof."""
+"""Padding: dims that axes do not divide, in models whose operators meet them in every way, and its proof."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ shard {name}, targets [B/dp, _]
 
 
 def compiled(lines: str, arguments: str = "width=8", dp: int = 1, tp: int = 4, model: str = "") -> Compiled:
-    """The small model, or one of transformers, under a plan."""
+    """Compile the small model, or one of transformers, under a plan."""
     name, logits = ("input_ids", "output.logits") if model else ("tokens", "output")
     model = f"family_models.py:{model}" if model else "padded_models.py:Mlp"
     text = PLAN.format(model=model, arguments=arguments, dp=dp, tp=tp, lines=lines, name=name, logits=logits)
@@ -64,7 +64,7 @@ def operators(made: Compiled) -> Counter[str]:
 
 
 def holds(made: Compiled) -> Counter[str]:
-    """Every check of a build must pass; its operators."""
+    """Check that every check of a build passes, and count its operators."""
     found = checked(made)
     assert found.agreement is not None and found.agreement.largest <= 1e-10
     assert found.report["checks"]["padding"] == "proved"
@@ -200,7 +200,7 @@ def test_neutral_elements_are_proved_and_nothing_else_is(op: str) -> None:
 
 
 def call(op: str, *shapes: tuple[int, ...], more: tuple[object, ...] = (), result: tuple[int, ...] = ()) -> OpCall:
-    """A call of operands of these shapes, then other arguments."""
+    """Return a call of operands of these shapes, then other arguments."""
     return OpCall(op, (*(Operand(index) for index in range(len(shapes))), *more), {}, shapes, (result,))
 
 

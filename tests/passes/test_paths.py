@@ -1,4 +1,4 @@
-"""Paths of conversions: every step is one that exists, the value is the value, and the cheapest way is taken."""
+"""Paths of conversions: every step exists, the value stays the same, and the cheapest way is taken."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUTERS: list[Outer] = [1, 2, 3, 4, 6, (2, 1), (1, 1, 2)]
 
 @st.composite
 def kinds(draw: st.DrawFn, partial: bool) -> AxisType:
-    """A type on one axis."""
+    """Draw a type on one axis."""
     if draw(st.booleans()):
         return Split(draw(st.sampled_from([0, 1])), draw(st.sampled_from(OUTERS)))
     return "P" if partial and draw(st.booleans()) else "I"
@@ -30,7 +30,7 @@ def kinds(draw: st.DrawFn, partial: bool) -> AxisType:
 
 @st.composite
 def placements(draw: st.DrawFn, mesh: Mesh, partial: bool) -> Placement:
-    """A placement of SHAPE that nests and divides."""
+    """Draw a placement of SHAPE that nests and divides."""
     found = Placement.whole(mesh)
     for name in draw(st.permutations(mesh.declared.names)):
         together = draw(st.booleans())
@@ -43,7 +43,7 @@ def placements(draw: st.DrawFn, mesh: Mesh, partial: bool) -> Placement:
 def walk(
     have: Placement, path: tuple[Changes, ...], pieces: list[torch.Tensor], mesh: Mesh = MESH
 ) -> list[torch.Tensor]:
-    """Every rank's piece after the steps, each lowered to its collective."""
+    """Return every rank's piece after the steps, each lowered to its collective."""
     backend = InProcess(mesh)
     for step in path:
         want = have.replace(dict(step))

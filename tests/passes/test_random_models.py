@@ -1,4 +1,4 @@
-"""Random models under random plans: every rank together computes what the unsharded model does."""
+"""Random models under random plans: all ranks together compute the same as the unsharded model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARE = 3  # a model's capture serves several plans, so a part of the profile's 
 
 @st.composite
 def trials(draw: st.DrawFn, most_layers: int) -> tuple[ModelSpec, list[str]]:
-    """A model and some plans for it."""
+    """Draw a model and some plans for it."""
     spec = draw(models(most_layers))
     return spec, draw(st.lists(plans(spec), min_size=1, max_size=6))
 
@@ -27,8 +27,8 @@ def trials(draw: st.DrawFn, most_layers: int) -> tuple[ModelSpec, list[str]]:
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("most_layers", [1, 2, 3, 5])
 def test_random_models(most_layers: int, record_property: Callable[[str, object], None]) -> None:
-    """Each plan is an example: built, checked, read back from its text and simulated for two steps, or refused by a
-    diagnostic; and the captured graph is the module's own mathematics."""
+    """Each plan is an example. It is built, checked, read back from its text and simulated for two steps, or refused by
+    a diagnostic; and the captured graph is the module's own mathematics."""
     tried: Counter[str] = Counter()
 
     @settings(max_examples=settings().max_examples // SHARE + 3, suppress_health_check=list(HealthCheck))

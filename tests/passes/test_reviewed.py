@@ -1,4 +1,4 @@
-"""Models of a few lines whose meaning was once lost on the way to a build: each is built with every check."""
+"""Models of a few lines whose meaning a build once lost: each is built with every check."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ DATA = "mesh dp=2\nshard {} [B/dp, ...]"
 
 
 def made(folder: Path, body: str, lines: str, arguments: str = "") -> tuple[Compiled, Checked]:
-    """The build of a class `Model` with some body; refused if any check of it fails."""
+    """Build a class `Model` with some body; raise if any check fails."""
     source = textwrap.dedent(body)
     if "class Model" not in source:
         source = "class Model(Base):\n" + textwrap.indent(source, "    ")
@@ -83,7 +83,7 @@ def made(folder: Path, body: str, lines: str, arguments: str = "") -> tuple[Comp
 
 
 def codes(compiled: Compiled) -> list[str]:
-    """Codes of a build's warnings."""
+    """Return the codes of a build's warnings."""
     return [warning.code.name for warning in warnings_of(compiled)]
 
 

@@ -1,4 +1,4 @@
-"""Losses of microbatches beside the whole batch's: what they do not add up to is warned of, and little else."""
+"""Losses of microbatches beside the whole batch's: a warning where they do not add up to it, and few others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs planted in pipelines: whatever stages hand one another, sum among themselves or do out of turn is refused."""
+"""Bugs planted in pipelines: any wrong message, sum among stages or action out of turn is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Good:
 
 @cache
 def good(name: str) -> Good:
-    """One of the builds."""
+    """Return one of the builds."""
     compiled = compile_plan(read_plan(Source("stages.parc", _PLANS[name])), ROOT / "tests")
     programs = {file_of(p): p for role in compiled.build.roles.values() for p in role.programs.values()}
     return Good(compiled, compiled.build.texts, programs)
@@ -89,13 +89,13 @@ def refusals(build: Good, programs: Files | None = None, schedule: str | None = 
 
 @pytest.mark.parametrize("name", _PLANS)
 def test_good_builds_are_accepted(name: str) -> None:
-    """Nothing below is refused for another reason than its bug, and what is accepted trains as the unsharded model."""
+    """So no bug below is refused for another reason, and accepted builds train as the unsharded model."""
     assert refusals(good(name)) == []
     assert not check_build(good(name).compiled).faults
 
 
 def test_a_module_of_which_passes_leave_nothing_is_a_place_to_cut() -> None:
-    """Even a stage of it alone, which hands on what it receives."""
+    """It may even be a stage of its own, which hands on what it receives."""
     cuts = "same over pp\nstage after out(same)"
     text = _PLAN.format(layers=1, cuts=cuts, schedule="gpipe microbatches 2").replace('Tied" (layers=1)', 'Looked"')
     compiled = compile_plan(read_plan(Source("stages.parc", text.replace("pp=2", "pp=3"))), ROOT / "tests")
@@ -105,7 +105,7 @@ def test_a_module_of_which_passes_leave_nothing_is_a_place_to_cut() -> None:
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.parametrize("name", _PLANS)
 def test_planted_bugs_of_stages_are_refused(name: str, bug: str) -> None:
-    """Every one, by the checks of texts alone: nothing runs."""
+    """The checks of texts alone refuse every bug: nothing runs."""
     build, accepted, number = good(name), [], 0
     for what, programs in BUGS[bug](build.programs):
         number += 1
@@ -117,7 +117,7 @@ def test_planted_bugs_of_stages_are_refused(name: str, bug: str) -> None:
 
 @pytest.mark.parametrize("name", _PLANS)
 def test_actions_out_of_turn_are_refused(name: str) -> None:
-    """Left out, twice, on the other role, or before what the same stage has to do first."""
+    """An action is left out, twice there, on the other role, or before one that its stage has to do first."""
     build = good(name)
     timelines = parse_schedule(build.texts["schedule.txt"])
     for role, actions in timelines.items():
@@ -160,7 +160,7 @@ def square(output, wanted):
 
 
 def test_a_key_is_made_in_every_stage_that_draws_of_it(tmp_path: Path) -> None:
-    """Half of the numbers in one stage, all of them in the other, which no message brings."""
+    """Half of the numbers are drawn in one stage, all of them in the other, and no message brings the key."""
     (tmp_path / "planted_models.py").write_text(_DRAWN)
     plan = _PLAN.format(layers=1, cuts="b", schedule="gpipe microbatches 2").replace('Tied" (layers=1)', 'Net" ()')
     plan = plan.replace("dp=2, pp=2", "pp=2, tp=2").replace("shard x, wanted [B/dp, _]", "column a over tp")

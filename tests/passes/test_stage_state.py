@@ -1,4 +1,5 @@
-"""Buffers that a step updates, in stages: B reads what F read, and who updates one is who reads it."""
+"""Buffers that a step updates, in stages: B reads the same as F, and the stage that updates a buffer is the one that
+reads it."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ schedule 1f1b microbatches 2
 
 
 def compiled(folder: Path, lines: str, plan: str = _PLAN) -> Compiled:
-    """A model of these lines, cut before ``b``."""
+    """Compile a model of these lines, cut before ``b``."""
     (folder / "net.py").write_text(_MODEL.format(lines=lines.replace("; ", "\n        ")))
     return compile_plan(read_plan(Source("net.parc", plan)), folder)
 
@@ -126,7 +127,8 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def train(path: str, folder: str) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
-    """The whole state after each of three steps, the third made again from a checkpoint, and the buffers of a rank."""
+    """Return the whole state after each of three steps, the third repeated from a checkpoint, and the buffers of a
+    rank."""
     with parc.load(path) as session:
         states = []
         for step in range(3):
@@ -141,7 +143,8 @@ def train(path: str, folder: str) -> tuple[list[dict[str, torch.Tensor]], list[s
 
 
 def test_a_buffer_that_nobody_reads_is_saved_and_restored(tmp_path: Path) -> None:
-    """Under stages as in the plain module, also where the new value is a parameter, which the update then changes."""
+    """It is so under stages as in the plain module, also if the new value is a parameter, which the update then
+    changes."""
     plan = _PLAN.replace("dp=2, ", "").replace("shard x, wanted [B/dp, _]\n", "")
     (tmp_path / "net.py").write_text(_MODEL.format(lines=_WRITES["a parameter"].replace("; ", "\n        ")))
     (tmp_path / "net.parc").write_text(plan)

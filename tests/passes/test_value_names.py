@@ -1,4 +1,4 @@
-"""Names of values in programs: those that the model's modules and parameters have."""
+"""Names of values in programs: those of the model's modules and parameters."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ _CONTEXT.set_forkserver_preload(["parc.runtime.session", "parc.runtime.compare.p
 
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, wait_s: float = 90) -> list[Any]:
-    """``function(*arguments)`` on every rank of a gloo group; the results in rank order, which may take ``wait_s``.
+    """Run ``function(*arguments)`` on every rank of a gloo group, and return the results in rank order; they may take
+    ``wait_s``.
 
     Raises:
         AssertionError: a rank failed, with its traceback.

@@ -1,4 +1,4 @@
-"""A pipeline of four products, its programs written by hand: an early value is handed on through a stage that does not
+"""A pipeline of four products, its programs written by hand. An early value is handed on through a stage that does not
 read it, and the last stage has the first's weight."""
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ READS = [("tied",), ("second",), ("third",), ("tied",)]
 
 
 def program(role: str, action: str, mesh: str, words: Sequence[str], types: Mapping[str, str]) -> Program:
-    """A program from a shorthand: `name:role` a parameter, `name = op(…)` a line, `key [name]` a return. What is not
-    in ``types`` is a microbatch's activation."""
+    """Return a program from a shorthand: `name:role` a parameter, `name = op(…)` a line, `key [name]` a return. A value
+    that is not in ``types`` is a microbatch's activation."""
     rows, returns = [], []
     activation = "f32[2/dp, 4]" if "dp" in mesh else "f32[2, 4]"
     for word in words:
@@ -95,7 +95,8 @@ def program(role: str, action: str, mesh: str, words: Sequence[str], types: Mapp
 
 
 def reduction(mesh: str, ranks: int, rank: int) -> Program:
-    """REDUCE of a role: sums over data, then between the two that have the tied weight, then of norm and loss."""
+    """Return REDUCE of a role: sums over data, then between the two roles that have the tied weight, then of norm and
+    loss."""
     stages = range(rank, STAGES, ranks)
     dp, parameters, lines, returns, squares = "dp" in mesh, [], [], [], []
     owners = sorted({0 % ranks, 3 % ranks})
@@ -135,7 +136,7 @@ def reduction(mesh: str, ranks: int, rank: int) -> Program:
 
 
 def roles(mesh: str, ranks: int, order: Sequence[Action] | None = None) -> dict[str, Role]:
-    """The roles of a mesh with ``pp`` of so many ranks; work is in some order that one process could do it in."""
+    """Return the roles of a mesh with ``pp`` of so many ranks; work is in an order that one process could do it in."""
     weight = dict.fromkeys(["tied", "second", "third"], "f32[4, 4]")
     types = {**weight, "sum": "f32[] +dp" if "dp" in mesh else "f32[]", "scale": "f32[]"}
     back = {**weight, "scale": "f32[]", "dw": "f32[4, 4] +dp" if "dp" in mesh else "f32[4, 4]"}
@@ -154,7 +155,7 @@ def roles(mesh: str, ranks: int, order: Sequence[Action] | None = None) -> dict[
 
 
 def accumulated() -> list[Action]:
-    """Two microbatches on their way at a time."""
+    """Return timelines of two microbatches under way at a time."""
     first = [Action(stage, "F", m) for m in (0, 1) for stage in range(STAGES)]
     for m in range(MICROBATCHES):
         first += [Action(stage, "B", m) for stage in reversed(range(STAGES))]
@@ -164,7 +165,7 @@ def accumulated() -> list[Action]:
 
 
 def timeline(order: Sequence[Action], ranks: int, rank: int) -> list[Action]:
-    """The actions of one role, with its messages."""
+    """Return the actions of one role, with its messages."""
     found = [Action(rank, "SCALE")]
     for action in order:
         if action.stage % ranks != rank:
@@ -179,12 +180,12 @@ def timeline(order: Sequence[Action], ranks: int, rank: int) -> list[Action]:
 
 
 def staged(build: Build, mesh: str, ranks: int) -> Build:
-    """A build of ``PLAN`` over a mesh, run by the stages."""
+    """Return a build of ``PLAN`` over a mesh, run by the stages."""
     return replace(build, roles=roles(mesh, ranks))
 
 
 def write(folder: Path, mesh: str) -> Path:
-    """The plan and its model in a folder; data are split over ``dp`` where the mesh has it."""
+    """Write the plan and its model into a folder; data are split over ``dp`` if the mesh has it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "net.py").write_text(MODEL)
     lines = (f"mesh {mesh}\n" if mesh else "") + ("shard x, y [B/dp, _]\n" if "dp" in mesh else "")
@@ -193,6 +194,6 @@ def write(folder: Path, mesh: str) -> Path:
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
-    """A whole batch."""
+    """Return a whole batch."""
     x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(step))
     return {"x": x, "y": y}

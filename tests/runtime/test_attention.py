@@ -1,4 +1,4 @@
-"""Attention's kernel on a CPU: as autograd has it, however its operands lie in memory."""
+"""Attention's kernel on a CPU: equal to autograd's result, however its operands lie in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SITE = Site(Mesh(), {}, [], [], torch.device("cpu"))
 
 
 def lying(tensor: torch.Tensor, strided: bool) -> torch.Tensor:
-    """The same values; ``strided``: those of a head are apart, as a transposed projection has them."""
+    """Return the same values; with ``strided`` the entries of a head are apart, as in a transposed projection."""
     return tensor.mT.contiguous().mT if strided else tensor
 
 
@@ -44,7 +44,7 @@ def test_heads_lie_as_they_may_and_values_have_a_size_of_their_own(strided: str,
 def test_a_query_that_may_see_no_key_sees_nothing(
     additive: bool, kernels: Mapping[str, Kernel], size: int, p: float
 ) -> None:
-    """As padding on the left leaves it under a causal mask."""
+    """Padding on the left leaves such queries under a causal mask."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 6, n, requires_grad=True) for n in (8, 8, size))
     mask: torch.Tensor = (torch.ones(6, 6).tril() * (torch.arange(6) > 1)).bool()

@@ -1,4 +1,5 @@
-"""Conformance of collective backends: real gloo ranks give what the in-process backend gives, for every collective."""
+"""Conformance of collective backends: real gloo ranks give the results of the in-process backend, for every
+collective."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ SHAPE = (8, 24, 8)
 
 
 def cases(mesh: Mesh) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every collective over every axis and over several, every dim and outer of ``SHAPE``."""
+    """Yield every collective over every axis and over several, every dim and outer of ``SHAPE``."""
     several = [*mesh.names, ",".join(mesh.names)] if len(mesh.names) > 1 else list(mesh.names)
     yield "parc.row_max", ("",)
     yield "parc.all_reduce_among", (mesh.names[0], [0, 1])
@@ -37,20 +38,20 @@ def cases(mesh: Mesh) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def piece(rank: int) -> torch.Tensor:
-    """A rank's operand: whole numbers, so that sums are exact in any order; not contiguous."""
+    """Return a rank's operand: whole numbers, so that sums are exact in any order; not contiguous."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-50, 50, SHAPE[::-1], generator=generator).float().permute(2, 1, 0)
 
 
 def program(mesh: Mesh) -> Program:
-    """A program that uses all cases, from which a backend learns its groups."""
+    """Return a program that uses all cases, from which a backend learns its groups."""
     value = Value("x", TensorType(torch.float32, SHAPE, Placement.whole(mesh)))
     lines = tuple(Line((value,), op, (Ref("x"), *args)) for op, args in cases(mesh))
     return Program("stage0", "F", mesh, (Function("f", (value,), lines, ()),))
 
 
 def real(axes: tuple[tuple[str, int], ...]) -> list[torch.Tensor]:
-    """All cases on one rank of a gloo group."""
+    """Run all cases on one rank of a gloo group."""
     mesh = Mesh(axes)
     rank = torch.distributed.get_rank()
     backend = Distributed(mesh, [program(mesh)], rank, torch.device("cpu"))

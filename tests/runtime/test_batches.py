@@ -20,13 +20,15 @@ Batch = dict[str, torch.Tensor]
 
 
 def own(whole: Batch, place: int, count: int = 4) -> Batch:
-    """The samples of one of two places of ``dp``: half of each of the two microbatches, the first ``count`` of them."""
+    """Return the samples of one of two places of ``dp``: half of each of the two microbatches, the first ``count`` of
+    them."""
     rows = [4 * index + 2 * place + row for index in range(2) for row in range(2)]
     return {name: value[rows[:count]] for name, value in whole.items()}
 
 
 def without_last(whole: Batch) -> Batch:
-    """The whole batch as it is where ``dp=1`` gives one sample fewer: the targets of its last are ignored."""
+    """Return the whole batch in the form that ``dp=1`` has with one sample fewer: the targets of its last are
+    ignored."""
     targets = whole["targets"].clone()
     targets[7] = -100
     return {**whole, "targets": targets}
@@ -134,7 +136,7 @@ shard     x, keep [B/dp, _]
 
 
 def ask_without_a_count(path: str) -> dict[str, Any]:
-    """The same where no target is counted, and one input has no samples."""
+    """Return the same where no target is counted, and one input has no samples."""
     generator = torch.Generator().manual_seed(1)
     whole = {"x": torch.randn(8, 4, generator=generator), "scale": torch.rand(4, generator=generator)}
     whole["keep"] = whole["x"] > 0

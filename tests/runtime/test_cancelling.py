@@ -1,4 +1,4 @@
-"""Gradients of terms that cancel, as of the mean of a norm: their rounding is no fault, any other error is."""
+"""Gradients of terms that cancel, as of the mean of a norm: their rounding is no fault, and any other error is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Regions compiled by Inductor: the losses of line by line, the same dropout, each region once, and clear refusals."""
+"""Regions compiled by Inductor: the losses of a run line by line, the same dropout, each region once, clear
+refusals."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def gpt(folder: Path) -> Path:
 
 
 def train(made: Compiled, machine: Callable[..., Machine]) -> list[list[float]]:
-    """The losses and norms of all ranks in this process over ``STEPS`` steps of plain descent."""
+    """Return the losses and norms of all ranks in this process over ``STEPS`` steps of plain descent."""
     simulation = Simulation(case_of(made), float64=False, machine=machine)
     rows = []
     for step in range(STEPS):
@@ -89,7 +90,7 @@ def train(made: Compiled, machine: Callable[..., Machine]) -> list[list[float]]:
 
 
 def hold(found: list[list[float]], plain: list[list[float]]) -> None:
-    """Numbers are equal within what float32 leaves open."""
+    """Check that numbers are equal within float32's precision."""
     torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=2e-5, atol=1e-6)
 
 
@@ -105,8 +106,8 @@ def test_a_gpt_with_dropout_on_real_ranks_of_which_one_compiles_each_region(fold
 
 
 def session(path: str, cache: str) -> tuple[list[list[float]], str, int]:
-    """On one rank: the losses and norms of a session, what is said of a step whose numbers are not finite, and the
-    number of regions."""
+    """Return from one rank: the losses and norms of a session, the message of a step whose numbers are not finite, and
+    the number of regions."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     with parc.load(path, compile=True) as session:
         assert session.regions is not None

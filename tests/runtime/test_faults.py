@@ -57,7 +57,7 @@ seed      1
 
 
 def broken_batch(row: int | None) -> dict[str, torch.Tensor]:
-    """A batch of which one row overflows."""
+    """Return a batch of which one row overflows."""
     x = torch.full((4, 4), 0.5)
     if row is not None:
         x[row] = 100.0
@@ -65,7 +65,7 @@ def broken_batch(row: int | None) -> dict[str, torch.Tensor]:
 
 
 def run_into(path: str, row: int) -> tuple[str, tuple[str, ...], bool]:
-    """On one rank: a good step, a bad step; the error, and whether the weights stayed."""
+    """Run on one rank a good step, then a bad one; return the error, and whether the weights stayed."""
     with parc.load(path) as session:
         session.step(broken_batch(None))
         before = session.state_dict()

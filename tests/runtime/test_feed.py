@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def feeds(made: Build) -> list[Feed]:
-    """A feed for each rank."""
+    """Return a feed for each rank."""
     mesh = build_mesh(made)
     return [Feed(made, mesh, mesh.coordinates(rank), CPU) for rank in range(mesh.world)]
 

@@ -121,7 +121,7 @@ BACKWARD = program("stage1", "B", "", (
 @pytest.mark.parametrize("kernels", [KERNELS, {**KERNELS, "aten.mm.default": lambda site, a, b: torch.mm(a, b)}])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: bool, kernels: dict[str, Kernel]) -> None:
-    """``twice`` dies in the line after the gradient's, which must not write over what is still to be read."""
+    """``twice`` dies in the line after the gradient's, which must not write over values that are still to be read."""
     machine = Machine(BACKWARD, InProcess(Mesh()), CPU, reuse=True, kernels=kernels)
     assert machine.addable == {W}
     g, x, w, before = torch.randn(2, 4), torch.randn(2, 4), torch.randn(4, 4), torch.randn(4, 4)

@@ -1,4 +1,4 @@
-"""`init from`: safetensors files held against the model all at once, and read by each rank in slices."""
+"""`init from`: safetensors files checked against the model all at once, and read by each rank in slices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INIT = 'init from "weights"\n'
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """A state of the tiny GPT that no seed makes; the tied head stands under one of its names."""
+    """Return a state of the tiny GPT that no seed makes; the tied head stands under one of its names."""
     session = parc.load(build(folder, "", name="seeded"))
     generator = torch.Generator().manual_seed(11)
     state = {name: torch.randn(value.shape, generator=generator) * 0.1 for name, value in session.state_dict().items()}
@@ -37,7 +37,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def write(folder: Path, state: dict[str, torch.Tensor], files: int = 1) -> None:
-    """The state in one file or several."""
+    """Write the state in one file or several."""
     (folder / "weights").mkdir(exist_ok=True)
     for old in (folder / "weights").glob("*"):
         old.unlink()
@@ -63,7 +63,7 @@ def test_runs_begin_with_the_files_weights(tmp_path: Path, files: int) -> None:
 
 
 class Counted:
-    """A slice that notes how many numbers are asked of it."""
+    """A slice that notes how many numbers are read from it."""
 
     def __init__(self, part: Any, read: list[int]) -> None:
         self._part, self._read = part, read

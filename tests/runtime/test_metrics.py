@@ -10,7 +10,7 @@ from parc.runtime.launch.metrics import MetricsFile, ProgressDisplay
 
 
 def lines(path: Path) -> list[dict[str, object]]:
-    """The file's lines, each parsed by itself."""
+    """Return the file's lines, each parsed by itself."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -1,4 +1,5 @@
-"""State of padded parameters: files hold what the model has, whatever the plan pads; two real ranks train as one."""
+"""State of padded parameters: files hold the model's own entries, whatever the plan pads; two real ranks train as
+one."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def train(path: str, first: int, checkpoint: str, restores: bool) -> dict[str, Any]:
-    """Some steps of one rank; its losses, whole weights, and the local piece of the padded table."""
+    """Train some steps of one rank; return its losses, whole weights, and the local piece of the padded table."""
     with parc.load(path) as session:
         start = session.state_dict()
         if restores:

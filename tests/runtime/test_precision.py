@@ -1,4 +1,4 @@
-"""`precision`: what computes in bfloat16, what stays float32, how far numbers are from float32, what is refused."""
+"""`precision`: the operators in bfloat16, those that stay float32, the distance of numbers from float32, refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Norm(nn.Module):
 
 
 def lines(program: Program) -> Iterator[tuple[Line, list[torch.dtype], list[torch.dtype]]]:
-    """Every operator with the floating types that it reads and makes."""
+    """Return every operator with the floating types that it reads and makes."""
     for function in program.functions:
         values = function.values()
         for line in function.lines:
@@ -124,7 +124,7 @@ def test_later_lines_win_and_name_modules() -> None:
 
 
 def at_their_types(made: Compiled, given: dict[str, torch.Tensor]) -> list[StepResult]:
-    """A step of all ranks at the types that programs declare, every line held to its own."""
+    """Run a step of all ranks at the types that programs declare, with every line checked for its own."""
 
     def hold(line: Line, environments: Any) -> None:
         for environment in environments:
@@ -147,7 +147,7 @@ def test_ranks_together_compute_what_one_rank_does() -> None:
 
 
 def trained(path: str, checkpoint: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """On one rank: some steps, a checkpoint, and a step after it."""
+    """Train on one rank: some steps, a checkpoint, and a step after it."""
     with parc.load(path) as session:
         losses = [session.step(batch(step)).loss for step in range(2)]
         session.save(checkpoint)
@@ -172,7 +172,7 @@ STEPS = 24
 
 
 def series(step: int) -> dict[str, torch.Tensor]:
-    """A batch of sequences that a model can learn."""
+    """Return a batch of sequences that a model can learn."""
     start = torch.randint(0, 256, (8, 1), generator=torch.Generator().manual_seed(step % 6))
     count = torch.arange(33)
     rows = (start + 3 * count + count % 5 * 7) % 256
@@ -269,7 +269,7 @@ TOKENS = {"tokens": torch.tensor([[8, 9, 1, 12], [0, 1, 2, 3], [4, 15, 3, 2], [9
 
 
 def small(folder: Path, model: str, more: str) -> Compiled:
-    """One of ``MODELS`` under a plan."""
+    """Build one of ``MODELS`` under a plan."""
     (folder / "models.py").write_text(MODELS)
     return compiled(SMALL.format(model=model) + more, folder)
 

@@ -23,7 +23,7 @@ needs_onednn = pytest.mark.skipif(onednn_linear() is None, reason="this torch ha
 
 
 def strided(rows: int, columns: int, way: str) -> torch.Tensor:
-    """A matrix, by rows, by columns, or the part of a larger one."""
+    """Return a matrix by rows, by columns, or as the part of a larger one."""
     if way == "columns":
         return torch.randn(columns, rows).t()
     return torch.randn(rows, columns) if way == "rows" else torch.randn(rows, columns + 3)[:, 1:-2]
@@ -37,7 +37,7 @@ def gpt(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which oneDNN is the faster."""
+    """Pretend a machine on which oneDNN is the faster."""
     monkeypatch.setattr(products, "_is_faster", lambda linear: True)
 
 
@@ -84,7 +84,7 @@ def test_ranks_that_do_not_agree_use_torchs_products(onednn: None, monkeypatch: 
 def test_a_step_by_onednn_is_a_step(
     onednn: None, monkeypatch: pytest.MonkeyPatch, gpt: Path, tmp_path: Path, compile: bool
 ) -> None:
-    """Compiled the products of a smaller model: each of a GPT's regions is seconds of a C++ compiler."""
+    """The compiled products are those of a smaller model: each region of a GPT takes seconds in a C++ compiler."""
     made = build(tmp_path, ONE, _MLP, name="mlp") if compile else gpt
     calls: list[int] = []
     way = "_opaque" if compile else "_direct"

@@ -1,4 +1,4 @@
-"""Random batches: some targets are ignored, and never all that a loss counts."""
+"""Random batches: some targets are ignored, and never all targets of a loss."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_data(folder: Path, name: str, more: str = "") -> Path:
-    """A build of one rank whose data is a callable of samples.py."""
+    """Build for one rank with a callable of samples.py as data."""
     plan = PLAN.replace('bytes "*.py"', f'"./samples.py:{name}" ()')
     return build(folder, ONE, plan + more, name=f"{name}{len(more)}")
 

@@ -1,4 +1,4 @@
-"""Updates and checkpoints: layouts of gradients, rates of one step, states that are put back whole or not at all."""
+"""Updates and checkpoints: layouts of gradients, rates of one step, states that are restored whole or not at all."""
 
 from __future__ import annotations
 

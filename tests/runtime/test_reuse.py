@@ -1,4 +1,4 @@
-"""Lines write over what nobody reads again, and over nothing else."""
+"""Lines write over values that nobody reads again, and over no others."""
 
 from __future__ import annotations
 

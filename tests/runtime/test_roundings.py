@@ -1,5 +1,5 @@
-"""Roundings that nobody asked for are refused: in a build of float32 every one, in a narrow one those that a plan's
-lines do not stand for."""
+"""Roundings that nobody asked for are refused: all of them in a build of float32, and in a narrow one those that no
+line of the plan allows."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_gradients_are_added_up_in_a_narrow_type_only_where_the_plan_says() -> N
 
 
 def test_what_is_made_of_positions_is_rounded_by_the_line_that_meets_an_activation() -> None:
-    """Angles that one module makes and another takes cosines of; distances that attention adds to its scores."""
+    """The models are angles that one module makes and another takes cosines of, and distances that attention adds to
+    its scores."""
     for how in ("angles", "slopes"):
         assert not prove(tables_build(how))
         row = rounding_rows([how])["round a table early"]

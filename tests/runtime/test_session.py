@@ -34,14 +34,14 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def plain(builds: dict[str, Path]) -> tuple[list[parc.StepReport], dict[str, torch.Tensor]]:
-    """Reports and weights of the plain module over twice ``STEPS`` steps."""
+    """Return reports and weights of the plain module over twice ``STEPS`` steps."""
     module = parc.reference(builds["one"])
     reports = [module.step(batch(step)) for step in range(2 * STEPS)]
     return reports, {name: value.detach().clone() for name, value in module.module.state_dict().items()}
 
 
 def train(path: str, first: int, checkpoint: str, restore: bool) -> dict[str, Any]:
-    """On one rank: some steps, what came of them, and a checkpoint."""
+    """Train some steps on one rank; return their results, and write a checkpoint."""
     with parc.load(path) as session:
         if restore:
             session.restore(checkpoint)
@@ -54,7 +54,7 @@ def train(path: str, first: int, checkpoint: str, restore: bool) -> dict[str, An
 
 
 def hold(reports: list[parc.StepReport], expected: list[parc.StepReport]) -> None:
-    """Losses and norms are the plain module's."""
+    """Check that losses and norms are the plain module's."""
     for found, wanted in zip(reports, expected, strict=True):
         assert found.step == wanted.step
         assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
@@ -91,7 +91,7 @@ def test_two_ranks_train_as_the_plain_module_and_checkpoints_change_plans(
 
 
 def gradients(path: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """One rank's loss and gradients of a step, by torch's own products, which a simulation has too."""
+    """Return one rank's loss and gradients of a step, by torch's own products, which a simulation has too."""
     with without_onednn(), parc.load(path) as session:
         result = session.gradients(batch(0))
         return result.loss, result.gradients

@@ -1,4 +1,4 @@
-"""Pipelines: roles that run different stages, simulated and over gloo, train as the model that is not cut."""
+"""Pipelines: roles that run different stages, simulated and over gloo, train like the model that is not cut."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_stage_keeps_what_its_microbatches_under_way_saved() -> None:
 
 
 def batch_of(microbatch: int) -> dict[str, torch.Tensor]:
-    """One microbatch of a batch, wide."""
+    """Return one microbatch of a batch, in float64."""
     return {name: value[2 * microbatch : 2 * microbatch + 2].double() for name, value in batch(0).items()}
 
 
@@ -142,7 +142,7 @@ def session_of(path: str, mesh: str, trace: bool = False) -> Session:
 
 
 def train(path: str, mesh: str) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], float, list[str]]:
-    """Three steps; what they report, the whole state, an evaluation, and what this rank holds."""
+    """Train three steps; return their reports, the whole state, an evaluation, and the tensors that this rank holds."""
     with session_of(path, mesh) as session:
         reports = [session.step(batch(step)) for step in range(3)]
         figures = [(report.loss, report.grad_norm) for report in reports]
@@ -174,7 +174,7 @@ def test_real_ranks_train_as_the_plain_module(tmp_path: Path, mesh: str) -> None
 
 
 def save_and_restore(path: str, mesh: str, folder: str) -> list[float]:
-    """Two steps, a checkpoint, a third step; and the third again from the checkpoint."""
+    """Do two steps, a checkpoint and a third step; then the third again from the checkpoint."""
     with session_of(path, mesh) as session:
         for step in range(2):
             session.step(batch(step))
@@ -198,7 +198,7 @@ def test_a_checkpoint_of_stages_is_of_the_whole_model(tmp_path: Path) -> None:
 
 
 def traced(path: str, file: str) -> None:
-    """Two steps with a trace."""
+    """Do two steps with a trace."""
     with session_of(path, "pp=2", trace=True) as session:
         for step in range(2):
             session.step(batch(step))
@@ -228,7 +228,7 @@ def test_a_trace_has_every_action_of_every_rank_in_its_order(tmp_path: Path) -> 
 
 
 def die(path: str, at: str) -> Any:
-    """Rank 0 ends in the middle of a step; what rank 1 says then."""
+    """End rank 0 in the middle of a step; return the message of rank 1."""
     session = session_of(path, "pp=2")
     rank = session.rank
     session.step(batch(0))
@@ -294,7 +294,7 @@ def test_a_rank_that_hung_and_was_killed_in_the_end_is_not_said_to_lack_memory(
 
 
 def hang(path: str, file: str) -> None:
-    """Rank 0 leaves before the sums of a step; what the other says of it, in a file."""
+    """Let rank 0 leave before the sums of a step; the other's message goes to a file."""
     session = session_of(path, "pp=2")
     rank = session.rank
     session.step(batch(0))
@@ -316,13 +316,13 @@ def test_a_rank_whose_peers_died_says_which_sum_it_waited_in(tmp_path: Path) -> 
 
 
 def die_and_tell(path: str, at: str, file: str) -> None:
-    """``die``, with what was said in a file: the other rank's death ends the test's pipes."""
+    """Do as ``die``, with the message in a file: the other rank's death ends the test's pipes."""
     said = die(path, at)
     Path(file).write_text(json.dumps(said))
 
 
 def poisoned(path: str, mesh: str) -> tuple[str, tuple[str, ...]]:
-    """A step whose loss overflows in the last stage."""
+    """Do a step whose loss overflows in the last stage."""
     with session_of(path, mesh) as session:
         bad = batch(0)
         bad["x"][0] = 3e38

@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks: begun where a gradient is complete, beside the rest of backward."""
+"""Sums of gradients over ranks, begun as soon as a gradient is complete, beside the rest of backward."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Net(nn.Module):
 
 
 def net(folder: Path, arguments: str = "", stages: bool = False, lines: str = "") -> Compiled:
-    """The net, in two stages before its ``b`` if asked for, checked as a build is."""
+    """Compile the net, in two stages before its ``b`` if asked for, with the checks of a build."""
     made = compiled_net(folder, _NET, f'Net" ({arguments})', stages, lines)
     checked(made)
     return made
 
 
 def sums(made: Compiled) -> list[list[str]]:
-    """By role, during which action each sum of a step over the data ranks begins."""
+    """Return, by role, the action during which each sum of a step over the data ranks begins."""
     case = case_of(made)
     simulation, found = Simulation(case), []
     for stepper in simulation.steppers:

@@ -1,4 +1,5 @@
-"""Batches of fewer samples than a step takes: the numbers of just those, or an error that says what is legal."""
+"""Batches of fewer samples than a step takes: the numbers of just these samples, or an error that says what is
+legal."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def short(count: int) -> dict[str, torch.Tensor]:
-    """The first samples of a batch."""
+    """Return the first samples of a batch."""
     return {name: value[:count] for name, value in batch(0).items()}
 
 
 def gradients(path: str, count: int) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Loss, norm and this rank's gradients of a short batch."""
+    """Return loss, norm and this rank's gradients of a short batch."""
     with parc.load(path) as session:
         result = session.gradients(short(count))
         return result.loss, result.grad_norm, result.gradients
@@ -95,7 +96,7 @@ def test_a_loss_that_sees_how_many_samples_there_are_takes_no_fewer(tmp_path: Pa
 
 
 def reference(made: Compiled) -> Program:
-    """The reference as its text says it."""
+    """Return the reference, read from its text."""
     return parse_program(made.build.reference.text(), "model")
 
 

@@ -96,7 +96,7 @@ def through_the_text(path: str) -> tuple[str, int]:
 
 
 def test_text_that_one_rank_cannot_take_ends_the_step_on_all(tmp_path: Path) -> None:
-    """One byte of the text is beyond the classes: in one window, which one rank reads."""
+    """One byte of the text is beyond the classes, in one window, which one rank reads."""
     (tmp_path / "net.py").write_text(_TEXT)
     (tmp_path / "net.parc").write_text(_TEXT_PLAN)
     (tmp_path / "text").write_bytes(b"a" * 38 + b"\xe9" + b"b" * 40)

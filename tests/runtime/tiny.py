@@ -1,4 +1,4 @@
-"""Tiny builds for tests of running: the example's GPT, made small, under plans of a few lines; checks are left out."""
+"""Tiny builds for tests of running: the example's GPT, made small, under plans of a few lines, without checks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BOTH = TENSOR.replace("tp=2", "dp=2, tp=2") + DATA.split("\n", 2)[2]
 
 
 def build(folder: Path, placements: str, plan: str = PLAN, name: str = "build") -> Path:
-    """The build of a plan in ``folder``, beside a copy of the example's model."""
+    """Build a plan in ``folder``, beside a copy of the example's model."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(EXAMPLES / "gpt.py", folder)
     text = folder / f"{name}.parc"
@@ -58,7 +58,7 @@ def build(folder: Path, placements: str, plan: str = PLAN, name: str = "build") 
 
 
 def batch(step: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A whole batch of the plan; unequal numbers of targets are ignored."""
+    """Return a whole batch of the plan; unequal numbers of targets are ignored."""
     generator = torch.Generator().manual_seed(1000 * seed + step)
     tokens, targets = torch.randint(0, 256, (2, 8, 8), generator=generator)
     targets[: 1 + step % 4, 3:] = -100
@@ -67,6 +67,6 @@ def batch(step: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    """torch told not to use it; telling it warns of another library's TF32."""
+    """Enter a block in which torch does not use oneDNN. The warning about another library's TF32 is silenced."""
     with quiet(), torch.backends.mkldnn.flags(enabled=False):
         yield
