@@ -23,7 +23,7 @@ COMMANDS = {
     "fmt": "rewrite plan files in their one canonical text",
     "explain": "what an error code means, with an example",
 }
-"""Name → what it does; each is a module of this package with ``arguments`` and ``run``."""
+"""The commands, each with its line of help; a module of each has ``<name>_options`` and ``<name>_command``."""
 
 EXIT_CODES = """exit codes:
   0  done
