@@ -36,9 +36,9 @@ def worker(build: Path, times: int) -> None:
     def timed(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal inside
         start = time.perf_counter()
-        found = digest(tensor)
+        number = digest(tensor)
         inside += time.perf_counter() - start
-        return found
+        return number
 
     nothing = torch.zeros((), dtype=torch.int64)
     taken: dict[bool, list[float]] = {True: [], False: []}

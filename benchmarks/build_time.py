@@ -46,15 +46,15 @@ def measure(layers: int, ranks: int, out: Path) -> Cost:
 def best(times: int) -> dict[tuple[int, int], Cost]:
     """Return the cheapest build of each case by processor time; the cases are built in turn."""
     cases = list(dict.fromkeys([*((layers, SHAPE[1]) for layers in LAYERS), *((SHAPE[0], ranks) for ranks in RANKS)]))
-    found: dict[tuple[int, int], Cost] = {}
+    cheapest: dict[tuple[int, int], Cost] = {}
     print("layers   ranks   wall s    cpu s   memory GB")
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(times):
             for case in cases:
                 cost = measure(*case, Path(folder) / "build")
-                found[case] = min(found.get(case, cost), cost, key=lambda cost: cost.cpu)
+                cheapest[case] = min(cheapest.get(case, cost), cost, key=lambda cost: cost.cpu)
                 print(f"{case[0]:6} {case[1]:7} {cost.wall:8.1f} {cost.cpu:8.1f} {cost.memory:11.2f}", flush=True)
-    return found
+    return cheapest
 
 
 def draw(found: dict[tuple[int, int], Cost]) -> None:
@@ -91,11 +91,11 @@ def draw(found: dict[tuple[int, int], Cost]) -> None:
 
 def main(times: int) -> None:
     """Measure, print and draw."""
-    found = best(times)
-    layer = (found[SHAPE].cpu - found[LAYERS[0], SHAPE[1]].cpu) / (SHAPE[0] - LAYERS[0])
-    ranks = found[SHAPE[0], RANKS[-1]].cpu / found[SHAPE].cpu
+    costs = best(times)
+    layer = (costs[SHAPE].cpu - costs[LAYERS[0], SHAPE[1]].cpu) / (SHAPE[0] - LAYERS[0])
+    ranks = costs[SHAPE[0], RANKS[-1]].cpu / costs[SHAPE].cpu
     print(f"a layer costs {layer:.2f} s of processor time; {RANKS[-1]:,} ranks cost {ranks:.2f} of {SHAPE[1]}")
-    draw(found)
+    draw(costs)
     print(f"the picture: {PICTURE.relative_to(ROOT)}")
 
 

@@ -36,10 +36,10 @@ class DenseBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, inputs, H, W] → [B, inputs + layers * growth, H, W]."""
-        found = [x]
+        features = [x]
         for index in range(self.layers):
-            found.append(self.get_submodule(f"layer{index}")(found))
-        return torch.cat(found, 1)
+            features.append(self.get_submodule(f"layer{index}")(features))
+        return torch.cat(features, 1)
 
 
 class DenseNet(nn.Module):

@@ -22,13 +22,13 @@ def git(*words: str) -> str:
 
 def lines_by_room(commit: str) -> Counter[str]:
     """Count the lines of each folder of packages, two levels deep. A package's own modules count under its name."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     # `git grep -c ""` counts the lines of every file at once
     for row in git("grep", "-c", "", commit, "--", "*.py").splitlines():
         _, name, count = row.rsplit(":", 2)
         folders = PurePosixPath(name).parts[:-1]
-        found["/".join(folders[:2]) or "."] += int(count)
-    return found
+        counts["/".join(folders[:2]) or "."] += int(count)
+    return counts
 
 
 def main(commits: Sequence[str]) -> None:

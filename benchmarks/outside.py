@@ -50,8 +50,8 @@ def build(name: str) -> tuple[str, str]:
             warnings.simplefilter("ignore")  # of packages, about their own future
             checked = check_build(compile_plan(read_plan(Source("outside.parc", cases()[name].plan())), ROOT))
     except PlanError as refused:
-        found = refused.diagnostics[0]
-        return "refused", f"{found.code.name} {found.message}"
+        diagnostic = refused.diagnostics[0]
+        return "refused", f"{diagnostic.code.name} {diagnostic.message}"
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return "crashed", f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
@@ -106,7 +106,7 @@ def main(wanted: list[str]) -> int:
     waiting: SimpleQueue[str] = SimpleQueue()
     for name in names:
         waiting.put(name)
-    found: dict[str, tuple[str, str]] = {}
+    outcomes: dict[str, tuple[str, str]] = {}
     start = time.perf_counter()
 
     def work() -> None:
@@ -120,23 +120,23 @@ def main(wanted: list[str]) -> int:
                 builder.end()
                 builder = Child()
             began = time.perf_counter()
-            outcome, why = found[name] = builder.build(name)
+            outcome, why = outcomes[name] = builder.build(name)
             seconds = time.perf_counter() - began
             first = why.partition("\n")[0]
-            print(f"{len(found):3}/{len(names)} {outcome:8} {name:44} {seconds:5.1f} s  {first}"[:220], flush=True)
+            print(f"{len(outcomes):3}/{len(names)} {outcome:8} {name:44} {seconds:5.1f} s  {first}"[:220], flush=True)
 
     threads = [threading.Thread(target=work) for _ in range(AT_ONCE)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    counts = Counter(outcome for outcome, _ in found.values())
+    counts = Counter(outcome for outcome, _ in outcomes.values())
     share = counts["verified"] / len(names)
     total = f"{len(names)} builds: {counts['verified']} verified ({share:.1%}), {counts['refused']} refused"
     total += f" by a message, {counts['crashed']} crashed"
     print(f"{total}; {time.perf_counter() - start:.0f} s")
     if not wanted:
-        OUT.write_text(ABOUT + "\n".join(table(found, total)) + "\n")
+        OUT.write_text(ABOUT + "\n".join(table(outcomes, total)) + "\n")
     return int(share < LEAST or counts["crashed"] > 0)
 
 

@@ -168,9 +168,9 @@ def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) 
     ranks, _, _, peer = CASES[case]
     if ranks > 1:
         dist.init_process_group("gloo")
-    found = steps(parc_step(build, case) if side == "parc" else peer(), side, port, times)
+    seconds = steps(parc_step(build, case) if side == "parc" else peer(), side, port, times)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        (out / f"{side}.json").write_text(json.dumps(found), encoding="utf-8")
+        (out / f"{side}.json").write_text(json.dumps(seconds), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # peers leave threads behind that abort an interpreter on its way out
 
@@ -195,18 +195,18 @@ def main(times: int) -> None:
     """Run every case, print the table and write ``bench.json``."""
     folder = ROOT / "build" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
-    found = []
+    rows = []
     print(f"{'case':<36}{'parc (s)':>20}{'peer':>15}{'peer (s)':>20}{'ratio of minima':>17}{'of medians':>12}")
     for case, (_, _, peer, _) in CASES.items():
         ours, theirs = launch(case, folder, times)
         best = min(ours), min(theirs)
         middle = statistics.median(ours), statistics.median(theirs)
-        found.append({"case": case, "parc_s": best[0], "peer": peer, "peer_s": best[1], "ratio": best[0] / best[1],
+        rows.append({"case": case, "parc_s": best[0], "peer": peer, "peer_s": best[1], "ratio": best[0] / best[1],
                       "parc_median_s": middle[0], "peer_median_s": middle[1]})  # fmt: skip
         columns = [f"{low:.3f} (median {mid:.3f})" for low, mid in zip(best, middle, strict=True)]
         ratios = f"{best[0] / best[1]:>13.2f}{middle[0] / middle[1]:>12.2f}"
         print(f"{case:<36}{columns[0]:>22}{peer:>15}{columns[1]:>22}{ratios}")
-    (ROOT / "bench.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (ROOT / "bench.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def main(times: int) -> None:
     """Print both tables, and write ``bench-pipelines.json``."""
     folder = ROOT / "build" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
-    build, found = folder / "llama-pipeline", []
+    build, rows = folder / "llama-pipeline", []
     plan = ROOT / "examples" / "llama-pipeline.parc"
     command = [sys.executable, "-m", "parc", "build", str(plan), "-o", str(build), "-D", f"batch={BATCH}"]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -187,10 +187,10 @@ def main(times: int) -> None:
         columns = [f"{low:.3f} (median {mid:.3f})" for low, mid in zip(best, middle, strict=True)]
         print(f"{case:<32}{columns[0]:>22}{columns[1]:>22}{best[0] / best[1]:>13.2f}{middle[0] / middle[1]:>12.2f}"
               f"{ideal:>14.3f}{middle[0] / ideal:>9.2f}")  # fmt: skip
-        found.append({"case": case, "parc_s": best[0], "peer": "torch 1F1B", "peer_s": best[1],
+        rows.append({"case": case, "parc_s": best[0], "peer": "torch 1F1B", "peer_s": best[1],
                       "ratio": best[0] / best[1], "parc_median_s": middle[0], "peer_median_s": middle[1],
                       "makespan_s": ideal})  # fmt: skip
-    (ROOT / "bench-pipelines.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (ROOT / "bench-pipelines.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     idle()
     kept()
 

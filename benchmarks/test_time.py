@@ -69,11 +69,11 @@ def run(commit: str, arguments: Sequence[str], folder: Path) -> tuple[float, flo
 def main(before: str, after: str, *arguments: str) -> None:
     """Print the times of both commits, and the files that take more than a second at either, by their time."""
     ctypes.CDLL(None).prctl(_ADOPT, 1)
-    found = []
+    runs = []
     for commit in (before, after):
         with tempfile.TemporaryDirectory() as folder:
-            found.append(run(commit, arguments or ("-n", "2"), Path(folder)))
-    (clock, whole, files), (clock_after, whole_after, files_after) = found
+            runs.append(run(commit, arguments or ("-n", "2"), Path(folder)))
+    (clock, whole, files), (clock_after, whole_after, files_after) = runs
     print(f"{'processor seconds':<50}{before:>10}{after:>10}")
     for file in sorted({*files, *files_after}, key=lambda file: -files[file]):
         if max(files[file], files_after[file]) > 1:

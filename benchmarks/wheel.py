@@ -52,11 +52,11 @@ def closure(name: str, seen: set[str]) -> Iterator[Distribution]:
         return
     seen.add(name)
     try:
-        found = distribution(name)
+        package = distribution(name)
     except PackageNotFoundError:  # a requirement for another platform
         return
-    yield found
-    for line in found.requires or ():
+    yield package
+    for line in package.requires or ():
         if "extra ==" not in line and (match := re.match(r"[\w.-]+", line)):
             yield from closure(re.sub(r"[-_.]+", "-", match[0]).lower(), seen)
 
@@ -66,10 +66,10 @@ def environment(folder: Path, wheel: Path) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     torch = folder / "torch"
     torch.mkdir()
-    for found in (*closure("torch", set()), distribution("numpy")):
-        for top in {file.parts[0] for file in found.files or () if file.parts[0] != ".."}:
+    for package in (*closure("torch", set()), distribution("numpy")):
+        for top in {file.parts[0] for file in package.files or () if file.parts[0] != ".."}:
             if not (torch / top).exists():
-                (torch / top).symlink_to(Path(str(found.locate_file(top))))
+                (torch / top).symlink_to(Path(str(package.locate_file(top))))
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
     (site / "torch.pth").write_text(f"{torch}\n")
     pip = (sys.executable, "-m", "pip", "--python", folder / "venv/bin/python", "install")

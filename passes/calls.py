@@ -37,9 +37,9 @@ def fake(key: ValueKey) -> Any:
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """The nodes that stand for tensor operands, in the order in which a call counts them."""
-    found: list[fx.Node] = []
-    substitute_nodes((node.args, node.kwargs), found.append)
-    return found
+    operands: list[fx.Node] = []
+    substitute_nodes((node.args, node.kwargs), operands.append)
+    return operands
 
 
 def call_of(node: fx.Node) -> OpCall:
@@ -55,10 +55,10 @@ def rule_of(node: fx.Node) -> tuple[OpRule, bool]:
     """Return the rule of a node, and whether its operator has one. Without one, every dim is needed whole."""
     call = call_of(node)
     try:
-        found = rule_for(call)
+        call_rule = rule_for(call)
     except RuleError:
-        found = None
-    return (opaque(call), False) if found is None else (found, True)
+        call_rule = None
+    return (opaque(call), False) if call_rule is None else (call_rule, True)
 
 
 def computes(node: fx.Node) -> bool:
@@ -68,21 +68,21 @@ def computes(node: fx.Node) -> bool:
 
 def ancestors(roots: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
     """Return the roots and all nodes that they depend on. The search does not go beyond the nodes in ``stop``."""
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     pending = list(roots)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             if node not in stop:
                 pending.extend(node.all_input_nodes)
-    return found
+    return reached
 
 
 def outputs(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that a graph returns, in order."""
-    found: Any = graph.output_node().args[0]
-    return list(found)
+    returned: Any = graph.output_node().args[0]
+    return list(returned)
 
 
 def substitute_nodes(item: Any, change: Callable[[fx.Node], Any]) -> Any:

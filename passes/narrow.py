@@ -183,13 +183,13 @@ class _Narrowing:
     def beyond(self, node: fx.Node, floats: list[fx.Node], dtype: torch.dtype) -> bool:
         """Return whether an operator of narrow operands must compute wide. That is so if it reads a number beyond the
         narrow type's range, such as masks hold, or a constant tensor in an operator that does not promote types."""
-        made = [n for n in floats if self.flow[n] is _Flow.MADE or not noted(n).value.dim()]
-        numbers = [n.args[1] for n in made if n.target is aten.full.default] + [*node.args, *node.kwargs.values()]
+        constants = [n for n in floats if self.flow[n] is _Flow.MADE or not noted(n).value.dim()]
+        numbers = [n.args[1] for n in constants if n.target is aten.full.default] + [*node.args, *node.kwargs.values()]
         most = torch.finfo(dtype).max
         if any(isinstance(n, float) and math.isfinite(n) and abs(n) > most for n in numbers):
             return True
         target: Any = node.target
-        return bool(made) and (torch.Tag.pointwise not in target.tags or "lerp" in str(target))
+        return bool(constants) and (torch.Tag.pointwise not in target.tags or "lerp" in str(target))
 
     def set(self, node: fx.Node, types: dict[fx.Node, torch.dtype]) -> None:
         """Have an operator read operands in these types; the node's results follow."""
@@ -208,11 +208,11 @@ class _Narrowing:
             return value
         if (value, dtype) not in self.cast:
             with self.graph.inserting_before(near), self.mode:
-                made = self.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
-                noted(made).value = aten._to_copy.default(noted(value).value, dtype=dtype)
-            noted(made).origin, noted(made).kept = origin, near.op == "output"
-            self.flow[made] = _Flow.NARROW
-            self.cast[value, dtype] = made
+                cast = self.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
+                noted(cast).value = aten._to_copy.default(noted(value).value, dtype=dtype)
+            noted(cast).origin, noted(cast).kept = origin, near.op == "output"
+            self.flow[cast] = _Flow.NARROW
+            self.cast[value, dtype] = cast
         return self.cast[value, dtype]
 
     def origin(self, reader: fx.Node, value: fx.Node) -> Origin:

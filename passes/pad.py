@@ -78,8 +78,8 @@ class _Padder:
             elif node.op == "call_function":  # one result of several
                 noted(node).value = fake(key_of(node))
         out = self.graph.output_node()
-        found = [self._without(node, self.extras.get(key_of(node), ()), out) for node in outputs(self.graph)]
-        out.args = (tuple(found),)
+        results = [self._without(node, self.extras.get(key_of(node), ()), out) for node in outputs(self.graph)]
+        out.args = (tuple(results),)
         self.graph.lint()
 
     def _placeholder(self, node: fx.Node, pads: BoundPads) -> None:
@@ -97,8 +97,8 @@ class _Padder:
             self._compute_padded(node, self._needs(node, operands))
         except (PaddingFault, ValueError, RuntimeError, TypeError):  # a rule or operator does not do with longer dims
             node.args, node.kwargs, noted(node).value = before
-            given = iter([self._without(n, self.extras.get(key_of(n), ()), node) for n in operands])
-            node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda _: next(given))
+            cut_operands = iter([self._without(n, self.extras.get(key_of(n), ()), node) for n in operands])
+            node.args, node.kwargs = substitute_nodes((node.args, node.kwargs), lambda _: next(cut_operands))
             for index in range(len(self.rules[node].results)):
                 self.extras[node, index] = ()
 
@@ -110,16 +110,16 @@ class _Padder:
         parts: dict[str, dict[int, tuple[Any, Extra]]] = {}
         for index, (operand, dims) in enumerate(zip(operands, rule.operands, strict=True)):
             for extra in self.extras.get(key_of(operand), ()):
-                found = locate(rule, dims, extra, real=True)
+                place = locate(rule, dims, extra, real=True)
                 counted = extra.outer > 1 and facts(node.target).counted == (index, extra.dim)
-                if found is None or found[0] in rule.whole or counted:
+                if place is None or place[0] in rule.whole or counted:
                     needs[index].cut.append(extra)
                 else:
-                    parts.setdefault(found[0], {})[index] = found[1], extra
+                    parts.setdefault(place[0], {})[index] = place[1], extra
         for name, sides in parts.items():
             part = next(iter(sides.values()))[0]
             at = {index: place_of_part(rule.sizes, dims, name, part) for index, dims in enumerate(rule.operands)}
-            bare = {index: (part, Extra(*found)) for index, found in at.items() if found and index not in sides}
+            bare = {index: (part, Extra(*place)) for index, place in at.items() if place and index not in sides}
             alike = all(other == part for other, _ in sides.values())
             makes = all(key_of(operands[index])[0] in self.pure for index in bare)
             fills = self._fills(node, rule, name, {**sides, **bare}) if alike and makes else None
@@ -174,9 +174,9 @@ class _Padder:
         parts = {}
         for extras, dims in zip(carried, rule.operands, strict=True):
             for extra in extras:
-                found = locate(rule, dims, extra, real=True)
-                assert found is not None
-                parts[found[0]] = found[1]
+                place = locate(rule, dims, extra, real=True)
+                assert place is not None
+                parts[place[0]] = place[1]
         shapes = [list(shape) for shape in call.results]
         for shape, dims in zip(shapes, rule.results, strict=True):
             for name, part in parts.items():
@@ -192,9 +192,9 @@ class _Padder:
         with mode:
             target: Any = node.target
             noted(node).value = target(*fakes[0], **fakes[1])
-        made = [list(value.shape) for value in tensors_of(node) if isinstance(value, torch.Tensor)]
-        if made != shapes:
-            raise PaddingFault(f"{node.name} makes {made}, not {shapes}")
+        result_shapes = [list(value.shape) for value in tensors_of(node) if isinstance(value, torch.Tensor)]
+        if result_shapes != shapes:
+            raise PaddingFault(f"{node.name} makes {result_shapes}, not {shapes}")
         dtypes = [fake(key_of(n)).dtype for n in operands]
         for index, extras in enumerate(follow_padding(call_of(node), carried, dtypes)):
             self.extras[node, index] = tuple(extra for extra in extras if extra.real is not None)

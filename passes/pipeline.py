@@ -137,8 +137,8 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     if request.pipeline is not None:
         typed = in_stages(typed, request.pipeline)
         noted(typed.output_node()).updates = captured.updates
-    made = assemble(typed, mesh, request.seed, sums, request.pipeline)
-    roles = make_roles(StepParts(mesh, typed, counted, parts, made, request.pipeline))
+    assembled = assemble(typed, mesh, request.seed, sums, request.pipeline)
+    roles = make_roles(StepParts(mesh, typed, counted, parts, assembled, request.pipeline))
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
     return Built(reference, join_roles(roles), roles, tuple(reshards), missing, averaged=adds is None)
 

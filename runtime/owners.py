@@ -20,7 +20,7 @@ def held(role: Role, kinds: Collection[Kind]) -> set[str]:
 def owners_of(roles: Sequence[Role], parameters: Iterable[str]) -> dict[str, tuple[Role, ...]]:
     """Return the roles that hold each parameter: those that read it, or the first if none does."""
     reads = [(role, held(role, PARAMETERS)) for role in roles]
-    return {name: tuple(role for role, found in reads if name in found) or (roles[0],) for name in parameters}
+    return {name: tuple(role for role, names in reads if name in names) or (roles[0],) for name in parameters}
 
 
 def keepers_of(roles: Sequence[Role], buffers: Iterable[str]) -> dict[str, tuple[Role, ...]]:
@@ -38,5 +38,5 @@ def piece_place(rank: int, placement: Placement, mesh: Mesh) -> tuple[int, ...]:
 
 def whole_tensor(pieces: Mapping[int, torch.Tensor], placement: Placement, mesh: Mesh) -> torch.Tensor:
     """Put a whole tensor together from the pieces of ranks; any rank of a place will do."""
-    found = {piece_place(rank, placement, mesh): piece for rank, piece in pieces.items()}
-    return put_together([found[piece_place(rank, placement, mesh)] for rank in range(mesh.world)], placement, mesh)
+    by_place = {piece_place(rank, placement, mesh): piece for rank, piece in pieces.items()}
+    return put_together([by_place[piece_place(rank, placement, mesh)] for rank in range(mesh.world)], placement, mesh)

@@ -61,12 +61,12 @@ def check_device(device: torch.device, processes: int = 1) -> None:
     Raises:
         RunError: they are GPUs, and torch finds none, or fewer.
     """
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and found < max(processes, (device.index or 0) + 1):
-        fewer = f"torch finds {found} GPU{'s' * (found != 1)} here, and {processes} processes need one each"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and gpus < max(processes, (device.index or 0) + 1):
+        fewer = f"torch finds {gpus} GPU{'s' * (gpus != 1)} here, and {processes} processes need one each"
         missing = f"torch finds no `{device}` here"
         help_ = '`--device cpu` runs on the CPU, and so does `parc.load(build, torch.device("cpu"))`'
-        raise RunError(NO_DEVICE, fewer if found and processes > found else missing, help_)
+        raise RunError(NO_DEVICE, fewer if gpus and processes > gpus else missing, help_)
 
 
 def join_processes(device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> torch.device:

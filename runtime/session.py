@@ -167,8 +167,8 @@ class Session:
         norm = float(result.grad_norm) if result.grad_norm is not None else 0.0
         if not math.isfinite(loss) or not math.isfinite(norm):
             with self._together.doing(f"step {self.step_number + 1}", self.state):
-                found = self._find_bad()
-            raise bad_number(self.step_number + 1, loss, norm, found, self.regions is not None)
+                first_bad = self._find_bad()
+            raise bad_number(self.step_number + 1, loss, norm, first_bad, self.regions is not None)
         line = self.build.manifest["optimizer"]
         lr = rate(line, self.step_number + 1) if lr is None else lr
         with self._by_sizes().stepper.recorded(str(self.role.actions[-1]), "work", self.step_number):

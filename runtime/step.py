@@ -258,12 +258,12 @@ class Stepper:
         """Return the inputs of a microbatch's work: the numbers that key its random stream, its inputs, and the values
         kept for it."""
         rng = torch.tensor([step, action.microbatch], dtype=torch.int64)
-        found: list[BoundTensors] = []
+        inputs: list[BoundTensors] = []
         for w in work:
-            found.append({RNG: rng, **{Binding("input", name): t for name, t in w.parts[action.microbatch].items()}})
+            inputs.append({RNG: rng, **{Binding("input", name): t for name, t in w.parts[action.microbatch].items()}})
             for kind in kinds:
-                found[-1] |= w.kept.pop((action.stage, kind, action.microbatch), {})
-        return found
+                inputs[-1] |= w.kept.pop((action.stage, kind, action.microbatch), {})
+        return inputs
 
     def run_program(self, action: Action, step: int, work: Sequence[Work]) -> None:
         """Run a program of the role. The results of a program before the work are added up over microbatches, for the

@@ -75,9 +75,9 @@ class Build:
                 raise ValueError("its manifest has sizes that are not the largest of its ranges")
             template = Template.read(ranges, {n: text for n, text in texts.items() if n.startswith(_PROGRAMS)})
         timelines = parse_schedule(texts["schedule.txt"])
-        found, reference = read_programs(texts if template is None else template.at(manifest["sizes"]), timelines)
-        roles = roles_of(found, timelines)
-        return cls(path, texts, manifest, join_roles(found), reference, roles, report, template)
+        programs, reference = read_programs(texts if template is None else template.at(manifest["sizes"]), timelines)
+        roles = roles_of(programs, timelines)
+        return cls(path, texts, manifest, join_roles(programs), reference, roles, report, template)
 
     @property
     def mesh(self) -> Mesh:

@@ -55,19 +55,19 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
 def communication_table(role: Role) -> list[dict[str, Any]]:
     """The report's rows of a role, by phase: each collective once, with how often a step runs it."""
     times = {name: sum(a.program_in(role.programs) == name for a in role.actions) for name in role.programs}
-    found = [
+    counted = [
         (times[name], message)
         for name, program in sorted(role.programs.items(), key=_place)
         for message in (*messages(program), *_sent(name, program, role))
     ]
-    found.sort(key=lambda row: PHASES.index(row[1].phase))
+    counted.sort(key=lambda row: PHASES.index(row[1].phase))
     return [
         {
             "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase,
             "role": role.name, "bytes": message.bytes, "count_per_step": count, "dtype": message.dtype,
             "module": message.origin.module, "line": message.origin.plan,
         }
-        for number, (count, message) in enumerate(found)
+        for number, (count, message) in enumerate(counted)
     ]  # fmt: skip
 
 

@@ -104,10 +104,10 @@ def _state_faults(manifest: Mapping[str, Any], program: Program) -> Iterator[Fau
     for name in wrong:
         yield fact_fault(f"`frozen` does not say of `{name}` what the programs say")
     for name, value in main.bound("constant").items():
-        found = manifest["constants"].get(name)
-        if found is None or f"torch.{found['dtype']}" != str(value.type.dtype):
+        constant = manifest["constants"].get(name)
+        if constant is None or f"torch.{constant['dtype']}" != str(value.type.dtype):
             yield fact_fault(f"`constants` has no `{name}` of {value.type.text(mesh)}")
-        elif math.prod(value.type.shape) and _shape(found["values"]) != value.type.shape:
+        elif math.prod(value.type.shape) and _shape(constant["values"]) != value.type.shape:
             yield fact_fault(f"`constants.{name}` is not of shape {list(value.type.shape)}")
     for tensor in (manifest["init"] or {"tensors": ()})["tensors"]:
         if not isinstance(getattr(torch, tensor["dtype"], None), torch.dtype):

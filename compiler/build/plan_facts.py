@@ -89,8 +89,8 @@ def _name_faults(manifest: Mapping[str, Any], plan: Plan) -> Iterator[Fault]:
     names = PlanNames(dict.fromkeys(stored, ()), modules=modules, tied=dict(tied), smaller=True)
 
     def meant(words: tuple[Word, ...]) -> set[str]:
-        found = (find_parameters(word, names) for word in words)
-        return {name for each in found if isinstance(each, tuple) for name in each}
+        matches = (find_parameters(word, names) for word in words)
+        return {name for each in matches if isinstance(each, tuple) for name in each}
 
     if meant(plan.optimizer.no_decay) != set(manifest["optimizer"]["no_decay"]):
         yield fact_fault("`optimizer.no_decay` is not what the plan's `decay off on` names")

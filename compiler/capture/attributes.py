@@ -108,9 +108,9 @@ class AttributeTensors:
 
 def attribute_tensors(model: nn.Module) -> AttributeTensors:
     """Return the attribute tensors of a model, which are registered at the first call."""
-    found = vars(model).get(_PLACE) or AttributeTensors(model)
-    vars(model)[_PLACE] = found
-    return found
+    tensors = vars(model).get(_PLACE) or AttributeTensors(model)
+    vars(model)[_PLACE] = tensors
+    return tensors
 
 
 def not_kept(attribute: str) -> CaptureError:

@@ -77,14 +77,14 @@ def load_callable(target: str, folder: Path) -> Callable[..., Any]:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     module = _load_file(folder / place) if place.endswith(".py") else _import(place, folder)
-    found = module
+    value = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise _missing(target, part, dir(found))
-        found = getattr(found, part)
-    if not callable(found):
+        if not hasattr(value, part):
+            raise _missing(target, part, dir(value))
+        value = getattr(value, part)
+    if not callable(value):
         raise CallableError(f"`{target}` is not callable")
-    return found  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]
 
 
 def look_up(target: str, folder: Path) -> None:
@@ -157,8 +157,8 @@ def _module_meant(name: str, folder: Path) -> str:
     package, dot, last = name.rpartition(".")
     places = [getattr(sys.modules[package], "__path__", [])] if package in sys.modules else [[str(folder)], None]
     near = (nearest(last, (module.name for module in pkgutil.iter_modules(place))) for place in places)
-    found = [f"{package}{dot}{other}" for other in next(filter(None, near), ())]
-    return f"did you mean {listed(found, 'or')}?" if found else ""
+    names = [f"{package}{dot}{other}" for other in next(filter(None, near), ())]
+    return f"did you mean {listed(names, 'or')}?" if names else ""
 
 
 def _load_file(path: Path) -> Any:

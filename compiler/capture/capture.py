@@ -240,9 +240,9 @@ def check_values(graph: fx.Graph) -> None:
                 raise _at(node, f"{made} {_name(value.dtype)}, a dtype that programs do not hold")
         if facts(node.target).flops is not None:
             given = node.args[:3] if "attention" in str(node.target) else node.args
-            found = [noted(n).value.dtype for n in given if isinstance(n, fx.Node)]
-            if len(set(found)) > 1:
-                names = " and ".join(dict.fromkeys(map(_name, found)))
+            dtypes = [noted(n).value.dtype for n in given if isinstance(n, fx.Node)]
+            if len(set(dtypes)) > 1:
+                names = " and ".join(dict.fromkeys(map(_name, dtypes)))
                 raise _at(node, f"{node.target} takes tensors of one dtype, not {names}")
 
 

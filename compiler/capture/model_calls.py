@@ -115,15 +115,15 @@ def _filled(parameters: Mapping[str, inspect.Parameter], lines: TaskLines, forwa
         place = said.get(name, name)
         if place not in parameters and name not in said and name in lines.loss_reads:
             continue
-        found = parameters.get(place, _keywords(parameters))
-        if found is None:
+        parameter = parameters.get(place, _keywords(parameters))
+        if parameter is None:
             free = [other for other in parameters if other not in {*lines.inputs, *said.values()}]
             meant = (nearest(place, free) or free)[:1]
             help_ = "".join(f"call it `{other}`, or write `input {name} as {other} ...`; " for other in meant)
             way = "leave the line out, or name it in the `loss` line if the loss alone reads it"
             help_ += way if name not in said else f"write one of {forward}"
             raise InputsError(f"{forward} has no parameter `{place}`", help_, (name,))
-        if place in filled and found.kind is not found.VAR_POSITIONAL:
+        if place in filled and parameter.kind is not parameter.VAR_POSITIONAL:
             message = f"`{filled[place][0]}` and `{name}` both go to `{place}` of {forward}"
             raise InputsError(message, "each parameter takes one input", (name,))
         filled.setdefault(place, []).append(name)
@@ -147,8 +147,8 @@ def passed_on(model: nn.Module, lines: TaskLines) -> dict[str, str]:
     parameters = inspect.signature(model.forward).parameters
     if _keywords(parameters) is None:
         return {}
-    found = _filled(parameters, lines, "")
-    return {name: place for place, (name, *_) in found.items() if place not in parameters}
+    filled = _filled(parameters, lines, "")
+    return {name: place for place, (name, *_) in filled.items() if place not in parameters}
 
 
 def loss_function(lines: TaskLines, folder: Path) -> LossFunction:

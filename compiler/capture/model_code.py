@@ -31,9 +31,9 @@ def file_hashes(targets: Sequence[str], folder: Path) -> Hashes:
         CallableError: there is no such file.
     """
     reached = _reach(targets, folder.resolve())
-    found = {os.path.relpath(path, folder.resolve()): code.hashes(kept) for path, (code, kept) in reached.items()
+    hashes = {os.path.relpath(path, folder.resolve()): code.hashes(kept) for path, (code, kept) in reached.items()
              if kept or code.as_text}  # fmt: skip
-    return dict(sorted(found.items()))
+    return dict(sorted(hashes.items()))
 
 
 def target_hashes(targets: Sequence[str], folder: Path) -> Hashes:
@@ -61,20 +61,20 @@ def changed_files(targets: Sequence[str], folder: Path, built: Mapping[str, str]
     Raises:
         CallableError: the callable cannot be had.
     """
-    found = file_hashes(targets, folder)
-    if {name: code for name, (code, _) in found.items()} == {n: h for n, h in built.items() if n.endswith(".py")}:
-        found = target_hashes(targets, folder)
-    codes = {name: code for name, (code, _) in found.items()}
+    hashes = file_hashes(targets, folder)
+    if {name: code for name, (code, _) in hashes.items()} == {n: h for n, h in built.items() if n.endswith(".py")}:
+        hashes = target_hashes(targets, folder)
+    codes = {name: code for name, (code, _) in hashes.items()}
     return sorted(name for name in codes.keys() | built.keys() if codes.get(name) != built.get(name))
 
 
 def moved_files(targets: Sequence[str], folder: Path, built: Mapping[str, str], lines: Mapping[str, str]) -> list[str]:
     """Return the files of the plan's folder that have the code of a build on other lines. Nothing is imported."""
     try:
-        found = file_hashes(targets, folder)
+        hashes = file_hashes(targets, folder)
     except (CallableError, OSError):  # a build may be read where its model is not
         return []
-    return [name for name, (code, at) in found.items() if built.get(name) == code and lines.get(name) != at]
+    return [name for name, (code, at) in hashes.items() if built.get(name) == code and lines.get(name) != at]
 
 
 def local_files(target: str, folder: Path) -> list[Path]:
@@ -119,9 +119,9 @@ class _Reached:
     def name(self, path: Path, name: str) -> None:
         """Ask for a name of the file; for all of the file where its text does not show the name."""
         code = self._found[self.run(path)][0]
-        found = list(code.binding(name))
-        self._todo += [(path, at, name) for at in found]
-        if not found:
+        statements = list(code.binding(name))
+        self._todo += [(path, at, name) for at in statements]
+        if not statements:
             self._todo += [(path, at, _EVERY) for at in range(len(code.statements))]
 
     def close(self) -> dict[Path, tuple[ReachedCode, set[int]]]:

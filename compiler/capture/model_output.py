@@ -36,13 +36,13 @@ def value_at(name: str, output: Any) -> Any:
     """
     value, so_far = output, "output"
     for part in name.split(".")[1:]:
-        found = _entry(value, part)
-        if found is None or found is _ABSENT:
-            if found is _ABSENT:
+        entry = _entry(value, part)
+        if entry is None or entry is _ABSENT:
+            if entry is _ABSENT:
                 message = f"the model's `{so_far}` has no `{part}`: it is {_described(value)}"
                 raise _misnamed(message, so_far, value, part)
             raise _misnamed(f"the model's `{so_far}.{part}` is None", so_far, value)
-        value, so_far = found, f"{so_far}.{part}"
+        value, so_far = entry, f"{so_far}.{part}"
     return value
 
 

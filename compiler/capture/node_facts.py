@@ -28,8 +28,8 @@ class Fact(Generic[_Fact]):
         self._key = self._key or name
 
     def __get__(self, facts: NodeFacts, owner: type) -> _Fact:
-        found: _Fact = facts.meta.get(self._key, *self._default) if self._default else facts.meta[self._key]
-        return found
+        fact: _Fact = facts.meta.get(self._key, *self._default) if self._default else facts.meta[self._key]
+        return fact
 
     def __set__(self, facts: NodeFacts, value: _Fact) -> None:
         facts.meta[self._key] = value

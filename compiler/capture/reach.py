@@ -61,13 +61,17 @@ def reached_by_gradient(loss: fx.Node) -> set[fx.Node]:
 def made_of(graph: fx.Graph, kinds: Collection[Kind], but: Collection[Binding] = ()) -> set[fx.Node]:
     """Return the placeholders bound to one of ``kinds`` but not to one of ``but``, and the operators that only these
     reach."""
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     for node in graph.nodes:
         binding = noted(node).binding
         given = binding.kind in kinds and binding not in but
-        if given if node.op == "placeholder" else node.op == "call_function" and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return found
+        if (
+            given
+            if node.op == "placeholder"
+            else node.op == "call_function" and reached.issuperset(node.all_input_nodes)
+        ):
+            reached.add(node)
+    return reached
 
 
 FIXED: Collection[Kind] = (*BUFFERS, "key")

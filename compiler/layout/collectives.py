@@ -63,7 +63,7 @@ def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Ou
         ValueError: it falls across what splits the dim already.
     """
     splits = [*placement.splits(dim), (outer, "")]
-    found = []
+    stretches = []
     for stretch, equal in terms(_unit(splits), splits):
         *others, (number, _) = equal
         inner = number
@@ -71,8 +71,8 @@ def global_outer(placement: Placement, mesh: Mesh, dim: int, outer: Outer) -> Ou
             # an axis major to the cut multiplies what lies before it
             if _local_count(others, mesh, name) <= number and position <= inner:
                 inner *= mesh.size(name)
-        found.append((stretch, inner))
-    return joined_stretches(found)
+        stretches.append((stretch, inner))
+    return joined_stretches(stretches)
 
 
 def _unit(splits: Sequence[tuple[Outer, str]]) -> int:

@@ -209,7 +209,7 @@ def dim_index(
 ) -> torch.Tensor:
     """Return the global coordinates (int64, one per local entry) of a rank's entries along ``dim``, which has ``size``
     entries globally."""
-    found, start = [], 0
+    indices, start = [], 0
     for stretch, splits in terms(size, placement.splits(dim)):
         index = torch.zeros(1, dtype=torch.int64, device=device)
         for atom in atoms(stretch, splits, mesh.size):
@@ -218,9 +218,9 @@ def dim_index(
                 index = (index[:, None] * atom.size + steps).reshape(-1)
             else:
                 index = index * atom.size + coordinates[atom.axis]
-        found.append(index + start)
+        indices.append(index + start)
         start += stretch
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return indices[0] if len(indices) == 1 else torch.cat(indices)
 
 
 def row_major(shape: Sequence[int], places: Iterable[torch.Tensor], device: torch.device | None) -> torch.Tensor:
@@ -319,10 +319,10 @@ def parse_type(text: str, mesh: Mesh) -> TensorType:
                     outer *= mesh.size(axis) if axis in mesh else 1
                 size *= int(number)
             sizes.append(size)
-        for axis, found in outers.items():
-            if len(found) != len(sizes):
+        for axis, outers_of_axis in outers.items():
+            if len(outers_of_axis) != len(sizes):
                 raise ValueError(f"`{text}` splits not every part over `{axis}`, or one twice")
-            _claim(types, axis, Split(dim, joined_stretches(list(zip(sizes, found, strict=True)))), mesh, text)
+            _claim(types, axis, Split(dim, joined_stretches(list(zip(sizes, outers_of_axis, strict=True)))), mesh, text)
         shape.append(sum(sizes))
     for axis in mesh.spread(word[1:] for word in match[3].split()):
         _claim(types, axis, "P", mesh, text)

@@ -64,7 +64,7 @@ def within(outer: Outer, stretches: tuple[int, ...]) -> tuple[Outer, ...]:
         return tuple(stretch * outer // whole for stretch in stretches)
     scale = math.lcm(whole, sum(outer))
     left = [part * scale // sum(outer) for part in outer]
-    found: list[Outer] = []
+    result: list[Outer] = []
     for stretch in stretches:
         end = stretch * scale // whole
         inner: list[int] = []
@@ -72,8 +72,8 @@ def within(outer: Outer, stretches: tuple[int, ...]) -> tuple[Outer, ...]:
             inner.append(left.pop(0))
         if sum(inner) != end:
             raise ValueError(f"parts of {' + '.join(map(str, outer))} do not lie in stretches of {stretches}")
-        found.append(outer_of(inner))
-    return tuple(found)
+        result.append(outer_of(inner))
+    return tuple(result)
 
 
 def terms(size: int, splits: Sequence[tuple[Outer, str]]) -> list[tuple[int, list[tuple[int, str]]]]:

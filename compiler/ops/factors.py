@@ -186,10 +186,10 @@ def apply_dims(
     tensors = list(zip((*operands, *results), shapes, strict=True))
     if any(len(dims) != len(shape) for dims, shape in tensors):
         raise RuleError(f"{call.op}: dims {[dims for dims, _ in tensors]} do not fit shapes {list(shapes)}")
-    found = _find_sizes(tensors, sizes or {}, call, source or call.op)
+    factor_sizes = _find_sizes(tensors, sizes or {}, call, source or call.op)
     placed = tuple(
         tuple(
-            () if size == 1 else tuple(name for name in names if found[name] != 1)
+            () if size == 1 else tuple(name for name in names if factor_sizes[name] != 1)
             for names, size in zip(dims, shape, strict=True)
         )
         for dims, shape in tensors
@@ -198,7 +198,7 @@ def apply_dims(
     return OpRule(
         operands=placed[: len(call.operands)],
         results=placed[len(call.operands) :],
-        sizes={name: size for name, size in found.items() if name in used},
+        sizes={name: size for name, size in factor_sizes.items() if name in used},
         whole=whole & used,
         linear=tuple(linear),
         sums=sums or {},

@@ -19,10 +19,10 @@ Part = tuple[str, Outer]
 def rule_or_opaque(call: OpCall) -> OpRule:
     """Return the call's rule; without one, the rule that needs every dim whole."""
     try:
-        found = rule_for(call)
+        call_rule = rule_for(call)
     except RuleError:
-        found = None
-    return opaque(call) if found is None else found
+        call_rule = None
+    return opaque(call) if call_rule is None else call_rule
 
 
 def infer(
@@ -97,14 +97,14 @@ def _part(call: OpCall, rule: OpRule, axis: str, kinds: Sequence[AxisType], mesh
         if kind.dim >= len(rule.operands[index]):
             raise TypeFault(f"operand {index} of {call.op} has no dim {kind.dim}")
     given = [(rule.operands[index], kind.dim, kind.outer) for index, kind in split]
-    found: Part | None = None
+    common: Part | None = None
     for (index, kind), part in zip(split, to_factors(rule, given, mesh.size(axis)), strict=True):
         if part is None or part[0] in rule.whole:
             raise TypeFault(f"{call.op} needs dim {kind.dim} of operand {index} whole on `{axis}`")
-        if found is not None and found != part:
+        if common is not None and common != part:
             raise TypeFault(f"{call.op} has operands split differently over `{axis}`")
-        found = part
-    return found
+        common = part
+    return common
 
 
 def _free_part(rule: OpRule, axis: str, expected: Sequence[Placement], mesh: Mesh) -> Part | None:

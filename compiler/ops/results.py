@@ -40,13 +40,13 @@ _RESULTS: dict[Any, Results] = {}
 def example_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the one meta tensor that stands for all tensors of a layout; it is never written."""
     layout = tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-    found = _EXAMPLES.get(layout)
-    if found is None:
+    stored = _EXAMPLES.get(layout)
+    if stored is None:
         dtype, shape, strides, offset = layout
         most = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
         storage = torch.empty(most if 0 not in shape else offset, dtype=dtype, device="meta")
-        found = _EXAMPLES[layout] = storage.as_strided(shape, strides, offset)
-    return found
+        stored = _EXAMPLES[layout] = storage.as_strided(shape, strides, offset)
+    return stored
 
 
 @cache
@@ -63,12 +63,12 @@ def results_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Result
     """
     # all that results depend on beside the arguments: a default that code may set, and strides that kernels choose
     key = func, _key(args), _key(kwargs), torch.get_default_dtype(), torch.backends.mkldnn.enabled
-    found = _RESULTS.get(key)
-    if found is None:
+    stored = _RESULTS.get(key)
+    if stored is None:
         if len(_RESULTS) >= _MOST:
             _RESULTS.clear()
-        found = _RESULTS[key] = _run(func, args, kwargs)
-    return found
+        stored = _RESULTS[key] = _run(func, args, kwargs)
+    return stored
 
 
 def _key(item: Any) -> Any:

@@ -26,15 +26,15 @@ def to_factors(
 
     Without `guess` a sum is not split because some of its factors are.
     """
-    found = [_own_factor(rule, dims, dim, outer, ranks) for dims, dim, outer in splits]
+    parts = [_own_factor(rule, dims, dim, outer, ranks) for dims, dim, outer in splits]
     for total, members in rule.sums.items():
-        outers = {part[0]: part[1] for part in found if part is not None and part[0] in members}
+        outers = {part[0]: part[1] for part in parts if part is not None and part[0] in members}
         if outers:
             together = _sum_outer(rule, members, outers) if guess or len(outers) == len(members) else 0
-            found = [(total, together) if part is not None and part[0] in members else part for part in found]
-        found = [None if part is not None and part[0] == total and not _fits(rule, *part, ranks) else part
-                 for part in found]  # fmt: skip
-    return found
+            parts = [(total, together) if part is not None and part[0] in members else part for part in parts]
+        parts = [None if part is not None and part[0] == total and not _fits(rule, *part, ranks) else part
+                 for part in parts]  # fmt: skip
+    return parts
 
 
 def _own_factor(rule: OpRule, dims: Dims, dim: int, outer: Any, ranks: int) -> tuple[str, Any] | None:

@@ -146,15 +146,15 @@ def follow_padding(call: OpCall, operands: Sequence[Extras], dtypes: Sequence[to
         if carried.part is not None and None in at:
             _require_neutral(call, rule, name, carried)
         after = _result(call, rule, carried, dtypes)
-        for found, extras, dims in zip(at, made, rule.results, strict=True):
-            if found is None or any(extra.dim == found[0] for extra in extras):
-                if found is not None and carried.part is not None:
-                    raise PaddingFault(f"{call.op} pads dim {found[0]} of its result twice")
+        for place, extras, dims in zip(at, made, rule.results, strict=True):
+            if place is None or any(extra.dim == place[0] for extra in extras):
+                if place is not None and carried.part is not None:
+                    raise PaddingFault(f"{call.op} pads dim {place[0]} of its result twice")
                 continue
             if carried.part is not None:
-                extras.append(Extra(found[0], found[1], found[3], found[2], after))
-            elif len(dims[found[0]]) == 1:
-                extras.append(Extra(found[0], carried.free, None, found[2], after))
+                extras.append(Extra(place[0], place[1], place[3], place[2], after))
+            elif len(dims[place[0]]) == 1:
+                extras.append(Extra(place[0], carried.free, None, place[2], after))
     return [tuple(sorted(extras, key=lambda extra: extra.dim)) for extras in made]
 
 
@@ -194,12 +194,12 @@ def _carried(call: OpCall, rule: OpRule, operands: Sequence[Extras]) -> dict[str
                 if len(dims[extra.dim]) == 1:
                     parts.setdefault(dims[extra.dim][0], {})[index] = None, extra
                 continue
-            found = locate(rule, dims, extra)
-            if found is None:
+            place = locate(rule, dims, extra)
+            if place is None:
                 raise PaddingFault(f"{call.op} takes the padding of dim {extra.dim} of operand {index} apart")
             if extra.outer > 1 and facts(call.op).counted == (index, extra.dim):
                 raise PaddingFault(f"{call.op} counts entries of dim {extra.dim} of operand {index} beyond its padding")
-            parts.setdefault(found[0], {})[index] = found[1], extra
+            parts.setdefault(place[0], {})[index] = place[1], extra
     result = {}
     for name, sides in parts.items():
         distinct = {part for part, _ in sides.values() if part is not None}

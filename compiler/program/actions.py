@@ -216,15 +216,15 @@ def stage_ranks(timelines: Sequence[Sequence[Action]]) -> StageRanks:
     Raises:
         ValueError: a stage has work on two ranks, or on none.
     """
-    found: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     for rank, actions in enumerate(timelines):
         for action in actions:
-            if action.works and found.setdefault(action.stage, rank) != rank:
-                raise ValueError(f"stage {action.stage} has work on rank {found[action.stage]} and on rank {rank}")
-    missing = [stage for stage in range(max(found, default=0)) if stage not in found]
-    if missing or not found:
+            if action.works and rank_of.setdefault(action.stage, rank) != rank:
+                raise ValueError(f"stage {action.stage} has work on rank {rank_of[action.stage]} and on rank {rank}")
+    missing = [stage for stage in range(max(rank_of, default=0)) if stage not in rank_of]
+    if missing or not rank_of:
         raise ValueError(f"stage {next(iter(missing), 0)} has no work on any rank")
-    return tuple(found[stage] for stage in range(len(found)))
+    return tuple(rank_of[stage] for stage in range(len(rank_of)))
 
 
 def stages_in_turn(stages: int, ranks: int) -> StageRanks:
@@ -245,8 +245,8 @@ def parse_schedule(text: str) -> dict[str, tuple[Action, ...]]:
     """
     timelines = {}
     for number, line in enumerate(text.splitlines(), 1):
-        role, found, actions = line.partition(": ")
-        if not found:
+        role, colon, actions = line.partition(": ")
+        if not colon:
             raise ValueError(f"line {number} of the schedule is not `role: actions`")
         timelines[role] = tuple(Action.parse(word) for word in actions.split())
     return timelines

@@ -38,12 +38,12 @@ def local_bytes(type_: TensorType, program: Program) -> int:
 
 def owners(function: Function) -> dict[str, str]:
     """Return, for each value that is a view, the value whose storage it shares."""
-    found: dict[str, str] = {}
+    owner_of: dict[str, str] = {}
     for line in function.lines:
         if facts(line.op).storage == "view":  # it holds nothing of its own
             source = next(line.uses())
-            found.update((value.name, found.get(source, source)) for value in line.made)
-    return found
+            owner_of.update((value.name, owner_of.get(source, source)) for value in line.made)
+    return owner_of
 
 
 def _peak(program: Program, function: Function, late: Mapping[str, frozenset[str]], peaks: _Peaks) -> tuple[int, int]:

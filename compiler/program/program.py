@@ -304,7 +304,7 @@ def allowed(op: str, custom: Collection[str] = ()) -> bool:
     if not own or not all(map(str.isidentifier, (namespace, name, overload))):
         return False
     try:
-        found = operator(op)
+        target = operator(op)
     except AttributeError:
         return False
-    return isinstance(found, torch._ops.OpOverload) and not found._schema.is_mutable
+    return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable

@@ -67,16 +67,16 @@ def work_programs(roles: Mapping[str, Programs]) -> dict[int, StageWork]:
     Raises:
         JoinFault: a stage lacks one of them, or a number is missing.
     """
-    found: dict[int, dict[str, Program]] = {}
+    by_stage: dict[int, dict[str, Program]] = {}
     for programs in roles.values():
         for key, program in programs.items():
             if (stage := stage_key(key)) is not None:
-                found.setdefault(stage[0], {})[stage[1]] = program
-    kinds = set().union(*found.values(), (row.kind for row in step_kinds("work") if not row.optional))
-    if sorted(found) != list(range(len(found))) or any(set(work) != kinds for work in found.values()):
+                by_stage.setdefault(stage[0], {})[stage[1]] = program
+    kinds = set().union(*by_stage.values(), (row.kind for row in step_kinds("work") if not row.optional))
+    if sorted(by_stage) != list(range(len(by_stage))) or any(set(work) != kinds for work in by_stage.values()):
         needed = " and ".join(kind for kind in ACTIONS if kind in kinds)
-        raise JoinFault(f"stages {sorted(found)} are not all there with their {needed}")
-    return {stage: found[stage] for stage in sorted(found)}
+        raise JoinFault(f"stages {sorted(by_stage)} are not all there with their {needed}")
+    return {stage: by_stage[stage] for stage in sorted(by_stage)}
 
 
 def ranks_of(roles: Mapping[str, Programs]) -> StageRanks:
@@ -87,12 +87,12 @@ def ranks_of(roles: Mapping[str, Programs]) -> StageRanks:
     """
     if len(roles) == 1:
         return (0,)
-    found: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     for rank, programs in enumerate(roles.values()):
         for stage, _ in filter(None, map(stage_key, programs)):
-            if found.setdefault(stage, rank) != rank:
-                raise JoinFault(f"stage {stage} has programs on role {found[stage]} and on role {rank}")
-    return tuple(found[stage] for stage in work_programs(roles))
+            if rank_of.setdefault(stage, rank) != rank:
+                raise JoinFault(f"stage {stage} has programs on role {rank_of[stage]} and on role {rank}")
+    return tuple(rank_of[stage] for stage in work_programs(roles))
 
 
 def join_roles(roles: Mapping[str, Programs]) -> dict[str, Program]:
@@ -265,19 +265,19 @@ def group(programs: Iterable[Program], timelines: Mapping[str, Sequence[Action]]
     Raises:
         JoinFault: they are not the programs of the roles of one build.
     """
-    found = list(programs)
-    if unknown := [program for program in found if program.action not in ACTIONS]:
+    listed = list(programs)
+    if unknown := [program for program in listed if program.action not in ACTIONS]:
         raise JoinFault(f"there is no action `{unknown[0].action}`, which {unknown[0].role} has a program of")
-    roles = {program.role for program in found if program.action == REDUCE} or {SINGLE}
+    roles = {program.role for program in listed if program.action == REDUCE} or {SINGLE}
     axis = next((name[:-1] for name in roles if roles == {f"{name[:-1]}{rank}" for rank in range(len(roles))}), "")
     names = [SINGLE] if roles == {SINGLE} else [f"{axis}{rank}" for rank in range(len(roles))]
     if list(timelines) != names:
         raise JoinFault(f"its schedule is of {', '.join(timelines)}, its programs are of {', '.join(names)}")
     if names == [SINGLE]:
-        return {SINGLE: {program.action: program for program in found}}
+        return {SINGLE: {program.action: program for program in listed}}
     made: dict[str, dict[str, Program]] = {name: {} for name in names}
     home = {action.stage: name for name, actions in timelines.items() for action in actions if action.kind == FORWARD}
-    for program in found:
+    for program in listed:
         row, stage = ACTIONS[program.action], re.fullmatch(r"stage([0-9]+)", program.role)
         if row.program == "stage" and stage is not None:
             name = home.get(int(stage[1]), "")

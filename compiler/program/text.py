@@ -131,9 +131,9 @@ def _read_function(part: _Part) -> Function:
 
 @lru_cache(maxsize=1 << 14)
 def _type(text: str, mesh: Mesh) -> TensorType:
-    found = parse_type(text, mesh)
-    found.local(mesh)
-    return found
+    type_ = parse_type(text, mesh)
+    type_.local(mesh)
+    return type_
 
 
 def _mesh(part: _Part, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
@@ -277,11 +277,11 @@ class _Reader:
     def _cut(self, at: ast.expr, whole: Any, axis: str) -> LocalSize:
         size, axes = (whole.size, whole.axes) if isinstance(whole, LocalSize) else (whole, ())
         mesh = self.mesh
-        found = (*axes, *mesh.parts(axis))
-        known = len(set(found)) == len(found) and set(found) <= set(mesh.names)
+        cut_axes = (*axes, *mesh.parts(axis))
+        known = len(set(cut_axes)) == len(cut_axes) and set(cut_axes) <= set(mesh.names)
         if not known or isinstance(size, bool) or not isinstance(size, int):
             raise self.fail(at, f"`{ast.unparse(at)}` does not cut a size over axes of the mesh")
-        cut = LocalSize(size, found)
+        cut = LocalSize(size, cut_axes)
         if size % math.prod(mesh.size(name) for name in cut.axes):
             raise self.fail(at, f"`{ast.unparse(at)}` does not divide")
         return cut

@@ -21,21 +21,21 @@ def addable(program: Program, operators: Collection[str] | None = None) -> dict[
     and nothing else reads it."""
     read = {(program.main.name, name) for name in program.main.returned("sent").values()}
     while True:
-        found: dict[str, frozenset[str]] = {}
+        able: dict[str, frozenset[str]] = {}
         for function in program.functions:
             uses, returned = uses_of(function), Counter(name for _, name in function.returns)
-            found[function.name] = frozenset(
+            able[function.name] = frozenset(
                 value.name for line in function.lines for value, inner in _made(program, line)
-                if (inner in found[line.op] if line.calls_function else _adds(line.op, operators))
+                if (inner in able[line.op] if line.calls_function else _adds(line.op, operators))
                 and uses[value.name] == returned[value.name] == 1 and (function.name, value.name) not in read
             )  # fmt: skip
         more = {  # what one caller reads is not added for the others
             (line.op, inner) for function in program.functions for line in function.lines if line.calls_function
             for value, inner in _made(program, line)
-            if inner in found[line.op] and value.name not in found[function.name]
+            if inner in able[line.op] and value.name not in able[function.name]
         }  # fmt: skip
         if not more:
-            return found
+            return able
         read |= more
 
 

@@ -149,9 +149,9 @@ def _smallest_largest(count: int, stages: int, cost: Callable[[int, int, int], f
         for stop in range(stage + 1, count + 1):
             for start in range(stop - 1, stage - 1, -1):
                 here = cost(stage, start, stop)
-                found = max(best[-1][start], here)
-                if found < row[stop]:
-                    row[stop], chosen[stop] = found, start
+                largest = max(best[-1][start], here)
+                if largest < row[stop]:
+                    row[stop], chosen[stop] = largest, start
         best.append(row)
         begin.append(chosen)
     begins, stop = [], count

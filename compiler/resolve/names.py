@@ -70,10 +70,10 @@ def find_values(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
     """Return the parameters and inputs that a word means, each under its one name."""
     pattern = Pattern(word.text)
     known = (*names.all_parameters, *names.inputs)
-    found = pattern.of(known)
-    if found or pattern.optional or names.smaller:
-        idle = _idle(word, "parameter or input", pattern, found, known, names)
-        return idle or tuple(dict.fromkeys(map(names.canonical, found)))
+    matches = pattern.of(known)
+    if matches or pattern.optional or names.smaller:
+        idle = _idle(word, "parameter or input", pattern, matches, known, names)
+        return idle or tuple(dict.fromkeys(map(names.canonical, matches)))
     modules = pattern.of(sorted(names.modules))
     inside = [name for name in known if modules and name.startswith(f"{modules[0]}.")]
     help_ = f"it is a module: name its parameters, as {listed(inside[:3], 'or')}" if inside else ""
@@ -86,10 +86,10 @@ def find_parameters(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnosti
     modules = pattern.of(sorted(names.modules, key=_natural))
     inside = [name for name in names.all_parameters if any(name.startswith(f"{module}.") for module in modules)]
     own = pattern.of(names.all_parameters)
-    found = tuple(dict.fromkeys(map(names.canonical, [*own, *inside])))
+    matches = tuple(dict.fromkeys(map(names.canonical, [*own, *inside])))
     known = (*sorted(names.modules, key=_natural), *names.all_parameters)
-    if found or pattern.optional or names.smaller:
-        return _idle(word, "module or parameter", pattern, (*modules, *own), known, names) or found
+    if matches or pattern.optional or names.smaller:
+        return _idle(word, "module or parameter", pattern, (*modules, *own), known, names) or matches
     if modules:
         message = f"the module `{modules[0]}` has no parameters"
         return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help="name modules that have, or parameters")
@@ -102,16 +102,16 @@ def find_modules(word: Word, names: PlanNames) -> tuple[str, ...] | Diagnostic:
         return ("",)
     pattern = Pattern(word.text)
     known = sorted(names.modules, key=_natural)
-    found = pattern.of(known)
-    if not found and not pattern.optional and not names.smaller:
+    matches = pattern.of(known)
+    if not matches and not pattern.optional and not names.smaller:
         inside = next((name for name in names.tied if name.startswith(f"{word.text}.")), "")
         first = names.tied.get(inside, "").removesuffix(inside.removeprefix(word.text))
         same = first in names.modules
         return _nothing(
             word, "module", pattern, known, f"it is `{first}` under another name: write that" if same else ""
         )
-    idle = _idle(word, "module", pattern, found, known, names)
-    return idle or tuple(name for name in found if not any(name.startswith(f"{outer}.") for outer in found))
+    idle = _idle(word, "module", pattern, matches, known, names)
+    return idle or tuple(name for name in matches if not any(name.startswith(f"{outer}.") for outer in matches))
 
 
 def find_weights(line: SplitWeights, word: Word, names: PlanNames) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:

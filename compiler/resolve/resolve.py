@@ -88,7 +88,7 @@ def input_faults(plan: Plan) -> list[Diagnostic]:
         for line in plan.placements:
             if isinstance(line, Fix):
                 resolver.apply(line)
-        errors = errors or [found for found in resolver.diagnostics if found.is_error]
+        errors = errors or [error for error in resolver.diagnostics if error.is_error]
     return errors
 
 
@@ -181,7 +181,7 @@ class _Resolver:
         for first, *others in alike.values():
             more = f"the same holds for {len(others)} more that the pattern matches"
             first = replace(first, notes=(*first.notes, more)) if others else first
-            at = next((at for at, found in enumerate(self.diagnostics) if _one_cause(found, first)), None)
+            at = next((at for at, other in enumerate(self.diagnostics) if _one_cause(other, first)), None)
             if at is None:
                 self.diagnostics.append(first)
             else:
@@ -190,11 +190,11 @@ class _Resolver:
                 self.diagnostics[at] = replace(self.diagnostics[at], notes=(*self.diagnostics[at].notes, note))
 
     def _fix(self, line: Fix, word: Word) -> Iterator[PlacementSeed | Diagnostic]:
-        found = find_values(word, self._names)
-        if isinstance(found, Diagnostic):
-            yield found
+        values = find_values(word, self._names)
+        if isinstance(values, Diagnostic):
+            yield values
             return
-        for value in found:
+        for value in values:
             cuts: dict[str, tuple[int, DimSplit]] = {}
             failed = False
             for result in self._cuts(line, value):
@@ -259,11 +259,11 @@ class _Resolver:
 
         An input's batch is that of one microbatch.
         """
-        found = next((found for found in self._plan.inputs if found.name == value), None)
-        if found is None or value in self._names.parameters:
+        line = next((line for line in self._plan.inputs if line.name == value), None)
+        if line is None or value in self._names.parameters:
             return self._names.shape(value)
         sizes: list[int] = []
-        for dim in found.dims:
+        for dim in line.dims:
             if isinstance(dim, int):
                 sizes.append(dim)
                 continue
@@ -315,7 +315,7 @@ class _Resolver:
             if isinstance(result, Diagnostic):
                 yield self._declared(result, rows)
                 return
-            yield from (_seed(value, at, found, word.span, fixed=False) for found in result)
+            yield from (_seed(value, at, cut, word.span, fixed=False) for cut in result)
 
 
 def _seed(value: str, dim: int, found: DimSplit, span: Span, *, fixed: bool) -> PlacementSeed:

@@ -32,7 +32,7 @@ def cuts_of(plan: Plan, names: PlanNames, captured: Captured) -> tuple[StageCut,
     Raises:
         PlanError: the lines do not fit the model.
     """
-    found, errors = find_cuts(plan, names)
+    named, errors = find_cuts(plan, names)
     if errors:
         raise PlanError(errors)
     count = stage_count(plan)
@@ -42,9 +42,9 @@ def cuts_of(plan: Plan, names: PlanNames, captured: Captured) -> tuple[StageCut,
     if plan.stages[0].balanced:
         return _balanced(plan, captured, view)
     for check in (_without_place, _backwards):
-        if errors := [*check(found, view)]:
+        if errors := [*check(named, view)]:
             raise PlanError(errors)
-    cuts = tuple(sorted(found, key=view.begin))
+    cuts = tuple(sorted(named, key=view.begin))
     if errors := [*_empty(cuts, view)] or [*_cycles(cuts, captured, view)]:
         raise PlanError(errors)
     return cuts

@@ -37,7 +37,7 @@ def find_cuts(plan: Plan, names: PlanNames) -> tuple[list[StageCut], list[Diagno
     """Return the cuts that ``before`` and ``after`` lines name, in their order (none over one rank), and the errors."""
     if stage_count(plan) == 1:
         return [], []
-    found: list[StageCut] = []
+    cuts: list[StageCut] = []
     errors: list[Diagnostic] = []
     first: dict[tuple[str, bool], StageCut] = {}
     for line in plan.stages:
@@ -47,15 +47,15 @@ def find_cuts(plan: Plan, names: PlanNames) -> tuple[list[StageCut], list[Diagno
                 errors.append(modules)
                 continue
             for cut in (StageCut(module, bool(line.after), word.span) for module in modules):
-                found.append(cut)
+                cuts.append(cut)
                 earlier = first.setdefault((cut.module, cut.after), cut)
                 if earlier is not cut:
                     related = (Label(earlier.span, "cut here already"),)
                     message = f"the model is cut twice {cut}"
                     errors.append(Diagnostic(REPEATED, message, Label(cut.span), related, help="remove one"))
     if not errors and not plan.stages[0].balanced:
-        errors += _check_count(plan, len(found))
-    return found, errors
+        errors += _check_count(plan, len(cuts))
+    return cuts, errors
 
 
 def _check_count(plan: Plan, cuts: int) -> list[Diagnostic]:

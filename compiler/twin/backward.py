@@ -54,16 +54,16 @@ class Backward:
                 )
             call = turn.pop(0)
             yield from self._undo(call, line)
-            for at, made in enumerate(line.results):
-                if made is not None:
-                    self.sums[made.name] = (((call, at), ()),)
+            for at, result in enumerate(line.results):
+                if result is not None:
+                    self.sums[result.name] = (((call, at), ()),)
                     self.goes[call, at] = []
         if turn:
             raise WiringFault(f"B does not call `{turn[0].line.op}_backward` of {turn[0].place}")
         for name, value in self.program.main.returned("gradient").items():
-            found = self.sums[value]
-            self._note(found, ("bound", Binding("parameter", name)), f"B {name}")
-            yield PieceFact(("whole gradient", star(name)), frozenset(way for _, way in found), NONE, f"B {name}")
+            gradient = self.sums[value]
+            self._note(gradient, ("bound", Binding("parameter", name)), f"B {name}")
+            yield PieceFact(("whole gradient", star(name)), frozenset(way for _, way in gradient), NONE, f"B {name}")
         for (call, at), slots in self.goes.items():
             choices = frozenset(tuple(sorted(choice)) for choice in product(*slots))
             yield PieceFact(("goes", call.sort, at), len(slots), choices, f"B {call.place} result {at}")
@@ -73,8 +73,8 @@ class Backward:
         of those results."""
         function = self.forward.functions[call.line.op]
         own = dict(zip((value.name for value in function.parameters), call.reads, strict=True))
-        outs = [(name, self.forward.sources[made.name]) for made, (_, name)
-                in zip(call.line.results, function.returns, strict=True) if made is not None]  # fmt: skip
+        outs = [(name, self.forward.sources[result.name]) for result, (_, name)
+                in zip(call.line.results, function.returns, strict=True) if result is not None]  # fmt: skip
         own.update(outs)
         values = function.values()
         for at, (value, name) in enumerate(zip(self.program.function(line.op).parameters, line.uses(), strict=True)):
@@ -125,13 +125,13 @@ def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
         sums[line.made[0].name] = _sum_of(line, sums, reduce)
     gradients = sorted(str(binding) for binding in main.bindings if binding.kind == "gradient")
     for key, name in main.returns:
-        made = sorted(str(term) for term, _ in sums[name])
-        if key.kind == "gradient" and made != [str(key)]:
-            raise WiringFault(f"REDUCE makes `{key}` of {', '.join(made) or 'nothing'}")
-        if key == GRAD_NORM and made != gradients:
+        terms = sorted(str(term) for term, _ in sums[name])
+        if key.kind == "gradient" and terms != [str(key)]:
+            raise WiringFault(f"REDUCE makes `{key}` of {', '.join(terms) or 'nothing'}")
+        if key == GRAD_NORM and terms != gradients:
             raise WiringFault("the norm in REDUCE is not of every gradient once")
         for term, way in sums[name]:
-            times = (f"{made.count(str(term))} times",) if key.kind == "metric" else ()
+            times = (f"{terms.count(str(term))} times",) if key.kind == "metric" else ()
             place = "reduced", star(str(key)), star(str(term))
             yield PieceFact(place, (*way, *times), NONE, f"{reduce.action} {key}")
 

@@ -66,7 +66,7 @@ def lines_body(lines: Iterable[Line], names: Mapping[str, str], values: Mapping[
     outside."""
     known, rows, numbers = dict(names), [], []
     for index, line in enumerate(lines):
-        known.update((made.name, f"{index}.{at}") for at, made in enumerate(line.results) if made is not None)
+        known.update((result.name, f"{index}.{at}") for at, result in enumerate(line.results) if result is not None)
         given: list[tuple[str, Scalar, bool]] = []
         kinds = _arguments(line.op)
         places = [*((str(at), item) for at, item in enumerate(line.args)), *line.kwargs]
@@ -97,12 +97,12 @@ def _arguments(op: str) -> dict[str, tuple[str, str]]:
     number of a dim (which follows no size), or "" for a value to compute with."""
     if op in COLLECTIVES or "." not in op:
         return {str(at): (str(at), "dim") for at in range(4)}
-    found = {}
+    arguments = {}
     for at, argument in enumerate(operator(op)._schema.arguments):
         whole = "int" in str(argument.type).lower() and argument.name != "index"
         kind = "dim" if argument.name in _DIMS else "size" if whole else ""
-        found[str(at)] = found[argument.name] = argument.name, kind
-    return found
+        arguments[str(at)] = arguments[argument.name] = argument.name, kind
+    return arguments
 
 
 def _word(item: Any, names: Mapping[str, str], given: list[tuple[str, Scalar, bool]], place: str, kind: str) -> str:
@@ -182,11 +182,11 @@ def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pa
     A number is the size of a dim of its own line in both, or what the model has in that place of its code, or made of
     such. What the ``model`` writes in an operator, a function that is the ``whole`` of it and has the operator has too.
     """
-    found = []
+    pairs = []
     for mine, other in zip(ours, theirs, strict=True):
         own = frozenset(zip(mine.dims, other.dims, strict=True))
         for (place, here, size), (_, there, _) in zip(mine.given, other.given, strict=True):
-            found.append((mine.op, place, (here, there)))
+            pairs.append((mine.op, place, (here, there)))
             if not size and (same := model.forward(mine, place)) and (here, there) not in same:
                 return f"{mine.op} has {here!r} where its twin has {there!r}: the operator itself has no such {place}"
             sizes = own if size else frozenset()
@@ -194,7 +194,7 @@ def number_problem(ours: Sequence[Numbers], theirs: Sequence[Numbers], model: Pa
                 (here, there), model.at.get(mine.origin, frozenset()), model.every, sizes
             ):
                 return f"{mine.op} has {here!r} where its twin has {there!r}: the model has no such number there"
-    have, ops, places = Counter(found), {numbers.op for numbers in ours}, {(op, place) for op, place, _ in found}
+    have, ops, places = Counter(pairs), {numbers.op for numbers in ours}, {(op, place) for op, place, _ in pairs}
     for (op, place, pair), count in Counter(model.written).items() if whole else ():
         default = pair[0] == pair[1] and (op, place) not in places  # left out by both
         if op in ops and not default and have[op, place, pair] < count:

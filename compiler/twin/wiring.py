@@ -93,13 +93,13 @@ def places(modules: Sequence[str], once: frozenset[str] = frozenset()) -> list[s
         match = _BLOCK.match(module)
         before = match[1] if match else before
         names.append(before if match else f"after {before}")
-    found: list[str] = []
+    labels: list[str] = []
     runs: dict[str, int] = {}
     for name, run in groupby(names):
         runs[name] = runs.get(name, 0) + 1
         label = name if runs[name] == 1 or name in once else f"{name} ({runs[name]})"
-        found += [label for _ in run]
-    return found
+        labels += [label for _ in run]
+    return labels
 
 
 class Graph:
@@ -113,9 +113,9 @@ class Graph:
         runs: dict[str, list[Line]] = {}
         for line, place in zip(lines, places([line.origin.module for line in lines]), strict=True):
             run = runs.setdefault(place, [])
-            for at, made in enumerate(line.results):
-                if made is not None:
-                    self.sources[made.name] = ("made", place, len(run), at)
+            for at, result in enumerate(line.results):
+                if result is not None:
+                    self.sources[result.name] = ("made", place, len(run), at)
             run.append(line)
         self.once = frozenset(name for name in runs if f"{name} (2)" not in runs)
         values = captured.values()
@@ -168,10 +168,10 @@ class Forward:
         """Note the origin of each result of a call. A result that the function returns as it was given has the origin
         of that operand."""
         function = self.functions[call.line.op]
-        given = {v.name: source for v, source in zip(function.parameters, call.reads, strict=True)}
-        for at, (made, (_, name)) in enumerate(zip(call.line.results, function.returns, strict=True)):
-            if made is not None:
-                self.sources[made.name] = given.get(name, ("made", len(self.calls), at))
+        origins = {v.name: source for v, source in zip(function.parameters, call.reads, strict=True)}
+        for at, (result, (_, name)) in enumerate(zip(call.line.results, function.returns, strict=True)):
+            if result is not None:
+                self.sources[result.name] = origins.get(name, ("made", len(self.calls), at))
 
     def facts(self) -> Iterator[PieceFact]:
         """Yield the facts about F: the function and the operands of each call, and what F returns."""
@@ -189,22 +189,22 @@ class Forward:
         slot, where = ("reads", call.sort, at), f"F {call.place} operand {at}"
         wanted = call.piece.reads if call.piece is not None else []
         if source[0] != "made":
-            found = frozenset(index for index, (other, _) in enumerate(wanted) if other == source)
+            matches = frozenset(index for index, (other, _) in enumerate(wanted) if other == source)
             kind = source[1].kind if source[0] == "bound" else "stream"
-            yield PieceFact(slot, (kind, bool(found)), found or _names(str(source[1]), call.place), where)
+            yield PieceFact(slot, (kind, bool(matches)), matches or _names(str(source[1]), call.place), where)
             return
         maker = self.calls[source[1]]
-        made = maker.kind, source[2]
+        origin = maker.kind, source[2]
         near = [(k, other) for k, (other, _) in enumerate(wanted) if other[:2] == ("made", maker.place)]
         same = [(k, other) for k, other in near if wanted[k][1].type.shape == value.type.shape]
         if maker.place == call.place:
-            yield PieceFact(slot, (made, "own"), NONE, where)
+            yield PieceFact(slot, (origin, "own"), NONE, where)
         elif near:
-            yield PieceFact(slot, (made, "graph"), frozenset(k for k, _ in same or near), where)
+            yield PieceFact(slot, (origin, "graph"), frozenset(k for k, _ in same or near), where)
             lines = frozenset(other[2:] for _, other in same or near)
             yield PieceFact(("makes", maker.sort, source[2]), "graph", lines, where)
         else:
-            yield PieceFact(slot, (made, "other"), self._otherwise(call, source), where)
+            yield PieceFact(slot, (origin, "other"), self._otherwise(call, source), where)
 
     def _otherwise(self, call: PieceCall, source: PieceSource) -> frozenset[Hashable]:
         """Return the options for a value that the captured graph does not have: how it is made of values that belong to
@@ -216,8 +216,8 @@ class Forward:
         if source[0] != "made":
             return source if _NUMBER.search(str(source[1])) is None else None
         maker = self.calls[source[1]]
-        given = tuple(self._said(read) for read in maker.reads)
-        return None if None in given else (maker.kind, source[2], given)
+        operands = tuple(self._said(read) for read in maker.reads)
+        return None if None in operands else (maker.kind, source[2], operands)
 
     def _returned(self, key: Binding, source: PieceSource) -> Iterator[PieceFact]:
         wanted = self.graph.returns.get(key)
@@ -251,7 +251,7 @@ def _names(name: str, place: str) -> frozenset[Hashable]:
 def _backward_bodies(backward: Program, forward: dict[str, Body]) -> dict[str, Body]:
     """Return the bodies of B's functions by the functions of F that they undo. Values that F's function has too keep
     their names there."""
-    found = {}
+    bodies = {}
     for function in backward.functions[:-1]:
         name = function.name.removesuffix("_backward")
         if name == function.name or name not in forward:
@@ -259,5 +259,5 @@ def _backward_bodies(backward: Program, forward: dict[str, Body]) -> dict[str, B
         names: dict[str, str] = {}
         for value in function.parameters:
             names[value.name] = forward[name].names.get(value.name, f"tangent {len(names)}")
-        found[name] = function_body(function, backward.mesh, names)
-    return found
+        bodies[name] = function_body(function, backward.mesh, names)
+    return bodies

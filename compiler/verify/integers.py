@@ -48,9 +48,9 @@ class _Expressions:
         return self._numbers.setdefault(words, len(self._numbers))
 
     def constant(self, number: Hashable) -> int:
-        found = self("constant", number)
-        self.constants.add(found)
-        return found
+        expression = self("constant", number)
+        self.constants.add(expression)
+        return expression
 
     def source(self, value: Value, saved: Mapping[str, int]) -> int:
         """Return the number of the expression of a program's parameter. Integer inputs, buffers and random streams are
@@ -97,8 +97,8 @@ class _Expressions:
                 target, kwargs = operator(call.op), fill_operands(dict(call.kwargs), tensors)
                 if any(argument.name == "device" for argument in target._schema.arguments):
                     kwargs["device"] = torch.device("cpu")
-                made = target(*fill_operands(call.args, tensors), **kwargs)
-        results = made if isinstance(made, (tuple, list)) else [made]
+                output = target(*fill_operands(call.args, tensors), **kwargs)
+        results = output if isinstance(output, (tuple, list)) else [output]
         kept = [x for x, value in zip(results, question.line.results, strict=True) if value is not None]
         return [parts.known.get(id(x), _ACTIVATION) for x in kept], parts.arithmetic, parts.tables
 
@@ -109,38 +109,40 @@ class _Parts(TorchDispatchMode):
     def __init__(self, expressions: _Expressions, operands: Sequence[torch.Tensor], given: Sequence[int]) -> None:
         super().__init__()
         self.express, self.alive = expressions, list(operands)
-        self.known = {id(x): found for x, found in zip(operands, given, strict=True)}
+        self.known = {id(x): expression for x, expression in zip(operands, given, strict=True)}
         self.arithmetic: list[int] = []
         self.tables: list[int] = []
         """The arithmetic of floating numbers alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        results = [x for x in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(x, torch.Tensor)]
+        output = func(*args, **kwargs)
+        results = [
+            x for x in (output if isinstance(output, (tuple, list)) else [output]) if isinstance(x, torch.Tensor)
+        ]
         expression = self._expression(func, args, kwargs, results)
         several = len(results) > 1 and expression != _ACTIVATION
         for index, result in enumerate(results):
             self.known[id(result)] = self.express("result", index, expression) if several else expression
         self.alive += results
-        return made
+        return output
 
     def _expression(self, func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> int:
         row, name = facts(func), base_name(str(func)).removesuffix("_")
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        given = [self.known.get(id(x), _ACTIVATION) for x in operands]
-        varying = [found for found in given if found not in self.express.constants]
+        numbers = [self.known.get(id(x), _ACTIVATION) for x in operands]
+        varying = [number for number in numbers if number not in self.express.constants]
         if row.number_at is not None:
             return self.express.constant(args[row.number_at])
-        if row.keeps_values and given:
-            return given[0]
+        if row.keeps_values and numbers:
+            return numbers[0]
         if _ACTIVATION in varying and (not any(varying) or all(x.is_floating_point() for x in results)):
             return _ACTIVATION
         dtypes = [str(x.dtype) for x in results if not x.is_floating_point()]
         if name == "_to_copy":
             source, result = operands[0].dtype, results[0].dtype
             if source == torch.bool or (source.is_floating_point and result.is_floating_point):
-                return given[0]
+                return numbers[0]
             args, kwargs = args[:1], {}
         options = tuple(sorted((key, item) for key, item in kwargs.items() if key not in _HOW))
         words = tree_map(self._word, (list(args[1:3] if name == "iota" else args), options))
@@ -161,16 +163,16 @@ def check_integers(programs: Mapping[str, Program], reference: Program) -> Itera
     known: set[int] = set()
 
     def noted(_: str, question: Question, given: tuple[int, ...]) -> list[int]:
-        found, parts, tables = express.answer(question, given)
+        results, parts, tables = express.answer(question, given)
         known.update(parts, tables, express.ignored(question, given))
-        return found
+        return results
 
     for function in reference.functions:
         follow(reference, function, [express.source(value, {}) for value in function.parameters], noted)
     saved: dict[str, int] = {}
     for program in [programs[row.kind] for row in step_kinds() if row.each and row.kind in programs]:
-        made, faults = _held(program, express, known, saved)
-        ends = zip(program.main.returns, made, strict=True)
+        expressions, faults = _held(program, express, known, saved)
+        ends = zip(program.main.returns, expressions, strict=True)
         saved.update((key.name, expression) for (key, _), expression in ends if key.kind == "saved")
         yield from faults
 
@@ -182,12 +184,12 @@ def _held(
     faults: dict[str, Fault] = {}
 
     def held(function: str, question: Question, given: tuple[int, ...]) -> list[int]:
-        found, parts, tables = express.answer(question, given)
+        results, parts, tables = express.answer(question, given)
         if not known.issuperset(parts if program.action == BACKWARD else [*parts, *tables]):  # B differentiates tables
             where = f"{program.action} {function}: {', '.join(value.name for value in question.line.made)}"
             what = "whole numbers" if parts else "tables"
             faults[where] = Fault("types", where, f"{question.line.op} makes other {what} than the model")
-        return found
+        return results
 
     given = [express.source(value, saved) for value in program.main.parameters]
     return follow(program, program.main, given, held), list(faults.values())

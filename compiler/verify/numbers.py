@@ -81,8 +81,8 @@ class _Held:
         """Return the polynomial that a number stands for, or divides by, and its text. The polynomial is None if the
         number stands for no size."""
         if isinstance(number, int):
-            found = self.numbers.get(number)
-            return (found if found is not None and found.names else None), str(found)
+            size = self.numbers.get(number)
+            return (size if size is not None and size.names else None), str(size)
         return self.floats.get(number, (None, ""))
 
     @cached_property
@@ -122,11 +122,11 @@ class _Held:
     @cached_property
     def shapes(self) -> Mapping[Any, frozenset[Shape]]:
         """The shapes that the captured graph's operators read and make, by the place in the model's code."""
-        found: dict[Any, frozenset[Shape]] = defaultdict(frozenset)
+        by_place: dict[Any, frozenset[Shape]] = defaultdict(frozenset)
         for function in self.reference.functions:
             for line in function.lines:
-                found[_place(line)] |= _shapes(line, function)
-        return found
+                by_place[_place(line)] |= _shapes(line, function)
+        return by_place
 
     def size(self, number: int) -> Polynomial:
         return self.numbers.get(number) or Polynomial.of({(): Fraction(number)})
@@ -187,7 +187,7 @@ def binding_faults(programs: Mapping[str, Program]) -> Iterator[ShapeFault]:
     for file, program in programs.items():
         for value in program.main.parameters if program is not reference else ():
             places = (("", value.binding), (program.role, value.binding), (program.action, value.binding))
-            made = [shapes[place] for place in places if place in shapes]
-            if value.kind in _MADE and made[:1] != [value.type.shape]:
+            sources = [shapes[place] for place in places if place in shapes]
+            if value.kind in _MADE and sources[:1] != [value.type.shape]:
                 message = f"`{value.binding}` has other sizes where it is made"
                 yield ShapeFault(file, value.name, "", 0, message, divides=False)

@@ -32,13 +32,13 @@ def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[s
     known: dict[Binding | None, Extras] = {}
     rows = (row for row in step_kinds("work", "after") if row.kind in programs)
     for action, program in ((row.kind, programs[row.kind]) for row in (rows if not faults else ())):
-        given = [_given(value.binding, pads, known) for value in program.main.parameters]
+        parameters = [_given(value.binding, pads, known) for value in program.main.parameters]
         try:
-            made = follow(program, program.main, given, _made)
+            results = follow(program, program.main, parameters, _made)
         except PaddingFault as fault:
             faults.append(Fault("padding", f"{program.role}.{action} {fault.where}", str(fault)))
             break
-        for (key, _), extras in zip(program.main.returns, made, strict=True):
+        for (key, _), extras in zip(program.main.returns, results, strict=True):
             known[key] = extras
             if key.kind != "saved" and not _same(extras, pads.get(key.name, ()) if key.kind == "gradient" else ()):
                 where = f"{action} {key.key_in(action)}"
@@ -55,19 +55,19 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
     if not any(function.name == "count" for function in reference.functions):
         return "its loss is no mean over targets, of which some can be left out"
     for function in reference.functions:
-        given, inputs = [], {value.name: name for name, value in function.bound("input").items()}
+        parameters, inputs = [], {value.name: name for name, value in function.bound("input").items()}
         for value in function.parameters:
             name = inputs.get(value.name, "")
             held = float(ignored[name]) if name in ignored else None
             tail = value.type.shape[:1] if name else ()
-            given.append(tuple(Extra(0, 1, 1, size, held) for size in tail if size > 1))
+            parameters.append(tuple(Extra(0, 1, 1, size, held) for size in tail if size > 1))
         try:
-            made = follow(reference, function, given, _made)
+            results = follow(reference, function, parameters, _made)
         except PaddingFault as fault:
             module, source = fault.origin.module, fault.origin.source
             where = f"`{module}`" if module else "the model's own code or the loss"
             return f"samples are not apart in {where}{f' at {source}' if source else ''}, where {fault}"
-        if any(extra.real is not None for extras in made for extra in extras):
+        if any(extra.real is not None for extras in results for extra in extras):
             return "what it keeps of a batch has a row for each sample"
     return ""
 

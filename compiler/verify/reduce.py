@@ -63,13 +63,13 @@ def _followed(program: Program) -> dict[str, _Made | None]:
     things."""
     known: dict[str, _Made | None] = {value.name: _Made(value.binding) for value in program.main.parameters}
     for line in program.main.lines:
-        found = _made(line, [known[name] for name in line.uses()])
-        known.update((value.name, found) for value in line.made)
+        meaning = _made(line, [known[name] for name in line.uses()])
+        known.update((value.name, meaning) for value in line.made)
     return known
 
 
 def _made(line: Line, given: list[_Made | None]) -> _Made | None:
-    known = [made for made in given if made is not None]
+    known = [operand for operand in given if operand is not None]
     if len(known) != len(given):
         return None
     row = facts(line.op)
@@ -78,7 +78,7 @@ def _made(line: Line, given: list[_Made | None]) -> _Made | None:
     to_float = row.casts and line.made[0].type.dtype.is_floating_point
     if line.op in _KEEPS or to_float:
         return known[0]
-    bindings = [made.binding for made in known]
+    bindings = [operand.binding for operand in known]
     if row.power == -1.0 and bindings == [COUNT]:
         return _Made(SCALE)
     if row.computes == "multiple" and bindings == [LOSS, SCALE]:
@@ -89,6 +89,6 @@ def _made(line: Line, given: list[_Made | None]) -> _Made | None:
     summed = (row.moves == "join" or row.reduces == "sum" or root) and len(line.args) == 1
     if row.computes == "total" and not line.kwargs:
         summed = all(isinstance(item, Ref) for item in line.args)
-    if not summed or any(made.binding or made.root for made in known):
+    if not summed or any(operand.binding or operand.root for operand in known):
         return None
-    return _Made(squares=tuple(name for made in known for name in made.squares), root=root)
+    return _Made(squares=tuple(name for operand in known for name in operand.squares), root=root)

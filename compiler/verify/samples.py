@@ -64,9 +64,9 @@ def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
     batched = {value.name for name, value in inputs if name not in unbatched and value.type.shape}
     size = min((value.type.shape[0] for value in function.parameters if value.name in batched), default=1)
     start = Samples(Split(0) if size > 1 else _SOMEWHERE)  # dims of size 1 belong to no factor
-    given = [start if value.name in batched else _FREE for value in function.parameters]
-    found = follow(reference, function, given, lambda _, line, read: _made(line, read, size))
-    loss = dict(zip((key for key, _ in function.returns), found, strict=True))[LOSS]
+    starts = [start if value.name in batched else _FREE for value in function.parameters]
+    dependences = follow(reference, function, starts, lambda _, line, read: _made(line, read, size))
+    loss = dict(zip((key for key, _ in function.returns), dependences, strict=True))[LOSS]
     if loss == _FREE:
         return "mean"
     if loss.kind != "P":

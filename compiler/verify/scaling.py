@@ -33,18 +33,18 @@ def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
     """Find a scale that is not one over the count, and a loss or gradients that do not have it exactly once."""
     scale = programs[SCALING]
     scaled = [action for action in programs if "gradient" in ACTIONS[action].returns]
-    found = [fault for action in scaled for fault in scaled_once(programs[action], action)]
-    return [*scaled_once(scale, SCALING), *found] if scale.main.parameters else found
+    faults = [fault for action in scaled for fault in scaled_once(programs[action], action)]
+    return [*scaled_once(scale, SCALING), *faults] if scale.main.parameters else faults
 
 
 def scaled_once(program: Program, where: str) -> list[Fault]:
     """Find returned values that do not have the scale exactly once; gradients that B receives from another stage have
     it already."""
-    given = [_GIVEN.get(value.kind, 0.0) for value in program.main.parameters]
-    found = zip(program.main.returns, degrees(program, given), strict=True)
+    parameters = [_GIVEN.get(value.kind, 0.0) for value in program.main.parameters]
+    returned = zip(program.main.returns, degrees(program, parameters), strict=True)
     return [
         Fault("types", f"{where} {key.key_in(program.action)}", f"has the loss's scale {_times(degree)}, not once")
-        for (key, _), degree in found
+        for (key, _), degree in returned
         if degree not in (1.0, None, _ZERO)
     ]
 

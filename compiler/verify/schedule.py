@@ -37,9 +37,9 @@ def check_timelines(
     faults = []
     for (role, actions), stages in zip(timelines.items(), own, strict=True):
         expected = dict.fromkeys(_own_actions(stages, rows, len(ranks), microbatches))
-        found = Counter(actions)
-        faults += [_fault(role, f"`{a}` is there {found[a]} times, not once") for a in expected if found[a] != 1]
-        faults += [_fault(role, f"`{a}` is not one of its actions in this step") for a in found if a not in expected]
+        counts = Counter(actions)
+        faults += [_fault(role, f"`{a}` is there {counts[a]} times, not once") for a in expected if counts[a] != 1]
+        faults += [_fault(role, f"`{a}` is not one of its actions in this step") for a in counts if a not in expected]
     if faults:
         return faults
     for role, actions in timelines.items():
@@ -94,7 +94,7 @@ class _Needs:
         row = self.rows[action.kind]
         if row.kind in self.late:
             then = self.late[self.late.index(row.kind) :]
-            yield from (other for kind, found in self.done.items() if kind not in then for other in found)
+            yield from (other for kind, earlier in self.done.items() if kind not in then for other in earlier)
             return
         for source in self.sources[row.kind]:
             yield from [Action(stage, source.kind, m)] if row.works and source.works else self.done[source.kind]

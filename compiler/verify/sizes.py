@@ -58,15 +58,15 @@ def size_faults(template: Template, mesh: Mesh) -> list[ShapeFault]:
 def _generic(template: Template, mesh: Mesh) -> tuple[dict[str, int], dict[int, Polynomial]]:
     """Return sizes, declared or not, at which each number of the programs stands for one expression; and the expression
     of each."""
-    found = {expression.size for expression in template.expressions() if not expression.kind}
+    expressions = {expression.size for expression in template.expressions() if not expression.kind}
     fixed = {int(number) for text in template.texts.values() for number in _INTEGER.findall(text)}
     # at multiples of these all are whole, and so are their parts
-    below = mesh.world * math.lcm(*(factor.denominator for size in found for _, factor in size.terms))
+    below = mesh.world * math.lcm(*(factor.denominator for size in expressions for _, factor in size.terms))
     for first in itertools.count(1000, 1000):
         ranges = enumerate(template.ranges.items())
         sizes = {name: size.step * below * int(sympy.prime(first + place)) for place, (name, size) in ranges}
-        numbers = {int(size.at(sizes)): size for size in found}
-        if len(numbers) == len(found) and fixed.isdisjoint(numbers):
+        numbers = {int(size.at(sizes)): size for size in expressions}
+        if len(numbers) == len(expressions) and fixed.isdisjoint(numbers):
             break
     return sizes, numbers
 
@@ -94,16 +94,16 @@ class _Proof:
             for line, question in questions(function, program.mesh):
                 if question is None:
                     faults = call_faults(line, function.values(), called[line.op])
-                    found = next((message for _, message in faults), "")
+                    wrong = next((message for _, message in faults), "")
                 else:
                     key = self.key(question)
                     if key not in _PROVED:
                         if len(_PROVED) >= _MOST_PROVED:
                             _PROVED.clear()
                         _PROVED[key] = self.wrong(question)
-                    found = _PROVED[key]
-                if found:
-                    yield line, found
+                    wrong = _PROVED[key]
+                if wrong:
+                    yield line, wrong
 
     def key(self, q: Question) -> Any:
         """Return all that a line's proof depends on."""
@@ -139,13 +139,19 @@ class _Proof:
             call = line_call(q.line, q.operands, q.results, cut, lambda number: self.size(self.expression(number)))
             try:
                 with self.symbolic.mode():
-                    given = [torch.empty(s, dtype=type_.dtype) for s, type_ in zip(shapes, q.operands, strict=True)]
-                    results = operator(op)(*fill_operands(call.args, given), **fill_operands(dict(call.kwargs), given))
-                made = [None if x is None else list(map(self.symbolic.expression, x[1])) for x in forms_of(results)]
+                    tensors = [torch.empty(s, dtype=type_.dtype) for s, type_ in zip(shapes, q.operands, strict=True)]
+                    results = operator(op)(
+                        *fill_operands(call.args, tensors), **fill_operands(dict(call.kwargs), tensors)
+                    )
+                result_shapes = [
+                    None if x is None else list(map(self.symbolic.expression, x[1])) for x in forms_of(results)
+                ]
             except Exception as problem:  # whatever an operator raises for operands that it does not take
                 reason = str(problem).strip() or type(problem).__name__
                 return f"{op} does not take all sizes: {self.named(reason.splitlines()[0])}"
-            pairs = zip(itertools.chain(*filter(None, made)), itertools.chain(*filter(None, wanted)), strict=True)
+            pairs = zip(
+                itertools.chain(*filter(None, result_shapes)), itertools.chain(*filter(None, wanted)), strict=True
+            )
             same = [form for pair in pairs if (form := _exact(sympy.Eq(*pair))) != sympy.true]
             way = [form for guard in self.symbolic.assumed() if (form := _exact(guard)) != sympy.true]
             if not same and not way:
@@ -159,7 +165,7 @@ class _Proof:
             symbols = [self.symbolic.symbols[name] for name in names]
             test, holds = (sympy.lambdify(symbols, sympy.And(*forms), "math") for forms in (way, same))
             if not all(holds(*choice) for choice in left if test(*choice)):
-                return f"{op} makes {self.texts(made)}, not {self.texts(wanted)}"
+                return f"{op} makes {self.texts(result_shapes)}, not {self.texts(wanted)}"
             left = [choice for choice in left if not test(*choice)]
             if not left:
                 return ""
@@ -190,11 +196,11 @@ class _Proof:
         return [sympy.Add(*(self.stretch(part, mesh, local) for part in dim.strip(" ()").split(" + "))) for dim in dims]
 
     def stretch(self, text: str, mesh: Mesh, local: bool) -> sympy.Expr:
-        made = sympy.Integer(1)
+        length = sympy.Integer(1)
         for number, axes in re.findall(r"(-?\d+)((?:/\w+)*)", text):
             ways = math.prod(mesh.size(axis) for name in axes.split("/")[1:] for axis in mesh.parts(name))
-            made *= self.expression(int(number)) / (ways if local else 1)
-        return made
+            length *= self.expression(int(number)) / (ways if local else 1)
+        return length
 
     def size(self, expression: sympy.Expr) -> Any:
         """Return an expression as a number, or as the symbolic number that torch takes for one."""
@@ -220,5 +226,5 @@ class _Proof:
 
 def _exact(condition: sympy.Basic) -> sympy.Basic:
     """Return a condition in sympy's own functions, simplified."""
-    found = condition.replace(lambda e: type(e).__name__ in _EXACT, lambda e: _EXACT[type(e).__name__](*e.args))
-    return sympy.Eq(sympy.expand(found.lhs - found.rhs), 0) if isinstance(found, sympy.Eq) else found
+    exact = condition.replace(lambda e: type(e).__name__ in _EXACT, lambda e: _EXACT[type(e).__name__](*e.args))
+    return sympy.Eq(sympy.expand(exact.lhs - exact.rhs), 0) if isinstance(exact, sympy.Eq) else exact

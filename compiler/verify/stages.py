@@ -126,12 +126,12 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
         for programs in roles.values()
     ]
     trained = set().union(*makes)
-    for rank, (made, programs) in enumerate(zip(makes, roles.values(), strict=True)):
-        for name in sorted(made ^ programs[REDUCE].main.bound("gradient").keys()):
+    for rank, (gradients, programs) in enumerate(zip(makes, roles.values(), strict=True)):
+        for name in sorted(gradients ^ programs[REDUCE].main.bound("gradient").keys()):
             yield Fault("types", f"{programs[REDUCE].role}.REDUCE {name}", "is no gradient of the role's stages")
         forwards = [program for program in programs.values() if program.action == FORWARD]
         reads = {name for program in forwards for name in program.main.bound("parameter")}
-        for name in made | (reads & trained):  # a role that only reads it keeps it up to date
+        for name in gradients | (reads & trained):  # a role that only reads it keeps it up to date
             owners.setdefault(name, []).append(rank)
     everyone = tuple(range(mesh.size(axis)))
     counted, losses = Counter[_Part](), Counter[_Part]()
@@ -217,17 +217,17 @@ def _parts(program: Program, makes: Collection[str]) -> tuple[dict[str, Counter[
     made_up: list[str] = []
     for line in program.main.lines:
         uses = list(line.uses())
-        made = [value.name for value in line.results if value is not None]
-        found = sum((parts[use] for use in uses), Counter[_Part]())
+        results = [value.name for value in line.results if value is not None]
+        counts = sum((parts[use] for use in uses), Counter[_Part]())
         if facts(line.op).makes_zeros(line.args):
-            zeros.update(made)
+            zeros.update(results)
         if line.op == AMONG:
-            if not found and uses[0] not in zeros:
+            if not counts and uses[0] not in zeros:
                 made_up += uses
-            if not found and made[0] in others:
-                found = Counter([(others[made[0]], ())])
-            found = Counter({(key, (*roles, *line.args[2])): times for (key, roles), times in found.items()})
-        parts.update(dict.fromkeys(made, found))
+            if not counts and results[0] in others:
+                counts = Counter([(others[results[0]], ())])
+            counts = Counter({(key, (*roles, *line.args[2])): times for (key, roles), times in counts.items()})
+        parts.update(dict.fromkeys(results, counts))
     return parts, made_up
 
 

@@ -49,7 +49,7 @@ def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorT
 
 def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
     """Find parameters of a program that no earlier program makes, that are there twice, or that have another type."""
-    made: dict[Binding, TensorType] = {}
+    known_types: dict[Binding, TensorType] = {}
     updated: dict[Binding, str] = {}
     for row in _rows(programs):
         action, main = row.kind, programs[row.kind].main
@@ -57,11 +57,11 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
             yield Fault("types", action, f"takes `{twice}` twice")
         for value in main.parameters:
             kind, binding = value.kind, value.binding
-            known = kind in _HANDED_OVER and (kind in row.reads or binding not in made)
+            known = kind in _HANDED_OVER and (kind in row.reads or binding not in known_types)
             if binding is None or not (known or kind in OUTSIDE):
                 yield Fault("types", f"{action} {value.name}", f"nothing is bound to `{binding or ''}`")
                 continue
-            expected = stored.get(binding.name) if kind in PARAMETERS else made.get(binding)
+            expected = stored.get(binding.name) if kind in PARAMETERS else known_types.get(binding)
             if expected is None and kind in (*_HANDED_OVER, *PARAMETERS):
                 yield Fault("types", f"{action} {value.name}", f"nothing makes `{binding}` before it")
             elif expected is not None and expected != value.type:
@@ -69,9 +69,9 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
             if binding in updated:
                 yield Fault("types", f"{action} {value.name}", f"`{binding}` is another since {updated[binding]}")
             if kind in OUTSIDE:
-                made.setdefault(binding, value.type)
+                known_types.setdefault(binding, value.type)
         values = main.values()
-        made.update((key, values[name].type) for key, name in main.returns)
+        known_types.update((key, values[name].type) for key, name in main.returns)
         updated.update((key, action) for key, _ in main.returns if key.kind == "buffer")
 
 
@@ -200,8 +200,8 @@ def _position_faults(forward: Program, captured: Function) -> Iterator[Fault]:
     attention that only sees differences of positions."""
 
     def counted(function: Function) -> set[str]:
-        found = [line.args for line in function.lines if line.op == "parc.iota.default"]
-        return {str([item.size if isinstance(item, LocalSize) else item for item in args]) for args in found}
+        arguments = [line.args for line in function.lines if line.op == "parc.iota.default"]
+        return {str([item.size if isinstance(item, LocalSize) else item for item in args]) for args in arguments}
 
     known = counted(captured)
     for function in forward.functions:
@@ -211,17 +211,17 @@ def _position_faults(forward: Program, captured: Function) -> Iterator[Fault]:
 
 def trained(captured: Function) -> list[str]:
     """Return the parameters that the loss of a captured graph depends on through differentiable operators."""
-    given = {name: value for name, value in captured.bound("parameter").items() if _real(value)}
-    reach = {value.name: 1 << index for index, value in enumerate(given.values())}  # a set of parameters, as bits
+    parameters = {name: value for name, value in captured.bound("parameter").items() if _real(value)}
+    reach = {value.name: 1 << index for index, value in enumerate(parameters.values())}  # a set of parameters, as bits
     for line in captured.lines:
-        found = 0
+        reached = 0
         for name in line.uses():
-            found |= reach.get(name, 0)
+            reached |= reach.get(name, 0)
         row = facts(line.op)
         if not row.creates and not row.stops_gradient:
-            reach.update((value.name, found) for value in line.made if _real(value))
+            reach.update((value.name, reached) for value in line.made if _real(value))
     loss = reach.get(dict(captured.returns)[LOSS], 0)
-    return [name for index, name in enumerate(given) if loss >> index & 1]
+    return [name for index, name in enumerate(parameters) if loss >> index & 1]
 
 
 def _real(value: Value) -> bool:

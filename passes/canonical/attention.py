@@ -19,11 +19,11 @@ from .rewriter import Canonicalizer, rewrites
 def _attention(c: Canonicalizer, node: Any) -> None:
     """Replace torch's attention by parc's own, which keeps what its backward reads and draws its mask from a stream."""
     names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    p = float(given.get("dropout_p") or 0.0)
-    mask, q = given.get("attn_mask"), given["q"]
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    p = float(arguments.get("dropout_p") or 0.0)
+    mask, q = arguments.get("attn_mask"), arguments["q"]
     if noted(q).value.dim() == 3:
-        _of_one_head(c, node, given)
+        _of_one_head(c, node, arguments)
     if noted(q).value.dim() != 4:
         return
     key = c.stream(node, c.rng) if p else None
@@ -31,10 +31,10 @@ def _attention(c: Canonicalizer, node: Any) -> None:
         while noted(mask).value.dim() < 4:
             mask = c.emit(node, aten.unsqueeze.default, mask, 0)
         if mask in GradientFlow():
-            _written_out(c, node, {**given, "attn_mask": mask}, key)
+            _written_out(c, node, {**arguments, "attn_mask": mask}, key)
             return
-    options = (bool(given.get("is_causal") or False), given.get("scale"), p)
-    pair = c.emit(node, OPS.attention.default, q, given["k"], given["v"], mask, key, *options)
+    options = (bool(arguments.get("is_causal") or False), arguments.get("scale"), p)
+    pair = c.emit(node, OPS.attention.default, q, arguments["k"], arguments["v"], mask, key, *options)
     out = c.emit(node, operator.getitem, pair, 0, val=noted(pair).value[0])
     c.replace(node, out)
 
@@ -49,9 +49,9 @@ def _of_one_head(c: Canonicalizer, node: Any, given: Mapping[str, Any]) -> None:
         mask = c.emit(node, aten.unsqueeze.default, mask, 1)
     one_head = (c.emit(node, aten.unsqueeze.default, x, 1) for x in operands)
     options = given.get("dropout_p") or 0.0, given.get("is_causal") or False
-    made = c.emit(node, node.target, *one_head, mask, *options, scale=given.get("scale"))
-    c.replace(node, c.emit(node, aten.squeeze.dim, made, 1))
-    _attention(c, made)
+    attention = c.emit(node, node.target, *one_head, mask, *options, scale=given.get("scale"))
+    c.replace(node, c.emit(node, aten.squeeze.dim, attention, 1))
+    _attention(c, attention)
 
 
 def _written_out(c: Canonicalizer, node: fx.Node, given: Mapping[str, Any], key: fx.Node | None) -> None:

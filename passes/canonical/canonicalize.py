@@ -65,13 +65,13 @@ def _slice(c: Canonicalizer, node: Any) -> None:
     """Count positions from the front, and end a slice at the last element that it takes: a rank can cut such sizes."""
     before, after = shape_of(node.args[0]), shape_of(node)
     names = ("x", "dim", "start", "end", "step")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    dim, step = int(given.get("dim") or 0) % len(before), int(given.get("step") or 1)
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    dim, step = int(arguments.get("dim") or 0) % len(before), int(arguments.get("step") or 1)
     # at the largest of several sizes a table may be just long enough: the slice is no less one at the others
-    if before == after and step == 1 and not (c.ranged and 0 < int(given.get("end") or 0) <= before[dim]):
+    if before == after and step == 1 and not (c.ranged and 0 < int(arguments.get("end") or 0) <= before[dim]):
         c.replace(node, node.args[0])
         return
-    start = int(given.get("start") or 0)
+    start = int(arguments.get("start") or 0)
     start = min(max(start + before[dim] if start < 0 else start, 0), before[dim])
     end = start + (after[dim] - 1) * step + 1 if after[dim] else start
     node.args, node.kwargs = (node.args[0], dim, start, end, step), {}
@@ -132,14 +132,14 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
     """Write ``mean`` as a sum of token losses over the count of targets that are not ignored, or over the sum of their
     classes' weights."""
     names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    given: dict[str, Any] = {"ignore_index": -100, "reduction": 1, "label_smoothing": 0.0}
-    given |= {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    logits, targets = given["self"], given["target"]
+    arguments: dict[str, Any] = {"ignore_index": -100, "reduction": 1, "label_smoothing": 0.0}
+    arguments |= {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    logits, targets = arguments["self"], arguments["target"]
     known = node.target is not aten.cross_entropy_loss.default  # log probabilities are given
     if known and logits.target is aten.log_softmax.int and logits.args[1] % len(shape_of(logits)) == 1:
         same = noted(logits.args[0]).value.dtype == noted(logits).value.dtype
         logits, known = (logits.args[0], False) if same else (logits, True)
-    weight, smoothing = given.get("weight"), float(given["label_smoothing"])
+    weight, smoothing = arguments.get("weight"), float(arguments["label_smoothing"])
     rank = noted(logits).value.dim()
     if noted(targets).value.is_floating_point() or rank < 2:
         return
@@ -148,7 +148,7 @@ def _cross_entropy(c: Canonicalizer, node: Any) -> None:
         logits = c.emit(node, aten.reshape.default, logits, [-1, shape_of(logits)[-1]])
         targets = c.emit(node, aten.reshape.default, targets, [-1])
         logits.args, targets.args = (logits.args[0], list(shape_of(logits))), (targets.args[0], list(shape_of(targets)))
-    ignore, reduction = int(given["ignore_index"]), given["reduction"]
+    ignore, reduction = int(arguments["ignore_index"]), arguments["reduction"]
     counts = counted = c.emit(node, aten.ne.Scalar, targets, ignore)
     classes = c.emit(node, aten.mul.Tensor, targets, counted)  # a class of its own, also where it is ignored
     if known:

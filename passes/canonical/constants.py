@@ -48,12 +48,12 @@ def fold_constants(graph: fx.Graph, choices: Choices | None = None) -> None:
         known[node] = value
         if same and node.target is not aten.full.default:
             with graph.inserting_before(node):
-                made = graph.call_function(
+                constant = graph.call_function(
                     aten.full.default, (list(value.shape), _first(value).item()), {"dtype": value.dtype}
                 )
-            noted(made).value, noted(made).origin = noted(node).value, noted(node).origin
-            node.replace_all_uses_with(made)
-            known[made] = value
+            noted(constant).value, noted(constant).origin = noted(node).value, noted(node).origin
+            node.replace_all_uses_with(constant)
+            known[constant] = value
     graph.eliminate_dead_code()
 
 

@@ -39,9 +39,9 @@ def _mean(c: Canonicalizer, node: fx.Node) -> None:
     if dtype is not None and dtype != noted(x).value.dtype:
         x = c.emit(node, aten._to_copy.default, x, dtype=dtype)
     rank = len(shape_of(x))
-    given: Any = node.args[1] if len(node.args) > 1 and node.args[1] else range(rank)
+    dims: Any = node.args[1] if len(node.args) > 1 and node.args[1] else range(rank)
     keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
-    c.replace(node, average(c, node, x, [dim % max(rank, 1) for dim in given], keep))
+    c.replace(node, average(c, node, x, [dim % max(rank, 1) for dim in dims], keep))
 
 
 @rewrites(
@@ -72,11 +72,11 @@ def _averaged_loss(c: Canonicalizer, node: fx.Node) -> None:
 def _batch_norm(c: Canonicalizer, node: fx.Node) -> None:
     """Write batch statistics as sums over the global count, so that they are the whole batch's however it is split."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given: dict[str, Any] = {"training": False, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    arguments: dict[str, Any] = {"training": False, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     x, weight, bias, training, momentum, eps = (
-        given[name] for name in ("input", "weight", "bias", "training", "momentum", "eps")
+        arguments[name] for name in ("input", "weight", "bias", "training", "momentum", "eps")
     )
-    mean, var = given.get("running_mean"), given.get("running_var")
+    mean, var = arguments.get("running_mean"), arguments.get("running_var")
     shape = shape_of(x)
     dims = [dim for dim in range(len(shape)) if dim != 1]
 
@@ -186,18 +186,18 @@ def _embedding(c: Canonicalizer, node: fx.Node) -> None:
     padding = rest[0] if rest else -1
     if not isinstance(padding, int) or padding < 0:
         return
-    found = c.emit(node, aten.embedding.default, weight, index)
+    rows = c.emit(node, aten.embedding.default, weight, index)
     padded = c.emit(node, aten.unsqueeze.default, c.emit(node, aten.eq.Scalar, index, padding), -1)
-    c.replace(node, c.emit(node, aten.where.self, padded, c.emit(node, aten.detach.default, found), found))
+    c.replace(node, c.emit(node, aten.where.self, padded, c.emit(node, aten.detach.default, rows), rows))
 
 
 def looked_up(c: Canonicalizer, node: fx.Node) -> None:
     """Return entries of a trained tensor as rows of an embedding: parts of the lookups then make parts of the
     gradient's sum. Indices may count from the end, which an embedding's must not."""
     x: Any = node.args[0]
-    given: Any = node.args[1]
-    places = [dim for dim, index in enumerate(given) if index is not None]
-    indices = [given[dim] for dim in places]
+    positions: Any = node.args[1]
+    places = [dim for dim, index in enumerate(positions) if index is not None]
+    indices = [positions[dim] for dim in places]
     together = bool(places) and places == list(range(places[0], places[-1] + 1))
     counts = (torch.int64, torch.int32)
     if not indices or any(noted(index).value.dtype not in counts for index in indices) or x not in GradientFlow():
@@ -226,14 +226,14 @@ def looked_up(c: Canonicalizer, node: fx.Node) -> None:
             x,
             [math.prod(shape[dim] for dim in places), math.prod(shape[dim] for dim in rest)],
         )
-    found = c.emit(node, aten.embedding.default, x, row)
+    entries = c.emit(node, aten.embedding.default, x, row)
     asked = len(shape_of(row))
-    if shape_of(found) != (front := (*shape_of(row), *(shape[dim] for dim in rest))):
-        found = c.emit(node, aten.reshape.default, found, list(front))
+    if shape_of(entries) != (front := (*shape_of(row), *(shape[dim] for dim in rest))):
+        entries = c.emit(node, aten.reshape.default, entries, list(front))
     if first:
         order = [*range(asked, asked + first), *range(asked), *range(asked + first, len(result))]
-        found = c.emit(node, aten.permute.default, found, order)
-    c.replace(node, found)
+        entries = c.emit(node, aten.permute.default, entries, order)
+    c.replace(node, entries)
 
 
 @rewrites(aten.index_select.default)
@@ -241,9 +241,9 @@ def selected(c: Canonicalizer, node: fx.Node) -> None:
     """Return entries along one dim as an index of it."""
     x, dim, index = node.args
     indices = [None] * (dim % len(shape_of(x))) + [index]  # type: ignore[operator, arg-type]
-    made = c.emit(node, aten.index.Tensor, x, indices)
-    c.replace(node, made)
-    looked_up(c, made)
+    lookup = c.emit(node, aten.index.Tensor, x, indices)
+    c.replace(node, lookup)
+    looked_up(c, lookup)
 
 
 @rewrites(aten.einsum.default)
@@ -268,11 +268,11 @@ def _interleaved(c: Canonicalizer, node: fx.Node) -> None:
     """Repeat entries in place, as copies in a dim of their own, which a plan can split."""
     x: Any = node.args[0]
     times: Any = node.args[1]
-    given = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | node.kwargs
-    if given.get("dim") is None:
+    arguments = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | node.kwargs
+    if arguments.get("dim") is None:
         x = c.emit(node, aten.reshape.default, x, [math.prod(shape_of(x))])
     shape = list(shape_of(x))
-    dim = int(given.get("dim") or 0) % len(shape)  # type: ignore[arg-type]
+    dim = int(arguments.get("dim") or 0) % len(shape)  # type: ignore[arg-type]
     apart = c.emit(node, aten.unsqueeze.default, x, dim + 1)
     apart = c.emit(node, aten.expand.default, apart, [*shape[: dim + 1], times, *shape[dim + 1 :]])
     c.replace(node, c.emit(node, aten.reshape.default, apart, list(shape_of(node))))
@@ -285,7 +285,7 @@ def _nansum(c: Canonicalizer, node: fx.Node) -> None:
     x: Any = node.args[0]
     if noted(x).value.dtype.is_floating_point:
         x = c.emit(node, aten.masked_fill.Scalar, x, c.emit(node, aten.isnan.default, x), 0)
-    given = dict(zip(("self", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
-    dims = given.get("dim") or list(range(noted(x).value.dim()))
-    total = c.emit(node, aten.sum.dim_IntList, x, dims, bool(given.get("keepdim")), dtype=given.get("dtype"))
+    arguments = dict(zip(("self", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
+    dims = arguments.get("dim") or list(range(noted(x).value.dim()))
+    total = c.emit(node, aten.sum.dim_IntList, x, dims, bool(arguments.get("keepdim")), dtype=arguments.get("dtype"))
     c.replace(node, total)

@@ -64,17 +64,17 @@ def _dropout(c: Canonicalizer, node: Any) -> None:
 def _random(c: Canonicalizer, node: Any) -> None:
     """Draw numbers of a law; of the arguments only the shape matters. A draw in place of a tensor may have a range."""
     value, law = noted(node).value, facts(node.target).law
-    made = c.emit(node, OPS.random.default, c.stream(node, c.rng), list(value.shape), law, value.dtype)
+    numbers = c.emit(node, OPS.random.default, c.stream(node, c.rng), list(value.shape), law, value.dtype)
     names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    shift, scale = given.get("from", given.get("mean", 0.0)), given.get("to", given.get("std", 1.0))
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    shift, scale = arguments.get("from", arguments.get("mean", 0.0)), arguments.get("to", arguments.get("std", 1.0))
     if "from" in names:
         scale -= shift
     if scale != 1:
-        made = c.emit(node, aten.mul.Tensor, made, scale)
+        numbers = c.emit(node, aten.mul.Tensor, numbers, scale)
     if shift != 0:
-        made = c.emit(node, aten.add.Tensor, made, shift)
-    c.replace(node, made)
+        numbers = c.emit(node, aten.add.Tensor, numbers, shift)
+    c.replace(node, numbers)
 
 
 @rewrites(aten.bernoulli.p, aten.bernoulli.default)

@@ -37,8 +37,8 @@ def split_loss(graph: fx.Graph) -> SplitLoss:
     mapping: dict[fx.Node, fx.Node] = {}
     made_of = ancestors([denominator])
     for node in (node for node in graph.nodes if node in made_of):
-        made = mapping[node] = count.node_copy(node, mapping.__getitem__)
-        copy_facts(node, made)
+        copy = mapping[node] = count.node_copy(node, mapping.__getitem__)
+        copy_facts(node, copy)
     count.output((mapping[denominator],))
     numerator: Any = mean.args[0]
     if mean is loss:

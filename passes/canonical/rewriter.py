@@ -43,8 +43,8 @@ class Canonicalizer:
         if id(example) not in self._fakes:
             mode = next(noted(n).value.fake_mode for n in self.graph.nodes if n.op == "placeholder")
             with mode:
-                made = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
-            self._fakes[id(example)] = made
+                fake = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
+            self._fakes[id(example)] = fake
         return self._fakes[id(example)]
 
     def replace(self, node: fx.Node, by: fx.Node) -> None:

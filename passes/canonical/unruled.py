@@ -29,9 +29,9 @@ def expand_unruled(graph: fx.Graph) -> None:
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and not _is_known(node.target):
-            made = _parts(node, _DEPTH)
-            if made is not None:
-                _put(graph, node, made)
+            parts = _parts(node, _DEPTH)
+            if parts is not None:
+                _put(graph, node, parts)
     graph.eliminate_dead_code()
 
 
@@ -49,19 +49,19 @@ def _parts(node: fx.Node, depth: int) -> fx.Graph | None:
     own = {target: decomposition_table[target]} if target in decomposition_table and not composite else {}
     if function is None or (function is target and not composite and not own):
         return None
-    made = parts_of(node, function, own)
-    if any(_writes_view(part) for part in made.nodes):
+    parts = parts_of(node, function, own)
+    if any(_writes_view(part) for part in parts.nodes):
         return None
-    write_functional(made)
-    for part in list(made.nodes):
+    write_functional(parts)
+    for part in list(parts.nodes):
         if part.op == "get_attr":
             return None
         if part.op == "call_function" and not _is_known(part.target):
             inner = None if part.target is target else _parts(part, depth - 1)
             if inner is None:
                 return None
-            _put(made, part, inner)
-    return made
+            _put(parts, part, inner)
+    return parts
 
 
 def _writes_view(node: fx.Node) -> bool:
@@ -71,8 +71,8 @@ def _writes_view(node: fx.Node) -> bool:
     if schema is None or not schema.is_mutable:
         return False
     written: Any = node.args[0]
-    made = getattr(written.target, "_schema", None)
-    return made is not None and not made.is_mutable and any(value.alias_info for value in made.returns)
+    maker = getattr(written.target, "_schema", None)
+    return maker is not None and not maker.is_mutable and any(value.alias_info for value in maker.returns)
 
 
 @takes_apart(aten.bilinear.default)
@@ -122,9 +122,9 @@ def _instance_norm(node: fx.Node) -> Any:
     ) -> Any:
         dims = list(range(2, x.dim()))
         center = x - x.mean(dims, keepdim=True)
-        made = center * torch.rsqrt((center * center).mean(dims, keepdim=True) + eps)
-        made = made if weight is None else made * weight.view(-1, *[1] * len(dims))
-        return made if bias is None else made + bias.view(-1, *[1] * len(dims))
+        normed = center * torch.rsqrt((center * center).mean(dims, keepdim=True) + eps)
+        normed = normed if weight is None else normed * weight.view(-1, *[1] * len(dims))
+        return normed if bias is None else normed + bias.view(-1, *[1] * len(dims))
 
     return instance_norm
 

@@ -172,10 +172,10 @@ class Partition:
         for operand, dims in zip(operands_of(node), rule.operands, strict=True):
             places = {axis: from_factor(rule, dims, *part) for axis, part in parts.items()}
             inner = Placement.of(self.mesh, {axis: Split(*at) for axis, at in places.items() if at})
-            made = self.rebuild(key_of(operand), inner)
-            if made is None:
+            remade = self.rebuild(key_of(operand), inner)
+            if remade is None:
                 return None
-            operands.append(made)
+            operands.append(remade)
         results = [(key_, want if key_ == key else self._placement(rule.results[i], rule, parts, "I"))
                    for i, key_ in enumerate((node, i) for i in range(len(rule.results)))]  # fmt: skip
         self.emit(node, parts, results, operands)
@@ -257,15 +257,19 @@ class Partition:
 
     def _no_larger(self, node: fx.Node, keys: Sequence[ValueKey], partial: frozenset[int]) -> bool:
         """Return whether a sum made later moves at most as many bytes as one made now."""
-        made: int = sum(value.nbytes for value in tensors_of(node) if isinstance(value, torch.Tensor))
-        given: int = sum(fake(keys[index]).nbytes for index in partial)
-        return made <= given if self.choices is None else self.choices.make(("sum", node.name), made <= given)
+        bytes_later: int = sum(value.nbytes for value in tensors_of(node) if isinstance(value, torch.Tensor))
+        bytes_now: int = sum(fake(keys[index]).nbytes for index in partial)
+        return (
+            bytes_later <= bytes_now
+            if self.choices is None
+            else self.choices.make(("sum", node.name), bytes_later <= bytes_now)
+        )
 
     def emit(self, node: fx.Node, parts: Mapping[str, Part], results: Sequence[tuple[ValueKey, Placement]],
              operands: Sequence[fx.Node]) -> fx.Node:  # fmt: skip
         """Add the operator as a node whose results have the given placements."""
-        given = iter(operands)
-        args, kwargs = substitute_nodes((node.args, node.kwargs), lambda _: next(given))
+        remaining = iter(operands)
+        args, kwargs = substitute_nodes((node.args, node.kwargs), lambda _: next(remaining))
         target: Any = node.target
         if node.target is torch.ops.aten.embedding.default and any(name == "v" for name, _ in parts.values()):
             padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
@@ -281,17 +285,17 @@ class Partition:
     ) -> fx.Node:
         """Add a node to the typed graph; several results become ``getitem`` nodes."""
         self.last_block = self.block
-        made = self.graph.call_function(target, args, dict(kwargs))
-        self._note(made, [self.type_of(key, placement) for key, placement in results])
-        noted(made).kept = self.kept
+        new = self.graph.call_function(target, args, dict(kwargs))
+        self._note(new, [self.type_of(key, placement) for key, placement in results])
+        noted(new).kept = self.kept
         if len(results) == 1 and not isinstance(noted(results[0][0][0]).value, (tuple, list)):
-            self.forms.setdefault(results[0][0], {})[results[0][1]] = made
-            return made
+            self.forms.setdefault(results[0][0], {})[results[0][1]] = new
+            return new
         for index, (key, placement) in enumerate(results):
-            part = self.graph.call_function(operator.getitem, (made, index))
+            part = self.graph.call_function(operator.getitem, (new, index))
             self._note(part, [self.type_of(key, placement)])
             self.forms.setdefault(key, {})[placement] = part
-        return made
+        return new
 
     def _note(self, node: fx.Node, types: list[TensorType | None]) -> None:
         noted(node).types = types
@@ -303,11 +307,11 @@ class Partition:
         """Add a parameter, buffer, key or input as it is stored: split as placed, and whole on other axes."""
         key = (node, 0)
         placement = Placement.of(self.mesh, dict(self.placed.splits[key]))
-        made = self.graph.placeholder(node.name)
-        noted(made).types = [self.type_of(key, placement)]
-        noted(made).binding, noted(made).line = noted(node).binding, self.placed.lines.get(node, 0)
+        new = self.graph.placeholder(node.name)
+        noted(new).types = [self.type_of(key, placement)]
+        noted(new).binding, noted(new).line = noted(node).binding, self.placed.lines.get(node, 0)
         self.state[key] = placement
-        self.forms[key] = {placement: made}
+        self.forms[key] = {placement: new}
 
     def run(self) -> fx.Graph:
         """Return the typed graph. Its first output is the loss's numerator, which may still be partial."""

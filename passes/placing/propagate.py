@@ -98,13 +98,13 @@ class _Propagation:
         rule = self.placed.rules[node]
         ranks = self.mesh.size(axis)
         best: tuple[int, Part] | None = None
-        found = [
+        splits = [
             (key, dims, split)
             for key, dims, is_operand in self.terms[node]
             if (split := self.placed.splits[key].get(axis)) and not (is_operand and (key, axis) in self.placed.gathered)
         ]
-        parts = to_factors(rule, [(dims, split.dim, split.outer) for _, dims, split in found], ranks, guess=False)
-        for (key, _, _), part in zip(found, parts, strict=True):
+        parts = to_factors(rule, [(dims, split.dim, split.outer) for _, dims, split in splits], ranks, guess=False)
+        for (key, _, _), part in zip(splits, parts, strict=True):
             if part is None or part[0] in rule.whole or not self.fits(node, axis, part):
                 continue
             rank = 0 if key[0].op == "placeholder" else 1

@@ -88,17 +88,17 @@ def explained(graph: fx.Graph) -> Iterator[None]:
 def _at(graph: fx.Graph, origin: Origin) -> Iterator[fx.Node]:
     """Return the operators of the captured graph at a place of the model."""
     for node in graph.nodes:
-        found = noted(node).origin
-        if found is not None and (found.module, found.source) == (origin.module, origin.source):
+        place = noted(node).origin
+        if place is not None and (place.module, place.source) == (origin.module, origin.source):
             yield node
 
 
 def _failing(trace: TracebackType | None) -> fx.Node | None:
     """Return the operator at which the innermost frame was that has one."""
-    found: fx.Node | None = None
+    failing: fx.Node | None = None
     while trace is not None:
         node = trace.tb_frame.f_locals.get("node")
         if isinstance(node, fx.Node):
-            found = node
+            failing = node
         trace = trace.tb_next
-    return found
+    return failing

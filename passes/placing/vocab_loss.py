@@ -32,9 +32,9 @@ def _token_loss(
     lead = node_type(targets).placement
 
     def emit(target: Any, args: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype, at: Placement) -> fx.Node:
-        made = graph.call_function(target, args)
-        note(made, [TensorType(dtype, shape, at)])
-        return made
+        new = graph.call_function(target, args)
+        note(new, [TensorType(dtype, shape, at)])
+        return new
 
     # the loss's own placement: rows as the logits', whole (or R, as the logits) elsewhere, the vocabulary summed
     types: dict[str, AxisType] = {axis: "I" if axis in vocab else type_.placement[axis] for axis in mesh.names}

@@ -136,26 +136,28 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], lis
         for index in pair.tangents:
             arguments.append(Ref(_tangent(main, segment.outputs[index], gradients, lines).name))
         inner = pair.backward.values()
-        made = {
+        results = {
             label: Value(main.names.fresh(f"{prefix}_{label}"), inner[label].type) for _, label in pair.backward.returns
         }
-        lines.append(Line(tuple(made.values()), pair.backward.name, tuple(arguments), (), Origin(segment.block or "")))
+        lines.append(
+            Line(tuple(results.values()), pair.backward.name, tuple(arguments), (), Origin(segment.block or ""))
+        )
         for index, label in pair.gradients:
             node = segment.inputs[index]
             key = node, segment.stage if node.op == "placeholder" else 0
-            total = made[label]
+            total = results[label]
             if key in gradients:
                 args = Ref(gradients[key].name), Ref(total.name)
                 total = main.emit(lines, "sum", gradients[key].type, "aten.add.Tensor", args)
             gradients[key] = total
-    found = [
+    returned = [
         (stage, noted(node).binding.name, value)
         for (node, stage), value in gradients.items()
         if node.op == "placeholder"
     ]
     if not lines.lines:  # a model without parameters
         del reads[scale.name]
-    return lines, reads, found
+    return lines, reads, returned
 
 
 def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int], Value], lines: _Lines) -> Value:
@@ -191,9 +193,9 @@ def assemble(
     """
     main, pairs = call_segments(graph, mesh, seed)
     loss, *updates = outputs(graph)
-    lines, reads, found = _backward(main, loss)
+    lines, reads, returned = _backward(main, loss)
     gradients = []
-    for stage, name, value in found:
+    for stage, name, value in returned:
         lines.stage = stage
         gradients.append((stage, name, _narrowed(main, value, sums, lines)))
     buffers = noted(graph.output_node()).updates
@@ -268,9 +270,9 @@ def assemble_scale(count: TensorType | None, dtype: torch.dtype, parts: int, mes
     averaged."""
     write, whole = Writer(mesh), whole_type(mesh, dtype)
     if count is None:
-        made = write.emit("aten.full.default", ([], 1.0 / parts), whole, name="scale", dtype=dtype)
+        scale = write.emit("aten.full.default", ([], 1.0 / parts), whole, name="scale", dtype=dtype)
     else:
         total = write.total(write.take("count", count, COUNT))
         real = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
-        made = write.emit("aten.reciprocal.default", (Ref(real.name),), whole)
-    return write.program(role, SCALING, [(SCALE, made.name)])
+        scale = write.emit("aten.reciprocal.default", (Ref(real.name),), whole)
+    return write.program(role, SCALING, [(SCALE, scale.name)])

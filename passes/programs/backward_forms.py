@@ -33,9 +33,9 @@ def _returning(schema: Any) -> Any:
     packet = getattr(torch.ops.aten, schema.name.partition("::")[2].rstrip("_"))
     wanted = [str(argument.type) for argument in schema.arguments]
     for name in sorted(packet.overloads(), key=lambda name: name != (schema.overload_name or "default")):
-        found = getattr(packet, name)
-        if [str(argument.type) for argument in found._schema.arguments] == wanted:
-            return found
+        overload = getattr(packet, name)
+        if [str(argument.type) for argument in overload._schema.arguments] == wanted:
+            return overload
     raise TypeFault(f"{schema.name}.{schema.overload_name} has no form that returns its result")
 
 
@@ -68,9 +68,9 @@ def free_creations(graph: fx.Graph, known: Mapping[fx.Node, Any], owner: dict[fx
         row = facts(node.target)
         if not row.creates or (node in known and node not in zeros):
             continue
-        made = noted(node).value
+        value = noted(node).value
         fill = row.number_in(node.args)
-        node.target, node.args, node.kwargs = aten.full.default, (list(made.shape), fill), {"dtype": made.dtype}
+        node.target, node.args, node.kwargs = aten.full.default, (list(value.shape), fill), {"dtype": value.dtype}
         free.add(node)
         for reader in list(node.users)[1:]:
             with graph.inserting_before(node):

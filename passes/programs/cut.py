@@ -52,12 +52,12 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
         if node in free:
             wanted[node] = {stage for user in node.users for stage in wanted.get(user, ())}
             wanted[node] |= {stage for value, stage in homes if value is node}
-    made = fx.Graph()
+    staged = fx.Graph()
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
     order = {node: index for index, node in enumerate(graph.nodes)}
 
     def copy(node: fx.Node, stage: int) -> None:
-        copies[node, stage] = made.node_copy(node, lambda operand: _seen_from(copies, operand, stage, wanted))
+        copies[node, stage] = staged.node_copy(node, lambda operand: _seen_from(copies, operand, stage, wanted))
         copy_facts(node, copies[node, stage])
         noted(copies[node, stage]).stage = stage
 
@@ -67,11 +67,11 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     for stage, _, node in sorted(rows, key=lambda row: row[:2]):
         copy(node, stage)
     copy(graph.output_node(), len(pipeline.cuts))
-    loss, *_ = outputs(made)
+    loss, *_ = outputs(staged)
     kept = [copies[value, stage] if value in free else _seen_from(copies, value, stage, wanted)
             for value, stage in homes]  # fmt: skip
-    made.output_node().args = ((loss, *kept),)
-    return made
+    staged.output_node().args = ((loss, *kept),)
+    return staged
 
 
 def _homes(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> list[tuple[fx.Node, int]]:
@@ -96,14 +96,14 @@ def _stages(graph: fx.Graph, pipeline: Pipeline, free: set[fx.Node]) -> dict[fx.
     output the form in which it is kept (``kept``) stays with its operands."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     places = [_place(nodes, module, after, pipeline.modules) for module, after in pipeline.cuts]
-    found: dict[fx.Node, int] = {}
+    stages: dict[fx.Node, int] = {}
     for index, node in enumerate(nodes):
         if node in free:
             continue
-        operands = [found[operand] for operand in node.all_input_nodes if operand in found]
+        operands = [stages[operand] for operand in node.all_input_nodes if operand in stages]
         follows = operands and (node.target is operator.getitem or noted(node).kept)
-        found[node] = max(operands) if follows else max([sum(place <= index for place in places), *operands])
-    return found
+        stages[node] = max(operands) if follows else max([sum(place <= index for place in places), *operands])
+    return stages
 
 
 def _place(nodes: Sequence[fx.Node], module: str, after: bool, modules: Sequence[str]) -> int:
@@ -159,6 +159,6 @@ def split_lines(
                     if home[name] < here <= last[name]]  # fmt: skip
         sent = [(Binding("sent", name), name) for name in values if home[name] <= here < last[name]]
         updated = {key for key, _ in returns[here] if key.kind == "buffer"}
-        given = [v for v in parameters if v.name in reads[here] or v.binding in updated or len(places) == 1]
-        pieces.append(StagePiece((*given, *received), tuple(own[here]), (*returns[here], *sent)))
+        kept = [v for v in parameters if v.name in reads[here] or v.binding in updated or len(places) == 1]
+        pieces.append(StagePiece((*kept, *received), tuple(own[here]), (*returns[here], *sent)))
     return pieces

@@ -74,13 +74,13 @@ def _by_ratio(whole: int, local: int, axes: Mapping[tuple[int, int], tuple[str, 
 def dim_axes(types: Iterable[TensorType], mesh: Mesh, own: int = 0) -> dict[tuple[int, int], tuple[str, ...]]:
     """Return the axes, major first, of every split dim, by its sizes ``(global, local)``. Where several dims have these
     sizes, dim ``own`` counts, which the operator speaks of: at other sizes they may differ."""
-    found: dict[tuple[int, int], tuple[str, ...]] = {}
+    axes: dict[tuple[int, int], tuple[str, ...]] = {}
     every = [(dim != own % len(t.shape), index, dim, t) for index, t in enumerate(types) for dim in range(len(t.shape))]
     for _, _, dim, type_ in sorted(every, key=lambda entry: entry[:3]):
         whole, local = type_.shape[dim], type_.local(mesh)[dim]
         if whole != local:
-            found.setdefault((whole, local), tuple(axis for _, axis in type_.placement.splits(dim)))
-    return found
+            axes.setdefault((whole, local), tuple(axis for _, axis in type_.placement.splits(dim)))
+    return axes
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ class Emitter:
 def _dim_argument(call: OpCall) -> Any:
     """Return the dim that a call's arguments name, if they name one."""
     pairs = zip(torch_operator(call.op)._schema.arguments, call.args, strict=False)
-    return next((given for argument, given in pairs if argument.name == "dim"), 0)
+    return next((value for argument, value in pairs if argument.name == "dim"), 0)
 
 
 def size_argument(type_: TensorType, dim: int) -> int | LocalSize:

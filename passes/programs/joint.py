@@ -56,9 +56,9 @@ class _Record:
 
     def claim(self, graph: fx.Graph, origin: Origin) -> None:
         """Note ``origin`` as that of all nodes since the last claim."""
-        made = list(takewhile(lambda node: node is not self.last, reversed(graph.nodes)))
-        self.owner.update(dict.fromkeys(made, origin))
-        self.last = made[0] if made else self.last
+        new = list(takewhile(lambda node: node is not self.last, reversed(graph.nodes)))
+        self.owner.update(dict.fromkeys(new, origin))
+        self.last = new[0] if new else self.last
 
 
 def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
@@ -69,8 +69,8 @@ def trace_joint(segment: Segment, mesh: Mesh) -> Joint:
     with quiet(), torch.backends.mkldnn.flags(enabled=False), GraphRecorder() as recorder:
         types = map(node_type, [*segment.inputs, *(segment.outputs[index] for index in flowing)])
         values = [recorder.placeholder(type_.dtype, type_.shape) for type_ in types]
-        given, tangents = values[: len(flows)], values[len(flows) :]
-        leaves = [x.detach().requires_grad_() if flow else x for x, flow in zip(given, flows, strict=True)]
+        inputs, tangents = values[: len(flows)], values[len(flows) :]
+        leaves = [x.detach().requires_grad_() if flow else x for x, flow in zip(inputs, flows, strict=True)]
         record.last = next(iter(reversed(recorder.graph.nodes)), None)
         env: dict[fx.Node, Any] = dict(zip(segment.inputs, leaves, strict=True))
         _execute(segment, env, record, recorder.graph)

@@ -32,11 +32,11 @@ class RecordedTensor(torch.Tensor):
     @staticmethod
     def of(like: torch.Tensor, node: fx.Node) -> RecordedTensor:
         """Return a tensor with the layout of an example."""
-        made: RecordedTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: RecordedTensor = torch.Tensor._make_wrapper_subclass(
             RecordedTensor, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype
         )
-        made.example, made.node = like, node
-        return made
+        tensor.example, tensor.node = like, node
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -70,17 +70,17 @@ class GraphRecorder(TorchDispatchMode):
         return self.graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = args, kwargs or {}
-        found = results_of(func, *changed(given, lambda tensor: tensor.example))
-        node = self.graph.call_function(func, *changed(given, lambda tensor: tensor.node))
-        noted(node).value = found.values
-        if found.in_place:  # whoever reads the operand after this reads the node
-            if found.values is not args[0].example:
+        arguments = args, kwargs or {}
+        results = results_of(func, *changed(arguments, lambda tensor: tensor.example))
+        node = self.graph.call_function(func, *changed(arguments, lambda tensor: tensor.node))
+        noted(node).value = results.values
+        if results.in_place:  # whoever reads the operand after this reads the node
+            if results.values is not args[0].example:
                 with without_dispatch():  # its sizes and strides are all that it has
                     func(*args, **(kwargs or {}))
-            args[0].node, args[0].example = node, found.values
+            args[0].node, args[0].example = node, results.values
             return args[0]
-        return self._made(node, found.values)
+        return self._made(node, results.values)
 
     def _made(self, node: fx.Node, values: Any) -> Any:
         if isinstance(values, torch.Tensor):

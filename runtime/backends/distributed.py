@@ -336,11 +336,11 @@ def _naming(what: str) -> Iterator[None]:
 
 
 def _used_places(programs: Iterable[Program]) -> set[GroupPlace]:
-    found: set[GroupPlace] = set()
+    places: set[GroupPlace] = set()
     for program in programs:
         for function in program.functions:
             for line in function.lines:
                 row = COLLECTIVES.get(line.op)
                 if row is not None and row.communicates and (axes := row.axes(line.args[1:])):
-                    found.add((axes, row.members(line.args[1:])))
-    return found
+                    places.add((axes, row.members(line.args[1:])))
+    return places

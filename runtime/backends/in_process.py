@@ -172,7 +172,7 @@ class InProcess:
                 raise ValueError(f"roles differ in what they do together: {joint.op}{joint.args} and {op}{args}")
             joint.pieces[self.role] = mine
             if len(joint.pieces) == len(members):
-                pieces = {rank: piece for found in joint.pieces.values() for rank, piece in found.items()}
+                pieces = {rank: piece for of_role in joint.pieces.values() for rank, piece in of_role.items()}
                 joint.results = self._results(op, args, pieces)
 
         meeting.change(join)

@@ -125,7 +125,9 @@ class Simulation:
         """Return every rank's loss, and the whole gradients, then update every rank."""
         results = self.run(Stepper.gradients, batches, step)
         gradients = [result.gradients for result in results]
-        whole = {name: self._whole(gradients, name) for name in dict.fromkeys(n for found in gradients for n in found)}
+        whole = {
+            name: self._whole(gradients, name) for name in dict.fromkeys(n for of_rank in gradients for n in of_rank)
+        }
         self.spread = _spread(gradients, self.types, self.case.mesh)
         self.norms = [result.grad_norm for result in results]
         self.metrics = [result.metrics for result in results]
@@ -187,14 +189,14 @@ def _spread(
     ranks: Sequence[Mapping[str, torch.Tensor]], types: Mapping[str, TensorType], mesh: Mesh
 ) -> dict[str, float]:
     """Return, by tensor, the largest difference between a replica and the first one: they must be one value."""
-    found: dict[str, float] = {}
+    spread: dict[str, float] = {}
     for name, type_ in types.items():
         first: dict[tuple[int, ...], torch.Tensor] = {}
         for rank, pieces in enumerate(ranks):
             if name in pieces:
                 kept = first.setdefault(piece_place(rank, type_.placement, mesh), pieces[name])
-                found[name] = max(found.get(name, 0.0), _largest(pieces[name] - kept))
-    return found
+                spread[name] = max(spread.get(name, 0.0), _largest(pieces[name] - kept))
+    return spread
 
 
 def _largest(tensor: torch.Tensor) -> float:

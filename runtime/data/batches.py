@@ -64,10 +64,10 @@ class Batches:
 
         def make() -> tuple[Begun, list[int | torch.Tensor]]:
             at = self._by_sizes(given, self._feed.shares if kind == _LOCAL else {})
-            found = at.feed.read(step, last) if given is None else at.feed.given(given, kind == _LOCAL, not alone)
-            begun = Begun(at, found.parts, at.stepper.begin([state], [found.parts], step, keep))
+            part = at.feed.read(step, last) if given is None else at.feed.given(given, kind == _LOCAL, not alone)
+            begun = Begun(at, part.parts, at.stepper.begin([state], [part.parts], step, keep))
             sizes = stream(0, str(sorted(at.build.manifest["sizes"].items())))
-            return begun, [kind, sizes, *found.prints, _as_integer(begun.work[0].totals.get(COUNT))]
+            return begun, [kind, sizes, *part.prints, _as_integer(begun.work[0].totals.get(COUNT))]
 
         if alone:
             return make()[0]

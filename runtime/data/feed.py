@@ -122,11 +122,11 @@ class Feed:
         if self._source is None:
             self._source, self._closed = make_data(self._build), threading.Event()
         ahead, self._ahead = self._ahead, None
-        found = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step, self._source)
+        rows = ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step, self._source)
         if steps is None or step + 1 < steps:
             self._ahead = step + 1, self._read_ahead(step + 1, self._source, self._closed)
-        parts = [{name: value.to(self._device) for name, value in part.items()} for part in found.parts]
-        return Given(parts, found.prints)
+        parts = [{name: value.to(self._device) for name, value in part.items()} for part in rows.parts]
+        return Given(parts, rows.prints)
 
     def close(self) -> None:
         """Stop reading ahead, without waiting for a sample that is being made."""
@@ -212,12 +212,12 @@ class Feed:
         dims = next(line["dims"] for line in self._build.manifest["inputs"] if line["name"] == name)
         dims = dims[self._batched[name] :]
         pairs = zip(dims, shape, strict=True) if len(dims) == len(shape) else ()
-        found = {dim: size for dim, size in pairs if dim in ranges}
-        if all(self._build.manifest["sizes"][dim] == size for dim, size in found.items()):
+        sizes = {dim: size for dim, size in pairs if dim in ranges}
+        if all(self._build.manifest["sizes"][dim] == size for dim, size in sizes.items()):
             return ""
-        if not all(size in ranges[dim].values for dim, size in found.items()):
-            return f"the build was made for {sizes_text({dim: ranges[dim] for dim in found})}"
-        words = ",".join(f"{dim}={size}" for dim, size in found.items())
+        if not all(size in ranges[dim].values for dim, size in sizes.items()):
+            return f"the build was made for {sizes_text({dim: ranges[dim] for dim in sizes})}"
+        words = ",".join(f"{dim}={size}" for dim, size in sizes.items())
         return f"`parc run --sizes {words}` runs the build at the samples' sizes"
 
     def _check(self, name: str, value: Any, shape: tuple[int, ...], what: str) -> None:
@@ -255,5 +255,5 @@ def _end_reading() -> None:
 
 def input_types(programs: Mapping[str, Program]) -> dict[str, TensorType]:
     """The type of each input that the programs read, in one microbatch."""
-    found = [programs[action] for action in (FORWARD, COUNTING) if action in programs]
-    return {name: value.type for program in found for name, value in program.main.bound("input").items()}
+    readers = [programs[action] for action in (FORWARD, COUNTING) if action in programs]
+    return {name: value.type for program in readers for name, value in program.main.bound("input").items()}

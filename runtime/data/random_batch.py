@@ -56,7 +56,7 @@ def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
     main = program.main
     values = main.values()
     origin = {value.name: name for name, value in main.bound("input").items()}
-    found: dict[str, tuple[int, int | None]] = {}
+    bounds: dict[str, tuple[int, int | None]] = {}
     for line in main.lines:
         names = [item.name if isinstance(item, Ref) else "" for item in line.args]
         row = facts(line.op)
@@ -65,7 +65,7 @@ def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
         if row.counted is not None and names[row.named_at] in origin:
             table, dim = row.counted
             name, size = origin[names[row.named_at]], values[names[table]].type.shape[dim]
-            bound, ignore = found.get(name, (size, None))
+            bound, ignore = bounds.get(name, (size, None))
             ignore = ignore if row.ignored_at is None else line.args[row.ignored_at]
-            found[name] = (min(bound, size), ignore)
-    return found
+            bounds[name] = (min(bound, size), ignore)
+    return bounds

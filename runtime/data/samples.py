@@ -113,8 +113,8 @@ class CallableData:
             raise DataError(
                 message, "the function of the plan's `data` line failed: call it with this number"
             ) from error
-        found = sample.items() if isinstance(sample, Mapping) else [("", sample)]
-        wrong = next((f"{f'`{name}`' if name else 'it'} is {type(value).__name__}" for name, value in found
+        entries = sample.items() if isinstance(sample, Mapping) else [("", sample)]
+        wrong = next((f"{f'`{name}`' if name else 'it'} is {type(value).__name__}" for name, value in entries
                       if not isinstance(value, Tensor)), "")  # fmt: skip
         if wrong or not isinstance(sample, Mapping):
             help_ = "return tensors by the names of inputs, a number as `torch.tensor(3)`"
@@ -158,11 +158,11 @@ def sample_misfit(
         if value is None:
             continue
         wanted = [SizeRange(dim, dim) if isinstance(dim, int) else sizes[dim] for dim in dims]
-        found = _form(value.dtype, value.shape)
+        form = _form(value.dtype, value.shape)
         fits = len(wanted) == value.dim() and all(size in w.values for size, w in zip(value.shape, wanted, strict=True))
-        if found.split()[0] != line["dtype"] or not fits:
+        if form.split()[0] != line["dtype"] or not fits:
             declared = f"input {line['name']} {line['dtype']} [{', '.join(map(str, line['dims']))}]"
-            text = f"`{line['name']}` of sample {number} is {found}, but `{declared}` asks for {line['dtype']}"
+            text = f"`{line['name']}` of sample {number} is {form}, but `{declared}` asks for {line['dtype']}"
             return line["name"], f"{text} [{', '.join(map(str, wanted))}]"
     return None
 
@@ -213,7 +213,7 @@ def permuted(number: int, count: int, key: str) -> int:
 def _matching(patterns: Sequence[str], root: Path) -> list[str]:
     """Return the files that the patterns match, each once, sorted, without empty ones."""
     library = sysconfig.get_path("stdlib")
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in patterns:
         absolute = os.path.join(root, pattern.replace("{stdlib}", glob.escape(library)))
         files = {os.path.normpath(name) for name in glob.iglob(absolute, recursive=True) if os.path.isfile(name)}
@@ -221,8 +221,8 @@ def _matching(patterns: Sequence[str], root: Path) -> list[str]:
             files = {name for name in files if not {"site-packages", "dist-packages"} & set(Path(name).parts)}
         if not files:
             raise DataError(f'no file matches "{pattern}" in {root}', _meant(pattern, root), pattern)
-        found |= files
-    return sorted(name for name in found if os.path.getsize(name)) or sorted(found)[:1]
+        matches |= files
+    return sorted(name for name in matches if os.path.getsize(name)) or sorted(matches)[:1]
 
 
 def _meant(pattern: str, root: Path) -> str:

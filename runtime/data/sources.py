@@ -27,8 +27,8 @@ def line_of(build: Build, verb: str = "data") -> str:
         lines = (build.path / "plan.parc").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    found = ((number, text) for number, text in enumerate(lines, 1) if text.split()[:1] == [verb])
-    return next((f"line {number} of the build's plan.parc: {' '.join(text.split())}" for number, text in found), "")
+    matching = ((number, text) for number, text in enumerate(lines, 1) if text.split()[:1] == [verb])
+    return next((f"line {number} of the build's plan.parc: {' '.join(text.split())}" for number, text in matching), "")
 
 
 def raised_at(error: BaseException | None) -> str:
@@ -99,10 +99,10 @@ def byte_inputs(inputs: Sequence[Mapping[str, Any]], operands: Sequence[str]) ->
     {'targets': 'labels', 'tokens': 'input_ids'}
     """
     whole = [line["name"] for line in inputs if line["dtype"].startswith("int")]
-    found = {name: name for name in ("tokens", "targets") if name in whole}
+    chosen = {name: name for name in ("tokens", "targets") if name in whole}
     for kind, choices in (("targets", [n for n in whole if n in operands]),
                           ("tokens", [n for n in whole if n not in operands])):  # fmt: skip
-        free = [name for name in choices if name not in found.values()]
-        if kind not in found and free:
-            found[kind] = free[0]
-    return found
+        free = [name for name in choices if name not in chosen.values()]
+        if kind not in chosen and free:
+            chosen[kind] = free[0]
+    return chosen

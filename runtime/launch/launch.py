@@ -187,10 +187,12 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _outcome(failures: Mapping[int, ProcessFailure], folder: Path, hanging: Sequence[str] = ()) -> Outcome:
     """Return the failure that explains the others: the earliest that did not only lose its peers. A rank for which
     others waited too long does not end when it is told to, and is killed."""
-    found = {rank: read_failure(rank, failure.exitcode, Path(failure.error_file)) for rank, failure in failures.items()}
-    late = any(failure.late for failure in found.values())
+    reports = {
+        rank: read_failure(rank, failure.exitcode, Path(failure.error_file)) for rank, failure in failures.items()
+    }
+    late = any(failure.late for failure in reports.values())
     hung = {rank for rank, failure in failures.items() if late and failure.exitcode == -signal.SIGKILL}
-    first = min(found.items(), key=lambda item: (item[1].follows or item[0] in hung, item[1].time_s))[1]
+    first = min(reports.items(), key=lambda item: (item[1].follows or item[0] in hung, item[1].time_s))[1]
     # Others, which may have ended after the launcher had looked, say what they waited for.
     waited = sorted({read_failure(0, 1, place).waited for place in folder.rglob("error.json")} - {"", first.waited})
     first = replace(first, message="\n".join([first.message, *waited, *hanging]))

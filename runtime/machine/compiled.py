@@ -181,8 +181,8 @@ class CompiledMachine(Machine):
         def run(environments: Sequence[Environment]) -> None:
             for lane, environment in enumerate(environments):
                 values = [environment.pop(name) if name in dead else environment[name] for name in inputs]
-                made = self._run(region, lane, values, body)
-                environment.update(zip(outputs, made, strict=True))
+                results = self._run(region, lane, values, body)
+                environment.update(zip(outputs, results, strict=True))
 
         return run
 
@@ -209,12 +209,12 @@ class CompiledMachine(Machine):
         rows = [f"{number[name]}: {types[name]}" for name in inputs]
         for line in lines:
             items = [(None, item) for item in line.args] + list(line.kwargs)
-            given = [
+            operands = [
                 f"{key}={argument_text(map_references(i, lambda name: Ref(number[name])), self.mesh)}"
                 for key, i in items
             ]
-            made = ["_" if value is None else f"{number[value.name]}: {types[value.name]}" for value in line.results]
-            rows.append(f"{'; '.join(made)} = {line.op}({', '.join(given)})")
+            results = ["_" if value is None else f"{number[value.name]}: {types[value.name]}" for value in line.results]
+            rows.append(f"{'; '.join(results)} = {line.op}({', '.join(operands)})")
         return "\n".join([*rows, *(number[name] for name in outputs)])
 
 
@@ -259,8 +259,8 @@ def _cut(function: Function) -> list[tuple[Line, ...]]:
 
 def _read(lines: Sequence[Line]) -> list[str]:
     """Return the names that lines read and do not make."""
-    made = set(made_by(lines))
-    return [name for line in lines for name in line.uses() if name not in made]
+    results = set(made_by(lines))
+    return [name for line in lines for name in line.uses() if name not in results]
 
 
 def _compile(values: Sequence[torch.Tensor], body: Callable[..., Any], lifted: _Lifted, device: torch.device) -> _Code:

@@ -92,13 +92,13 @@ class Machine:
 
     def _sums_ahead(self, main: Function) -> dict[Binding, tuple[str, _Step]]:
         bound, uses = {value.name: value.binding for value in main.parameters}, uses_of(main)
-        found = {}
+        ahead = {}
         for step in self._steps[main.name]:
             if step.line.op == "parc.all_reduce":
                 (name,) = step.line.uses()
                 if (key := bound.get(name)) is not None and uses[name] == 1:
-                    found[key] = name, step
-        return found
+                    ahead[key] = name, step
+        return ahead
 
     @property
     def addable(self) -> frozenset[Binding]:
@@ -169,8 +169,8 @@ class Machine:
     ) -> _Step:
         if not line.calls_function:
             return _Step(line, self._compile(line, function, spare), awaited, dead)
-        given = frozenset(dead).intersection(line.uses())  # they die within the call, after their last use there
-        return _Step(line, self._function_call(line, given), awaited, tuple(name for name in dead if name not in given))
+        dying = frozenset(dead).intersection(line.uses())  # they die within the call, after their last use there
+        return _Step(line, self._function_call(line, dying), awaited, tuple(name for name in dead if name not in dying))
 
     def _compile(
         self, line: Line, function: Function, spare: frozenset[str]

@@ -216,8 +216,8 @@ def _lookup_backward(site: Site, grad: torch.Tensor, index: torch.Tensor, rows: 
     local, mine = _owned(site, site.results[0], 0, index)
     if padding >= 0:
         mine = mine & (index != padding)
-    made: torch.Tensor = aten.embedding_dense_backward(grad * mine[..., None], local, rows, -1, False)
-    return made
+    gradient: torch.Tensor = aten.embedding_dense_backward(grad * mine[..., None], local, rows, -1, False)
+    return gradient
 
 
 def _in_cache(site: Site, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -243,8 +243,8 @@ def _loss_parts_backward(
 ) -> torch.Tensor:
     local, mine = _owned(site, site.operands[1], 1, targets)
     result = torch.empty_like(logits)
-    for made, rows, top, factor in _in_cache(site, result, logits, peak, grad[0][:, None]):
-        torch.sub(rows, top, out=made).exp_().mul_(factor)
+    for part, rows, top, factor in _in_cache(site, result, logits, peak, grad[0][:, None]):
+        torch.sub(rows, top, out=part).exp_().mul_(factor)
     return result.scatter_add_(-1, local[:, None], (grad[1] * mine)[:, None])
 
 
@@ -271,8 +271,8 @@ def _cut_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padde
 @runs("parc.grow_pad.default")
 def _grow_pad(site: Site, x: torch.Tensor, dim: int, outer: int, real: int, padded: int) -> torch.Tensor:
     kept = _within(site, site.results[0], dim, padded) < real
-    made = x.new_zeros(*x.shape[:dim], kept.shape[0], *x.shape[dim + 1 :])
-    return made.index_copy_(dim, kept.nonzero()[:, 0], x)
+    grown = x.new_zeros(*x.shape[:dim], kept.shape[0], *x.shape[dim + 1 :])
+    return grown.index_copy_(dim, kept.nonzero()[:, 0], x)
 
 
 @runs("parc.square_sum.default")

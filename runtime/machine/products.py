@@ -68,8 +68,8 @@ def _addmm(site: Site, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> 
 
 def _product(site: Site, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     # A compiler is shown one operator that it leaves as it is.
-    made: torch.Tensor = (_opaque if site.traced else _direct)(a, b.t(), bias)
-    return made
+    result: torch.Tensor = (_opaque if site.traced else _direct)(a, b.t(), bias)
+    return result
 
 
 def _direct(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -29,11 +29,11 @@ def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tupl
     """Return, for each group of a function's lines, the names that nobody reads after it."""
     last = {name: at for at, lines in enumerate(groups) for line in lines for name in (*line.uses(), *made_by([line]))}
     returned = {name for _, name in function.returns}
-    found: list[list[str]] = [[] for _ in groups]
+    dead: list[list[str]] = [[] for _ in groups]
     for name, at in last.items():
         if name not in returned:
-            found[at].append(name)
-    return list(map(tuple, found))
+            dead[at].append(name)
+    return list(map(tuple, dead))
 
 
 def spare_operands(function: Function, owned: Collection[str], late: Collection[str] = ()) -> list[frozenset[str]]:
@@ -44,16 +44,16 @@ def spare_operands(function: Function, owned: Collection[str], late: Collection[
         last.update(dict.fromkeys((*made_by([line]), *line.uses()), index))
     kept = {value.name for value in function.parameters} - set(owned) | set(late)
     last.update(dict.fromkeys(kept | {name for _, name in function.returns}, float("inf")))
-    group, found = _Groups(last), []
+    group, spare = _Groups(last), []
     for index, line in enumerate(function.lines):
         roots = [group.root(name) for name in line.uses()]
-        found.append(frozenset(
+        spare.append(frozenset(
             name for name, root in zip(line.uses(), roots, strict=True)
             if group.last[root] == index and roots.count(root) == 1
         ))  # fmt: skip
         if _may_alias(line):
             group.join([*made_by([line]), *line.uses()])
-    return found
+    return spare
 
 
 def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh) -> tuple[Any, list[Any]] | None:
@@ -68,8 +68,8 @@ def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh)
     for index in range(2 if commutes else 1):
         operand = args[index]
         if isinstance(operand, Ref) and operand.name in spare:
-            given = values[operand.name].type
-            if (given.dtype, given.local(mesh)) == (result.type.dtype, result.type.local(mesh)):
+            operand_type = values[operand.name].type
+            if (operand_type.dtype, operand_type.local(mesh)) == (result.type.dtype, result.type.local(mesh)):
                 return overload, [operand, *(arg for at, arg in enumerate(args) if at != index)]
     return None
 

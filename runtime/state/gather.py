@@ -20,10 +20,10 @@ _Made = TypeVar("_Made")
 
 def everywhere(value: _Made, world: int) -> list[_Made]:
     """Return every rank's value, in rank order, on every rank."""
-    found = [value] * world
+    values = [value] * world
     if world > 1:
-        dist.all_gather_object(found, value)
-    return found
+        dist.all_gather_object(values, value)
+    return values
 
 
 def exchange(row: Sequence[int | torch.Tensor], world: int, device: torch.device) -> list[list[int]]:
@@ -74,11 +74,11 @@ class Gatherer:
     ) -> dict[str, dict[str, torch.Tensor | None]]:
         """Return the slots of the optimizer's state of every parameter, of whatever role: a number, or None for a
         tensor like the parameter."""
-        found: dict[str, dict[str, torch.Tensor | None]] = {}
+        local: dict[str, dict[str, torch.Tensor | None]] = {}
         for name, parameter in parameters.items():
-            found[name] = {
+            local[name] = {
                 key: None if value.dim() > 0 and value.shape == parameter.shape else value.cpu().clone()
                 for key, value in optimizer.state.get(parameter, {}).items()
                 if isinstance(value, torch.Tensor)
             }
-        return {name: slots for other in everywhere(found, len(self._roles)) for name, slots in other.items()}
+        return {name: slots for other in everywhere(local, len(self._roles)) for name, slots in other.items()}

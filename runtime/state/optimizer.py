@@ -111,8 +111,8 @@ def restore_optimizer(checkpoint: Checkpoint, name: str, types: Mapping[str, Ten
             have, wanted = (f"{d} {list(s)}".removeprefix("torch.") for s, d in
                             ((shape, checkpoint.dtypes[key]), (types[owner].shape, types[owner].dtype)))  # fmt: skip
             faults.append(f"`{key}` is {have} there, its parameter {wanted}")
-    faults += [f"`{owner}` has {', '.join(f'`{slot}`' for slot in found)} alone, not all of {', '.join(_SLOTS[name])}"
-               for owner, found in slots.items() if len(found) < len(_SLOTS[name])]  # fmt: skip
+    faults += [f"`{owner}` has {', '.join(f'`{slot}`' for slot in held)} alone, not all of {', '.join(_SLOTS[name])}"
+               for owner, held in slots.items() if len(held) < len(_SLOTS[name])]  # fmt: skip
     if not faults:
         with checkpoint.tensors() as file:
             done = {key: file.get_tensor(key) for key in steps}

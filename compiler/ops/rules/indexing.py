@@ -41,11 +41,11 @@ def _fits(call: OpCall, given: Sequence[Shape], start: int, rank: int) -> bool:
 
 
 def _index(call: OpCall) -> OpRule:
-    found = _indexed(call)
+    indexed = _indexed(call)
     linear = [frozenset({0})]
-    if found is None:
+    if indexed is None:
         return opaque(call, linear)
-    x, indices, looked, whole = found
+    x, indices, looked, whole = indexed
     start = next((dim for dim, names in enumerate(looked) if names[0].startswith("i")), 0)
     rank = sum(names[0].startswith("i") for names in looked)
     if len(looked) != len(call.results[0]) or not _fits(call, call.operands[1:], start, rank):
@@ -67,12 +67,12 @@ def _may_mask(call: OpCall) -> bool:
 def _index_put(call: OpCall) -> OpRule:
     """The rule of `index_put(x, indices, values)`. All is whole: a part of the values would leave the other entries of
     x as they were."""
-    found = _indexed(call)
+    indexed = _indexed(call)
     values = call.operands[-1]
     linear = argument_linear(call, "02")
-    if found is None or len(values) > len(found[2]) or _may_mask(call):
+    if indexed is None or len(values) > len(indexed[2]) or _may_mask(call):
         return opaque(call, linear)
-    x, indices, looked, whole = found
+    x, indices, looked, whole = indexed
     asking = frozenset(name for names in looked for name in names if name.startswith("i"))
     return apply_dims(
         call, [x, *indices, looked[len(looked) - len(values) :]], [x], whole=whole | asking, linear=linear
