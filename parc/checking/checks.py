@@ -1,4 +1,4 @@
-"""Checks of every build before it is written: proofs and tests, and the report that says which."""
+"""Checks of every build before it is written: proofs and tests, and the report of both."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from parc.runtime.compare.simulate import TOLERANCE, Agreement, compare
 
 @dataclass
 class Checked:
-    """The outcome of a build's checks: the report's content, and why the build is refused, if it is."""
+    """The outcome of a build's checks: the report's content, and the reasons for a refusal, if it is refused."""
 
     report: dict[str, Any]
     faults: list[Fault] = field(default_factory=list)
@@ -56,8 +56,8 @@ class Checked:
 
 
 def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
-    """Shapes, types, communication, padding of a build's programs, and where they may round: from these and the
-    captured graph alone."""
+    """Return the faults of shapes, types, communication, padding and roundings in a build's programs, from these and
+    the captured graph alone."""
     programs, roles, reference = build.programs, build.roles, build.reference
     faults = mesh_faults(programs, build.mesh)
     for program in programs.values():
@@ -79,7 +79,8 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
 
 
 def check_schedule(roles: Mapping[str, Role], microbatches: int) -> list[Fault]:
-    """The action lists of all roles together: of the kinds of which they have programs, and where these lie."""
+    """Check the action lists of all roles together, with the kinds of actions for which they have programs, and the
+    ranks of stages."""
     actions = {name: role.actions for name, role in roles.items()}
     ranks = ranks_of({name: role.programs for name, role in roles.items()})
     kinds = {program.action for role in roles.values() for program in role.programs.values()}
@@ -108,12 +109,12 @@ def check_build(compiled: Compiled, progress: Progress = lambda _: None) -> Chec
 
 
 def proved(build: Build) -> tuple[str, ...]:
-    """The properties that are proved of a build without faults."""
+    """Return the properties that are proved of a build without faults."""
     return ("shapes", "types", "communication", *(("padding",) if build.pads else ()))
 
 
 def prove(compiled: Compiled) -> list[Fault]:
-    """Facts, shapes, types and communication of a compiled plan, from the texts that are about to be written.
+    """Prove facts, shapes, types and communication of a compiled plan, from the texts that are about to be written.
 
     Raises:
         PlanError: something does not divide at a size that the plan declares.
@@ -127,26 +128,26 @@ def prove(compiled: Compiled) -> list[Fault]:
 
 
 def check_files(build: Build) -> list[Fault]:
-    """Prove the same of a build from its files alone; and that its report says what they say."""
+    """Prove the same of a build from its files alone, and that its report agrees with them."""
     plan = plan_of(build)
     faults = stated_faults(build, plan) or [fault.fault() for fault in range_faults(build)]
     return faults or program_faults(build, plan) or report_faults(build, plan)
 
 
 def stated_faults(build: Build, plan: Plan) -> list[Fault]:
-    """Facts of the manifest that are not what the programs, the schedule and the plan say."""
+    """Return the facts of the manifest that contradict the programs, the schedule or the plan."""
     return [*build.fact_faults(), *plan_faults(build.manifest, plan)]
 
 
 def range_faults(build: Build) -> list[ShapeFault]:
-    """Sizes that do not divide, or are no whole numbers, somewhere in the ranges that a plan declares."""
+    """Return the sizes that do not divide, or are not whole numbers, somewhere in the ranges that a plan declares."""
     template = build.template
     return [] if template is None else template.faults(build.mesh) or size_faults(template, build.mesh)
 
 
 def program_faults(build: Build, plan: Plan) -> list[Fault]:
-    """Shapes, types and communication of a build's programs; where sizes have ranges, at the largest, the smallest and
-    some in between."""
+    """Return the faults of shapes, types and communication in a build's programs. Where sizes have ranges, the largest,
+    the smallest and some in between are checked."""
     faults = check_lines(build.reference)
     summed = not faults and build.microbatches > 1 and combination(build.reference, plan.unbatched) == "sum"
     for at in build.cases() if not faults else ():
@@ -172,8 +173,8 @@ def hold_template(compiled: Compiled) -> None:
 
 
 def check_numbers(compiled: Compiled, checked: Checked) -> None:
-    """Train all ranks and the captured graph in float64; a large build by its twin. Of sizes that have ranges, where
-    everything else is checked too; for one step at those that are not the largest.
+    """Train all ranks and the captured graph in float64; for a large build its twin is trained. Where sizes have
+    ranges, all choices that are checked otherwise are tested, those that are not the largest for one step.
 
     Raises:
         PlanError: what the model or its loss makes of random batches is not finite, or no function of them.
@@ -228,7 +229,8 @@ def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iter
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Small tensors are computed faster by one thread, above all where other work wants the cores."""
+    """Enter a block in which torch uses one thread: that is faster for small tensors, above all where other work wants
+    the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -238,7 +240,7 @@ def one_thread() -> Iterator[None]:
 
 
 def case_of(compiled: Compiled) -> Case:
-    """The simulator's case of a compiled plan; that of a pipeline has its roles."""
+    """Return the simulator's case of a compiled plan; that of a pipeline has its roles."""
     build, recipes = compiled.build, compiled.recorded.recipes
     constants = compiled.captured.constants  # which capture found in the code
     buffers = {name: recipes[name].whole() if name in recipes else constants[name]
@@ -252,7 +254,7 @@ def case_of(compiled: Compiled) -> Case:
 
 
 def report_of(compiled: Compiled) -> dict[str, Any]:
-    """``report.json``: what others rely on, nothing that differs between two builds of one plan."""
+    """Return ``report.json``: facts that others rely on, and nothing that differs between two builds of one plan."""
     plan, pads = compiled.plan, compiled.resolved.pads
     return {
         **program_rows(compiled.build, plan),
@@ -275,12 +277,12 @@ def report_of(compiled: Compiled) -> dict[str, Any]:
 
 
 def place_text(span: Span) -> str:
-    """The number of a plan's line; of a line of an included file its file too."""
+    """Return the number of a plan's line, with the file of a line that is included."""
     return str(span.line) if span.source.included is None else f"{span.source.name}:{span.line}"
 
 
 def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
-    """The schedule, and what part of a step ranks idle where all stages take the same time."""
+    """Return the schedule, and the fraction of a step in which ranks are idle if all stages take the same time."""
     pipeline, microbatches = compiled.pipeline, compiled.plan.microbatches
     timelines = {name: role.actions for name, role in compiled.build.roles.items()}
     if pipeline is None or compiled.plan.schedule is None:
@@ -292,7 +294,8 @@ def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
 
 
 def _numerics(plan: Plan) -> list[dict[str, Any]]:
-    """The lines by which a step rounds more than the model's own code; all else only adds up in another order."""
+    """Return the lines by which a step rounds more than the model's own code. All else only adds up in another
+    order."""
     wanted = [line.arguments.statement for line in plan.precision if line.type != WHOLE]
     if plan.microbatches > 1 and plan.accumulate != WHOLE:
         wanted += [statement for statement in plan.statements if statement.verb.text == "schedule"]

@@ -1,4 +1,4 @@
-"""The first difference: where, line by line, all ranks' forward first departs from the captured graph's."""
+"""The first difference: the line at which all ranks' forward first departs from the captured graph's."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from parc.runtime.owners import whole_tensor
 from parc.runtime.step import Stepper
 
 LinePlace = tuple[str, str, str, int]
-"""Module, source line, operator, number of elements."""
+"""The place of a line: module, source line, operator, number of elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first line whose whole value none of the captured graph's lines of its place and operator has."""
+    """The first line whose whole value equals none of the captured graph's lines with its place and operator."""
 
     line: Line
     module: str
@@ -47,7 +47,8 @@ class _Seen:
 
 @final
 class _Watch:
-    """Notes signatures of whole values; the modules of repeated blocks are completed by the call that encloses them."""
+    """A hook that notes signatures of whole values. The call that encloses a repeated block completes the names of its
+    modules."""
 
     def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
         self.mesh, self.ranks = mesh, ranks
@@ -73,13 +74,14 @@ class _Watch:
 
 
 def _signature(tensor: torch.Tensor) -> tuple[float, ...]:
-    """Numbers that a change of layout leaves as they are."""
+    """Return numbers of a tensor that a change of layout leaves as they are."""
     flat = tensor.reshape(-1).double()
     return (*(float((flat.abs() ** power).sum()) for power in (1, 2, 3)), float(flat.sum()))
 
 
 def first_difference(case: Case) -> Difference | None:
-    """Run the first microbatch's forward on all ranks and on one device, and compare; None where no line differs."""
+    """Run the first microbatch's forward on all ranks and on one device, and compare; return None if no line
+    differs."""
     batches = random_batch(case.reference, case.microbatches, torch.Generator().manual_seed(0))
     one = _Watch(Mesh(), [0])
     reference = ReferenceRun(case)

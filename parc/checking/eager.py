@@ -1,4 +1,4 @@
-"""The captured graph held once against the user's eager module: what every other check rests on."""
+"""The captured graph compared once with the user's eager module, on which every other check rests."""
 
 from __future__ import annotations
 
@@ -37,26 +37,28 @@ from parc.runtime.faults import Watcher
 CLAMP = "keep it finite for such data: clamp what a logarithm, a root or a division takes"
 EAGER_TOLERANCE = 1e-4
 _COINS = 8
-"""How often a forward that draws from Python or NumPy is run again: of a coin it throws, both sides are seen."""
+"""The number of times that a forward which draws from Python or NumPy is run again: enough to see both sides of a
+coin."""
 _MOST = 5e-2
 """The largest error of float32 results: eager and captured run the same operators, not always the same kernels."""
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Errors allowed of results through values that the model itself has in a narrow dtype."""
+"""The allowed errors of results through values that the model itself has in a narrow dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class EagerAgreement:
-    """Relative differences of the loss, of all gradients together (by norm), and of the buffer that is most apart."""
+    """The relative differences of the loss, of all gradients together (by norm), and of the buffer that differs
+    most."""
 
     loss: float
     gradient: float
     buffer: float
     allowed: tuple[float, float, float]
-    """How much each of them may be."""
+    """The largest allowed errors, in the order of ``errors``."""
 
     @property
     def holds(self) -> bool:
-        """Whether the captured graph is the module's."""
+        """True where the captured graph agrees with the module."""
         return all(error <= most for error, most in zip(self.errors, self.allowed, strict=True))
 
     @property
@@ -65,8 +67,8 @@ class EagerAgreement:
 
 
 def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
-    """One microbatch of random data through the module as the user wrote it, and through the captured graph; in float64
-    where float32 rounds too much to tell (batch statistics of few elements, layer upon layer).
+    """Compare one microbatch of random data in the module as the user wrote it with the captured graph. It runs in
+    float64 where float32 rounds too much to tell (batch statistics of few elements, layer upon layer).
 
     Raises:
         PlanError: the module fails, its numbers are not finite, it has others for the same inputs, or its gradients are
@@ -91,8 +93,8 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
 
 
 def _closest(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> EagerAgreement:
-    """The agreement in float32; where that is too little, in float64; where the model does not run in float64, or has
-    float32 tensors of its own even then, in float32 as far as that rounds."""
+    """Return the agreement in float32 or, if that is too little, in float64. If the model does not run in float64, or
+    has float32 tensors of its own even then, float32 counts as far as it rounds."""
     types = {value.type.dtype for function in case.reference.functions for value in function.values().values()}
     tolerance = max(_TOLERANCES.get(dtype, EAGER_TOLERANCE) for dtype in types)
     allowed = tolerance, min(10 * tolerance, _MOST), min(10 * tolerance, _MOST)
@@ -118,7 +120,7 @@ def _closest(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor],
 
 
 class _Narrow(TorchDispatchMode):
-    """Sees whether any floating numbers narrower than float64 are made."""
+    """A mode that sees whether any floating numbers narrower than float64 are made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +135,8 @@ class _Narrow(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Loss, gradients, updated buffers; of the eager module also what it returned, in float32 that and the loss again
-    and again, and the `autograd.Function`s that it calls."""
+    """The loss, gradients and updated buffers of a run. That of the eager module also has its output, in float32
+    outputs and losses of further runs, and the `autograd.Function`s that it calls."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -143,7 +145,7 @@ class _Result:
     again: tuple[tuple[torch.Tensor, ...], ...] = ()
     functions: tuple[str, ...] = ()
     narrow: bool = False
-    """Whether it made floating numbers narrower than float64."""
+    """True where the run made floating numbers narrower than float64."""
 
 
 def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = False) -> _Result:
@@ -154,14 +156,14 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     buffers = {name: value.clone() for name, value in module.named_buffers(remove_duplicate=False)}
 
     def forward() -> tuple[torch.Tensor, ...]:
-        """The tensors that the model returns, and last the loss."""
+        """Return the tensors that the model returns, and last the loss."""
         with torch.random.fork_rng(devices=()):  # draws that no stream of a build makes are the same each time
             torch.manual_seed(compiled.plan.seed)
             output, loss = plain.forward({name: value.clone() for name, value in inputs.items()})
         return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), loss
 
     def once_more(seed: int) -> tuple[torch.Tensor, ...]:
-        """The forward again, Python's and NumPy's random numbers others."""
+        """Run the forward again, with other random numbers in Python and NumPy."""
         for name, value in buffers.items():
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, value.clone())
@@ -189,7 +191,7 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
 
 
 def _functions(loss: torch.Tensor) -> tuple[str, ...]:
-    """The classes that say themselves what the gradients of their forwards are, of those that made a loss."""
+    """Return the classes behind a loss that define the gradients of their forwards themselves."""
     seen, pending = set[Any](), [loss.grad_fn]
     while pending:
         node = pending.pop()
@@ -201,7 +203,8 @@ def _functions(loss: torch.Tensor) -> tuple[str, ...]:
 
 
 def _widened(module: nn.Module) -> nn.Module:
-    """A module in float64, its complex numbers in complex128, which torch's own ``double`` leaves as they are."""
+    """Return a module in float64, with complex numbers in complex128, which torch's own ``double`` leaves as they
+    are."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_complex():
             tensor.data = tensor.data.to(torch.complex128)
@@ -209,13 +212,13 @@ def _widened(module: nn.Module) -> nn.Module:
 
 
 def _python_draws() -> tuple[Any, ...]:
-    """Where the random numbers stand that torch's seeds do not govern."""
+    """Return the states of Python's and NumPy's random numbers, which torch's seeds do not govern."""
     state: Any = numpy.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2:]
 
 
 def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> Diagnostic | None:
-    """The fault of an eager module against which nothing can be held, if it has one."""
+    """Return the fault of an eager module with which nothing can be compared, or None."""
     # what a model returns in a class of its own is not seen
     of_model = not eager.output or any(bool(value.isnan().any()) for value in eager.output)
     line = compiled.plan.model if of_model else compiled.plan.loss
@@ -250,13 +253,13 @@ def _own_gradient(model: Directive, functions: Sequence[str]) -> Diagnostic:
 
 
 def amplified(model: Directive, message: str) -> Diagnostic:
-    """The error of a model whose numbers one rounding moves further than a test can allow."""
+    """Return the error of a model whose numbers one rounding moves further than a test can allow."""
     help_ = "see what divides by a number near 0, or applies a function of large slope again and again"
     return Diagnostic(AMPLIFIED, message, Label(model.arguments.statement.span), help=help_)
 
 
 def not_finite(line: Directive, message: str, help_: str = CLAMP, notes: tuple[str, ...] = ()) -> Diagnostic:
-    """The error of numbers of a test that are NaN or infinite, at the plan's line that makes them."""
+    """Return the error of numbers in a test that are NaN or infinite, at the plan's line that makes them."""
     return Diagnostic(NOT_FINITE, message, Label(line.arguments.statement.span), help=help_, notes=notes)
 
 
@@ -275,8 +278,8 @@ def _agreement(
 
 
 def _apart(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> float:
-    """How far an updated buffer is from what it should be, relative to its largest number; of a missing one nothing is
-    known."""
+    """Return the largest error of an updated buffer, relative to the largest number expected; infinite for a missing
+    one."""
     if found is None or found.shape != expected.shape:
         return math.inf
     return largest_difference(found, expected) / max(largest(expected), floor)

@@ -1,4 +1,4 @@
-"""Promises held against a compiled plan: collectives that lines forbid or count, and the memory of a rank."""
+"""Promises checked against a compiled plan: collectives that lines forbid or count, and the memory of a rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def hold_promises(compiled: Compiled) -> None:
-    """Hold a compiled plan to its ``budget``, ``forbid`` and ``expect`` lines.
+    """Check that a compiled plan keeps its ``budget``, ``forbid`` and ``expect`` lines.
 
     Raises:
         PlanError: with every promise that the build would not keep.
@@ -86,7 +86,7 @@ def _within(module: str, outer: str) -> bool:
 
 
 def _forbidden(compiled: Compiled, promise: Promise, found: list[Communication]) -> Iterator[Diagnostic]:
-    """One message for each collective, equal ones of repeated blocks together."""
+    """Return one message for each collective; equal ones of repeated blocks share one."""
     for first, others in _alike(found):
         more = (f"the same holds for {others} more in modules like it",) if others else ()
         message = f"{_described(first)} is forbidden"
@@ -99,7 +99,7 @@ def _forbidden(compiled: Compiled, promise: Promise, found: list[Communication])
 def _unexpected(
     compiled: Compiled, promise: Promise, inside: Mapping[str, list[Communication]]
 ) -> Iterator[Diagnostic]:
-    """One message for all modules with the same wrong number."""
+    """Return one message for all modules with the same wrong number."""
     wrong: dict[int, list[str]] = {}
     for module, found in inside.items():
         if len(found) != promise.count:
@@ -121,7 +121,7 @@ def _unexpected(
 
 
 def _alike(found: list[Communication]) -> list[tuple[Communication, int]]:
-    """The first of each kind of collective, and how many others are like it."""
+    """Return the first of each kind of collective, and how many others are like it."""
     groups: dict[tuple[object, ...], list[Communication]] = {}
     for message in found:
         module = _DIGITS.sub("*", message.origin.module)
@@ -144,7 +144,8 @@ def _cause(message: Communication) -> str:
 
 
 def _related(compiled: Compiled, message: Communication) -> tuple[Label, ...]:
-    """The line that asked for it: one that places a weight of the module over the axis, else what the program says."""
+    """Return the line that asked for a collective: one that places a weight of the module over the axis, else the line
+    that the program names."""
     axes = tuple(map(compiled.mesh.owner, message.axes))
     seeds = (seed for seed in compiled.resolved.seeds if seed.axis in axes and message.origin.module)
     near = next((seed.span for seed in seeds if _within(seed.value, message.origin.module)), None)
@@ -157,7 +158,7 @@ def _related(compiled: Compiled, message: Communication) -> tuple[Label, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A tensor that a rank holds: how it is called, its type, and its bytes."""
+    """A tensor that a rank holds: its name, its type, and its bytes."""
 
     name: str
     text: str
@@ -189,7 +190,7 @@ def _parameters(compiled: Compiled, types: Mapping[str, TensorType]) -> Iterator
 
 
 def _values(compiled: Compiled) -> Iterator[_Held]:
-    """The largest value that lines of each module make; a module's own are enough to find it."""
+    """Yield the largest value that the lines of each module make."""
     largest: dict[str, _Held] = {}
     for action in (FORWARD, BACKWARD):
         program = compiled.build.programs[action]
@@ -210,7 +211,8 @@ def _values(compiled: Compiled) -> Iterator[_Held]:
 
 
 def _way_out(compiled: Compiled, types: Mapping[str, TensorType], activations: bool) -> str:
-    """A line that would take less memory: more microbatches, or a split of the largest parameter that is whole."""
+    """Return a line that would take less memory: more microbatches, or a split of the largest parameter that is
+    whole."""
     plan = compiled.plan
     if activations and BATCH in plan.sizes:
         batch = plan.sizes[BATCH]
@@ -235,7 +237,8 @@ def _way_out(compiled: Compiled, types: Mapping[str, TensorType], activations: b
 
 
 def _cuts(compiled: Compiled, microbatches: int) -> bool:
-    """Whether a microbatch of so many still divides over the data ranks, and the schedule then holds fewer."""
+    """Return whether the batch can be cut into so many microbatches: each still divides over the data ranks, and the
+    schedule then keeps less at a time."""
     schedule, pipeline = compiled.plan.schedule, compiled.pipeline
     if (
         schedule is not None

@@ -1,4 +1,4 @@
-"""A build's files held against what its plan compiles to: every program, line by line, and every fact of a run."""
+"""A build's files compared with what its plan compiles to: every program, line by line, and every fact of a run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from parc.compiling.driver import Compiled
 from parc.report import LINES, unlined
 
 _MOVING = ("files", "folder", "format", "model_lines", "model_source")
-"""Facts of where and how files lie, and of the code in them: other code holds these."""
+"""The facts about the places of files, and about the code in them, which other checks compare."""
 _MEASURED = ("checks", "numbers", "placed")
 
 
 def differences(build: Build, compiled: Compiled) -> list[Fault]:
-    """Where a build is not what its plan compiles to."""
+    """Return the faults of a build that is not what its plan compiles to."""
     wanted = compiled.build
     return [
         *_text_faults(build.texts, wanted.texts),
@@ -44,8 +44,8 @@ def _text_faults(found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterato
 
 
 def _rows(text: str) -> list[str]:
-    """Lines, without the numbers of the plan's and the model's: a build keeps its plan in another layout than it was
-    written in, and comments move code that they do not change."""
+    """Return lines without the line numbers of the plan and the model. A build keeps its plan in another layout than it
+    was written in, and comments move code without changing it."""
     return [LINES.sub("", row) for row in text.splitlines()]
 
 

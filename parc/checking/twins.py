@@ -1,4 +1,4 @@
-"""Twins: the small build on which a large one's numbers are tested, chosen so that its programs are the same."""
+"""Twins: the choice of a small build on which a large one's numbers are tested, with the same programs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _MOST_WORK = 20_000_000_000  # about a minute in float64 on one core
 _LARGE_WORLD = 8
 _TWIN_WORLD = 32
 _MOST_AXES = 8
-"""Up to here a twin has every axis at 2, whatever world that makes: on fewer ranks its programs were others."""
+"""The most axes of which a twin has every one at 2, whatever world that makes: on fewer ranks its programs would
+differ."""
 _STEPS = 3
 _PASS = 10  # multiply-adds in the time in which a number is read and written
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The build on which numbers are tested, smaller or the build itself: how it is smaller in words, for how many
-    steps, and where its programs are others."""
+    """The build on which numbers are tested, which may be smaller than the plan's: the words that say how it is
+    smaller, its number of steps, and the places where its programs differ."""
 
     compiled: Compiled
     text: str
@@ -43,7 +44,8 @@ class Subject:
 
 
 def work_of(compiled: Compiled) -> int:
-    """Multiply-adds of a step's forward; other operators, and parameters on every rank, by the time that they take."""
+    """Return the multiply-adds of a step's forward. Other operators, and parameters on every rank, count by the time
+    that they take."""
     nodes = [node for node in compiled.captured.graph.nodes if node.op == "call_function"]
     work = sum(products_of(node) + _PASS * numbers_of(node) for node in nodes)
     parameters = sum(map(numbers_of, compiled.captured.placeholders("parameter").values()))
@@ -51,8 +53,9 @@ def work_of(compiled: Compiled) -> int:
 
 
 def subject_of(compiled: Compiled) -> Subject:
-    """Choose the build on which numbers are tested: the same model at smaller sizes, where that takes less and gives
-    the same programs; of more ranks, or more work, than one process should take on, the twin; else the build itself.
+    """Choose the build on which numbers are tested. It is the same model at smaller sizes, if that takes less time and
+    gives the same programs. It is the twin, if there are more ranks or more work than one process should do. Else it is
+    the build itself.
 
     Raises:
         PlanError: nothing is small enough, or the twin cannot be made.
@@ -77,7 +80,7 @@ def subject_of(compiled: Compiled) -> Subject:
 
 
 def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Compiled, list[Fault]]:
-    """The smallest twin with the same programs, and how the nearest differs where there is none.
+    """Return the smallest twin with the same programs; if there is none, the nearest and its differences.
 
     Raises:
         PlanError: the plan has no ``verify`` line that makes the model small enough, or the twin cannot be made.
@@ -119,7 +122,8 @@ def _differences(compiled: Compiled, twin: Compiled, programs: Mapping[str, Prog
 
 
 def _meshes(mesh: Mesh) -> Iterator[Mesh]:
-    """Axes cut to 2; then, since something may divide by 2 and not by more, one axis after the other as it is."""
+    """Yield the mesh with axes cut to 2; then with one axis after the other as it is, because something may divide by 2
+    and not by more."""
     small = {axis: min(size, 2) for axis, size in mesh.axes}
     choices = [small]
     choices += [{**small, axis: size} for axis, size in mesh.axes if size > 2]
@@ -134,9 +138,9 @@ def _meshes(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def _smaller_sizes(compiled: Compiled, mesh: Mesh, given: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Sizes as small as shows everything: every rank has two entries of what is split, and what divides a size by twos
-    still does. First all of them, then the batch alone, for a model that takes no other pictures; a size that is
-    ``given`` is that."""
+    """Yield sizes that are as small as shows everything: every rank has two entries of each split dim, and sizes stay
+    divisible by the same powers of two. First all sizes are small, then the batch alone, for a model that takes no
+    other pictures. A size that is ``given`` stays."""
     plan = compiled.plan
     pieces = dict.fromkeys(plan.sizes, 1)
     for program in compiled.build.programs.values():
@@ -160,7 +164,7 @@ def _smaller_sizes(compiled: Compiled, mesh: Mesh, given: Mapping[str, int]) -> 
 
 
 def _compiled(compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: Mapping[str, Literal]) -> Compiled:
-    """The same plan on another mesh, at other sizes, two of each that has a range, and with ``given`` arguments.
+    """Compile the same plan on another mesh, with ``given`` arguments, at other sizes (two of each that has a range).
 
     Raises:
         PlanError: the model does not take them, or something does not divide.
@@ -185,14 +189,14 @@ def _small_enough(twin: Compiled) -> Compiled:
 
 
 def _stages(plan: Plan, mesh: Mesh) -> tuple[Stage, ...]:
-    """The plan's stages, in a model that may have fewer layers than its lines name."""
+    """Return the plan's stages for a model that may have fewer layers than its lines name."""
     if not plan.stages or (mesh.declared == plan.mesh and plan.verify is None):
         return plan.stages
     return (replace(plan.stages[0], before=(), after=(), balanced=True),)
 
 
 def _arguments(plan: Plan) -> dict[str, Literal]:
-    """The ``verify`` line's arguments and sizes; of two numbers the plan's own where that is smaller already."""
+    """Return the ``verify`` line's arguments and sizes; the plan's own number is kept where it is smaller already."""
     own = {**dict(plan.model.values), **{name: size.high for name, size in plan.sizes.items()}}
     given = dict(plan.verify.values) if plan.verify is not None else {}
     return {name: _smaller(value, own.get(name)) for name, value in given.items()}
@@ -204,7 +208,7 @@ def _smaller(value: Literal, own: Literal) -> Literal:
 
 
 def twin_text(twin: Compiled, few_steps: bool = False) -> str:
-    """How the twin is smaller."""
+    """Return the words that say how the twin is smaller."""
     given = _arguments(twin.plan)
     words = [f"{name}={value}" for name, value in given.items()]
     words += [f"{name}={size}" for name, size in twin.plan.sizes.items() if name not in given]

@@ -1,4 +1,4 @@
-"""``parc verify``: a build proved and tested again from its own files, and its plan compiled again beside them."""
+"""``parc verify``: a build proved and tested again from its own files, and compared with its plan compiled again."""
 
 from __future__ import annotations
 

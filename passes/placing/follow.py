@@ -1,4 +1,4 @@
-"""Dims followed from a parameter to all that is made of it: where an operator puts them, its rule says."""
+"""Dims of a parameter, followed to all values computed from it. The rule of an operator says where it puts them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _State = TypeVarTuple("_State")
 
 
 class Follower:
-    """Follows dims of parameters forward through a graph."""
+    """A walk that follows dims of parameters forward through a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         bound = [(noted(node).binding, node) for node in graph.find_nodes(op="placeholder")]
         self.parameters = {binding.name: (node, 0) for binding, node in bound if binding.kind in PARAMETERS}
         self.computed = {node for binding, node in bound if binding.kind == "input"}
-        """The inputs, and all that is made of them."""
+        """The inputs, and all nodes that depend on them."""
         self.rule = cache(lambda node: rule_of(node)[0])
         self._readers: dict[ValueKey, list[tuple[fx.Node, int]]] = {}
         for node in graph.nodes:
@@ -37,8 +37,9 @@ class Follower:
     def readings(
         self, pending: list[tuple[ValueKey, *_State]]
     ) -> Iterator[tuple[tuple[ValueKey, *_State], fx.Node, OpRule, int]]:
-        """Every operator that reads a pending value, with what is pending, its rule, and which operand it reads; what
-        is added meanwhile is followed too: first ``[(weight, 0)]``, then the ``factor_places`` of dim 0's factor."""
+        """Yield every operator that reads a pending value: the pending state, the operator, its rule, and the index of
+        the operand. States that the caller adds meanwhile are followed too: first ``[(weight, 0)]``, then the
+        ``factor_places`` of dim 0's factor."""
         seen = set()
         while pending:
             state = pending.pop()
@@ -48,7 +49,7 @@ class Follower:
 
 
 def factor_places(node: fx.Node, rule: OpRule, factor: str, outer: Outer = 1) -> Iterator[tuple[ValueKey, int, Outer]]:
-    """Where such a part of a factor lies: results of a node, their dims, and the outer parts of these."""
+    """Yield the places of a part of a factor in a node's results: the result, its dim, and the outer parts there."""
     for index, dims in enumerate(rule.results):
         place = from_factor(rule, dims, factor, outer)
         if place is not None:

@@ -1,4 +1,4 @@
-"""Heads: what split weights become where attention reads them, and what is kept on several ranks if heads are few."""
+"""Heads: the split weights that attention reads as heads, and the copies of heads on several ranks if heads are few."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from .follow import Follower, factor_places
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What is kept by several ranks of an axis: ``sizes`` of the sub-axes that an axis is factored into, and by value
-    and axis how many of these, major first, split the value; on the others it is whole, or, where heads are ``fused``
-    with more in one value, they are gathered."""
+    """The heads that several ranks of an axis keep. ``sizes`` are the sub-axes that an axis is factored into. ``kept``
+    says by value and axis how many of the sub-axes, major first, split the value; it is whole on the others. ``fused``
+    says the same for values in which these heads are fused with more; on the other sub-axes they are gathered."""
 
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kept: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -41,12 +41,12 @@ class Copies:
     notes: tuple[Diagnostic, ...] = ()
 
     def parts(self, mesh: Mesh) -> dict[tuple[str, str], int]:
-        """By value and axis, into how many parts it is split."""
+        """Return the number of parts into which a value is split, by value and axis."""
         axes = {key: mesh.parts(key[1])[:number] for key, number in self.kept.items()}
         return {key: math.prod(map(mesh.size, found)) for key, found in axes.items()}
 
     def splits(self, seed: PlacementSeed, mesh: Mesh) -> dict[str, Split | None]:
-        """What a seed says of each sub-axis of its axis: split, or whole."""
+        """Return the split, or None for whole, that a seed asks for on each sub-axis of its axis."""
         parts = mesh.parts(seed.axis)
         found: dict[str, Split | None] = dict.fromkeys(parts)
         if seed.dim is not None:
@@ -55,14 +55,15 @@ class Copies:
         return found
 
     def gathers(self, seeds: Iterable[PlacementSeed], mesh: Mesh) -> list[tuple[PlacementSeed, tuple[str, ...]]]:
-        """Of seeds of what is fused the sub-axes over which its few heads are gathered."""
+        """Return, for the seeds of fused values, the sub-axes over which the few heads are gathered."""
         found = [(seed, self.fused.get((seed.value, seed.axis))) for seed in seeds]
         return [(seed, mesh.parts(seed.axis)[number:]) for seed, number in found if number is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """A split parameter that attention reads as ``count`` heads since ``source``; ``meets`` are its attentions.
+    """A split parameter that attention reads as ``count`` heads, as the line ``source`` makes them; ``meets`` are the
+    attentions.
 
     One head is a dim that is never taken apart: attention contracts it. Where it is ``fused`` with queries, ``most``
     are these, and ``few`` the values in which fewer heads are taken out of the whole. Where the model itself sees them
@@ -79,12 +80,12 @@ class _Heads:
 
     @property
     def fused(self) -> bool:
-        """Whether more heads lie in the same weight."""
+        """True where more heads lie in the same weight."""
         return self.count < self.most
 
 
 def find_copies(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], pads: Pads) -> Copies:
-    """Heads of keys and values that are fewer than the ranks over which a plan splits them are kept by several ranks.
+    """Return the heads that are kept by several ranks: those of keys and values, if a plan splits them over more ranks.
 
     The weights of one attention are those whose dims, followed through the graph, meet in an operator that contracts
     two computed values. The most heads among them are the queries'; ranks must divide those. Fewer heads either
@@ -130,7 +131,8 @@ def find_copies(captured: Captured, plan: Plan, seeds: Sequence[PlacementSeed], 
 
 
 def few_heads(graph: fx.Graph, fused: Sequence[tuple[PlacementSeed, Sequence[str]]]) -> frozenset[tuple[ValueKey, str]]:
-    """The values in which heads that are fused with more are taken out of the whole, and axes to gather them over."""
+    """Return the values in which few heads are taken out of a fused weight, each with the axes over which to gather
+    them."""
     if not fused:
         return frozenset()
     follower = Follower(graph)
@@ -139,7 +141,7 @@ def few_heads(graph: fx.Graph, fused: Sequence[tuple[PlacementSeed, Sequence[str
 
 
 def _heads_of(follower: Follower, seed: PlacementSeed) -> _Heads | None:
-    """The heads that a split parameter becomes, if attention reads it."""
+    """Return the heads that a split parameter becomes, or None if no attention reads it."""
     assert seed.dim is not None
     counts: dict[int, str] = {}
     taken: set[tuple[ValueKey, int]] = set()
@@ -184,7 +186,7 @@ def _heads_of(follower: Follower, seed: PlacementSeed) -> _Heads | None:
 
 
 def _contracted(follower: Follower, node: fx.Node) -> set[str]:
-    """Factors over which the operator multiplies two computed values and adds up, as attention does."""
+    """Return the factors that an operator contracts between two computed values, as attention does."""
     rule = follower.rule(node)
     kept = {name for dims in rule.results for names in dims for name in names}
     pairs = zip(operands_of(node), rule.operands, strict=True)
@@ -193,12 +195,12 @@ def _contracted(follower: Follower, node: fx.Node) -> set[str]:
 
 
 def _each(outer: Outer, size: int) -> int:
-    """What every part's size is a multiple of."""
+    """Return the unit of a dim's parts: the size of every part is a multiple of it."""
     return size // outer if isinstance(outer, int) else size // sum(outer)
 
 
 def _attentions(found: Iterable[_Heads]) -> Iterator[list[_Heads]]:
-    """The parameters that meet in the same operators."""
+    """Group parameters whose heads meet in the same operators."""
     groups: list[tuple[list[_Heads], set[fx.Node]]] = []
     for heads in found:
         joined = [group for group in groups if not group[1].isdisjoint(heads.meets)]
@@ -214,7 +216,7 @@ def _legal(group: Sequence[_Heads], ranks: int) -> bool:
 
 
 def _errors(groups: Sequence[Sequence[_Heads]], plan: Plan, axis: str) -> Iterator[Diagnostic]:
-    """One error for each line and kind of attention."""
+    """Yield one error for each line and kind of attention."""
     ranks = plan.mesh.size(axis)
     alike: dict[tuple[Span, tuple[int, ...], bool], list[_Heads]] = {}
     for group in groups:
@@ -250,7 +252,7 @@ def _heads(count: int) -> str:
 
 
 def _notes(few: Sequence[_Heads], axis: str, ranks: int, sizes: Sequence[int]) -> Iterator[Diagnostic]:
-    """One note for each number of heads that is kept more than once, or by parts."""
+    """Yield one note for each number of heads that are kept more than once, or by parts."""
     for count, fused in sorted({(heads.count, heads.fused) for heads in few}):
         first, *others = [heads for heads in few if (heads.count, heads.fused) == (count, fused)]
         shared = f"each is kept by {ranks // count} ranks" if count > 1 else "every rank keeps it"

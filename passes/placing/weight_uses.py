@@ -1,4 +1,4 @@
-"""Names: what a captured model calls its weights, and which dim of each is its outputs."""
+"""Names and uses of a captured model's weights: the dim of each that is its outputs, and the one that is contracted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .follow import Follower, factor_places
 
 
 def names_of(captured: Captured) -> PlanNames:
-    """The names that a plan's lines can speak of, with how the graph uses each weight."""
+    """Return the names that a plan's lines can use, with the use of each weight in the graph."""
     parameters = captured.placeholders("parameter")
     shapes = {name: tuple(noted(node).value.shape) for name, node in parameters.items()}
     follower, canonicalized = Follower(captured.graph), cache(lambda: Follower(canonicalize(captured.graph)))
@@ -40,7 +40,8 @@ def names_of(captured: Captured) -> PlanNames:
 
 
 def _pieces(follower: Follower, name: str, dim: int) -> tuple[int, ...]:
-    """The sizes of the first pieces into which operators take apart what a dim of a parameter becomes."""
+    """Return the sizes of the first pieces into which operators cut the dim that a parameter's dim becomes; empty if
+    they do not."""
     pending = [(follower.parameters[name], dim)] if name in follower.parameters else []
     for (_, at), node, rule, index in follower.readings(pending):
         names = rule.operands[index][at]
@@ -54,7 +55,8 @@ def _pieces(follower: Follower, name: str, dim: int) -> tuple[int, ...]:
 
 
 def _uses(follower: Follower, name: str, rank: int) -> Iterator[tuple[fx.Node, WeightUse]]:
-    """Each reader of a matrix or of its parts, through transposes, with the dims it puts out and contracts."""
+    """Yield each reader of a matrix or of its parts, through transposes, with the dim of its outputs and the dim that
+    it contracts."""
     pending = [(follower.parameters[name], tuple(range(rank)))]
     for (_, dims), node, rule, index in follower.readings(pending):
         row, terms = facts(node.target), rule.operands[index]

@@ -42,8 +42,8 @@ CPU = torch.device("cpu")
 
 @final
 class _CountedDropout(TorchDispatchMode):
-    """Draws every dropout mask, and all other random numbers, from the stream that its module path and its place there
-    name.
+    """A mode that draws every dropout mask, and all other random numbers, from the stream named by its module path and
+    its place there.
 
     Below autograd, where torch's dropout and its attention with dropout fill their masks.
     """
@@ -55,7 +55,7 @@ class _CountedDropout(TorchDispatchMode):
         self._drawn: Counter[str] = Counter()
 
     def enter_module(self, path: str, *_: Any) -> None:
-        """A hook before the forward of the module at ``path``."""
+        """Return a hook to run before the forward of the module at ``path``."""
         self._paths.append(path)
 
     def leave_module(self, *_: Any) -> None:
@@ -63,7 +63,7 @@ class _CountedDropout(TorchDispatchMode):
         self._paths.pop()
 
     def _next(self, like: Tensor) -> tuple[int, Tensor]:
-        """The key of the next stream, and the index of every element."""
+        """Return the key of the next stream, and the index of every element."""
         module = self._paths[-1] or "model"
         name = f"{module}.{self._drawn[module]}"
         self._drawn[module] += 1
@@ -92,7 +92,8 @@ class _CountedDropout(TorchDispatchMode):
 
 @final
 class PlainModule:
-    """A user's module and loss as a plan calls them, one microbatch at a time, with its builds' random numbers."""
+    """A user's module and loss, called as a plan says, one microbatch at a time, with the random numbers of its
+    builds."""
 
     def __init__(self, module: nn.Module, lines: TaskLines, folder: Path, seed: int, frozen: Collection[str]) -> None:
         self._module, self._seed = module, seed
@@ -103,7 +104,7 @@ class PlainModule:
             self.parameters[name].requires_grad_(False)
 
     def forward(self, inputs: Mapping[str, Tensor], step: int = 0, microbatch: int = 0) -> tuple[Any, Tensor]:
-        """The model's output, and the loss; ``step`` and ``microbatch`` count from 0.
+        """Return the model's output, and the loss; ``step`` and ``microbatch`` count from 0.
 
         Attention takes torch's kernel that writes its weights: others draw their masks where nobody sees it.
         """
@@ -120,7 +121,7 @@ class PlainModule:
             return output, self._loss(output, inputs)
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The gradients by parameter, complex ones as two real parts; the next backward starts from none."""
+        """Return the gradients by parameter, complex ones as two real parts; the next backward starts from none."""
         gradients = {name: real_form(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -129,7 +130,8 @@ class PlainModule:
 
 @final
 class Plain:
-    """The plain module of a build trained on one device as the build trains it: the same microbatches, one denominator.
+    """The plain module of a build, trained on one device as the build trains it: the same microbatches, one
+    denominator.
 
     ``module`` is the user's own, in its own words; nothing of it is captured or compiled.
     """
@@ -150,7 +152,7 @@ class Plain:
         self._by_sizes = BySizes(build, lambda at: (at, Feed(at, whole, whole.coordinates(0), CPU)))
 
     def _read_weights(self) -> None:
-        """The weights of the `init` line, whole, into the module."""
+        """Read the weights of the `init` line, whole, into the module."""
         weights = weights_of(self.build)
         if weights is None:
             return
@@ -161,7 +163,7 @@ class Plain:
         weights.close()
 
     def step(self, batch: Mapping[str, Tensor] | None = None, lr: float | None = None) -> StepReport:
-        """One step on a whole batch, or on the next of the plan's data.
+        """Do one step on a whole batch, or on the next of the plan's data.
 
         Raises:
             RunError: the batch is not one of the plan's, or the data cannot be read.
@@ -178,7 +180,7 @@ class Plain:
         return StepReport(self.step_number, total, float(norm), lr)
 
     def _gradients(self, at: Build, parts: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-        """The loss, and gradients added up in the plan's type over microbatches."""
+        """Return the loss, and the gradients summed over microbatches in the plan's type."""
         sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
         total, found = 0.0, dict[str, Tensor]()
         for index, (part, weight) in enumerate(zip(parts, self._weights(at, parts), strict=True)):
@@ -197,7 +199,7 @@ class Plain:
         }
 
     def _unread(self, at: Build, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Zeros for the inputs that the model takes but nothing reads, which a build does not feed."""
+        """Return zeros for the inputs that the model takes but nothing reads, which a build does not feed."""
         sizes = dict(at.manifest["sizes"])
         sizes[BATCH] = int(sizes.get(BATCH, 1)) // int(at.manifest["microbatches"])
         return {
@@ -209,7 +211,8 @@ class Plain:
         }
 
     def _weights(self, at: Build, parts: list[dict[str, Tensor]]) -> list[float]:
-        """What each microbatch's loss counts for: its share of the targets, where the loss is a mean over those."""
+        """Return the weight of each microbatch's loss in the step's loss: its share of the targets, where the loss is a
+        mean over these."""
         if COUNTING not in at.programs:
             (scale,) = at.programs[SCALING].main.lines
             return [float(scale.args[1])] * len(parts)
@@ -228,7 +231,7 @@ class Plain:
 
 
 def reference(path: Path | str, device: torch.device = CPU) -> Plain:
-    """The plain module of a build, to hold a run's losses and weights against.
+    """Return the plain module of a build, with which a run's losses and weights are compared.
 
     Raises:
         RunError: there is no build, or it was altered; the weights of its `init` line are not the model's.
