@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.program.binding import RNG
 from parc.compiler.program.program import Function, Line, Ref, Value, map_references
 from tests.planted_builds import GoodBuild
@@ -64,14 +65,30 @@ def shortened(build: GoodBuild) -> Iterator[Mutant]:
                 yield Mutant(kind, f"F: {value.name} flipped", with_function(programs, "F", changed))
 
 
+_CUT = (  # for what random data comes to
+    ("aten.clamp.default", (-5e4, 5e4)), ("aten.hardtanh.default", (-3e4, 3e4)), ("aten.clip.default", (-5e4, 5e4)),
+    ("aten.fmod.Scalar", (5e4,)), ("aten.fake_quantize_per_tensor_affine.default", (1e-9, 0, -(2**60), 2**60)),
+)  # fmt: skip
+_CUT_BY = (
+    ("aten.minimum.default", 5e4), ("aten.fmax.default", -5e4), ("aten.max.other", -5e4), ("aten.fmod.Tensor", 5e4),
+    ("aten.clamp_max.Tensor", 5e4), ("aten.logaddexp.default", -5e4),
+)  # fmt: skip
+
+
 def bounded(build: GoodBuild) -> Iterator[Mutant]:
-    """The first activations of each function of F are cut off where random data never comes to."""
-    programs = build.case.programs
+    """The first activations of each function of F are cut off where random data never comes to: by a number, or by a
+    tensor that holds it."""
+    programs, kind = build.case.programs, "bound an activation"
     for function in programs["F"].functions:
         floats = [value.name for line in function.lines for value in line.made if value.type.dtype.is_floating_point]
         for name in floats[:3]:
             dtype = function.values()[name].type.dtype
-            for op, args in (("aten.clamp.default", (-5e4, 5e4)), ("aten.hardtanh.default", (-3e4, 3e4))):
+            for op, args in _CUT:
                 changed = _through(function, name, [(op, args, (), dtype)])
-                what = f"F {function.name}: {name} by {op}{args}"
-                yield Mutant("bound an activation", what, with_function(programs, "F", changed))
+                yield Mutant(kind, f"F {function.name}: {name} by {op}{args}", with_function(programs, "F", changed))
+            bound = Value(f"{name}_bound", TensorType(dtype, (), Placement.of(build.build.mesh, {})))
+            for op, number in _CUT_BY:
+                made = Line((bound,), "aten.full.default", ([], number), (("dtype", dtype),))
+                changed = _through(function, name, [(op, (Ref(bound.name),), (), dtype)])
+                changed = replace(changed, lines=(made, *changed.lines))
+                yield Mutant(kind, f"F {function.name}: {name} by {op} {number}", with_function(programs, "F", changed))

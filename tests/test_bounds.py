@@ -42,6 +42,9 @@ column up over tp
 row down over tp
 """
 
+_SAME = {"ha": " = aten.relu.default(up_addmm)", "gt": " = aten.logical_not.default(mul)"}
+"""What is the same on random data, without the bound."""
+
 
 def test_derivatives_may_compare_with_what_no_line_has_and_a_bound_beyond_the_data_may_not_move(tmp_path: Path) -> None:
     (tmp_path / "bounded.py").write_text(MODEL)
@@ -55,3 +58,9 @@ def test_derivatives_may_compare_with_what_no_line_has_and_a_bound_beyond_the_da
             text = programs[action].text()
             changed[action] = parse_program(re.sub(rf", {old}(\.0)?\)", f", {new})", text), action)
         assert [fault.message for fault in check_bounds({**programs, **changed}, reference)], (old, new)
+    text = programs["F"].text()
+    for bound in ("hardtanh = aten.hardtanh.default(up_addmm, 0, 6)", "gt_1 = aten.gt.Scalar(add_2, 50.0)"):
+        assert bound in text
+        without = parse_program(text.replace(bound, bound.partition(" = ")[0] + _SAME[bound[:2]]), "F")
+        found = [fault.message for fault in check_bounds({**programs, "F": without}, reference)]
+        assert any("has fewer bounds of" in message for message in found), (bound, found)

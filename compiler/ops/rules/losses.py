@@ -9,7 +9,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # torch's reduction argument
 _GRAD = (frozenset({0}),)
 
 
-def _elementwise(reduction: int, *, grad: bool = False) -> OpRow:
+def _elementwise(reduction: int, *, grad: bool = False, bounds: bool = False) -> OpRow:
     """The row of a loss of tensors that broadcast, or of its gradient; `reduction` is the position of that argument."""
 
     def ruling(call: OpCall) -> OpRule:
@@ -20,7 +20,7 @@ def _elementwise(reduction: int, *, grad: bool = False) -> OpRow:
         whole = frozenset(f"d{dim}" for dim in range(rank)) if averages else frozenset()
         return apply_dims(call, operands, [result], whole=whole, linear=_GRAD if grad else ())
 
-    return OpRow(ruling, precision="loss", backward=grad)
+    return OpRow(ruling, precision="loss", backward=grad, bounds=bounds)
 
 
 def _classes(call: OpCall, rank: int) -> tuple[Dims, Dims]:
@@ -62,13 +62,12 @@ _COMPOSITE = """
 """
 
 LOSSES_RULES = {
-    **rows_of("mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss", _elementwise(2)),
+    **rows_of("mse_loss l1_loss kl_div soft_margin_loss", _elementwise(2)),
+    **rows_of("smooth_l1_loss huber_loss", _elementwise(2, bounds=True)),
     **rows_of("binary_cross_entropy", _elementwise(3)),
     **rows_of("binary_cross_entropy_with_logits", _elementwise(4)),
-    **rows_of(
-        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward",
-        _elementwise(3, grad=True),
-    ),
+    **rows_of("mse_loss_backward soft_margin_loss_backward", _elementwise(3, grad=True)),
+    **rows_of("smooth_l1_loss_backward huber_loss_backward", _elementwise(3, grad=True, bounds=True)),
     **rows_of("binary_cross_entropy_backward", _elementwise(4, grad=True)),
     **rows_of("cross_entropy_loss nll_loss nll_loss_nd nll_loss_forward nll_loss2d_forward", _CLASSES),
     **rows_of("nll_loss_backward nll_loss2d_backward", OpRow(_nll_backward, precision="loss", backward=True)),

@@ -1,29 +1,35 @@
 """Rows of operators that work element by element, and of their backward operators."""
 
+from math import nan
 from typing import Any
 
 from ..factors import OpCall, OpRule, apply_dims
 from ..op_row import OpRow, aligned_dims, overloads, plain_dims, pointwise, rows_of
 
 _UNARY = """
-    acosh asinh atan atanh celu clip cos deg2rad digamma elu erf erfc frac gelu hardsigmoid hardswish i0 isfinite
-    isinf isneginf isposinf leaky_relu lgamma logit mish nan_to_num polygamma rad2deg relu round round.decimals selu sgn
-    sigmoid signbit silu sin sinc special_i0e special_i1 special_i1e special_logit tanh
+    acosh asinh atan atanh celu cos deg2rad digamma elu erf erfc frac gelu hardsigmoid hardswish i0 leaky_relu lgamma
+    mish polygamma rad2deg relu round round.decimals selu sgn sigmoid signbit silu sin sinc special_i0e special_i1
+    special_i1e tanh
 """
 _BINARY = """
-    atan2 copysign.Tensor floor_divide floor_divide.Scalar fmax fmin heaviside hypot logaddexp logaddexp2 logical_xor
-    max.other min.other nextafter xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor
+    atan2 copysign.Tensor floor_divide floor_divide.Scalar logical_xor nextafter xlogy.Scalar_Other xlogy.Scalar_Self
+    xlogy.Tensor
 """
-_WITH_SCALARS = "fmod remainder bitwise_xor __xor__ __lshift__ __rshift__"
+_WITH_SCALARS = "bitwise_xor __xor__ __lshift__ __rshift__"
 _AMPLIFYING = "acos asin cosh erfinv exp exp2 expm1 log log10 log1p log2 sinh tan"
 _BOUNDED = "hardtanh threshold softshrink hardshrink"
+_BOUNDS = """
+    clip logit special_logit fmod.Tensor fmod.Scalar remainder.Tensor remainder.Scalar fmax fmin max.other min.other
+    heaviside hypot logaddexp logaddexp2
+"""
+_ASKS_NAN = "nan_to_num isfinite isinf isneginf isposinf"
 
 # Backward operators, each linear in the gradient that comes in.
 _BACKWARD = """
-    elu_backward gelu_backward hardsigmoid_backward hardswish_backward leaky_relu_backward logit_backward mish_backward
+    elu_backward gelu_backward hardsigmoid_backward hardswish_backward leaky_relu_backward mish_backward
     native_dropout_backward sigmoid_backward silu_backward tanh_backward
 """
-_BOUNDED_BACKWARD = " ".join(f"{name}_backward" for name in _BOUNDED.split())
+_BOUNDED_BACKWARD = " ".join(f"{name}_backward" for name in (*_BOUNDED.split(), "logit"))
 
 
 def _cast(call: OpCall) -> OpRule:
@@ -53,7 +59,9 @@ POINTWISE_RULES = {
     **_rows(_AMPLIFYING, precision="sensitive"),
     **_rows("softplus", precision="sensitive", bounds=True),
     **_rows("softplus_backward", "0", precision="sensitive", backward=True, bounds=True),
-    **_rows(_BOUNDED, bounds=True),
+    **_rows(_BOUNDED + _BOUNDS, bounds=True),
+    **_rows(_ASKS_NAN, bounds=True, limits=(nan,)),
+    **_rows("isnan", bounds=True, limits=(nan,), exact=True),
     **_rows(_BOUNDED_BACKWARD, "0", bounds=True),
     **_rows("relu6", bounds=True, limits=(6.0,)),  # torch takes it apart into one that says its bound
     **_rows("clamp clamp_min clamp_max clamp.Tensor clamp_min.Tensor clamp_max.Tensor", bounds=True, exact=True),
@@ -62,7 +70,8 @@ POINTWISE_RULES = {
     **_rows("rsqrt", precision="sensitive", power=-0.5, plain=True),
     **_rows("square", power=2.0),
     **_rows("pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor", precision="sensitive", plain=True),
-    **_rows("abs sign floor ceil trunc isnan maximum minimum logical_not bitwise_not", exact=True),
+    **_rows("abs sign floor ceil trunc logical_not bitwise_not", exact=True),
+    **_rows("maximum minimum", bounds=True, exact=True),
     **_rows("logical_and", computes="both", exact=True),
     **_rows("logical_or", computes="either", exact=True),
     **_rows("bitwise_and.Tensor bitwise_and.Scalar", computes="both", exact=True),
