@@ -36,10 +36,10 @@ def tables_build(how: str) -> Compiled:
     return compiled(text if how != "given" else text.replace("sizes", "input positions int64 [1, S]\nsizes"), ROOT)
 
 
-def rounded(function: Function, name: str) -> Function:
-    """The function with a value rounded to bfloat16 and back as soon as it is there."""
+def rounded(function: Function, name: str, dtype: torch.dtype = torch.bfloat16) -> Function:
+    """The function with a value rounded to a narrower type and back as soon as it is there."""
     value = function.values()[name]
-    low = Value(f"{name}_low", replace(value.type, dtype=torch.bfloat16))
+    low = Value(f"{name}_low", replace(value.type, dtype=dtype))
     back = Value(f"{name}_back", value.type)
     at = next((i for i, line in enumerate(function.lines) if value in line.results), -1)
     origin = function.lines[max(at, 0)].origin
@@ -84,6 +84,6 @@ def early_roundings(made: Compiled) -> Iterator[Mutant]:
     for function in programs["F"].functions:
         for name in made_of_positions(function, set(given[function.name])):
             line = next(line for line in function.lines if any(value.name == name for value in line.made))
-            if may_narrow(lines, line.origin.module):
+            if may_narrow(lines, line.origin.module, torch.bfloat16):
                 changed = with_function(programs, "F", rounded(function, name))
                 yield Mutant("round a table early", f"{function.name}: {name}", changed)

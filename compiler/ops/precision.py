@@ -61,11 +61,13 @@ def line_at(lines: PrecisionRegions, module: str) -> PrecisionLine | None:
     return found if found is not None and is_narrow(found.dtype) else None
 
 
-def may_narrow(lines: PrecisionRegions, module: str) -> bool:
-    """Return whether a module's operators may round; ``layers.*`` stands for blocks of which one may."""
+def may_narrow(lines: PrecisionRegions, module: str, dtype: torch.dtype) -> bool:
+    """Return whether a module's operators may round to a narrow type; ``layers.*`` stands for blocks of which one
+    may."""
     if "*" in module.split("."):
-        return any(is_narrow(line.dtype) and line.holds(module) for line in lines)
-    return line_at(lines, module) is not None
+        return is_narrow(dtype) and any(line.dtype == dtype and line.holds(module) for line in lines)
+    line = line_at(lines, module)
+    return line is not None and line.dtype == dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,28 +40,36 @@ def check_precision(programs: Mapping[str, Program], reference: Program, roundin
     return [*faults, *_loss_faults(programs[FORWARD], own), *_table_faults(programs, own)]
 
 
+_Widened = tuple[str, Shape, torch.dtype]
+"""A module that makes a value wider, and the value's shape and type before."""
+
+
 class _Own:
     """The parts of the captured graph that are narrow by themselves: operators, modules that mix widths, and
     parameters' types."""
 
     def __init__(self, reference: Program) -> None:
         self.ops: set[str] = set()
-        self.modules: set[str] = set()
+        self.modules: set[tuple[str, torch.dtype]] = set()
         self.types: set[torch.dtype] = set()
         for function in reference.functions:
             self.types.update(value.type.dtype for value in function.parameters)
             for line, reads, makes in _floats(function):
                 self.types.update(value.type.dtype for value in makes if not value.type.shape)
-                if any(is_narrow(value.type.dtype) for value in (*reads, *makes)):
-                    self.ops.add(base_name(line.op))
-                    self.modules.add(line.origin.module)
+                narrow = [value for value in (*reads, *makes) if is_narrow(value.type.dtype)]
+                self.ops.update(base_name(line.op) for _ in narrow[:1])
+                rounded = (*narrow, *_rounded(reads, makes))
+                self.modules.update((line.origin.module, value.type.dtype) for value in rounded)
 
-    def mixes(self, module: str) -> bool:
-        """Return whether the model itself rounds in a module. ``layers.*`` matches any block."""
+    def mixes(self, module: str, dtype: torch.dtype | None = None) -> bool:
+        """Return whether the model itself rounds in a module: to a type, if one is given. ``layers.*`` matches any
+        block."""
         parts = module.split(".")
+        rounds = is_narrow if dtype is None else dtype.__eq__
+        names = (name.split(".") for name, own in self.modules if rounds(own))
         return any(
             len(parts) == len(other) and all(a in (b, "*") for a, b in zip(parts, other, strict=True))
-            for other in (name.split(".") for name in self.modules)
+            for other in names
         )
 
 
@@ -72,6 +80,17 @@ def _floats(function: Function) -> Iterator[tuple[Line, list[Value], list[Value]
         reads = [values[name] for name in line.uses() if values[name].type.dtype.is_floating_point]
         makes = [value for value in line.made if value.type.dtype.is_floating_point]
         yield line, reads, makes
+
+
+def _rounded(reads: Sequence[Value], makes: Sequence[Value]) -> list[Value]:
+    """The results that a line makes of wider values alone, and narrow ones of which it reads none."""
+    widths = [value.type.dtype.itemsize for value in reads]
+    read = {value.type.dtype for value in reads}
+    return [
+        value for value in makes
+        if (is_narrow(value.type.dtype) and value.type.dtype not in read)
+        or (widths and value.type.dtype.itemsize < min(widths))
+    ]  # fmt: skip
 
 
 def _outside_faults(programs: Mapping[str, Program], reference: Program, rounding: Rounding) -> Iterator[Fault]:
@@ -95,41 +114,42 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, roundin
             yield Fault("types", f"B {name}", f"is added up over microbatches in {_text(dtype)}")
 
 
-def _widened(forward: Program) -> set[tuple[str, Shape]]:
-    """Return where a forward widens narrow values, as pairs of the module and the narrow value's shape."""
-    found: set[tuple[str, Shape]] = set()
+def _widened(forward: Program) -> set[_Widened]:
+    """Return where a forward widens values."""
+    found: set[_Widened] = set()
     for function in forward.functions:
         for line, reads, makes in _floats(function):
-            if not line.calls_function and any(not is_narrow(value.type.dtype) for value in makes):
-                narrow = [value for value in reads if is_narrow(value.type.dtype)]
-                found.update((line.origin.module, value.type.shape) for value in narrow)
+            width = max((value.type.dtype.itemsize for value in makes), default=0)
+            if not line.calls_function:
+                narrow = [value for value in reads if value.type.dtype.itemsize < width]
+                found.update((line.origin.module, value.type.shape, value.type.dtype) for value in narrow)
     return found
 
 
 def _line_faults(
-    function: Function, action: str, rounding: Rounding, own: _Own, widened: set[tuple[str, Shape]]
+    function: Function, action: str, rounding: Rounding, own: _Own, widened: set[_Widened]
 ) -> Iterator[tuple[Line, str]]:
     returned = {name for _, name in function.returns}
     for line in reversed(function.lines):  # parts of several stages are added up like those of microbatches
         if facts(line.op).computes == "total" and any(value.name in returned for value in line.made):
             returned.update(line.uses())
     for line, reads, makes in _floats(function):
-        narrow = [value for value in makes if is_narrow(value.type.dtype)]
-        rounded = [value for value in (*narrow, *reads) if is_narrow(value.type.dtype)]
-        if line.calls_function or not rounded or rounded[0].type.dtype in own.types:
+        narrow = [value for value in (*makes, *reads) if is_narrow(value.type.dtype)]
+        if line.calls_function:
             continue
-        dtype, module = rounded[0].type.dtype, line.origin.module
-        if is_sensitive(line.op, backward=action == BACKWARD) and base_name(line.op) not in own.ops:
-            yield line, f"{line.op} is sensitive to rounding, but takes or gives {_text(dtype)}"
-        elif narrow and len(rounded) == len(narrow):  # it is here that the value becomes narrow
-            shape = narrow[0].type.shape
-            if facts(line.op).makes_zeros(line.args):
+        sensitive = is_sensitive(line.op, backward=action == BACKWARD) and base_name(line.op) not in own.ops
+        if sensitive and narrow and narrow[0].type.dtype not in own.types:
+            yield line, f"{line.op} is sensitive to rounding, but takes or gives {_text(narrow[0].type.dtype)}"
+            continue
+        for value in _rounded(reads, makes)[:1]:  # it is here that the value becomes narrow
+            dtype, shape, module = value.type.dtype, value.type.shape, line.origin.module
+            if (is_narrow(dtype) and dtype in own.types) or facts(line.op).makes_zeros(line.args):
                 continue
-            if action == BACKWARD and narrow[0].name in returned and dtype == rounding.sums:
+            if action == BACKWARD and value.name in returned and dtype == rounding.sums:
                 continue
-            allowed = may_narrow(rounding.lines, module) or own.mixes(module)
+            allowed = may_narrow(rounding.lines, module, dtype) or own.mixes(module, dtype)
             if action == BACKWARD:  # the gradient of what was made wide there
-                allowed = (module, shape) in widened
+                allowed = (module, shape, dtype) in widened
             if action not in work_kinds() or not shape or not allowed:
                 yield line, f"rounds to {_text(dtype)}, which no line of the plan asks for"
 

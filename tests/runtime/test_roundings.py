@@ -4,14 +4,17 @@ line of the plan allows."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from parc.checking.checks import prove, static_faults
 from parc.compiler.ops.precision import Rounding, base_name
+from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.program import Function, Program
+from parc.compiler.program.text import parse_program
 from parc.compiler.verify.precision import check_precision
-from parc.compiling.driver import Compiled
+from parc.compiling.driver import Compiled, compile_plan
 from tests.checked_plans import compiled
 from tests.planted_bugs import rounding_rows
 from tests.planted_sites import with_function
@@ -80,6 +83,55 @@ def test_gradients_are_added_up_in_a_narrow_type_only_where_the_plan_says() -> N
     programs = dict(made.build.programs)
     assert not faults(made, programs, made.build.rounding)
     assert any("added up over microbatches in bfloat16" in fault for fault in faults(made, programs, Rounding()))
+
+
+def test_programs_round_to_the_type_that_the_plan_names() -> None:
+    """float16 holds no number beyond 65504, which no test in float64 sees."""
+    made = compiled(PLAN + BOTH + BF16)
+    half = {
+        action: parse_program(program.text().replace("bf16[", "f16[").replace("bfloat16", "float16"), action)
+        for action, program in made.build.programs.items()
+    }
+    assert any("rounds to float16" in fault for fault in faults(made, half, made.build.rounding))
+
+
+def test_no_value_of_a_float64_model_may_be_rounded_to_float32(tmp_path: Path) -> None:
+    (tmp_path / "double.py").write_text(_DOUBLE)
+    (tmp_path / "double.parc").write_text(_DOUBLE_PLAN)
+    made = compile_plan(read_plan(tmp_path / "double.parc"), tmp_path)
+    assert not prove(made)
+    programs, tried = dict(made.build.programs), 0
+    for action, program in programs.items():
+        for function in program.functions:
+            for name, value in function.values().items():
+                whole = value.type.dtype == torch.float64
+                if whole and not any(value in line.results and line.calls_function for line in function.lines):
+                    tried += 1
+                    mutant = with_function(programs, action, rounded(function, name, torch.float32))
+                    assert faults(made, dict(mutant), made.build.rounding), (action, name)
+    assert tried > 40
+
+
+_DOUBLE = """
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+
+def square(output, wanted):
+    return ((output - wanted) ** 2).mean()
+"""
+_DOUBLE_PLAN = """
+model "./double.py:net"
+input input float64 [B, 8]
+input wanted float64 [B, 8]
+sizes B=16
+loss "./double.py:square"(output, wanted)
+optimizer sgd lr 0.1
+mesh tp=2
+column 0 over tp
+row 2 over tp
+"""
 
 
 def test_what_is_made_of_positions_is_rounded_by_the_line_that_meets_an_activation() -> None:

@@ -116,6 +116,7 @@ NORMALISATION_RULES = {
     **rows_of("layer_norm rms_norm _fused_rms_norm", _norm(_layer_norm)),
     **rows_of("native_layer_norm", _norm(_layer_norm, stands_for="aten.layer_norm.default")),
     **rows_of("native_layer_norm_backward", _norm(_layer_norm_backward, backward=True)),
+    **rows_of("_fused_rms_norm_backward batch_norm_backward", _norm(backward=True)),
     **rows_of("group_norm", _norm(_group_norm(1, "x"), _local_groups)),
     **rows_of("native_group_norm", _norm(_group_norm(6, "xmm"), _local_group_sizes(3), storage="fresh")),
     **rows_of(
