@@ -199,6 +199,9 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     if _draws(line.op):
         yield "types", f"{line.op} draws from a rank's own random state"
         return
+    if _miscalled(line):
+        yield "shapes", f"{line.op} has a number where it takes a type"
+        return
     call = line_call(line, q.operands, results, lambda item: item.size)
     wrong = _made_otherwise(q, call, [t.shape for t in q.operands], [t and t.shape for t in q.declared])
     if wrong:  # rules speak of calls that are valid
@@ -228,6 +231,18 @@ def _draws(op: str) -> bool:
         return torch.Tag.nondeterministic_seeded in operator(op).tags
     except AttributeError:
         return False
+
+
+def _miscalled(line: Line) -> bool:
+    """Return whether a number stands for a dtype, a layout or a memory format: torch takes any, and may crash."""
+    if not line.op.startswith("aten."):
+        return False
+    named: dict[int | str, Any] = {**dict(enumerate(line.args)), **dict(line.kwargs)}
+    arguments = enumerate(operator(line.op)._schema.arguments)
+    return any(
+        type(named.get(at, named.get(argument.name))) is int and str(argument.type) != str(argument.real_type)
+        for at, argument in arguments
+    )
 
 
 def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:

@@ -254,6 +254,13 @@ def test_zeros_are_partial_sums_of_zero_and_ones_are_not() -> None:
     assert check_program(parse_program(ZEROS.replace("0.0", "1.0")))
 
 
+def test_a_type_is_no_number() -> None:
+    """torch takes any number for a type, and ends the process where there is no such type."""
+    assert "dtype=torch.float32" in ZEROS
+    (fault,) = check_program(parse_program(ZEROS.replace("dtype=torch.float32", "dtype=6")))
+    assert "has a number where it takes a type" in str(fault)
+
+
 @pytest.mark.parametrize("call", ["empty.memory_format([4]", "empty_strided.default([4], [1]"])
 def test_memory_that_nobody_wrote_is_no_value(call: str) -> None:
     """Such memory often holds zeros, and then every test of numbers accepts it."""
