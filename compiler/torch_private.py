@@ -55,10 +55,10 @@ def onednn_linear() -> Callable[..., torch.Tensor] | None:
     """Return oneDNN's ``x @ weight.T + bias`` for matrices of any strides; None where torch has no oneDNN, or was told
     not to use it (``torch.backends.mkldnn.flags(enabled=False)``)."""
     usable = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
-    found = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if usable else None
-    if found is None:
+    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if usable else None
+    if linear is None:
         return None
-    return lambda x, weight, bias=None: found.default(x, weight, bias, "none", [], "")
+    return lambda x, weight, bias=None: linear.default(x, weight, bias, "none", [], "")
 
 
 def missing_compiler(device: torch.device) -> str:
@@ -171,8 +171,8 @@ def _computes(target: Any) -> bool:
 def without_dispatch() -> AbstractContextManager[None]:
     """Enter a block in which operators on tensors of our own classes run as on other tensors, and are not handed to
     these classes."""
-    found: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
-    return found
+    disabled: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return disabled
 
 
 _TRACE = "torch.__trace"
@@ -255,13 +255,13 @@ def one_frame(own: Callable[[str], bool]) -> Iterator[None]:
 
         @staticmethod
         def summary() -> StackSummary:
-            found, frame = StackSummary(), sys._getframe(1)
+            frames, frame = StackSummary(), sys._getframe(1)
             while (code := frame.f_code).co_name != "forward" or not own(code.co_filename):
                 if frame.f_back is None:
-                    return found
+                    return frames
                 frame = frame.f_back
-            found.append(FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False, line=""))
-            return found
+            frames.append(FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False, line=""))
+            return frames
 
     module: Any = torch.fx.proxy
     kept = module.CapturedTraceback

@@ -20,8 +20,8 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     >>> did_you_mean("colum", ["column", "row"])
     'did you mean `column`?'
     """
-    found = nearest(name, known)
-    return f"did you mean {listed(found, 'or')}?" if found else otherwise
+    close = nearest(name, known)
+    return f"did you mean {listed(close, 'or')}?" if close else otherwise
 
 
 def path_meant(path: Path, fits: Callable[[Path], bool], otherwise: str) -> str:
@@ -31,8 +31,8 @@ def path_meant(path: Path, fits: Callable[[Path], bool], otherwise: str) -> str:
         if fits(entry):
             stems.setdefault(entry.name.partition(".")[0], []).append(entry.name)
     near = [name for stem in nearest(path.name.partition(".")[0], stems) for name in stems[stem]]
-    found = list(dict.fromkeys((*nearest(path.name, near), *near)))[:3]
-    return f"did you mean {listed((str(path.parent / name) for name in found), 'or')}?" if found else otherwise
+    names = list(dict.fromkeys((*nearest(path.name, near), *near)))[:3]
+    return f"did you mean {listed((str(path.parent / name) for name in names), 'or')}?" if names else otherwise
 
 
 def listed(names: Iterable[str], word: str = "and") -> str:

@@ -112,7 +112,7 @@ def _parse_line(source: Source, start: int, text: str, end: int, comment: str | 
     if unbalanced is not None:
         message, at, help_ = unbalanced
         return malformed(message, at, at + 1, help_)
-    glued = next((found for found in GLUED.finditer(text[:end]) if found[1]), None)
+    glued = next((match for match in GLUED.finditer(text[:end]) if match[1]), None)
     if glued is not None:
         help_ = f"write `{glued[1]}.{glued[2]}`"
         return malformed("a range of numbers is a segment of its own, after a `.`", *glued.span(2), help_)

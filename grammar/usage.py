@@ -218,7 +218,7 @@ class _Match:
         for slot in missing:
             what = slot.name if slot.placeholder is None else f"{slot.name} {slot.placeholder}"
             self._error(MISSING_ARGUMENT, f"`{self._usage.verb}` needs `{what}`", self._statement.verb.span)
-        unknown = [found for found in self._diagnostics if found.code is UNEXPECTED_ARGUMENT]
+        unknown = [diagnostic for diagnostic in self._diagnostics if diagnostic.code is UNEXPECTED_ARGUMENT]
         if len(missing) == 1 and unknown:  # one mistake, not two: the clause is there under another word
             help_ = f"did you mean `{missing[0].name}`? usage: {self._usage.text}"
             self._diagnostics[self._diagnostics.index(unknown[0])] = replace(unknown[0], help=help_)

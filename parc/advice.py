@@ -24,9 +24,9 @@ from parc.placement_words import in_words
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
-    found = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled))
-    found = (*compiled.copies.notes, *_passed_on(compiled), *found)
-    return (*compiled.plan.warnings, *compiled.resolved.warnings, *found)
+    warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled))
+    warnings = (*compiled.copies.notes, *_passed_on(compiled), *warnings)
+    return (*compiled.plan.warnings, *compiled.resolved.warnings, *warnings)
 
 
 def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
@@ -37,7 +37,7 @@ def _reshards(compiled: Compiled) -> Iterator[Diagnostic]:
         if is_gather(reshard):
             key = (reshard.cause.source, str(reshard.source), str(reshard.result), reshard.cause.plan)
             groups.setdefault(key, []).append(reshard)
-    texts = [_gather_text(found) for found in groups.values()]
+    texts = [_gather_text(group) for group in groups.values()]
     meant = find_meant(compiled)
     if meant is not None:
         yield _meant(meant, texts)
@@ -129,11 +129,11 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
 def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of trained weights without a float32 copy."""
     values = compiled.build.programs[FORWARD].main.bound("parameter")
-    found = [name for name, value in values.items() if is_narrow(value.type.dtype)]
-    if found:
-        name = found[0]
+    names = [name for name, value in values.items() if is_narrow(value.type.dtype)]
+    if names:
+        name = names[0]
         dtype = str(values[name].type.dtype).removeprefix("torch.")
-        which = f"{len(found)} weights, first `{name}`, are" if len(found) > 1 else f"`{name}` is"
+        which = f"{len(names)} weights, first `{name}`, are" if len(names) > 1 else f"`{name}` is"
         yield Diagnostic(
             ROUNDED_UPDATES, f"{which} updated in {dtype}",
             Label(compiled.plan.optimizer.arguments.statement.span),

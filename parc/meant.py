@@ -51,21 +51,21 @@ def find_meant(compiled: Compiled) -> Meant | None:
     if not cost or len(compiled.captured.graph.nodes) > _MOST_OPERATORS:
         return None
     plan = compiled.plan
-    best, found = _sent(compiled.built.reshards), list[tuple[Span, str]]()
+    best, lines = _sent(compiled.built.reshards), list[tuple[Span, str]]()
     groups = {group for reshard in compiled.built.reshards if is_gather(reshard)
               for kind in (reshard.source, reshard.result) for group in _groups(kind)}  # fmt: skip
     left = cost
     for _ in range(_TOGETHER):
-        tries = [(_sent(made), line, text, changed, made) for line, text, changed in _changes(plan, groups)
-                 if (made := _tried(compiled, changed)) is not None]  # fmt: skip
-        sent, line, text, changed, made = min(tries, key=lambda tried: tried[:2], default=(best, 0, "", plan, ()))
+        tries = [(_sent(reshards), line, text, changed, reshards) for line, text, changed in _changes(plan, groups)
+                 if (reshards := _tried(compiled, changed)) is not None]  # fmt: skip
+        sent, line, text, changed, reshards = min(tries, key=lambda tried: tried[:2], default=(best, 0, "", plan, ()))
         if sent >= best * (1 if left else _WORTH):
             break
-        best, plan, left = sent, changed, _gathered(made)
+        best, plan, left = sent, changed, _gathered(reshards)
         span = line_span(compiled.plan, line)
         assert span is not None
-        found.append((span, text))
-    return Meant(tuple(found), cost) if found and not left else None
+        lines.append((span, text))
+    return Meant(tuple(lines), cost) if lines and not left else None
 
 
 def _groups(kind: AxisType) -> set[int]:

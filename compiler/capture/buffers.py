@@ -24,21 +24,23 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
         CaptureError: what is assigned is no tensor of the buffer's shape and dtype. One without elements, which nothing
             can be read of, may become anything.
     """
-    found = [(path, module, name, value) for path, module in model.named_modules()
+    buffers = [(path, module, name, value) for path, module in model.named_modules()
              for name, value in module.named_buffers(recurse=False) if value.numel()]  # fmt: skip
     yield
     assigned: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
-    for path, module, name, value in found:
-        made: Any = getattr(module, name, None)
-        if made is not value:
-            now, then = (_name_type(tensor) for tensor in (made, value))
+    for path, module, name, value in buffers:
+        assigned_value: Any = getattr(module, name, None)
+        if assigned_value is not value:
+            now, then = (_name_type(tensor) for tensor in (assigned_value, value))
             if now != then:
                 called = f"{path}.{name}" if path else name
                 help_ = "register it as it becomes, or keep it as a plain attribute"
                 raise CaptureError("other", f"the buffer `{called}` becomes {now}, not {then}", help=help_)
-            assigned.append((module, name, value, made.detach().clone()))  # it may be another buffer, assigned too
-    for module, name, value, made in assigned:
-        setattr(module, name, value.copy_(made))
+            assigned.append(
+                (module, name, value, assigned_value.detach().clone())
+            )  # it may be another buffer, assigned too
+    for module, name, value, assigned_value in assigned:
+        setattr(module, name, value.copy_(assigned_value))
 
 
 def beside_makers(updates: Mapping[str, fx.Node], buffers: Mapping[str, fx.Node], graph: fx.Graph) -> None:

@@ -196,9 +196,9 @@ def _select_by_tensors(graph: fx.Graph) -> None:
         if noted(index).value.dtype in (torch.int64, torch.int32):
             x, dim = node.args[:2]
             with graph.inserting_before(node):
-                made = graph.call_function(aten.index.Tensor, (x, [None] * (dim % noted(x).value.dim()) + [index]))
-            copy_facts(node, made)
-            node.replace_all_uses_with(made)
+                lookup = graph.call_function(aten.index.Tensor, (x, [None] * (dim % noted(x).value.dim()) + [index]))
+            copy_facts(node, lookup)
+            node.replace_all_uses_with(lookup)
             graph.erase_node(node)
             if not number.users:
                 graph.erase_node(number)
@@ -236,11 +236,11 @@ def check_values(graph: fx.Graph) -> None:
                 raise _at(node, f"{node.target} gives {what} depends on the values of tensors", "control", help_)
             if isinstance(value, torch.Tensor) and not is_supported(value.dtype):
                 binding: Binding | None = noted(node).binding
-                made = f"the {binding.words} is" if binding is not None else f"{node.target} gives"
-                raise _at(node, f"{made} {_name(value.dtype)}, a dtype that programs do not hold")
+                subject = f"the {binding.words} is" if binding is not None else f"{node.target} gives"
+                raise _at(node, f"{subject} {_name(value.dtype)}, a dtype that programs do not hold")
         if facts(node.target).flops is not None:
-            given = node.args[:3] if "attention" in str(node.target) else node.args
-            dtypes = [noted(n).value.dtype for n in given if isinstance(n, fx.Node)]
+            operands = node.args[:3] if "attention" in str(node.target) else node.args
+            dtypes = [noted(n).value.dtype for n in operands if isinstance(n, fx.Node)]
             if len(set(dtypes)) > 1:
                 names = " and ".join(dict.fromkeys(map(_name, dtypes)))
                 raise _at(node, f"{node.target} takes tensors of one dtype, not {names}")
@@ -305,11 +305,11 @@ def _bindings(signature: ExportGraphSignature, aliases: Mapping[str, str], input
     """Return the binding of each placeholder, by the placeholder's name."""
     kinds: dict[InputKind, Kind] = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
     kinds[InputKind.CONSTANT_TENSOR] = "constant"
-    given = iter(inputs)
+    remaining = iter(inputs)
     bindings = {}
     for spec in signature.input_specs:
         kind: Kind = kinds.get(spec.kind, "input")
-        name = next(given) if kind == "input" else str(spec.target).removeprefix("model.")
+        name = next(remaining) if kind == "input" else str(spec.target).removeprefix("model.")
         bindings[spec.arg.name] = Binding(kind, aliases.get(name, name) if kind == "parameter" else name)
     return bindings
 

@@ -185,12 +185,12 @@ def pow_(x: Any, y: Any) -> ComplexPair:
     if isinstance(y, (int, float)) and float(y).is_integer() and abs(y) <= 64:
         if y == 0:
             return ComplexPair(torch.ones_like(whole(x)[0]), None)
-        made, power = None, reciprocal(x) if y < 0 else pair(x)
+        result, power = None, reciprocal(x) if y < 0 else pair(x)
         for bit in bin(abs(int(y)))[:1:-1]:
             if bit == "1":
-                made = power if made is None else mul(made, power)
+                result = power if result is None else mul(result, power)
             power = mul(power, power)
-        return made or power
+        return result or power
     return exp(mul(y, log(x) if isinstance(x, (ComplexPair, Tensor)) else cmath.log(x)))
 
 
@@ -258,9 +258,9 @@ def product(op: Any) -> Callable[..., ComplexPair]:
             parts = {place: leaves[place][part] for place, part in zip(places, choice, strict=True)}
             if any(part is None for part in parts.values()):
                 continue
-            given, options = tree_unflatten([parts.get(at, leaf) for at, leaf in enumerate(leaves)], structure)
+            operands, options = tree_unflatten([parts.get(at, leaf) for at, leaf in enumerate(leaves)], structure)
             turns = sum(choice) % 4
-            sums[turns % 2] = (_plus if turns < 2 else _minus)(sums[turns % 2], op(*given, **options))
+            sums[turns % 2] = (_plus if turns < 2 else _minus)(sums[turns % 2], op(*operands, **options))
         return ComplexPair(*sums)
 
     return rule

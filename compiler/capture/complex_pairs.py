@@ -101,9 +101,9 @@ class _Rewriter:
         buffer."""
         if node not in self.made:
             return node
-        made = self._apply(RULES[aten.view_as_real.default], node, ((node,), {}), real_form(noted(node).value))
-        assert isinstance(made, fx.Node)
-        return made
+        stored = self._apply(RULES[aten.view_as_real.default], node, ((node,), {}), real_form(noted(node).value))
+        assert isinstance(stored, fx.Node)
+        return stored
 
     def _apply(self, rule: Callable[..., Any], near: fx.Node, call: tuple[Any, Any], val: Any = None) -> Any:
         """Write the nodes that a rule makes for a call before ``near``. Equal calls are traced once."""
@@ -190,8 +190,8 @@ def _conform(made: Any, val: Any) -> Any:
 def _as(value: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         return torch.full(shape, value, dtype=dtype)
-    made: torch.Tensor = value if value.dtype == dtype else aten._to_copy.default(value, dtype=dtype)
-    return made if made.shape == shape else made.expand(shape)
+    cast: torch.Tensor = value if value.dtype == dtype else aten._to_copy.default(value, dtype=dtype)
+    return cast if cast.shape == shape else cast.expand(shape)
 
 
 def _no_pairs(node: fx.Node) -> CaptureError:

@@ -43,9 +43,9 @@ def _filled(value: Callable[..., Any]) -> Rule:
     """Return the rule of an operator that makes a tensor of one number; shape and type come from the result."""
 
     def rule(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
-        made = value(*args)  # a tensor without dims, or a number
-        made = pair(made if isinstance(made, (ComplexPair, Tensor)) else complex(made))
-        return made if dtype is None or dtype.is_complex else made.real or 0.0
+        number = value(*args)  # a tensor without dims, or a number
+        number = pair(number if isinstance(number, (ComplexPair, Tensor)) else complex(number))
+        return number if dtype is None or dtype.is_complex else number.real or 0.0
 
     return rule
 
@@ -62,8 +62,8 @@ def _each(op: Any, call: Callable[..., Any] | None = None) -> Rule:
     names = [argument.name for argument in op._schema.arguments]
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        data = tree_leaves([value for name, value in given.items() if name in _DATA], is_pair)
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        data = tree_leaves([value for name, value in arguments.items() if name in _DATA], is_pair)
 
         def part(place: int) -> Any:
             if all(pair(value)[place] is None for value in data):
@@ -72,7 +72,7 @@ def _each(op: Any, call: Callable[..., Any] | None = None) -> Rule:
                 name: value.to_real() if isinstance(value, torch.dtype)
                 else tree_map(lambda one: _part(one, place), value, is_leaf=is_pair) if name in _DATA
                 else value
-                for name, value in given.items()
+                for name, value in arguments.items()
             }  # fmt: skip
             first = [made.pop(name) for name in names[: len(args)]]
             return (call or op)(*first, **made)
@@ -91,27 +91,27 @@ def _biased(op: Any) -> Rule:
     second."""
 
     def rule(x: Any, weight: Any, bias: Any = None, *rest: Any, **kwargs: Any) -> ComplexPair:
-        made = product(op)(x, weight, None, *rest, **kwargs)
+        result = product(op)(x, weight, None, *rest, **kwargs)
         if bias is None:
-            return made
+            return result
         dims = 0 if op is aten.linear.default else whole(weight)[0].dim() - 2
         spread = (None if part is None else part.reshape([-1, *[1] * dims]) for part in pair(bias))
-        return add(made, ComplexPair(*spread))
+        return add(result, ComplexPair(*spread))
 
     return rule
 
 
 def _plus_product(op: Any) -> Rule:
     def rule(x: Any, first: Any, second: Any, *, beta: Any = 1, alpha: Any = 1) -> ComplexPair:
-        made = product(op)(first, second)
-        return add(x if beta == 1 else mul(x, beta), made if alpha == 1 else mul(made, alpha))
+        result = product(op)(first, second)
+        return add(x if beta == 1 else mul(x, beta), result if alpha == 1 else mul(result, alpha))
 
     return rule
 
 
 def _norm(x: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
-    made: Tensor = aten.linalg_vector_norm.default(numbers.abs_(x), *args, **kwargs)
-    return made
+    norm: Tensor = aten.linalg_vector_norm.default(numbers.abs_(x), *args, **kwargs)
+    return norm
 
 
 def _dropout(x: Any, p: float, train: bool | None) -> tuple[ComplexPair, Tensor]:

@@ -28,8 +28,8 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
     once."""
     if _rewritten(exported.graph, exported.graph_module):
         return exported
-    made: ExportedProgram = exported.run_decompositions({})
-    return made
+    traced: ExportedProgram = exported.run_decompositions({})
+    return traced
 
 
 def _rewritten(graph: fx.Graph, module: fx.GraphModule) -> bool:
@@ -70,10 +70,10 @@ def _is_plain(node: fx.Node) -> bool:
         return node.op != "get_attr"
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not facts(target).exported:
         return False
-    made = [value for value in tree_leaves(noted(node).value) if value is not None]
+    results = [value for value in tree_leaves(noted(node).value) if value is not None]
     return all(
         isinstance(value, torch.Tensor) and not value.is_complex() and all(type(size) is int for size in value.shape)
-        for value in made
+        for value in results
     )
 
 
@@ -116,8 +116,8 @@ def parts_of(
 def inline(graph: fx.Graph, node: fx.Node, parts: fx.Graph, operands: Sequence[Any], placed: bool = False) -> None:
     """Replace an operator by the nodes of ``parts``. They get the operator's place in the model's code, unless they are
     ``placed``."""
-    given = [part for part in parts.nodes if part.op == "placeholder"]
-    mapping: dict[fx.Node, fx.Node] = dict(zip(given, operands, strict=True))
+    placeholders = [part for part in parts.nodes if part.op == "placeholder"]
+    mapping: dict[fx.Node, fx.Node] = dict(zip(placeholders, operands, strict=True))
     with graph.inserting_before(node):
         outputs: Any = graph.graph_copy(parts, mapping)
     for old, new in mapping.items():

@@ -37,9 +37,9 @@ def explain_failure(error: Exception, in_loss: bool) -> CaptureError:
 
 def user_frame(error: BaseException) -> str:
     """``file:line`` of the innermost frame outside torch."""
-    found = ""
+    innermost = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
         if "/torch/" not in path and not path.startswith(("<", _OURS)):
-            found = f"{path}:{line}"
-    return found
+            innermost = f"{path}:{line}"
+    return innermost

@@ -21,11 +21,11 @@ _ROOT = 1  # of torch's ways to scale; 0 is none, 2 the size itself
 
 def to_complex(x: Any, dims: Sequence[int], scale: int, forward: bool) -> ComplexPair:
     """``_fft_c2c``: from complex numbers to as many complex numbers."""
-    made = pair(x)
+    result = pair(x)
     for dim in dims:
         size = whole(x)[0].shape[dim]
-        made = _along(made, dim, _turns(size, size, size, forward, whole(x)[0].dtype))
-    return _scaled(made, [whole(x)[0].shape[dim] for dim in dims], scale)
+        result = _along(result, dim, _turns(size, size, size, forward, whole(x)[0].dtype))
+    return _scaled(result, [whole(x)[0].shape[dim] for dim in dims], scale)
 
 
 def of_reals(x: Tensor, dims: Sequence[int], scale: int, half: bool) -> ComplexPair:
@@ -33,20 +33,20 @@ def of_reals(x: Tensor, dims: Sequence[int], scale: int, half: bool) -> ComplexP
     conjugates."""
     sizes = [x.shape[dim] for dim in dims]
     rows = sizes[-1] // 2 + 1 if half else sizes[-1]
-    made = _along(ComplexPair(x, None), dims[-1], _turns(rows, sizes[-1], sizes[-1], True, x.dtype))
-    return _scaled(to_complex(made, dims[:-1], 0, True), sizes, scale)
+    half_spectrum = _along(ComplexPair(x, None), dims[-1], _turns(rows, sizes[-1], sizes[-1], True, x.dtype))
+    return _scaled(to_complex(half_spectrum, dims[:-1], 0, True), sizes, scale)
 
 
 def to_reals(x: Any, dims: Sequence[int], scale: int, size: int) -> Tensor:
     """``_fft_c2r``: from one half to ``size`` reals; an entry whose conjugate is in the other half counts twice."""
-    made = to_complex(x, dims[:-1], 0, False)
-    real, _ = whole(made)
+    result = to_complex(x, dims[:-1], 0, False)
+    real, _ = whole(result)
     columns = torch.arange(real.shape[dims[-1]])
     both = _cast((columns > 0) & (columns * 2 < size), dtype=real.dtype)
     turns = _turns(size, len(columns), size, False, real.dtype)
-    made = _along(made, dims[-1], ComplexPair(*(part * (both + 1.0) for part in turns)))
+    result = _along(result, dims[-1], ComplexPair(*(part * (both + 1.0) for part in turns)))
     sizes = [*(real.shape[dim] for dim in dims[:-1]), size]
-    return whole(_scaled(made, sizes, scale))[0]
+    return whole(_scaled(result, sizes, scale))[0]
 
 
 def _turns(rows: int, columns: int, size: int, forward: bool, dtype: torch.dtype) -> ComplexPair:

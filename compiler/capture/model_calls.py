@@ -174,9 +174,9 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
         function = _with_lines(function)
 
     def call(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        given = (inputs[name] if name in inputs else value_at(name, output) for name in lines.operands)
+        operands = (inputs[name] if name in inputs else value_at(name, output) for name in lines.operands)
         with ending_said():
-            return function(*given)  # type: ignore[no-any-return]
+            return function(*operands)  # type: ignore[no-any-return]
 
     return call
 
@@ -184,6 +184,6 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
 def _with_lines(function: FunctionType) -> FunctionType:
     """Return the function under the name ``forward``: an export records the lines of functions of that name only."""
     code = function.__code__.replace(co_name="forward")
-    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    renamed = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    renamed.__kwdefaults__ = function.__kwdefaults__
+    return renamed

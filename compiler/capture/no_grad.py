@@ -37,6 +37,6 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     value = noted(node).value
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
         return node
-    made = graph.call_function(torch.ops.aten.detach.default, (node,))
-    copy_facts(node, made)
-    return made
+    detach = graph.call_function(torch.ops.aten.detach.default, (node,))
+    copy_facts(node, detach)
+    return detach

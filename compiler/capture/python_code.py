@@ -153,8 +153,8 @@ def _is_inert(node: ast.AST | None, library: set[str], others: set[str]) -> bool
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             arguments = [*ast.walk(node.args), node.returns]
             hints = [argument.annotation for argument in arguments if isinstance(argument, ast.arg)]
-            given = [*node.args.defaults, *node.args.kw_defaults, *hints, node.returns]
-            return _decorated(node, library, others) and all(_is_inert(value, library, others) for value in given)
+            parts = [*node.args.defaults, *node.args.kw_defaults, *hints, node.returns]
+            return _decorated(node, library, others) and all(_is_inert(value, library, others) for value in parts)
         case ast.Assign():
             return all(map(_is_name, node.targets)) and _is_inert(node.value, library, others)
         case ast.AnnAssign():
@@ -188,16 +188,16 @@ def _decorated(
 ) -> bool:
     """Return whether a definition's decorators do nothing but wrap it."""
     for decorator in node.decorator_list:
-        given: list[ast.expr] = []
+        arguments: list[ast.expr] = []
         if isinstance(decorator, ast.Call):
-            given, decorator = [*decorator.args, *(word.value for word in decorator.keywords)], decorator.func
+            arguments, decorator = [*decorator.args, *(word.value for word in decorator.keywords)], decorator.func
         name = _dotted(decorator)
         first = name.partition(".")[0]
         mine = first in others and first not in library
         setter = name.endswith((".setter", ".getter", ".deleter"))
         if not setter and (mine or name not in _DECORATORS):
             return False
-        if not all(_is_inert(value, library, others) for value in given):
+        if not all(_is_inert(value, library, others) for value in arguments):
             return False
     return True
 

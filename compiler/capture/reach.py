@@ -64,9 +64,9 @@ def made_of(graph: fx.Graph, kinds: Collection[Kind], but: Collection[Binding] =
     reached: set[fx.Node] = set()
     for node in graph.nodes:
         binding = noted(node).binding
-        given = binding.kind in kinds and binding not in but
+        bound = binding.kind in kinds and binding not in but
         if (
-            given
+            bound
             if node.op == "placeholder"
             else node.op == "call_function" and reached.issuperset(node.all_input_nodes)
         ):

@@ -75,15 +75,15 @@ class Weights:
         return faults
 
     def _unlike(self, name: str, tensor: Expected) -> Iterator[str]:
-        found = self.tensors[name]
-        if found.shape != tensor.shape:
-            yield f"`{name}` is {list(found.shape)} there and {list(tensor.shape)} in the model"
-        elif found.dtype is None:
-            yield f"`{name}` is of type {found.type_name}, which parc does not read"
-        elif found.dtype != tensor.dtype and not _holds(tensor.dtype, found.dtype):
-            floats = found.dtype.is_floating_point and tensor.dtype.is_floating_point
+        stored = self.tensors[name]
+        if stored.shape != tensor.shape:
+            yield f"`{name}` is {list(stored.shape)} there and {list(tensor.shape)} in the model"
+        elif stored.dtype is None:
+            yield f"`{name}` is of type {stored.type_name}, which parc does not read"
+        elif stored.dtype != tensor.dtype and not _holds(tensor.dtype, stored.dtype):
+            floats = stored.dtype.is_floating_point and tensor.dtype.is_floating_point
             if not (floats and self.rounded):
-                types = f"{found.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
+                types = f"{stored.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
                 yield f"`{name}` is {types}" + (": write `rounded` to allow it" if floats else "")
 
     def whole(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
@@ -104,8 +104,8 @@ class Weights:
             WeightsError: the file can no longer be read.
         """
         places = [real_entries(type_, dim, pads, mesh, at) for dim in range(len(type_.shape))]
-        found = self._read(self._named(names), [_runs(entries) for _, entries in places])
-        return spread(found.to(type_.dtype), [kept for kept, _ in places])
+        numbers = self._read(self._named(names), [_runs(entries) for _, entries in places])
+        return spread(numbers.to(type_.dtype), [kept for kept, _ in places])
 
     def _named(self, names: Sequence[str]) -> str:
         name = next((name for name in names if name in self.tensors), None)
@@ -115,18 +115,18 @@ class Weights:
 
     def _read(self, name: str, runs: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
         """Return the parts of a tensor that lie at the crossings of its dims' runs, put together."""
-        found = self.tensors[name]
+        stored = self.tensors[name]
         try:
-            if found.file not in self._open:
-                self._open[found.file] = self._stack.enter_context(safe_open(found.file, framework="pt"))
-            if not found.shape:
-                return self._open[found.file].get_tensor(name)  # type: ignore[no-any-return]
-            if not found.is_complex:
-                return self._own(found, name, runs)
-            parts = real_form(self._own(found, name, runs[:-1]))
+            if stored.file not in self._open:
+                self._open[stored.file] = self._stack.enter_context(safe_open(stored.file, framework="pt"))
+            if not stored.shape:
+                return self._open[stored.file].get_tensor(name)  # type: ignore[no-any-return]
+            if not stored.is_complex:
+                return self._own(stored, name, runs)
+            parts = real_form(self._own(stored, name, runs[:-1]))
             return torch.cat([parts[..., first:last] for first, last in runs[-1]], -1)
         except (SafetensorError, OSError) as error:
-            raise WeightsError(f"`{found.file}` cannot be read: {error}") from None
+            raise WeightsError(f"`{stored.file}` cannot be read: {error}") from None
 
     def _own(self, found: _Found, name: str, runs: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
         file = self._open[found.file]

@@ -121,9 +121,9 @@ class Write(Node):
         node: Node = self
         while isinstance(node, Write):  # a loop, not recursion: code that writes row by row makes long chains
             hit, logical = node.find(todo)
-            found = hit.nonzero().squeeze(1)
-            if found.numel():
-                out[places[found]] = replay.any_number(node.source, logical[found])
+            hits = hit.nonzero().squeeze(1)
+            if hits.numel():
+                out[places[hits]] = replay.any_number(node.source, logical[hits])
                 rest = (~hit).nonzero().squeeze(1)
                 todo, places = todo[rest], places[rest]
                 if not rest.numel():

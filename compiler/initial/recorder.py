@@ -124,12 +124,12 @@ class RecipeRecorder(TorchDispatchMode):
     def _note(self, func: Any, given: tuple[Any, Any], reads: tuple[Any, Any], out: Any) -> None:
         """Give a node to every storage that an operator made or wrote. Views share their storage's node."""
         written = _written(func, *given)
-        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in self._nodes]
+        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in self._nodes]
         targets = written or fresh
         if not targets:
             return
-        if len(targets) == 1 and (written or len(made) == 1):
+        if len(targets) == 1 and (written or len(results) == 1):
             node = self._elements(func, given, reads, targets[0])
             if node is not None:
                 self._store(targets[0], node)
@@ -139,11 +139,11 @@ class RecipeRecorder(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         draw = self._draw(counter.uniform, None, 0, torch.float64) if is_random else None
         args, kwargs = pytree.tree_map(lambda leaf: "cpu" if isinstance(leaf, torch.device) else leaf, reads)
-        if kwargs.get("dtype", 0) is None and len(made) == 1:  # the default dtype of then, not of the replay
-            kwargs["dtype"] = made[0].dtype
+        if kwargs.get("dtype", 0) is None and len(results) == 1:  # the default dtype of then, not of the replay
+            kwargs["dtype"] = results[0].dtype
         call = CallNode(func, args, kwargs, places, draw)
-        for place, tensor in enumerate([*made, *written]):
-            if any(tensor is target for target in targets) and not (place < len(made) and written):
+        for place, tensor in enumerate([*results, *written]):
+            if any(tensor is target for target in targets) and not (place < len(results) and written):
                 self._store(tensor, Result(tensor.numel(), tensor.dtype, call, place))
 
     def _elements(self, func: Any, given: tuple[Any, Any], reads: tuple[Any, Any], target: Tensor) -> Node | None:

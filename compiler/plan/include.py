@@ -135,9 +135,9 @@ class Expanded:
         for item in arguments.flat("args"):
             if not isinstance(item, Setting):
                 self._fail(Diagnostic(WRONG_KIND, "arguments are given by name", Label(item.span), help="`name=value`"))
-        found = self._open(line, arguments.span("file"))
-        if found is not None:
-            yield from self._read(found, {}, arguments.bindings("args"))
+        source = self._open(line, arguments.span("file"))
+        if source is not None:
+            yield from self._read(source, {}, arguments.bindings("args"))
 
     def _open(self, line: Include, span: Span) -> Source | None:
         """Return the text that a line includes, or None after noting why there is none."""
@@ -147,7 +147,7 @@ class Expanded:
         folder = source.path.parent if source.path is not None else Path()
         path = folder / line.file
         chain = [line.span, *line.span.includes]
-        names = [found.source.name for found in reversed(chain)]
+        names = [included.source.name for included in reversed(chain)]
         for at, above in enumerate(reversed(chain)):
             if above.source.path is not None and above.source.path.resolve() == path.resolve():
                 way = " → ".join([*names[at:], names[at]])

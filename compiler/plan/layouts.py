@@ -155,9 +155,9 @@ def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
             errors.append(Diagnostic(BAD_VALUE, message, Label(factor.span), help="sizes are 1 or more"))
     layout = DimLayout(terms[0] if terms else (), group.span, more=tuple(terms[1:]))
     axes = [[axis.text for factor in term for axis in factor.axes] for term in terms]
-    for part, found in zip(terms[1:], axes[1:], strict=True):
-        if found != axes[0] and part:
-            split, other = (" and ".join(f"`{axis}`" for axis in one) or "nothing" for one in (axes[0], found))
+    for part, part_axes in zip(terms[1:], axes[1:], strict=True):
+        if part_axes != axes[0] and part:
+            split, other = (" and ".join(f"`{axis}`" for axis in one) or "nothing" for one in (axes[0], part_axes))
             message = f"the first part is split over {split}, this one over {other}"
             help_ = "every part is split over the same axes, as in `(h/tp d + g/tp d)`"
             errors.append(Diagnostic(PARTS_UNKNOWN, message, Label(part[0].span.to(part[-1].span)), help=help_))
@@ -167,7 +167,7 @@ def read_sub_dims(group: Group) -> tuple[DimLayout, tuple[Diagnostic, ...]]:
 def _check_rows(rows: DimLayout, axis: Word) -> Iterator[Diagnostic]:
     """Find the error of sub-dims of which not exactly one is split, over this axis alone."""
     yield from _repeated(rows.axes)
-    other = next((found for found in rows.axes if found.text != axis.text), None)
+    other = next((name for name in rows.axes if name.text != axis.text), None)
     if other is not None:
         message = f"the rows are split over `{other.text}`, the line over `{axis.text}`"
         related = (Label(axis.span, "the line's axis"),)

@@ -124,8 +124,8 @@ def _with_defines(diagnostic: Diagnostic, defines: Mapping[str, str]) -> Diagnos
     if span is None or next(span.includes, None) is not None:
         return diagnostic
     names = [name for name in IN_STRING.findall(span.text) if name in defines]
-    given = [Source.option(name, defines[name]) for name in names]
-    labels = (Label(Span(source, 0, len(source.text))) for source in given)
+    options = [Source.option(name, defines[name]) for name in names]
+    labels = (Label(Span(source, 0, len(source.text))) for source in options)
     return replace(diagnostic, related=(*labels, *diagnostic.related))
 
 
@@ -183,17 +183,17 @@ def _few(found: Iterator[Diagnostic]) -> Iterator[Diagnostic]:
 
 def _check(scope: Scope, source: Source) -> Iterator[Diagnostic]:
     first: dict[type[Directive], Directive] = {}
-    for found in scope.directives:
-        if found.ONCE and type(found) in first:
-            verb = found.arguments.statement.verb
-            related = (Label(first[type(found)].span, "given here first"),)
+    for line in scope.directives:
+        if line.ONCE and type(line) in first:
+            verb = line.arguments.statement.verb
+            related = (Label(first[type(line)].span, "given here first"),)
             message = f"a plan has one `{verb.text}` line"
             yield Diagnostic(REPEATED, message, Label(verb.span), related, help="remove one of them")
-        first.setdefault(type(found), found)
-        yield from found.check(scope)
-    names = [found.arguments.words("name")[0] for found in scope.all(Input)]
+        first.setdefault(type(line), line)
+        yield from line.check(scope)
+    names = [line.arguments.words("name")[0] for line in scope.all(Input)]
     yield from check_unique(tuple(names), "input")
-    present = {found.arguments.statement.verb.text for found in scope.directives} | scope.broken
+    present = {line.arguments.statement.verb.text for line in scope.directives} | scope.broken
     for required, example in REQUIRED.items():
         if required not in present:
             message = f"`{source.name}` has no `{required}` line"

@@ -107,8 +107,10 @@ def _cut_product(
     known = math.prod(part for part in sizes if part is not None)
     unknown = sizes.count(None)
     if size % known or (not unknown and known != size):
-        made = " × ".join(str(part) for part in sizes if part is not None)
-        message = f"{what} has {size} entries, which are not {f'a multiple of {made}' if unknown else made}"
+        product_text = " × ".join(str(part) for part in sizes if part is not None)
+        message = (
+            f"{what} has {size} entries, which are not {f'a multiple of {product_text}' if unknown else product_text}"
+        )
         help_ = f"give sub-dims whose product is {size}"
         return Diagnostic(WRONG_SUB_DIMS, message, label, help=help_)
     if unknown == 1:

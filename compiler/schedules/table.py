@@ -112,7 +112,7 @@ def _stage_ranks(lies: Mapping[str, TableRow], sizes: Mapping[str, int]) -> Stag
     Raises:
         ValueError: a stage lies on no rank, or on two, or there is no such stage.
     """
-    found: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     for rank in range(sizes["p"]):
         number, words = _row_of(lies, rank, sizes, "line of the stages")
         for word in words.split():
@@ -123,12 +123,12 @@ def _stage_ranks(lies: Mapping[str, TableRow], sizes: Mapping[str, int]) -> Stag
             for stage in own:
                 if stage not in range(sizes["n"]):
                     raise RowError(number, f": there is no stage {stage}, but {sizes['n']} stages")
-                if stage in found:
-                    raise RowError(number, f": stage {stage} is of rank {found[stage]} and of rank {rank}")
-                found[stage] = rank
-        if (own_stages := list(found.values()).count(rank)) != sizes["v"]:
+                if stage in rank_of:
+                    raise RowError(number, f": stage {stage} is of rank {rank_of[stage]} and of rank {rank}")
+                rank_of[stage] = rank
+        if (own_stages := list(rank_of.values()).count(rank)) != sizes["v"]:
             raise RowError(number, f": rank {rank} has {own_stages} stages, not {sizes['v']} as every rank")
-    return tuple(found[stage] for stage in range(sizes["n"]))
+    return tuple(rank_of[stage] for stage in range(sizes["n"]))
 
 
 def _work(words: str, line: int, sizes: Mapping[str, int]) -> Iterator[Action]:
@@ -165,4 +165,4 @@ def _number(text: str, sizes: Mapping[str, int]) -> int:
         raise ValueError(f"`{text}` is not a number")
     terms = re.findall(r"([-+]?)([^-+]+)", text)
     products = (prod(sizes[item] if item in sizes else int(item) for item in term.split("*")) for _, term in terms)
-    return sum(-made if sign == "-" else made for (sign, _), made in zip(terms, products, strict=True))
+    return sum(-product if sign == "-" else product for (sign, _), product in zip(terms, products, strict=True))

@@ -86,9 +86,9 @@ def simulate(
     while moved:
         moved = False
         for role, actions in timelines.items():
-            made = spans[role]
-            for action in actions[len(made) :]:
-                start = made[-1].end if made else 0
+            done = spans[role]
+            for action in actions[len(done) :]:
+                start = done[-1].end if done else 0
                 row = action.message
                 if row is not None and not row.sends:
                     message = Action(action.stage + row.to, send_kind(row.work), action.microbatch)
@@ -97,10 +97,10 @@ def simulate(
                     start = max(start, sent[message] + latency)
                 end = start + _taken(times.get(action.kind, 0), action)
                 sent[action] = start if action.kind == late else end
-                made.append(TimeSpan(action, start, end))
+                done.append(TimeSpan(action, start, end))
                 moved = True
     stuck = [
-        f"{role} at `{timelines[role][len(made)]}`" for role, made in spans.items() if len(made) < len(timelines[role])
+        f"{role} at `{timelines[role][len(done)]}`" for role, done in spans.items() if len(done) < len(timelines[role])
     ]
     if stuck:
         raise ValueError(f"the order never ends: {', '.join(stuck)}")

@@ -57,10 +57,10 @@ class Polynomial:
             monomial = tuple(sorted({name: int(power or 1) for name, _, power in powers if power != "0"}.items()))
             terms[monomial] = Fraction(int(f"{sign}{number or 1}"), int(below or 1) or 1)
             at = match.end()
-        found = cls.of(terms)
-        if str(found) != text:
+        polynomial = cls.of(terms)
+        if str(polynomial) != text:
             raise ValueError(f"`{text}` is no polynomial of sizes such as `B*S/2`")
-        return found
+        return polynomial
 
     def __str__(self) -> str:
         words = []
@@ -177,7 +177,7 @@ def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) ->
     all_known = len(points) == choices_of(ranges)
     names = tuple(ranges)
     for count in range(1, min(len(points) - 1 + all_known, _MOST_TERMS) + 1):
-        found = []
+        fitting = []
         for chosen in itertools.combinations(_monomials(names), count):
             rows = [[Fraction(_value(monomial, point)) for monomial in chosen] for point in points]
             factors = _solve(rows[:count], numbers[:count])
@@ -185,9 +185,9 @@ def fit(points: Sequence[Sizes], numbers: Sequence[Fraction], ranges: Ranges) ->
                 continue
             if all(sum(f * x for f, x in zip(factors, row, strict=True)) == n
                    for row, n in zip(rows[count:], numbers[count:], strict=True)):  # fmt: skip
-                found.append(Polynomial.of(dict(zip(chosen, factors, strict=True))))
-        if found:
-            return found[0] if all_known or all(_same(found[0], other, ranges) for other in found[1:]) else None
+                fitting.append(Polynomial.of(dict(zip(chosen, factors, strict=True))))
+        if fitting:
+            return fitting[0] if all_known or all(_same(fitting[0], other, ranges) for other in fitting[1:]) else None
     return None
 
 

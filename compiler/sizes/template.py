@@ -84,8 +84,8 @@ class Misfit(Exception):
 
     @property
     def origin(self) -> Origin:
-        found = [_parted(row)[1] for row in self.rows]
-        return Origin.parse(next(filter(None, found))) if any(found) else Origin()
+        origins = [_parted(row)[1] for row in self.rows]
+        return Origin.parse(next(filter(None, origins))) if any(origins) else Origin()
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class Template:
         """
         for name, text in texts.items():
             try:
-                found = _expressions(text)
+                expressions = _expressions(text)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            for words in found:
+            for words in expressions:
                 if not words.size.names or words.size.names - ranges.keys():
                     raise ValueError(f"{name}: `{words}` is of no size that has a range")
         return cls(ranges, texts)
@@ -157,20 +157,20 @@ class Template:
         at_largest = self.at(largest)
         for name in {**bound, **made}:
             texts = [texts.get(name, "").split("\n") for texts in (bound, made, at_largest)]
-            for row, found, first in zip_longest(*texts, fillvalue=""):
-                if row != found:
-                    return Misfit(name, (largest, sizes), (first, found), _numberless(row) == _numberless(found))
+            for row, made_row, first in zip_longest(*texts, fillvalue=""):
+                if row != made_row:
+                    return Misfit(name, (largest, sizes), (first, made_row), _numberless(row) == _numberless(made_row))
         return None
 
     def faults(self, mesh: Mesh) -> list[ShapeFault]:
         """Return the faults of sizes. None means a proof that a rank's sizes are whole numbers at all declared sizes,
         and that the shapes which a rank keeps between steps do not depend on sizes."""
-        found: dict[str, ShapeFault] = {}
+        by_message: dict[str, ShapeFault] = {}
         for name, text in self.texts.items():
             for row in text.split("\n"):
                 for fault in _row_faults(name, row, self.ranges, mesh) if "{" in row else ():
-                    found.setdefault(fault.message, fault)
-        return list(found.values())
+                    by_message.setdefault(fault.message, fault)
+        return list(by_message.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +241,9 @@ def _fitted(numbers: Sequence[str], ranges: Ranges, points: Sequence[Sizes]) -> 
         # what is written is rounded: the nearest number of few digits below, which `at` must round back to it
         sizes = fit(points, [value.limit_denominator(1000) for value in exact], ranges)
         if sizes is not None:
-            found = Expression(sizes, kind)
-            if [found.at(point) for point in points] == list(numbers):
-                return f"{{{found}}}"
+            expression = Expression(sizes, kind)
+            if [expression.at(point) for point in points] == list(numbers):
+                return f"{{{expression}}}"
     return None
 
 
@@ -257,12 +257,12 @@ def _row_faults(file: str, row: str, ranges: Ranges, mesh: Mesh) -> Iterator[Sha
         yield ShapeFault(file, value, "", 0, message, divides=False)
         return
     for match in _CUT_PLACE.finditer(head):
-        found = Expression.parse(match[1])
+        expression = Expression.parse(match[1])
         axes = match[2].split("/")[1:]
         ways = math.prod(mesh.size(axis) for axis in axes)
-        part = Polynomial.of({monomial: factor / ways for monomial, factor in found.size.terms})
-        if not found.kind and not is_whole(part, ranges):
+        part = Polynomial.of({monomial: factor / ways for monomial, factor in expression.size.terms})
+        if not expression.kind and not is_whole(part, ranges):
             way = constraint(part, ranges) or "choose other sizes, or split another dim"
             over = f", split over {', '.join(f'`{axis}`' for axis in axes)}, does not divide by {ways}"
-            message = f"{found}{over if axes else ' is not always a whole number'}: {way}"
+            message = f"{expression}{over if axes else ' is not always a whole number'}: {way}"
             yield ShapeFault(file, value, at.module, at.plan, message)

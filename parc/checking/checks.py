@@ -163,11 +163,11 @@ def hold_template(compiled: Compiled) -> None:
     """
     template = compiled.build.template
     for at in compiled.cases()[1:] if template is not None else ():
-        made = compile_plan(at.plan, at.folder, overrides=at.overrides, copies=at.copies, longer=at.resolved.pads)
+        recompiled = compile_plan(at.plan, at.folder, overrides=at.overrides, copies=at.copies, longer=at.resolved.pads)
         assert template is not None
         captured = replace(template, texts={REFERENCE_FILE: template.texts[REFERENCE_FILE]})
         sizes = {name: at.sizes[name] for name in template.ranges}
-        misfit = captured.misfit(sizes, {REFERENCE_FILE: made.build.texts[REFERENCE_FILE]})
+        misfit = captured.misfit(sizes, {REFERENCE_FILE: recompiled.build.texts[REFERENCE_FILE]})
         if misfit is not None:
             raise PlanError([misfit_diagnostic(compiled.plan, misfit)])
 
@@ -187,7 +187,7 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
     cases = subject.cases()
     if subject.template is not None:
         on += f", at {'; '.join(sizes_text(at.sizes) for at in cases)}"
-    found: dict[str, Any] = {"on": on, "tolerance": TOLERANCE}
+    numbers: dict[str, Any] = {"on": on, "tolerance": TOLERANCE}
     for at in cases:
         case = case_of(at)
         with one_thread():
@@ -210,10 +210,10 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
         }  # fmt: skip
         if agreement.metric:
             errors["metric"] = agreement.metric
-        found.update((name, max(found.get(name, 0), error)) for name, error in errors.items())
+        numbers.update((name, max(numbers.get(name, 0), error)) for name, error in errors.items())
         where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
         checked.faults += _number_faults(agreement, eager, where)
-    checked.report["numbers"] = found
+    checked.report["numbers"] = numbers
 
 
 def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iterator[Fault]:

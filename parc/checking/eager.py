@@ -84,8 +84,8 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
         eager = _eager(compiled, inputs)
     except Exception as error:
         raise PlanError([failure(compiled.plan, error)]) from error
-    if found := _fault(compiled, case, inputs, eager):
-        raise PlanError([found])
+    if fault := _fault(compiled, case, inputs, eager):
+        raise PlanError([fault])
     agreement = _closest(compiled, case, inputs, eager)
     if eager.functions and not agreement.holds and agreement.loss <= agreement.allowed[0]:
         raise PlanError([_own_gradient(compiled.plan.model, eager.functions)])
@@ -127,10 +127,10 @@ class _Narrow(TorchDispatchMode):
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        floats = (x for x in tree_leaves(made) if isinstance(x, torch.Tensor) and x.is_floating_point())
+        results = func(*args, **(kwargs or {}))
+        floats = (x for x in tree_leaves(results) if isinstance(x, torch.Tensor) and x.is_floating_point())
         self.seen = self.seen or any(x.element_size() < 8 for x in floats)
-        return made
+        return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ def _fault(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], e
         if not bool(value.isfinite().all()):
             message = f"the gradient of `{name}` is not finite on a batch of random data (the loss is {eager.loss:.6g})"
             return not_finite(compiled.plan.model, message)
-    others = [made for made in eager.again if not torch.allclose(made[-1], eager.loss, rtol=1e-5, atol=0)]
+    others = [other for other in eager.again if not torch.allclose(other[-1], eager.loss, rtol=1e-5, atol=0)]
     if not others:
         return None
     *output, loss = others[0]
@@ -266,9 +266,9 @@ def not_finite(line: Directive, message: str, help_: str = CLAMP, notes: tuple[s
 def _agreement(
     found: _Result, expected: _Result, allowed: tuple[float, float, float], floor: float = 1e-30
 ) -> EagerAgreement:
-    made, wanted = found.gradients, expected.gradients
+    gradients, wanted = found.gradients, expected.gradients
     difference = torch.stack([
-        (made.get(name, torch.zeros_like(value)) - value).double().norm() for name, value in wanted.items()
+        (gradients.get(name, torch.zeros_like(value)) - value).double().norm() for name, value in wanted.items()
     ]).norm()  # fmt: skip
     whole = torch.stack([value.double().norm() for value in wanted.values()]).norm()
     apart = (found.loss - expected.loss).abs() / expected.loss.abs().clamp_min(1e-12)

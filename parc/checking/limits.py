@@ -52,14 +52,14 @@ def hold_promises(compiled: Compiled) -> None:
 def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
     programs = compiled.build.programs
     kinds = [row.kind for row in step_kinds() if row.kind in programs]
-    found = [message for kind in kinds for message in messages(programs[kind])]
+    ran = [message for kind in kinds for message in messages(programs[kind])]
     among: Counter[Communication] = (
         Counter()
     )  # sums among roles, which joined programs do not have; each role says the same
     for role in compiled.build.roles.values():
         own = (program for program in role.programs.values() if ACTIONS[program.action].program == "role")
         among |= Counter(m for program in own for m in messages(program) if m.op == "all_reduce_among")
-    found += among.elements()
+    ran += among.elements()
     names = names_of(compiled.captured)
 
     def owners(message: Communication) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def _collectives(compiled: Compiled) -> Iterator[Diagnostic]:
                 yield result
             else:
                 modules += result
-        meant = [message for message in found if promise.means(message.op, owners(message), message.phase)]
+        meant = [message for message in ran if promise.means(message.op, owners(message), message.phase)]
         inside = {module: [m for m in meant if _within(m.origin.module, module)] for module in modules}
         if promise.count == 0:
             yield from _forbidden(compiled, promise, [m for part in inside.values() for m in part])
@@ -101,20 +101,20 @@ def _unexpected(
 ) -> Iterator[Diagnostic]:
     """Return one message for all modules with the same wrong number."""
     wrong: dict[int, list[str]] = {}
-    for module, found in inside.items():
-        if len(found) != promise.count:
-            wrong.setdefault(len(found), []).append(module)
+    for module, own_messages in inside.items():
+        if len(own_messages) != promise.count:
+            wrong.setdefault(len(own_messages), []).append(module)
     for count, modules in wrong.items():
         where = f"`{modules[0]}`" if modules[0] else "the model"
         what = "collectives" if promise.op.text == "any" else f"`{promise.op.text}`"
         over = f" over `{promise.axis.text}`" if promise.axis is not None else ""
-        found = inside[modules[0]]
-        groups = _alike(found)
+        own_messages = inside[modules[0]]
+        groups = _alike(own_messages)
         notes = [f"{_described(m)}{_times(others + 1)}: {_cause(m)}" for m, others in groups[:_SHOWN]]
         notes += [f"and {len(groups) - _SHOWN} more"] if len(groups) > _SHOWN else []
         notes += [f"the same holds for {len(modules) - 1} more of the modules"] if len(modules) > 1 else []
         message = f"{where} has {count} {what}{over}, not {promise.count}"
-        related = _related(compiled, found[0]) if found else ()
+        related = _related(compiled, own_messages[0]) if own_messages else ()
         counted = _COUNTED["" if promise.phase is None else promise.phase.text]
         help_ = f"{counted}: place the module otherwise, or correct the number"
         yield Diagnostic(NOT_EXPECTED, message, Label(promise.span), related, help=help_, notes=tuple(notes))

@@ -65,5 +65,5 @@ def _short(text: str) -> str:
 
 
 def _as_read(value: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json_text(value))
-    return found
+    parsed: dict[str, Any] = json.loads(json_text(value))
+    return parsed

@@ -67,11 +67,11 @@ def subject_of(compiled: Compiled) -> Subject:
             if part > 0.5 or work * part > _LARGE_WORK:
                 continue
             try:
-                made = _compiled(compiled, compiled.mesh, sizes, {})
+                smaller = _compiled(compiled, compiled.mesh, sizes, {})
             except PlanError:
                 continue  # the model does not take these
-            if not _differences(compiled, made, compiled.build.programs):
-                return Subject(made, f"the same programs at {sizes_text(sizes)}")
+            if not _differences(compiled, smaller, compiled.build.programs):
+                return Subject(smaller, f"the same programs at {sizes_text(sizes)}")
     if work > _LARGE_WORK or not few_ranks:
         twin, differences = find_twin(compiled, compiled.build.programs)
         few = work_of(twin) > _MOST_WORK // _STEPS
@@ -88,11 +88,11 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
     first: tuple[Compiled, list[Fault]] | None = None
     problem: PlanError | None = None
     for mesh in _meshes(compiled.mesh):
-        given = _arguments(compiled.plan)
-        chosen = {name: int(given.pop(name)) for name in compiled.plan.sizes if name in given}  # type: ignore[arg-type]
+        arguments = _arguments(compiled.plan)
+        chosen = {name: int(arguments.pop(name)) for name in compiled.plan.sizes if name in arguments}  # type: ignore[arg-type]
         for sizes in _smaller_sizes(compiled, mesh, chosen):
             try:
-                twin = _small_enough(_compiled(compiled, mesh, sizes, given))
+                twin = _small_enough(_compiled(compiled, mesh, sizes, arguments))
             except PlanError as error:  # that it is too large is said before that its sizes are not the model's
                 too_large = error.diagnostics[0].code is NO_TWIN
                 problem = error if problem is None or too_large else problem
@@ -198,8 +198,8 @@ def _stages(plan: Plan, mesh: Mesh) -> tuple[Stage, ...]:
 def _arguments(plan: Plan) -> dict[str, Literal]:
     """Return the ``verify`` line's arguments and sizes; the plan's own number is kept where it is smaller already."""
     own = {**dict(plan.model.values), **{name: size.high for name, size in plan.sizes.items()}}
-    given = dict(plan.verify.values) if plan.verify is not None else {}
-    return {name: _smaller(value, own.get(name)) for name, value in given.items()}
+    arguments = dict(plan.verify.values) if plan.verify is not None else {}
+    return {name: _smaller(value, own.get(name)) for name, value in arguments.items()}
 
 
 def _smaller(value: Literal, own: Literal) -> Literal:
@@ -209,8 +209,8 @@ def _smaller(value: Literal, own: Literal) -> Literal:
 
 def twin_text(twin: Compiled, few_steps: bool = False) -> str:
     """Return the words that say how the twin is smaller."""
-    given = _arguments(twin.plan)
-    words = [f"{name}={value}" for name, value in given.items()]
-    words += [f"{name}={size}" for name, size in twin.plan.sizes.items() if name not in given]
+    arguments = _arguments(twin.plan)
+    words = [f"{name}={value}" for name, value in arguments.items()]
+    words += [f"{name}={size}" for name, size in twin.plan.sizes.items() if name not in arguments]
     few = " (large for its numbers, so no more steps)" if few_steps else ""
     return f"the twin: {', '.join(words)}, mesh {twin.mesh}{few}"

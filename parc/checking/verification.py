@@ -40,10 +40,10 @@ def verify_static(path: Path) -> Verified:
     """
     altered: list[str] = []
     build = read_build(path, altered=altered, imports=False)
-    found = Verified(build, check_files(build), altered)
-    if not found.faults:
-        found.checks = dict.fromkeys(proved(build), "proved")
-    return found
+    verified = Verified(build, check_files(build), altered)
+    if not verified.faults:
+        verified.checks = dict.fromkeys(proved(build), "proved")
+    return verified
 
 
 def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: bool = False) -> Verified:
@@ -63,26 +63,26 @@ def verify_build(path: Path, progress: Progress = lambda _: None, *, locate: boo
     check_fits(build, build.programs[FORWARD].mesh.world)
     check_source_of(build)
     progress("shapes, types, communication")
-    found = Verified(build, check_files(build), altered)
-    if found.faults:
-        return found
-    found.checks = dict.fromkeys(proved(build), "proved")
+    verified = Verified(build, check_files(build), altered)
+    if verified.faults:
+        return verified
+    verified.checks = dict.fromkeys(proved(build), "proved")
     progress("numbers")
     compiled = compile_plan(plan_of(build), build.folder)
-    found.faults += differences(build, compiled)
+    verified.faults += differences(build, compiled)
     compiled = replace(compiled, written=build)
     hold_promises(compiled)
     checked = Checked({}, [])
     check_numbers(compiled, checked)
-    found.faults += checked.faults
-    found.numbers = checked.report.get("numbers", {})
-    if not found.faults:
-        found.checks["numbers"] = "tested"
+    verified.faults += checked.faults
+    verified.numbers = checked.report.get("numbers", {})
+    if not verified.faults:
+        verified.checks["numbers"] = "tested"
     elif locate and checked.faults:
         progress("first difference")
         subject = subject_of(compiled).compiled
         differing = (first_difference(case_of(at)) for at in subject.cases())
-        found.difference = str(
+        verified.difference = str(
             next(filter(None, differing), "no line of the forward differs: look at the backward of what is named above")
         )
-    return found
+    return verified

@@ -24,10 +24,10 @@ def build_options(parser: argparse.ArgumentParser) -> None:
 def build_command(given: argparse.Namespace) -> int:
     """Build, and print what was built."""
     out = given.out or default_out(given.plan)
-    made = make(given, given.plan, out)
-    if isinstance(made, int):
-        return made
-    report, seconds = made
+    outcome = make(given, given.plan, out)
+    if isinstance(outcome, int):
+        return outcome
+    report, seconds = outcome
     if given.json:
         print_json({**report, "seconds": seconds})
     else:

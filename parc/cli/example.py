@@ -79,10 +79,10 @@ def _imported(text: str) -> Iterator[str]:
 
 def _plans() -> dict[str, str]:
     """Return the text of each plan, by name."""
-    found = sorted((files("parc") / "examples").iterdir(), key=lambda entry: entry.name)
+    entries = sorted((files("parc") / "examples").iterdir(), key=lambda entry: entry.name)
     return {
         entry.name.removesuffix(".parc"): entry.read_text(encoding="utf-8")
-        for entry in found
+        for entry in entries
         if entry.name.endswith(".parc")
     }
 

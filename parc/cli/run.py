@@ -119,9 +119,9 @@ def _run(given: argparse.Namespace) -> int:
             say(NO_STEPS)
             return 2
         target = default_out(target)
-        made = make(given, given.target, target)
-        if isinstance(made, int):
-            return made
+        outcome = make(given, given.target, target)
+        if isinstance(outcome, int):
+            return outcome
         say(f"built {target}")
     build = open_build(target)
     if faults := plan_faults(build.manifest, plan_of(build)):

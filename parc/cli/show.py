@@ -48,8 +48,8 @@ def show_command(given: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="parc-show-") as folder:
         from parc.cli.build import make
 
-        made = make(given, given.target, Path(folder) / "build")
-        return made if isinstance(made, int) else _show(given, Path(folder) / "build")
+        outcome = make(given, given.target, Path(folder) / "build")
+        return outcome if isinstance(outcome, int) else _show(given, Path(folder) / "build")
 
 
 def _expand(given: argparse.Namespace) -> int:

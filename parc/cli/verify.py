@@ -30,32 +30,37 @@ def verify_command(given: argparse.Namespace) -> int:
         from parc.checking.verification import verify_build, verify_static
 
         if given.static:
-            found = verify_static(given.build)
+            verified = verify_static(given.build)
         else:
-            found = verify_build(given.build, progress, locate=given.first_difference)
+            verified = verify_build(given.build, progress, locate=given.first_difference)
     if given.json:
-        faults = [{"check": fault.check, "where": fault.where, "message": fault.message} for fault in found.faults]
-        outcome = {"checks": found.checks, "numbers": found.numbers, "altered": found.altered, "faults": faults}
-        print_json({**outcome, "first_difference": found.difference or None})
-    if found.faults:
-        if found.difference:
-            say(f"first difference: {found.difference}\n")
-        return show_refusal(found.faults, edited=given.build)
-    if found.altered:
+        faults = [{"check": fault.check, "where": fault.where, "message": fault.message} for fault in verified.faults]
+        outcome = {
+            "checks": verified.checks,
+            "numbers": verified.numbers,
+            "altered": verified.altered,
+            "faults": faults,
+        }
+        print_json({**outcome, "first_difference": verified.difference or None})
+    if verified.faults:
+        if verified.difference:
+            say(f"first difference: {verified.difference}\n")
+        return show_refusal(verified.faults, edited=given.build)
+    if verified.altered:
         from parc.compiler.build.directory import again
         from parc.grammar.codes_build import BAD_BUILD
         from parc.grammar.diagnostics import Diagnostic
         from parc.grammar.nearest import listed
 
-        message = f"{listed(found.altered)} not as built, though every check holds"
+        message = f"{listed(verified.altered)} not as built, though every check holds"
         show([Diagnostic(BAD_BUILD, message, help=again(given.build))])
         return 1
-    if moved := found.build.moved():
+    if moved := verified.build.moved():
         say(f"note: {moved}")
-    held = ", ".join(f"{name} {how}" for name, how in found.checks.items())
+    held = ", ".join(f"{name} {how}" for name, how in verified.checks.items())
     if given.static:
         say(f"{given.build}: {held}; the model was not imported, numbers not tested")
         return 0
-    worst = max(found.numbers[kind] for kind in ("loss", "gradient", "parameter"))
-    say(f"{given.build}: {held} (largest relative error {worst:.1e}, on {found.numbers['on']})")
+    worst = max(verified.numbers[kind] for kind in ("loss", "gradient", "parameter"))
+    say(f"{given.build}: {held} (largest relative error {worst:.1e}, on {verified.numbers['on']})")
     return 0

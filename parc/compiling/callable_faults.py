@@ -34,7 +34,7 @@ def callable_faults(plan: Plan, folder: Path) -> Iterator[Diagnostic]:
 
 def callable_diagnostic(code: Code, error: CallableError, *lines: Directive | None) -> Diagnostic:
     """Return the error of a callable, at the first line, or at the argument of a line that it does not take."""
-    found = [
+    spans = [
         binding.span
         for line in lines
         if line is not None and error.argument
@@ -43,7 +43,7 @@ def callable_diagnostic(code: Code, error: CallableError, *lines: Directive | No
     ]
     first = lines[0]
     assert first is not None
-    label = Label(found[0] if found else first.span)
+    label = Label(spans[0] if spans else first.span)
     return Diagnostic(code, str(error), label, help=error.help, notes=own_trace(error.__cause__))
 
 

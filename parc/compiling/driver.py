@@ -173,8 +173,8 @@ def compile_captured(
     except RuleMisfit as error:
         source = [f"at {error.origin.source}"] if error.origin.source else []
         span = plan.model.arguments.statement.span
-        found = Diagnostic(BAD_RULE, str(error), Label(span), help=error.hint, notes=tuple(source))
-        raise PlanError([found]) from error
+        misfit = Diagnostic(BAD_RULE, str(error), Label(span), help=error.hint, notes=tuple(source))
+        raise PlanError([misfit]) from error
     pipeline = asked.request.pipeline
     timelines = timelines_of(plan, built.programs, pipeline, folder)
     sizes = {name: size.high for name, size in plan.sizes.items()}

@@ -31,14 +31,14 @@ def init_facts(plan: Plan, recorded: Recorded, captured: Captured) -> dict[str, 
 def state_tensors(recorded: Recorded, captured: Captured) -> list[Expected]:
     """Return the tensors of the model's state, tied ones once with all their names."""
     aliases = captured.aliases
-    found: dict[str, Expected] = {}
+    tensors: dict[str, Expected] = {}
     for name, value in recorded.module.state_dict().items():
         if isinstance(value, torch.Tensor):
             owner = aliases.get(name, name)
-            names = (*found[owner].names, name) if owner in found else (name,)
+            names = (*tensors[owner].names, name) if owner in tensors else (name,)
             held = real_form(value)
-            found[owner] = Expected(names, tuple(held.shape), held.dtype)
-    return list(found.values())
+            tensors[owner] = Expected(names, tuple(held.shape), held.dtype)
+    return list(tensors.values())
 
 
 def check_weights(plan: Plan, folder: Path, recorded: Recorded, captured: Captured) -> None:

@@ -54,7 +54,9 @@ def sample_said(plan: Plan, folder: Path) -> Iterator[None]:
     try:
         yield
     except PlanError as error:
-        if any(found.code is CAPTURE_FAILED for found in error.diagnostics) and (sample := _first_sample(plan, folder)):
+        if any(diagnostic.code is CAPTURE_FAILED for diagnostic in error.diagnostics) and (
+            sample := _first_sample(plan, folder)
+        ):
             raise PlanError([*_misfits(plan, sample, input_facts(plan)), *error.diagnostics]) from error
         raise
 

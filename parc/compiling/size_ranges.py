@@ -38,7 +38,7 @@ def compile_range(
     Raises:
         PlanError: the plan or the model is at fault at some size, or has no one program for two of them.
     """
-    ranges, made, points, texts = (
+    ranges, compilations, points, texts = (
         moving(plan.sizes),
         list[_Made](),
         list[Mapping[str, int]](),
@@ -49,13 +49,15 @@ def compile_range(
     confirmed, broken = 0, False
     for point in sample_points(ranges):
         try:
-            made.append(compile_at(point))
+            compilations.append(compile_at(point))
         except PlanError as error:
             raise PlanError(at_sizes(error.diagnostics, point)) from error.__cause__
         points.append(point)
-        texts.append(texts_of(made[-1]))
-        if constants_of(made[-1]) != constants_of(made[0]):
-            raise PlanError([_constant_diagnostic(plan, constants_of(made[-1]), constants_of(made[0]), point)])
+        texts.append(texts_of(compilations[-1]))
+        if constants_of(compilations[-1]) != constants_of(compilations[0]):
+            raise PlanError(
+                [_constant_diagnostic(plan, constants_of(compilations[-1]), constants_of(compilations[0]), point)]
+            )
         try:
             holds = template is not None and template.misfit(point, texts[-1]) is None
         except ValueError:  # no whole number here, which is what to say, if at others it is right
@@ -72,7 +74,7 @@ def compile_range(
     if template is None:
         assert misfit is not None
         raise PlanError([misfit_diagnostic(plan, misfit)])
-    return made, template
+    return compilations, template
 
 
 def _merged(

@@ -43,7 +43,7 @@ class Copies:
     def parts(self, mesh: Mesh) -> dict[tuple[str, str], int]:
         """Return the number of parts into which a value is split, by value and axis."""
         axes = {key: mesh.parts(key[1])[:number] for key, number in self.kept.items()}
-        return {key: math.prod(map(mesh.size, found)) for key, found in axes.items()}
+        return {key: math.prod(map(mesh.size, sub_axes)) for key, sub_axes in axes.items()}
 
     def splits(self, seed: PlacementSeed, mesh: Mesh) -> dict[str, Split | None]:
         """Return the split, or None for whole, that a seed asks for on each sub-axis of its axis."""
@@ -56,8 +56,8 @@ class Copies:
 
     def gathers(self, seeds: Iterable[PlacementSeed], mesh: Mesh) -> list[tuple[PlacementSeed, tuple[str, ...]]]:
         """Return, for the seeds of fused values, the sub-axes over which the few heads are gathered."""
-        found = [(seed, self.fused.get((seed.value, seed.axis))) for seed in seeds]
-        return [(seed, mesh.parts(seed.axis)[number:]) for seed, number in found if number is not None]
+        numbered = [(seed, self.fused.get((seed.value, seed.axis))) for seed in seeds]
+        return [(seed, mesh.parts(seed.axis)[number:]) for seed, number in numbered if number is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ def few_heads(graph: fx.Graph, fused: Sequence[tuple[PlacementSeed, Sequence[str
     if not fused:
         return frozenset()
     follower = Follower(graph)
-    found = [(_heads_of(follower, seed), axes) for seed, axes in fused if seed.value in follower.parameters]
-    return frozenset((key, axis) for heads, axes in found if heads for key in heads.few for axis in axes)
+    fused_heads = [(_heads_of(follower, seed), axes) for seed, axes in fused if seed.value in follower.parameters]
+    return frozenset((key, axis) for heads, axes in fused_heads if heads for key in heads.few for axis in axes)
 
 
 def _heads_of(follower: Follower, seed: PlacementSeed) -> _Heads | None:
@@ -190,8 +190,8 @@ def _contracted(follower: Follower, node: fx.Node) -> set[str]:
     rule = follower.rule(node)
     kept = {name for dims in rule.results for names in dims for name in names}
     pairs = zip(operands_of(node), rule.operands, strict=True)
-    found = [{name for names in dims for name in names} - kept for n, dims in pairs if n in follower.computed]
-    return {name for at, first in enumerate(found) for second in found[:at] for name in first & second}
+    factors = [{name for names in dims for name in names} - kept for n, dims in pairs if n in follower.computed]
+    return {name for at, first in enumerate(factors) for second in factors[:at] for name in first & second}
 
 
 def _each(outer: Outer, size: int) -> int:

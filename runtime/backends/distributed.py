@@ -82,12 +82,12 @@ def _regroup(
     places = torch.arange(piece.shape[dim] * ranks)
     before = [slice_dim(places, ranks, rank, 0, outer) for rank in range(ranks)]
     after = [slice_dim(places, ranks, rank, 0, to_outer) for rank in range(ranks)]
-    given = [torch.isin(before[index], theirs).nonzero().flatten().to(piece.device) for theirs in after]
+    to_send = [torch.isin(before[index], theirs).nonzero().flatten().to(piece.device) for theirs in after]
     taken = [torch.isin(after[index], theirs).nonzero().flatten().to(piece.device) for theirs in before]
     rows = piece.movedim(dim, 0)
-    sent = torch.cat([rows.index_select(0, chosen) for chosen in given])
+    sent = torch.cat([rows.index_select(0, chosen) for chosen in to_send])
     received = torch.empty_like(sent)
-    sizes = [len(chosen) for chosen in taken], [len(chosen) for chosen in given]
+    sizes = [len(chosen) for chosen in taken], [len(chosen) for chosen in to_send]
     backend.meet(dist.all_to_all_single, received, sent, *sizes, axes=axes)
     result = torch.empty_like(received)
     result[torch.cat(taken)] = received
@@ -144,8 +144,8 @@ class _Waiter:
         self._waits.put(None)
 
     def _run(self) -> None:
-        while (given := self._waits.get()) is not None:
-            wait, future = given
+        while (pair := self._waits.get()) is not None:
+            wait, future = pair
             try:
                 wait()
                 future.set_result(None)
@@ -189,9 +189,9 @@ class Distributed:
         for axes, members in sorted({self._place(*place) for place in places}, key=str):
             for group in mesh.groups(axes):
                 chosen = group if members is None else [group[place] for place in members]
-                made = new_group(chosen)
+                process_group = new_group(chosen)
                 if rank in chosen:
-                    self._groups[axes, members] = made
+                    self._groups[axes, members] = process_group
         self._kinds = [row.kind for row in step_kinds("work") if row.to]
         self._channels: dict[tuple[int, str], Any] = {}
         self._what = ""
@@ -206,8 +206,8 @@ class Distributed:
         pairs = [(stage, kind) for kind in self._kinds for stage, place in enumerate(self.stages)
                  if 0 <= (to := stage + ACTIONS[kind].to) < len(self.stages) and self.stages[to] != place]  # fmt: skip
         if self.device.type == "cpu":
-            made = self._line_group(axis)
-            self._channels = dict.fromkeys(pairs, made)
+            line = self._line_group(axis)
+            self._channels = dict.fromkeys(pairs, line)
             self._waiter = _Waiter()
             return
         for stage, kind in pairs:
@@ -220,8 +220,8 @@ class Distributed:
                 self.receive(message, [((1,), token.dtype)])()
 
     def _line_group(self, axis: str) -> Any:
-        made = [(ranks, new_group(ranks)) for ranks in self.mesh.groups((axis,))]
-        return next(group for ranks, group in made if self.rank in ranks)
+        groups = [(ranks, new_group(ranks)) for ranks in self.mesh.groups((axis,))]
+        return next(group for ranks, group in groups if self.rank in ranks)
 
     def release(self) -> None:
         """Release the groups, so that they can end."""

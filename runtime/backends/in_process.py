@@ -135,10 +135,10 @@ class InProcess:
         row = COLLECTIVES[op]
         mine = dict(zip(self._ranks, pieces, strict=True))
         if self._meeting is not None and self.axis in row.axes(args):
-            made = self._jointly(self._meeting, op, list(args), mine)
+            by_rank = self._jointly(self._meeting, op, list(args), mine)
         else:
-            made = self._results(op, args, mine)
-        results = [made[rank] for rank in self._ranks]
+            by_rank = self._results(op, args, mine)
+        results = [by_rank[rank] for rank in self._ranks]
         if spare and op in SUMS:
             results = [
                 piece.copy_(result) if piece.is_contiguous() else result
@@ -153,10 +153,10 @@ class InProcess:
         for group in row.groups(self.mesh, args):
             if group[0] not in pieces:
                 continue
-            made = row.group([pieces[rank] for rank in group], args)
-            for index, (rank, piece) in enumerate(zip(group, made, strict=True)):
+            group_results = row.group([pieces[rank] for rank in group], args)
+            for index, (rank, piece) in enumerate(zip(group, group_results, strict=True)):
                 # each rank may write over what it got
-                results[rank] = piece.clone() if any(piece is other for other in made[:index]) else piece
+                results[rank] = piece.clone() if any(piece is other for other in group_results[:index]) else piece
         return results
 
     def _jointly(

@@ -93,11 +93,13 @@ class ReferenceRun:
         self, function: str, batch: Mapping[str, torch.Tensor], step: int, microbatch: int
     ) -> dict[str, Any]:
         called = self.case.reference.function(function)
-        given: dict[str, Any] = {value.name: torch.tensor([step, microbatch]) for value in called.bound("rng").values()}
+        environment: dict[str, Any] = {
+            value.name: torch.tensor([step, microbatch]) for value in called.bound("rng").values()
+        }
         sources = ((("input",), batch), (PARAMETERS, self.parameters), (BUFFERS, self.buffers))
         for kinds, source in sources:
-            given.update((value.name, source[name]) for name, value in called.bound(*kinds).items())
-        return given
+            environment.update((value.name, source[name]) for name, value in called.bound(*kinds).items())
+        return environment
 
     def gradients(
         self, batches: Microbatches, step: int, uncounted: float = 1.0
@@ -105,10 +107,10 @@ class ReferenceRun:
         """Return loss and whole gradients of one step; ``uncounted`` scales a loss that no count divides."""
         scale = torch.tensor(uncounted, dtype=torch.float64)
         if self.counts:
-            made = [
+            counts = [
                 self.machine.run([self._environment("count", b, step, i)], "count")[0] for i, b in enumerate(batches)
             ]
-            scale = 1.0 / sum(m[COUNT].double() for m in made)
+            scale = 1.0 / sum(m[COUNT].double() for m in counts)
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(batches):
             (made_,) = self.machine.run([self._environment("forward", batch, step, index)])
@@ -129,7 +131,7 @@ class ReferenceRun:
                 for name, value in METRICS[kind](self.parameters, gradients).items()
             }
             # clipping scales in place, and what is returned is compared before clipping
-            given = {name: gradient.clone() for name, gradient in gradients.items()}
+            own_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
             line = self.case.optimizer
-            update(self.optimizer, self.parameters, given, norm, line["clip"], rate(line, step + 1))
+            update(self.optimizer, self.parameters, own_gradients, norm, line["clip"], rate(line, step + 1))
         return total, gradients

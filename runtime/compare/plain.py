@@ -77,17 +77,20 @@ class _CountedDropout(TorchDispatchMode):
         if func is aten.native_dropout.default and args[2] is not False and 0 < args[1] < 1:
             keep = keep_mask(*self._next(args[0]), args[1])
             return args[0] * keep.to(args[0].dtype).mul_(1 / (1 - args[1])), keep
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func is aten.bernoulli.default:
-            return made.copy_(random(*self._next(made), "uniform", made.dtype) < args[0])
+            return result.copy_(random(*self._next(result), "uniform", result.dtype) < args[0])
         law = facts(func).law
         if law in ("uniform", "normal"):
             names = [argument.name for argument in func._schema.arguments]
-            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}  # dispatch drops defaults
-            low, high = given.get("from", given.get("mean", 0.0)), given.get("to", given.get("std", 1.0))
-            drawn = random(*self._next(made), law, made.dtype)
-            made.copy_(drawn * (high - low if law == "uniform" else high) + low)
-        return made
+            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}  # dispatch drops defaults
+            low, high = (
+                arguments.get("from", arguments.get("mean", 0.0)),
+                arguments.get("to", arguments.get("std", 1.0)),
+            )
+            drawn = random(*self._next(result), law, result.dtype)
+            result.copy_(drawn * (high - low if law == "uniform" else high) + low)
+        return result
 
 
 @final
@@ -182,7 +185,7 @@ class Plain:
     def _gradients(self, at: Build, parts: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
         """Return the loss, and the gradients summed over microbatches in the plan's type."""
         sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
-        total, found = 0.0, dict[str, Tensor]()
+        total, sums_by_name = 0.0, dict[str, Tensor]()
         for index, (part, weight) in enumerate(zip(parts, self._weights(at, parts), strict=True)):
             if not weight:  # without a target its mean is none
                 continue
@@ -190,12 +193,14 @@ class Plain:
             _, loss = self._plain.forward(inputs, self.step_number, index)
             (loss * weight).backward()
             total += float(loss.detach()) * weight
-            for name, made in self._plain.take_gradients().items():
-                part_sum = made.to(sums) if sums is not None and sums.itemsize < made.dtype.itemsize else made
-                found[name] = found[name] + part_sum if name in found else part_sum
+            for name, gradient in self._plain.take_gradients().items():
+                part_sum = (
+                    gradient.to(sums) if sums is not None and sums.itemsize < gradient.dtype.itemsize else gradient
+                )
+                sums_by_name[name] = sums_by_name[name] + part_sum if name in sums_by_name else part_sum
         trained = self._plain.parameters
         return total, {
-            n: own_form(v.to(real_form(trained[n]).dtype), trained[n].is_complex()) for n, v in found.items()
+            n: own_form(v.to(real_form(trained[n]).dtype), trained[n].is_complex()) for n, v in sums_by_name.items()
         }
 
     def _unread(self, at: Build, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -220,9 +225,9 @@ class Plain:
         needed = at.reference.function("count").bound("input")
         counts = []
         for part in parts:
-            given = {value.name: part[name] for name, value in needed.items()}
-            (made,) = machine.run([given], "count")
-            counts.append(float(made[COUNT]))
+            inputs = {value.name: part[name] for name, value in needed.items()}
+            (results,) = machine.run([inputs], "count")
+            counts.append(float(results[COUNT]))
         return [count / sum(counts) for count in counts]
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class Input(Directive):
             message = f"`{self.dtype}` is not a type of an input"
             help_ = did_you_mean(self.dtype, INPUT_DTYPES, f"types are {listed(INPUT_DTYPES)}")
             yield Diagnostic(BAD_VALUE, message, Label(self.arguments.span("type")), help=help_)
-        known = {given.name.text for sizes in scope.all(Sizes) for given in sizes.arguments.bindings("name")}
+        known = {binding.name.text for sizes in scope.all(Sizes) for binding in sizes.arguments.bindings("name")}
         (layout,) = self.arguments.items("layout")
         assert isinstance(layout, Layout)
         for dim in layout.dims:

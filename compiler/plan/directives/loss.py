@@ -49,7 +49,7 @@ class Loss(Directive):
         yield from check_callable(self.arguments, "callable")
         if self.kind == CROSS_ENTROPY:
             yield from self._check_call()
-        known = [found.name for found in scope.all(Input)]
+        known = [line.name for line in scope.all(Input)]
         for item in _operands(self.arguments):
             if isinstance(item, Setting) and self.kind == CROSS_ENTROPY:
                 continue

@@ -97,8 +97,8 @@ def outer_first(lines: Sequence[MeshLine]) -> list[MeshLine]:
 
 def merged(lines: Sequence[MeshLine]) -> tuple[Setting, ...]:
     """Return every axis once, with the size in the first line that names it."""
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     for line in outer_first(lines):
         for binding in line.arguments.bindings("name"):
-            found.setdefault(binding.name.text, binding)
-    return tuple(found.values())
+            settings.setdefault(binding.name.text, binding)
+    return tuple(settings.values())

@@ -43,7 +43,7 @@ class Stage(Directive):
             yield from self._check_beside(first)
             return
         yield from self._check_placements(scope)
-        verbs = {found.arguments.statement.verb.text for found in scope.directives} | scope.broken
+        verbs = {other.arguments.statement.verb.text for other in scope.directives} | scope.broken
         if "schedule" not in verbs:
             help_ = "add a line: `schedule 1f1b microbatches 8`"
             yield Diagnostic(NO_SCHEDULE, "stages have no schedule", Label(self.span), help=help_)
@@ -62,12 +62,12 @@ class Stage(Directive):
 
     def _check_placements(self, scope: Scope) -> Iterator[Diagnostic]:
         """Find placements of other lines on the axis of stages."""
-        for found in scope.directives:
+        for other in scope.directives:
             words: tuple[Word, ...] = ()
-            if isinstance(found, SplitWeights):
-                words = (found.axis,)
-            elif isinstance(found, Fix):
-                words = tuple(axis for dim in found.dims or () for axis in dim.axes)
+            if isinstance(other, SplitWeights):
+                words = (other.axis,)
+            elif isinstance(other, Fix):
+                words = tuple(axis for dim in other.dims or () for axis in dim.axes)
             for word in words:
                 if word.text == self.axis.text:
                     related = (Label(self.axis.span, "stages lie over it"),)
