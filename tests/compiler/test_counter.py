@@ -1,11 +1,14 @@
 """Counter-based random numbers: their statistics, their bits, and their dependence on key and index alone."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parc.compiler.initial import counter
 
@@ -141,6 +144,41 @@ def test_only_key_and_index_decide(data: st.DataObject) -> None:
 def test_long_index_sets_are_cut_into_blocks_without_a_trace() -> None:
     short = torch.arange(COUNT - 1000, COUNT - 900)
     assert torch.equal(counter.normal(7, INDEX)[short], counter.normal(7, short))
+
+
+ROUNDED = {"add", "sub", "rsub", "mul", "div", "sqrt"}
+"""Operators of which IEEE 754 defines every bit of a result."""
+EXACT = ROUNDED | {
+    "abs", "neg", "minimum", "clamp", "where", "frexp", "to_copy", "copy", "index", "index_put", "slice", "view",
+    "full_like", "lt", "le", "gt",
+}  # fmt: skip
+
+
+class Calls(TorchDispatchMode):
+    """Records the name and the arguments of every operator that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.append((func.overloadpacket.__name__.strip("_"), args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("draw", [*DRAWS, lambda key, index: counter.normal(key, index, 0.0, 0.5)])
+def test_every_bit_of_a_draw_is_defined_on_all_devices(draw: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+    """Beside integers there is only float64, in operators that round exactly, one operation each."""
+    with Calls() as calls:
+        draw(KEYS[0], torch.arange(70000))
+    assert len(calls.made) > 20
+    for name, args, kwargs in calls.made:
+        floats = [item for item in args if isinstance(item, torch.Tensor) and item.is_floating_point()]
+        assert not floats or name in EXACT, name
+        assert {item.dtype for item in floats} <= {torch.float64}
+        if floats and name in ROUNDED:
+            assert "alpha" not in kwargs  # a product and a sum in one: some devices round once
+            assert name != "div" or len(floats) == 2  # by a number: some devices multiply by the reciprocal
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
