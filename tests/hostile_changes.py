@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 HARD: tuple[Any, ...] = (
@@ -98,3 +100,11 @@ def mutate_bytes(draw: random.Random, data: bytes) -> bytes:
         else:
             changed[at : at + 1] = bytes([draw.choice((0, 255, 32, draw.randrange(256)))])
     return bytes(changed)
+
+
+def rehash(folder: Path) -> None:
+    """Set the manifest's hashes to those of the files."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in manifest["files"]:
+        manifest["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))

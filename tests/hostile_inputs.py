@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import io
 import json
 import multiprocessing
@@ -32,7 +31,7 @@ from parc.cli import main
 from parc.runtime.faults import RunError
 from parc.runtime.opening import open_build, open_checkpoint
 from parc.runtime.state.checkpoint import FACTS, TENSORS, save_tensors
-from tests.hostile_changes import mutate_bytes, mutate_json, mutate_text
+from tests.hostile_changes import mutate_bytes, mutate_json, mutate_text, rehash
 from tests.runtime.tiny import BOTH, DATA, EXAMPLES, PLAN, TENSOR, build
 
 MOST = {"read": (10.0, 1 << 30), "build": (120.0, 4 << 30)}
@@ -126,9 +125,7 @@ def read_build_input(draw: random.Random, made: Path, folder: Path) -> tuple[str
     else:
         place.write_bytes(mutate_text(draw, place.read_text("utf-8")).encode("utf-8"))
     if file != "manifest.json" and draw.random() < 0.95:
-        manifest = json.loads((copy / "manifest.json").read_text("utf-8"))
-        manifest["files"][file] = hashlib.sha256(place.read_bytes()).hexdigest()
-        (copy / "manifest.json").write_text(json.dumps(manifest), "utf-8")
+        rehash(copy)
     words = draw.choice((["verify", "--static"], ["verify", "--static"], ["show"], ["show", "--pipeline"]))
     return f"build: {' '.join(words)} of {name} with another {file}", lambda: main([*words, str(copy)])
 

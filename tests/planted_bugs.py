@@ -7,37 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from parc.compiler.verify.precision import check_precision
-from tests.planted_builds import BUILDS, CHECKS, GoodBuild, Verdict, good_build, judge
+from tests.planted_builds import BUILDS, GoodBuild, good_build, judge
 from tests.planted_conversions import CONVERSIONS
 from tests.planted_integers import bounded, shortened
-from tests.planted_large import refusals, refusals_text
+from tests.planted_large import refusals
 from tests.planted_norms import wrong_norms
+from tests.planted_rows import Row, table_text
 from tests.planted_sites import Mutant
 from tests.planted_sizes import size_refusals
 from tests.planted_slips import SLIPS
 from tests.planted_tables import HOW, early_roundings, tables_build
-
-
-@dataclass
-class Row:
-    """A class of mutants: how many, which check is the first to refuse them, how many types refuse."""
-
-    mutants: int = 0
-    by_types: int = 0
-    first: Counter[str] = field(default_factory=Counter)
-    accepted: list[str] = field(default_factory=list)
-
-    def note(self, mutant: Mutant, verdict: Verdict) -> None:
-        """Count one more."""
-        self.mutants += 1
-        self.by_types += verdict.by_types
-        self.first[verdict.check] += 1
-        if not verdict.check:
-            self.accepted.append(mutant.what)
-
 
 COLLECTIVE_CLASSES = (
     "drop a collective", "double a collective", "retype a collective", "re-group a collective", "swap a shard's dim",
@@ -67,7 +48,7 @@ def table(names: Sequence[str] = BUILDS, share: int = 1) -> dict[str, Row]:
         build = good_build(name)
         for mutant in plant(build, share):
             verdict = judge(build, mutant.programs, mutant.actions)
-            rows.setdefault(mutant.kind, Row()).note(mutant, verdict)
+            rows.setdefault(mutant.kind, Row()).note(mutant.what, verdict.check, verdict.by_types)
     return rows
 
 
@@ -78,26 +59,14 @@ def rounding_rows(ways: Sequence[str] = HOW) -> dict[str, Row]:
         made = tables_build(how)
         for mutant in early_roundings(made):
             faults = check_precision(mutant.programs, made.build.reference, made.build.rounding)
-            row.note(mutant, Verdict(faults[0].check if faults else "", "", bool(faults)))
+            row.note(mutant.what, faults[0].check if faults else "", bool(faults))
     return {mutant.kind: row}
 
 
-def table_text(rows: Mapping[str, Row]) -> str:
-    """The table, a line a class and a last line of sums."""
-    head = f"{'class':<40}{'mutants':>9}" + "".join(f"{check:>15}" for check in CHECKS) + f"{'accepted':>10}"
-    lines = [head]
-    total: Counter[str] = Counter()
-    for kind, row in rows.items():
-        total.update(row.first)
-        counts = "".join(f"{row.first[check]:>15}" for check in CHECKS)
-        lines.append(f"{kind:<40}{row.mutants:>9}{counts}{row.first['']:>10}")
-    counts = "".join(f"{total[check]:>15}" for check in CHECKS)
-    lines.append(f"{'all':<40}{sum(total.values()):>9}{counts}{total['']:>10}")
+def share_text(rows: Mapping[str, Row]) -> str:
+    """Return a line about the mutants that types should refuse alone."""
     mutants, by_types = type_share(rows)
-    lines.append(
-        f"types refuse {by_types} of {mutants} mutants of {', '.join(COLLECTIVE_CLASSES)}: {by_types / mutants:.1%}"
-    )
-    return "\n".join(lines)
+    return f"types refuse {by_types} of {mutants} mutants of {', '.join(COLLECTIVE_CLASSES)}: {by_types / mutants:.1%}"
 
 
 def type_share(rows: Mapping[str, Row]) -> tuple[int, int]:
@@ -108,9 +77,6 @@ def type_share(rows: Mapping[str, Row]) -> tuple[int, int]:
 
 if __name__ == "__main__":
     found = table() | rounding_rows()
-    print(table_text(found))
-    for kind, row in found.items():
-        for what in row.accepted:
-            print(f"accepted: {kind}: {what}")
-    print(refusals_text(refusals(60)))
-    print(refusals_text(size_refusals(60), "ranges of sizes, by texts alone"))
+    print(f"{table_text(found)}\n{share_text(found)}")
+    print(table_text(refusals(60), "large builds, by texts alone"))
+    print(table_text(size_refusals(60), "ranges of sizes, by texts alone"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,11 +19,12 @@ from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
 from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.simulate import TOLERANCE, compare
+from tests.planted_rows import CHECKS
+from tests.planted_sites import Programs
 
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # its words on shapes that do not fit
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKS = ("parse", "shapes", "types", "communication", "padding", "numbers")
 
 _GPT = """\
 model "./gpt.py:GPT" (layers=2, width=16, heads=2, vocab=24, length=4, dropout=0.25)
@@ -79,6 +80,15 @@ shard b.weight, c.weight [o/tp, _]
 schedule microbatches 2
 """
 
+TIED = """\
+model "./planted_models.py:Tied" (layers={layers})
+input x float32 [B, 4]
+input wanted float32 [B, 4]
+sizes B=8
+loss "./planted_models.py:square"(output, wanted)
+optimizer sgd lr 0.1 clip 1.0"""
+"""The task of plans that cut a model between its layers."""
+
 _PADDED = """\
 model "./padded_models.py:Mlp" (vocab=13, width=8, hidden=10, kind="sigmoid")
 input tokens int64 [B, S]
@@ -122,9 +132,9 @@ def good_build(name: str) -> GoodBuild:
     return GoodBuild(name, case_of(compiled), compiled.build)
 
 
-def reread(program: Program) -> Program:
-    """What the program's text says: nothing else counts."""
-    return parse_program(program.text())
+def reread(programs: Programs, good: Programs) -> dict[str, Program]:
+    """Return programs as their texts say, where they are not those of the good build: nothing else counts."""
+    return {name: p if p is good.get(name) else parse_program(p.text()) for name, p in programs.items()}
 
 
 @dataclass(frozen=True)
@@ -138,14 +148,14 @@ class Verdict:
 
 def judge(
     build: GoodBuild,
-    programs: Mapping[str, Program],
+    programs: Programs,
     actions: Sequence[Action] | None = None,
 ) -> Verdict:
     """Hold changed programs against every check in order; numbers only where nothing before refuses."""
     case = build.case
     actions = case.actions if actions is None else actions
     try:
-        read = {a: p if p is case.programs.get(a) else reread(p) for a, p in programs.items()}
+        read = reread(programs, case.programs)
     except ProgramError as error:
         return Verdict("parse", str(error), False)
     roles = {SINGLE: replace(build.build.roles[SINGLE], actions=tuple(actions))}

@@ -13,7 +13,7 @@ from parc.compiler.layout.stretches import nest
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Ref
 from tests.planted_builds import GoodBuild
-from tests.planted_sites import Mutant, Programs, Site, sites, with_function
+from tests.planted_sites import Mutant, Programs, Site, sites, with_main
 from tests.planted_types import carried
 
 
@@ -135,9 +135,9 @@ def misplaced(build: GoodBuild) -> Iterator[Mutant]:
 
 def _with_binding(programs: Programs, actions: Sequence[str], binding: Binding | None, type_: TensorType) -> Programs:
     for action in actions:
-        main = programs[action].main
-        parameters = tuple(replace(v, type=type_) if v.binding == binding else v for v in main.parameters)
-        programs = with_function(programs, action, replace(main, parameters=parameters))
+        known = programs[action].main.parameters
+        parameters = tuple(replace(v, type=type_) if v.binding == binding else v for v in known)
+        programs = with_main(programs, action, parameters=parameters)
     return programs
 
 

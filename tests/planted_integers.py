@@ -5,38 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.program.binding import RNG
-from parc.compiler.program.program import Function, Line, Ref, Value, map_references
+from parc.compiler.program.program import Line, Ref, Value
 from tests.planted_builds import GoodBuild
-from tests.planted_sites import Mutant, with_function
+from tests.planted_sites import Mutant, through, with_function
 
 _SAME = (  # for small numbers
     ("aten.clamp.default", (0, 100)), ("aten.clamp.default", (-1000, 2**31)), ("aten.remainder.Scalar", (127,)),
     ("aten.bitwise_and.Scalar", (127,)), ("aten.abs.default", ()),
 )  # fmt: skip
 _SHORT = (torch.int8, torch.int32, torch.float32)
-
-
-def _through(function: Function, name: str, steps: list[tuple[str, Any, Any, torch.dtype]]) -> Function:
-    """The function with a value going through some operators as soon as it is there."""
-    value = function.values()[name]
-    at = next((place + 1 for place, line in enumerate(function.lines) if value in line.results), 0)
-    lines, last = [], name
-    for place, (op, args, kwargs, dtype) in enumerate(steps):
-        made = Value(f"{name}_through_{place}", replace(value.type, dtype=dtype))
-        lines.append(Line((made,), op, (Ref(last), *args), kwargs, function.lines[max(at - 1, 0)].origin))
-        last = made.name
-    later = tuple(
-        replace(line, args=map_references(line.args, lambda used: Ref(last if used == name else used)))
-        for line in function.lines[at:]
-    )
-    returns = tuple((key, last if used == name else used) for key, used in function.returns)
-    return replace(function, lines=(*function.lines[:at], *lines, *later), returns=returns)
 
 
 def shortened(build: GoodBuild) -> Iterator[Mutant]:
@@ -50,18 +32,17 @@ def shortened(build: GoodBuild) -> Iterator[Mutant]:
                 if any(value in line.results and line.calls_function for line in function.lines):
                     continue
                 for op, args in _SAME:
-                    changed = _through(function, name, [(op, args, (), torch.int64)])
+                    changed = through(function, name, [(op, args, torch.int64)])
                     what = f"{action} {function.name}: {name} by {op}{args}"
                     yield Mutant(kind, what, with_function(programs, action, changed))
                 for dtype in _SHORT:
-                    there = ("aten._to_copy.default", (), (("dtype", dtype),), dtype)
-                    back = ("aten._to_copy.default", (), (("dtype", torch.int64),), torch.int64)
+                    casts = [("aten._to_copy.default", (), type_) for type_ in (dtype, torch.int64)]
                     what = f"{action} {function.name}: {name} through {dtype}"
-                    yield Mutant(kind, what, with_function(programs, action, _through(function, name, [there, back])))
+                    yield Mutant(kind, what, with_function(programs, action, through(function, name, casts)))
     for function in programs["F"].functions:
         for value in function.values().values():
             if value.binding == RNG:
-                changed = _through(function, value.name, [("aten.flip.default", ([0],), (), torch.int64)])
+                changed = through(function, value.name, [("aten.flip.default", ([0],), torch.int64)])
                 yield Mutant(kind, f"F: {value.name} flipped", with_function(programs, "F", changed))
 
 
@@ -84,11 +65,11 @@ def bounded(build: GoodBuild) -> Iterator[Mutant]:
         for name in floats[:3]:
             dtype = function.values()[name].type.dtype
             for op, args in _CUT:
-                changed = _through(function, name, [(op, args, (), dtype)])
+                changed = through(function, name, [(op, args, dtype)])
                 yield Mutant(kind, f"F {function.name}: {name} by {op}{args}", with_function(programs, "F", changed))
             bound = Value(f"{name}_bound", TensorType(dtype, (), Placement.of(build.build.mesh, {})))
             for op, number in _CUT_BY:
                 made = Line((bound,), "aten.full.default", ([], number), (("dtype", dtype),))
-                changed = _through(function, name, [(op, (Ref(bound.name),), (), dtype)])
+                changed = through(function, name, [(op, (Ref(bound.name),), dtype)])
                 changed = replace(changed, lines=(made, *changed.lines))
                 yield Mutant(kind, f"F {function.name}: {name} by {op} {number}", with_function(programs, "F", changed))

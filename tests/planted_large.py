@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -17,7 +16,6 @@ from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.source import Source
 from tests.planted_builds import ROOT, reread
 from tests.planted_repeats import (
-    Mutants,
     dropped,
     exchanged,
     exchanged_results,
@@ -33,7 +31,8 @@ from tests.planted_repeats import (
     streams,
     within,
 )
-from tests.planted_sites import Mutant, Programs
+from tests.planted_rows import Row
+from tests.planted_sites import Mutant, Mutants, Programs
 
 _GPT = """\
 model "./gpt.py:GPT" (layers=4, width=32, heads=4, vocab=24, length=8, dropout=0.1)
@@ -115,7 +114,7 @@ class LargeBuild:
     def faults(self, programs: Programs) -> tuple[str, list[Fault]]:
         """What refuses programs in the place of the build's own, and why."""
         try:
-            read = {action: p if p is self.programs[action] else reread(p) for action, p in programs.items()}
+            read = reread(programs, self.programs)
         except ProgramError as error:
             return "parse", [Fault("parse", "", str(error))]
         build = self.compiled.build
@@ -188,24 +187,11 @@ def plant_large(build: LargeBuild, most: int) -> Iterator[Mutant]:
             yield from (Mutant(kind, what, programs) for what, programs in found[:: -(-len(found) // most) or 1])
 
 
-def refusals(most: int, names: Sequence[str] = tuple(PLANS)) -> dict[str, Counter[str]]:
-    """By class what refuses mutants of large builds first: ``parse``, a check of types alone, or the ``twin``; the
-    names of those that nothing refuses are counted as they are."""
-    rows: dict[str, Counter[str]] = {}
+def refusals(most: int, names: Sequence[str] = tuple(PLANS)) -> dict[str, Row]:
+    """Return by class what refuses mutants of large builds first: ``parse``, a check of types, or the ``twin``."""
+    rows: dict[str, Row] = {}
     for name in names:
         build = large_build(name)
         for mutant in plant_large(build, most):
-            check, _ = build.faults(mutant.programs)
-            rows.setdefault(mutant.kind, Counter())[check or f"accepted: {name}: {mutant.what}"] += 1
+            rows.setdefault(mutant.kind, Row()).note(f"{name}: {mutant.what}", build.faults(mutant.programs)[0])
     return rows
-
-
-def refusals_text(rows: Mapping[str, Counter[str]], title: str = "large builds, by texts alone") -> str:
-    """The table, a line a class, and what is accepted."""
-    checks = ("parse", "shapes", "types", "twin")
-    lines = [f"{title:<44}{'mutants':>9}" + "".join(f"{check:>9}" for check in checks)]
-    for kind, row in [*rows.items(), ("all", sum(rows.values(), Counter()))]:
-        counts = "".join(f"{row[check]:>9}" for check in checks)
-        lines.append(f"{kind:<44}{row.total():>9}{counts}")
-        lines += [f"  {found}" for found in row if found not in checks and kind != "all"]
-    return "\n".join(lines)

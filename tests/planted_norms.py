@@ -8,16 +8,14 @@ from itertools import pairwise
 
 from parc.compiler.program.program import Line, Ref
 from tests.planted_builds import GoodBuild
-from tests.planted_sites import Mutant, sites, with_function
+from tests.planted_sites import Mutant, sites, stacked, with_main
 
 
 def wrong_norms(build: GoodBuild) -> Iterator[Mutant]:
     """A gradient counts twice in the norm, or never, or in another's place; or the norm is no root, or scaled."""
     kind, programs = "count a gradient wrongly in the norm", build.case.programs
     main = programs["REDUCE"].main
-    for site in sites(programs, lambda line: line.op == "aten.stack.default"):
-        if site.action != "REDUCE":
-            continue
+    for site in sites(programs, "aten.stack.default", "REDUCE"):
         items = site.line.args[0]
         for place, item in enumerate(items):
             changes = {
@@ -26,21 +24,17 @@ def wrong_norms(build: GoodBuild) -> Iterator[Mutant]:
             }  # fmt: skip
             for what, changed in changes.items():
                 if changed and changed != items:
-                    value = replace(site.result, type=replace(site.result.type, shape=(len(changed),)))
-                    yield Mutant(kind, site.named(f"{item} {what}"), site.replaced(
-                        replace(site.line, results=(value,), args=(changed,))
-                    ))  # fmt: skip
-    squares = list(sites(programs, lambda line: line.op == "parc.square_sum.default"))
+                    yield Mutant(kind, site.named(f"{item} {what}"), site.replaced(stacked(site, changed)))
+    squares = list(sites(programs, "parc.square_sum.default"))
     for one, two in pairwise(squares):
         if one.operand == two.operand:
             yield Mutant(kind, one.named(f"of {two.source}"), one.replaced(replace(one.line, args=two.line.args)))
-    for site in sites(programs, lambda line: line.op == "aten.sqrt.default"):
-        if site.action == "REDUCE":
-            yield Mutant(kind, site.named("leave out"), site.replaced(read=site.source.name))
-            for factor in (2.0, 0.999999):
-                scaled = replace(site.result, name="scaled")
-                more = Line((scaled,), "aten.mul.Scalar", (Ref(site.result.name), factor))
-                yield Mutant(kind, site.named(f"{factor} times"), site.replaced(site.line, more, read="scaled"))
+    for site in sites(programs, "aten.sqrt.default", "REDUCE"):
+        yield Mutant(kind, site.named("leave out"), site.replaced(read=site.source.name))
+        for factor in (2.0, 0.999999):
+            scaled = replace(site.result, name="scaled")
+            more = Line((scaled,), "aten.mul.Scalar", (Ref(site.result.name), factor))
+            yield Mutant(kind, site.named(f"{factor} times"), site.replaced(site.line, more, read="scaled"))
     gradients = [(key, name) for key, name in main.returns if key.kind == "gradient"]
     values = main.values()
     for (key, name), (_, other) in pairwise(gradients):
@@ -49,5 +43,5 @@ def wrong_norms(build: GoodBuild) -> Iterator[Mutant]:
             swapped = tuple((k, swap.get(n, n)) for k, n in main.returns)
             once = tuple((k, other if k == key else n) for k, n in main.returns)
             for what, returns in (("swapped with the next", swapped), ("the next", once)):
-                mutant = with_function(programs, "REDUCE", replace(main, returns=returns))
+                mutant = with_main(programs, "REDUCE", returns=returns)
                 yield Mutant("return another gradient", f"REDUCE: {key} is {what}", mutant)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 from parc.compiler.layout.collectives import COLLECTIVES
 from parc.compiler.program.binding import Binding, Kind
-from parc.compiler.program.program import Function, Line, Ref, map_references
-from tests.planted_sites import Programs, with_function
+from parc.compiler.program.program import Line, Ref, map_references
+from tests.planted_sites import Mutants, Programs, Site, reading, sites, with_argument, with_lines, with_main
 from tests.planted_slips import unreduced
-
-Mutants = Iterator[tuple[str, Programs]]
-
-
-def _main(programs: Programs, action: str, **changes: Any) -> Programs:
-    return with_function(programs, action, replace(programs[action].main, **changes))
 
 
 def _swapped(item: Any, one: str, other: str) -> Any:
@@ -34,11 +28,6 @@ def _alike(programs: Programs, action: str) -> Iterator[tuple[int, Line, int, Li
     for (i, a), (j, b) in combinations(_calls(programs, action), 2):
         if a.op == b.op:
             yield i, a, j, b
-
-
-def _with_lines(programs: Programs, action: str, changed: Mapping[int, Line]) -> Programs:
-    lines = programs[action].main.lines
-    return _main(programs, action, lines=tuple(changed.get(at, line) for at, line in enumerate(lines)))
 
 
 def _roles(programs: Programs, action: str) -> dict[str, str]:
@@ -61,7 +50,7 @@ def exchanged(action: str, kind: str, every: bool, programs: Programs) -> Mutant
                 what = (
                     f"{action} {a.origin.module} and {b.origin.module}: {[str(a.args[at].name) for at in chosen][:3]}"
                 )
-                yield what, _with_lines(programs, action, {i: replace(a, args=first), j: replace(b, args=second)})
+                yield what, with_lines(programs, action, {i: replace(a, args=first), j: replace(b, args=second)})
 
 
 def within(action: str, kind: str, programs: Programs) -> Mutants:
@@ -72,7 +61,7 @@ def within(action: str, kind: str, programs: Programs) -> Mutants:
         for one, other in combinations(read, 2):
             if values[one].type == values[other].type:
                 what = f"{action} {line.origin.module}: {one} and {other}"
-                yield what, _with_lines(programs, action, {at: replace(line, args=_swapped(line.args, one, other))})
+                yield what, with_lines(programs, action, {at: replace(line, args=_swapped(line.args, one, other))})
 
 
 def skipped(programs: Programs) -> Mutants:
@@ -86,11 +75,9 @@ def skipped(programs: Programs) -> Mutants:
                 like = [n for n in made if n != item.name and made[n][1] < made[item.name][1]
                         and values[n].type == values[item.name].type]  # fmt: skip
                 for name in like[-3:]:
-                    args = (*line.args[:place], Ref(name), *line.args[place + 1 :])
-                    yield (
-                        f"{line.origin.module} reads {name} for {item.name}",
-                        _with_lines(programs, "F", {at: replace(line, args=args)}),
-                    )
+                    other = with_argument(line, place, Ref(name))
+                    what = f"{line.origin.module} reads {name} for {item.name}"
+                    yield what, with_lines(programs, "F", {at: other})
         made.update((v.name, (line.op, at)) for v in line.made if line.calls_function)
 
 
@@ -101,9 +88,8 @@ def inputs(programs: Programs) -> Mutants:
     for one, other in combinations(found, 2):
         if one.type == other.type:
             swapped = {one: replace(one, binding=other.binding), other: replace(other, binding=one.binding)}
-            parameters = tuple(swapped.get(v, v)
-                               for v in main.parameters)  # fmt: skip
-            yield f"{one.name} and {other.name}", _main(programs, "F", parameters=parameters)
+            parameters = tuple(swapped.get(v, v) for v in main.parameters)
+            yield f"{one.name} and {other.name}", with_main(programs, "F", parameters=parameters)
 
 
 def reordered(programs: Programs) -> Mutants:
@@ -114,15 +100,10 @@ def reordered(programs: Programs) -> Mutants:
         (between,) = {v.name for v in a.made} & set(b.uses())
         place = [item.name for item in b.args].index(between)
         out = next(n.name for n, m in zip(b.results, a.results, strict=True) if n and m and m.name == between)
-        first = replace(b, args=(*b.args[:place], a.args[place], *b.args[place + 1 :]))
-        second = replace(a, args=(*a.args[:place], Ref(out), *a.args[place + 1 :]))
-        rest = [line if out not in line.uses() else _reading(line, out, between) for line in main.lines[j + 1 :]]
+        first, second = with_argument(b, place, a.args[place]), with_argument(a, place, Ref(out))
+        rest = reading(main, out, between).lines[j + 1 :]
         lines = (*main.lines[:i], *main.lines[i + 1 : j], first, second, *rest)
-        yield f"{b.origin.module} before {a.origin.module}", _main(programs, "F", lines=lines)
-
-
-def _reading(line: Line, old: str, new: str) -> Line:
-    return replace(line, args=tuple(map_references(i, lambda n: Ref(new if n == old else n)) for i in line.args))
+        yield f"{b.origin.module} before {a.origin.module}", with_main(programs, "F", lines=lines)
 
 
 def streams(programs: Programs) -> Mutants:
@@ -131,7 +112,7 @@ def streams(programs: Programs) -> Mutants:
     keys = [(at, line) for at, line in enumerate(lines) if line.op == "parc.stream_key.default"]
     for (i, a), (j, b) in combinations(keys, 2):
         changed = {i: replace(a, args=b.args), j: replace(b, args=a.args)}
-        yield f"{a.args[1]} and {b.args[1]}", _with_lines(programs, "F", changed)
+        yield f"{a.args[1]} and {b.args[1]}", with_lines(programs, "F", changed)
 
 
 def results(action: str, kind: Kind, programs: Programs) -> Mutants:
@@ -142,10 +123,8 @@ def results(action: str, kind: Kind, programs: Programs) -> Mutants:
     for (one, x), (other, y) in combinations(found, 2):
         if values[x].type == values[y].type and x != y:
             swap = {one: y, other: x}
-            yield (
-                f"{one} and {other}",
-                _main(programs, action, returns=tuple((k, swap.get(k, n)) for k, n in main.returns)),
-            )
+            returns = tuple((k, swap.get(k, n)) for k, n in main.returns)
+            yield f"{one} and {other}", with_main(programs, action, returns=returns)
 
 
 def exchanged_results(action: str, programs: Programs) -> Mutants:
@@ -156,7 +135,7 @@ def exchanged_results(action: str, programs: Programs) -> Mutants:
                 changed = {i: _with_result(a, place, y), j: _with_result(b, place, x)}
                 order = programs[action].main.lines[i + 1 : j + 1]
                 if not any(y.name in line.uses() for line in order):
-                    yield f"{action} {x.name} and {y.name}", _with_lines(programs, action, changed)
+                    yield f"{action} {x.name} and {y.name}", with_lines(programs, action, changed)
 
 
 def _with_result(line: Line, place: int, value: Any) -> Line:
@@ -165,22 +144,13 @@ def _with_result(line: Line, place: int, value: Any) -> Line:
 
 def numbers(action: str, factor: float, programs: Programs) -> Mutants:
     """A number that is no size is another, in all repetitions of one program."""
-    for function in programs[action].functions if action in programs else ():
-        for at, line in enumerate(function.lines):
-            for place, item in enumerate(line.args):
-                whole = isinstance(item, int) and not isinstance(item, bool) and "." in line.op and item > 1
-                if line.op not in COLLECTIVES and (whole or (isinstance(item, float) and 0 < item < 1e30)):
-                    other = type(item)(item * factor)
-                    args = (*line.args[:place], other, *line.args[place + 1 :])
-                    yield (
-                        f"{action} {function.name}: {line.op} {other} for {item}",
-                        _with_line(programs, action, function, at, replace(line, args=args)),
-                    )
-
-
-def _with_line(programs: Programs, action: str, function: Function, at: int, line: Line) -> Programs:
-    lines = (*function.lines[:at], line, *function.lines[at + 1 :])
-    return with_function(programs, action, replace(function, lines=lines))
+    for site in sites(programs, lambda line: line.op not in COLLECTIVES, action):
+        for place, item in enumerate(site.line.args):
+            whole = isinstance(item, int) and not isinstance(item, bool) and "." in site.line.op and item > 1
+            if whole or (isinstance(item, float) and 0 < item < 1e30):
+                other = type(item)(item * factor)
+                what = f"{action} {site.function.name}: {site.line.op} {other} for {item}"
+                yield what, site.replaced(with_argument(site.line, place, other))
 
 
 def other_numbers(action: str, others: Programs, programs: Programs) -> Mutants:
@@ -193,9 +163,8 @@ def other_numbers(action: str, others: Programs, programs: Programs) -> Mutants:
         for at, (line, other) in enumerate(zip(function.lines, mate.lines, strict=True)):
             for place, (item, small) in enumerate(zip(line.args, other.args, strict=True)):
                 if isinstance(item, (int, float)) and item != small:
-                    args = (*line.args[:place], small, *line.args[place + 1 :])
                     what = f"{action} {function.name}: {line.op} {small} for {item}"
-                    yield what, _with_line(programs, action, function, at, replace(line, args=args))
+                    yield what, Site(programs, action, function, at).replaced(with_argument(line, place, small))
 
 
 _OTHER = {
@@ -238,19 +207,24 @@ def dropped(programs: Programs) -> Mutants:
         forward = programs["F"].main
         saved = {Binding("saved", v) for v in mine}
         gone = [key.name for key, _ in forward.returns if key in saved]
-        lines = [_reading(line, name, a.args[place].name) for line in forward.lines if line is not a]
+        rest = replace(forward, lines=tuple(line for line in forward.lines if line is not a))
+        lines = reading(rest, name, a.args[place].name).lines
         returns = [pair for pair in forward.returns if pair[0] not in saved]
-        made = _main(programs, "F", lines=tuple(lines), returns=tuple(returns))
+        made = with_main(programs, "F", lines=lines, returns=tuple(returns))
         backward = programs["B"].main
         call = next(x for _, x in _calls(programs, "B") if x.op == f"{a.op}_backward" and set(gone) & set(x.uses()))
         instead = next(v for v in call.made if v.type == forward.values()[name].type)
-        lines = [_reading(line, instead.name, call.args[-1].name) for line in backward.lines if line is not call]
+        rest = replace(backward, lines=tuple(line for line in backward.lines if line is not call))
+        lines = reading(rest, instead.name, call.args[-1].name).lines
         kept = [(key, v) for key, v in backward.returns if v not in {made.name for made in call.made}]
-        made = _main(made, "B", lines=tuple(lines), returns=tuple(kept))
+        made = with_main(made, "B", lines=lines, returns=tuple(kept))
         for key, v in backward.returns:
             if (key, v) not in kept:
                 made = unreduced(made, key)
-        yield a.origin.module, _main(_main(made, "F", parameters=_read(made, "F")), "B", parameters=_read(made, "B"))
+        yield (
+            a.origin.module,
+            with_main(with_main(made, "F", parameters=_read(made, "F")), "B", parameters=_read(made, "B")),
+        )
 
 
 def _read(programs: Programs, action: str) -> tuple[Any, ...]:
@@ -266,8 +240,8 @@ def norm_twice(programs: Programs) -> Mutants:
     for one, other in combinations(squares, 2):
         if one.made[0].type == other.made[0].type:
             x, y = one.made[0].name, other.made[0].name
-            lines = tuple(_reading(line, y, x) if line.op == "aten.stack.default" else line for line in main.lines)
-            yield f"{x} for {y}", _main(programs, "REDUCE", lines=tuple(line for line in lines if line is not other))
+            rest = replace(main, lines=tuple(line for line in main.lines if line is not other))
+            yield f"{x} for {y}", with_main(programs, "REDUCE", lines=reading(rest, y, x).lines)
 
 
 def reduced(programs: Programs) -> Mutants:
@@ -277,4 +251,4 @@ def reduced(programs: Programs) -> Mutants:
     for (i, a), (j, b) in combinations(sums, 2):
         if a.made[0].type == b.made[0].type and a.args[1:] == b.args[1:]:
             changed = {i: replace(a, args=b.args), j: replace(b, args=a.args)}
-            yield f"{a.made[0].name} and {b.made[0].name}", _with_lines(programs, "REDUCE", changed)
+            yield f"{a.made[0].name} and {b.made[0].name}", with_lines(programs, "REDUCE", changed)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from parc.compiler.layout.placement import TensorType
 from parc.compiler.program.actions import Action
 from parc.compiler.program.program import Function, Line, Program, Ref, Value, map_references
 
 Programs = Mapping[str, Program]
+"""Programs by action, or by the names of their files: ``stage0.F``."""
+Mutants = Iterator[tuple[str, Programs]]
+"""Pairs of what was done and the programs with it."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +63,69 @@ class Site:
     def replaced(self, *lines: Line, read: str | None = None) -> Programs:
         """The programs with other lines here; ``read`` is what later lines read in place of the result."""
         old = self.line.results[0].name if self.line.results[0] is not None else ""
-
-        def change(name: str) -> Ref:
-            return Ref(read if read is not None and name == old else name)
-
-        after = [
-            _reading(line, change) if old in line.uses() else line for line in self.function.lines[self.index + 1 :]
-        ]
-        returns = tuple((key, change(name).name) for key, name in self.function.returns)
-        body = (*self.function.lines[: self.index], *lines, *after)
-        return with_function(self.programs, self.action, replace(self.function, lines=body, returns=returns))
+        function = reading(self.function, old, old if read is None else read, self.index + 1)
+        body = (*function.lines[: self.index], *lines, *function.lines[self.index + 1 :])
+        return with_function(self.programs, self.action, replace(function, lines=body))
 
 
-def _reading(line: Line, change: Callable[[str], Ref]) -> Line:
-    kwargs = tuple((key, map_references(item, change)) for key, item in line.kwargs)
-    return replace(line, args=map_references(line.args, change), kwargs=kwargs)
+def sites(programs: Programs, wanted: str | Callable[[Line], bool], *actions: str) -> Iterator[Site]:
+    """Yield every line that is wanted, or of an operator: of all programs, or of those of some actions or names."""
+    for action, program in programs.items():
+        for function in program.functions if not actions or {action, program.action} & set(actions) else ():
+            for index, line in enumerate(function.lines):
+                if line.op == wanted if isinstance(wanted, str) else wanted(line):
+                    yield Site(programs, action, function, index)
+
+
+def reading(function: Function, old: str, new: str, start: int = 0) -> Function:
+    """Return the function with a new value for an old one where its lines read, from a line on, and in its returns."""
+
+    def change(name: str) -> Ref:
+        return Ref(new if name == old else name)
+
+    lines = [
+        replace(line, args=map_references(line.args, change),
+                kwargs=tuple((key, map_references(item, change)) for key, item in line.kwargs))
+        if at >= start and old in line.uses() else line for at, line in enumerate(function.lines)
+    ]  # fmt: skip
+    returns = tuple((key, change(name).name) for key, name in function.returns)
+    return replace(function, lines=tuple(lines), returns=returns)
+
+
+def through(function: Function, name: str, steps: Sequence[tuple[str, tuple[Any, ...], torch.dtype]]) -> Function:
+    """Return the function with a value going through some operators as soon as it is there; casts need no arguments."""
+    value = function.values()[name]
+    at = next((place + 1 for place, line in enumerate(function.lines) if value in line.results), 0)
+    lines, last = [], name
+    for place, (op, args, dtype) in enumerate(steps):
+        made = Value(f"{name}_through_{place}", replace(value.type, dtype=dtype))
+        kwargs = (("dtype", dtype),) if op == "aten._to_copy.default" else ()
+        lines.append(Line((made,), op, (Ref(last), *args), kwargs, function.lines[max(at - 1, 0)].origin))
+        last = made.name
+    later = reading(function, name, last, at)
+    return replace(later, lines=(*later.lines[:at], *lines, *later.lines[at:]))
+
+
+def with_argument(line: Line, place: int, item: Any) -> Line:
+    """Return the line with another argument at a place."""
+    return replace(line, args=(*line.args[:place], item, *line.args[place + 1 :]))
+
+
+def stacked(site: Site, items: list[Any]) -> Line:
+    """Return a stacking line with other items."""
+    longer = replace(site.result, type=replace(site.result.type, shape=(len(items),)))
+    return replace(site.line, results=(longer,), args=(items,))
+
+
+def with_lines(programs: Programs, action: str, changed: Mapping[int, Line]) -> Programs:
+    """Return the programs with some lines of a main function replaced."""
+    lines = programs[action].main.lines
+    return with_main(programs, action, lines=tuple(changed.get(at, line) for at, line in enumerate(lines)))
+
+
+def with_main(programs: Programs, action: str, **changes: Any) -> Programs:
+    """Return the programs with parts of a main function replaced."""
+    return with_function(programs, action, replace(programs[action].main, **changes))
 
 
 def with_function(programs: Programs, action: str, function: Function) -> Programs:
@@ -79,12 +133,3 @@ def with_function(programs: Programs, action: str, function: Function) -> Progra
     program = programs[action]
     functions = tuple(function if known.name == function.name else known for known in program.functions)
     return {**programs, action: replace(program, functions=functions)}
-
-
-def sites(programs: Programs, wanted: Callable[[Line], bool]) -> Iterator[Site]:
-    """Every line of every program that is wanted."""
-    for action, program in programs.items():
-        for function in program.functions:
-            for index, line in enumerate(function.lines):
-                if wanted(line):
-                    yield Site(programs, action, function, index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -16,6 +15,7 @@ from parc.compiler.sizes.polynomials import Polynomial, check_points, moving
 from parc.compiler.sizes.template import Expression, Template
 from parc.compiler.verify.sizes import size_faults
 from tests.checked_plans import compiled
+from tests.planted_rows import Row
 from tests.ranged_models import positions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,14 +68,11 @@ def hidden_shifts(template: Template) -> Iterator[tuple[str, Template]]:
             yield f"{file}: {match[0]}", replace(template, texts={**template.texts, file: changed})
 
 
-def size_refusals(every: int) -> dict[str, Counter[str]]:
-    """By class how many mutants of ranged builds are refused for all sizes: of numbers all, of shapes one of ``every``;
-    the names of those that nothing refuses are counted as they are."""
-    rows: dict[str, Counter[str]] = {
-        "hide in a number of some sizes": Counter(),
-        "hide in a shape of some sizes": Counter(),
-        "move values further at some sizes": Counter(),
-    }
+def size_refusals(every: int) -> dict[str, Row]:
+    """Return by class how many mutants of ranged builds are refused for all sizes: of numbers all, of shapes one of
+    ``every``."""
+    kinds = ("hide in a number of some sizes", "hide in a shape of some sizes", "move values further at some sizes")
+    rows = {kind: Row() for kind in kinds}
     for how in ("", "rate", "prefix", "moved"):
         made = compiled(positions(how), ROOT)
         assert made.template is not None
@@ -84,8 +81,8 @@ def size_refusals(every: int) -> dict[str, Counter[str]]:
             islice(hidden_sizes(made.template, False), 0, None, every),
             hidden_shifts(made.template),
         )
-        for kind, mutants in zip(rows, ways, strict=True):
+        for row, mutants in zip(rows.values(), ways, strict=True):
             for what, mutant in mutants:
                 faults = mutant.faults(made.mesh) or size_faults(mutant, made.mesh)
-                rows[kind]["shapes" if faults else f"accepted: {how}: {what}"] += 1
+                row.note(f"{how}: {what}", "shapes" if faults else "")
     return rows

@@ -5,39 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from typing import Any
 
-from parc.compiler.program.actions import Action
 from parc.compiler.program.binding import SCALE, Binding
 from parc.compiler.program.program import Line, LocalSize, Ref, Value
+from parc.compiler.program.roles import SINGLE
 from tests.planted_builds import GoodBuild
-from tests.planted_sites import Mutant, Programs, sites, with_function
-
-
-def _main(programs: Programs, action: str, **changes: Any) -> Programs:
-    """The programs with parts of a main function replaced."""
-    return with_function(programs, action, replace(programs[action].main, **changes))
+from tests.planted_schedules import wrong_at
+from tests.planted_sites import Mutant, Programs, reading, sites, with_argument, with_function, with_lines, with_main
 
 
 def unscaled(build: GoodBuild) -> Iterator[Mutant]:
     """The loss or the gradients are scaled never, twice, or by something else."""
     kind, programs = "un-scale the loss", build.case.programs
-    for site in sites(programs, lambda line: line.op in ("aten.reciprocal.default", "aten.mul.Tensor")):
-        if site.action in ("SCALE", "REDUCE"):
-            yield Mutant(kind, site.named("leave out"), site.replaced(read=site.source.name))
-            again = replace(site.result, name="again")
-            if site.action == "REDUCE":
-                twice = replace(site.line, results=(again,), args=(Ref(site.result.name), *site.line.args[1:]))
-            else:
-                twice = Line((again,), "aten.mul.Tensor", (Ref(site.result.name), Ref(site.result.name)))
-            yield Mutant(kind, site.named("square"), site.replaced(site.line, twice, read="again"))
-            more = Line((again,), "aten.mul.Scalar", (Ref(site.result.name), 2.0))
-            yield Mutant(kind, site.named("double"), site.replaced(site.line, more, read="again"))
-    for site in sites(programs, lambda line: line.op == "aten.full.default"):
-        if site.action == "SCALE":
-            for factor in (2.0, 0.5, 0.0):
-                line = replace(site.line, args=([], site.line.args[1] * factor))
-                yield Mutant(kind, site.named(f"times {factor}"), site.replaced(line))
+    scaling = ("aten.reciprocal.default", "aten.mul.Tensor")
+    for site in sites(programs, lambda line: line.op in scaling, "SCALE", "REDUCE"):
+        yield Mutant(kind, site.named("leave out"), site.replaced(read=site.source.name))
+        again = replace(site.result, name="again")
+        if site.action == "REDUCE":
+            twice = replace(site.line, results=(again,), args=(Ref(site.result.name), *site.line.args[1:]))
+        else:
+            twice = Line((again,), "aten.mul.Tensor", (Ref(site.result.name), Ref(site.result.name)))
+        yield Mutant(kind, site.named("square"), site.replaced(site.line, twice, read="again"))
+        more = Line((again,), "aten.mul.Scalar", (Ref(site.result.name), 2.0))
+        yield Mutant(kind, site.named("double"), site.replaced(site.line, more, read="again"))
+    for site in sites(programs, "aten.full.default", "SCALE"):
+        for factor in (2.0, 0.5, 0.0):
+            line = replace(site.line, args=([], site.line.args[1] * factor))
+            yield Mutant(kind, site.named(f"times {factor}"), site.replaced(line))
     yield from _backward_scale(build, kind)
 
 
@@ -48,25 +44,19 @@ def _backward_scale(build: GoodBuild, kind: str) -> Iterator[Mutant]:
     squared = Line((made,), "aten.mul.Tensor", (Ref(scale.name), Ref(scale.name)))
     one = Line((made,), "aten.full.default", ([], 1.0), (("dtype", scale.type.dtype),))
     for what, line in (("B squares the scale", squared), ("B scales by one", one)):
-        lines = tuple(_renamed(old, scale.name, made.name) for old in main.lines)
-        yield Mutant(kind, what, _main(programs, "B", lines=(line, *lines)))
+        lines = reading(main, scale.name, made.name).lines
+        yield Mutant(kind, what, with_main(programs, "B", lines=(line, *lines)))
     name, value = next((n, v) for n, v in main.returns if main.values()[v].type.dtype == scale.type.dtype)
     again = replace(main.values()[value], name="scaled_again", binding=None)
     line = Line((again,), "aten.mul.Tensor", (Ref(value), Ref(scale.name)))
     returns = tuple((n, again.name if n == name else v) for n, v in main.returns)
-    yield Mutant(kind, f"{name} is scaled twice", _main(programs, "B", lines=(*main.lines, line), returns=returns))
-
-
-def _renamed(line: Line, old: str, new: str) -> Line:
-    return replace(line, args=tuple(Ref(new) if item == Ref(old) else item for item in line.args))
+    yield Mutant(kind, f"{name} is scaled twice", with_main(programs, "B", lines=(*main.lines, line), returns=returns))
 
 
 def split_sums(build: GoodBuild) -> Iterator[Mutant]:
     """A gradient that is the sum of several uses' gets one of them."""
     programs = build.case.programs
-    for site in sites(programs, lambda line: line.op == "aten.add.Tensor" and len(list(line.uses())) == 2):
-        if site.action != "B":
-            continue
+    for site in sites(programs, lambda line: line.op == "aten.add.Tensor" and len(list(line.uses())) == 2, "B"):
         whole = site.function.name == programs["B"].main.name
         kind = "split a tied weight's gradient" if whole else "forget a part of a sum in backward"
         for name in site.line.uses():
@@ -74,7 +64,7 @@ def split_sums(build: GoodBuild) -> Iterator[Mutant]:
         if whole:
             first, second = site.line.uses()
             main = programs["B"].main
-            apart = _main(
+            apart = with_main(
                 site.replaced(read=first),
                 "B",
                 lines=tuple(line for line in main.lines if line is not site.line),
@@ -91,18 +81,18 @@ def wrong_gradients(build: GoodBuild) -> Iterator[Mutant]:
     programs, main = build.case.programs, build.case.programs["B"].main
     values = main.values()
     for position, (name, value) in enumerate(main.returns):
-        without = _main(programs, "B", returns=tuple(pair for pair in main.returns if pair[0] != name))
+        without = with_main(programs, "B", returns=tuple(pair for pair in main.returns if pair[0] != name))
         yield Mutant("leave out a gradient", f"B: {name}", without)
         yield Mutant("leave out a gradient", f"B, REDUCE: {name}", unreduced(without, name))
         alike = [(n, v) for n, v in main.returns if n > name and values[v].type == values[value].type]
         for other, theirs in alike[: position % 3 == 0]:
             swap = {name: theirs, other: value}
             returns = tuple((n, swap.get(n, v)) for n, v in main.returns)
-            yield Mutant("give a gradient to another", f"{name} and {other}", _main(programs, "B", returns=returns))
+            yield Mutant("give a gradient to another", f"{name} and {other}", with_main(programs, "B", returns=returns))
         for other, _ in alike[: position % 3 == 0]:
             returns = tuple((n, value if n == other else v) for n, v in main.returns)
             yield Mutant(
-                "give a gradient to another", f"{name}'s to {other} too", _main(programs, "B", returns=returns)
+                "give a gradient to another", f"{name}'s to {other} too", with_main(programs, "B", returns=returns)
             )
 
 
@@ -124,7 +114,7 @@ def unreduced(programs: Programs, gradient: Binding) -> Programs:
             lines.append(line)
     parameters = tuple(value for value in main.parameters if value.binding != gradient)
     returns = tuple(pair for pair in main.returns if pair[0] != gradient)
-    return _main(programs, "REDUCE", parameters=parameters, lines=tuple(lines), returns=returns)
+    return with_main(programs, "REDUCE", parameters=parameters, lines=tuple(lines), returns=returns)
 
 
 def wrong_values(build: GoodBuild) -> Iterator[Mutant]:
@@ -134,29 +124,30 @@ def wrong_values(build: GoodBuild) -> Iterator[Mutant]:
     saved = [(key, name) for key, name in main.returns if key.kind == "saved"]
     for key, name in saved:
         returns = tuple(pair for pair in main.returns if pair[0] != key)
-        yield Mutant(kind, f"not {name}", _main(programs, "F", returns=returns))
+        yield Mutant(kind, f"not {name}", with_main(programs, "F", returns=returns))
         other = next((n for n in values if n != name and values[n].type == values[name].type), None)
         if other is not None:
             returns = tuple((k, other if k == key else v) for k, v in main.returns)
-            yield Mutant(kind, f"{other} as {name}", _main(programs, "F", returns=returns))
+            yield Mutant(kind, f"{other} as {name}", with_main(programs, "F", returns=returns))
     kept = {name for _, name in main.returns}
     for name in [name for name in values if name not in kept and values[name].binding is None][:3]:
-        yield Mutant(kind, f"{name} too", _main(programs, "F", returns=(*main.returns, (Binding("saved", name), name))))
+        yield Mutant(
+            kind, f"{name} too", with_main(programs, "F", returns=(*main.returns, (Binding("saved", name), name)))
+        )
     for position, line in enumerate(main.lines):
         names = [value for value in line.results if value is not None]
         pair = next(((a, b) for a in names for b in names if a.name < b.name and a.type == b.type), None)
         if line.calls_function and pair is not None:
             swap = {pair[0].name: pair[1], pair[1].name: pair[0]}
             results = tuple(v and swap.get(v.name, v) for v in line.results)
-            lines = (*main.lines[:position], replace(line, results=results), *main.lines[position + 1 :])
             what = f"{pair[0].name} and {pair[1].name} change names"
-            yield Mutant(kind, what, _main(programs, "F", lines=lines))
+            yield Mutant(kind, what, with_lines(programs, "F", {position: replace(line, results=results)}))
 
 
 def wrong_streams(build: GoodBuild) -> Iterator[Mutant]:
     """A dropout draws from another stream than its own."""
     kind = "draw from another random stream"
-    found = list(sites(build.case.programs, lambda line: line.op == "parc.stream_key.default"))
+    found = list(sites(build.case.programs, "parc.stream_key.default"))
     for position, site in enumerate(found):
         rng, name, seed = site.line.args
         changes = [(f"{name}x", seed), (name, seed + 1), (found[position - 1].line.args[1], seed)]
@@ -180,8 +171,7 @@ def off_by_one(build: GoodBuild) -> Iterator[Mutant]:
     for site in sites(build.case.programs, lambda line: "." in line.op):
         for place, item in enumerate(site.line.args):
             for what, changed in _near(item, site.line.op in _POSITIONS):
-                args = (*site.line.args[:place], changed, *site.line.args[place + 1 :])
-                line = replace(site.line, args=args)
+                line = with_argument(site.line, place, changed)
                 value = next(v for v in line.results if v is not None)
                 named = f"{what} in {site.action} {site.function.name}: {value.name} = {line.op}, argument {place}"
                 yield Mutant("be off by one", named, site.replaced(line))
@@ -201,31 +191,17 @@ def _near(item: Any, position: bool) -> Iterator[tuple[str, Any]]:
 
 
 def wrong_schedules(build: GoodBuild) -> Iterator[Mutant]:
-    """An action is missing, there twice, or in the wrong order."""
-    kind, programs, actions = "change the schedule", build.case.programs, tuple(build.case.actions)
-    for index, action in enumerate(actions):
-        yield Mutant(kind, f"no {action}", programs, (*actions[:index], *actions[index + 1 :]))
-        yield Mutant(kind, f"{action} twice", programs, (*actions[: index + 1], *actions[index:]))
-        other = replace(action, microbatch=build.case.microbatches)
-        yield Mutant(kind, f"{other} for {action}", programs, (*actions[:index], other, *actions[index + 1 :]))
-    before: dict[str, Callable[[Action], bool]] = {
-        "SCALE": lambda a: a.kind == "COUNT",
-        "B": lambda a: a.kind in ("SCALE", "F"),
-        "REDUCE": lambda a: a.kind == "B",
-        "STEP": lambda a: a.kind == "REDUCE",
-    }
-    for late in actions:
-        for early in filter(before.get(late.kind, lambda _: False), actions):
-            if late.kind == "B" and early.kind == "F" and early.microbatch != late.microbatch:
-                continue
-            swap = {late: early, early: late}
-            yield Mutant(kind, f"{late} before {early}", programs, tuple(swap.get(a, a) for a in actions))
+    """An action is missing, there twice, another, or in the wrong order."""
+    timelines, draw = {SINGLE: build.case.actions}, Random(0)
+    for at, action in enumerate(build.case.actions):
+        for what, changed in wrong_at(timelines, SINGLE, at, draw):
+            yield Mutant("change the schedule", f"{what} {action}", build.case.programs, changed[SINGLE])
 
 
 def wrong_padding(build: GoodBuild) -> Iterator[Mutant]:
     """What keeps padding out of a sum is left out, writes something else, or stops at another entry."""
     kind = "let padding through"
-    for site in sites(build.case.programs, lambda line: line.op == "parc.fill_pad.default"):
+    for site in sites(build.case.programs, "parc.fill_pad.default"):
         x, dim, outer, real, padded, value = site.line.args
         if site.action == "F":  # in backward, what is filled may be zero already
             yield Mutant(kind, site.named("leave out"), site.replaced(read=site.source.name))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from parc.compiler.ops.precision import may_narrow
 from parc.compiler.program.binding import BUFFERS
-from parc.compiler.program.program import Function, Line, Program, Ref, Value, map_references
+from parc.compiler.program.program import Function, Program
 from parc.compiling.driver import Compiled
 from tests.checked_plans import compiled
-from tests.planted_sites import Mutant, with_function
+from tests.planted_sites import Mutant, through, with_function
 
 ROOT = Path(__file__).parent.parent
 PLAN = """\
@@ -37,24 +36,9 @@ def tables_build(how: str) -> Compiled:
 
 
 def rounded(function: Function, name: str, dtype: torch.dtype = torch.bfloat16) -> Function:
-    """The function with a value rounded to a narrower type and back as soon as it is there."""
-    value = function.values()[name]
-    low = Value(f"{name}_low", replace(value.type, dtype=dtype))
-    back = Value(f"{name}_back", value.type)
-    at = next((i for i, line in enumerate(function.lines) if value in line.results), -1)
-    origin = function.lines[max(at, 0)].origin
-    casts = tuple(
-        Line((to,), "aten._to_copy.default", (Ref(of),), (("dtype", to.type.dtype),), origin)
-        for to, of in ((low, name), (back, low.name))
-    )
-    later = tuple(_read(line, name, back.name) for line in function.lines[at + 1 :])
-    returns = tuple((key, back.name if used == name else used) for key, used in function.returns)
-    return replace(function, lines=(*function.lines[: at + 1], *casts, *later), returns=returns)
-
-
-def _read(line: Line, old: str, new: str) -> Line:
-    args = tuple(map_references(item, lambda name: Ref(new if name == old else name)) for item in line.args)
-    return replace(line, args=args)
+    """Return the function with a value rounded to a narrower type and back as soon as it is there."""
+    casts = (dtype, function.values()[name].type.dtype)
+    return through(function, name, [("aten._to_copy.default", (), cast) for cast in casts])
 
 
 def made_of_positions(function: Function, exact: set[str]) -> list[str]:

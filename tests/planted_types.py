@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from parc.compiler.layout.collectives import COLLECTIVES
@@ -11,8 +11,7 @@ from parc.compiler.ops.infer import infer
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import Function, Line, Program, Value
 from parc.compiler.verify.lines import line_call
-
-Programs = Mapping[str, Program]
+from tests.planted_sites import Programs
 
 
 def carried(programs: Programs, good: Programs) -> dict[str, Program]:

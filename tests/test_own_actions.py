@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
@@ -38,18 +37,14 @@ from parc.passes.programs.makers import StepParts
 from parc.passes.programs.segments import node_type
 from parc.passes.programs.writer import Across, Writer, whole_type
 from parc.runtime.compare.simulate import TOLERANCE, compare
-from tests.planted_builds import ROOT
+from tests.planted_builds import ROOT, TIED
+from tests.planted_sites import Programs, sites, stacked, with_main
 from tests.runtime.ranks import run_ranks
 from tests.test_house import python_files, shown, tree
 
 KIND = "CHECKSUM"
-_PLAN = """\
-model "./planted_models.py:Tied" (layers=3)
-input x float32 [B, 4]
-input wanted float32 [B, 4]
-sizes B=8
-loss "./planted_models.py:square"(output, wanted)
-optimizer sgd lr 0.1 clip 1.0
+_PLAN = f"""\
+{TIED.format(layers=3)}
 mesh tp=2, pp=2
 column layers.1 over tp
 stage before layers.1 over pp
@@ -190,25 +185,10 @@ def metric_error(made: Compiled, changed: Mapping[str, Program] = MappingProxyTy
     return agreement.metric
 
 
-def main_with(program: Program, **changes: Any) -> Program:
-    """Return a program with another main function."""
-    return replace(program, functions=(replace(program.main, **changes),))
-
-
-def without(program: Program, op: str) -> Program:
-    """Return a program without its first line of an operator, whose operand replaces its result."""
-    gone = next(line for line in program.main.lines if line.op == op)
-    (old,), (new,) = (value.name for value in gone.made), gone.uses()
-
-    def named(item: Any) -> Any:
-        if isinstance(item, list):
-            return [named(each) for each in item]
-        return Ref(new) if item == Ref(old) else item
-
-    lines = tuple(replace(line, args=tuple(map(named, line.args))) for line in program.main.lines if line != gone)
-    return main_with(
-        program, lines=lines, returns=tuple((key, new if n == old else n) for key, n in program.main.returns)
-    )
+def without(programs: Programs, name: str, op: str) -> Programs:
+    """Return programs of which one lacks its first line of an operator, whose operand replaces its result."""
+    site = next(sites(programs, op, name))
+    return site.replaced(read=site.source.name)
 
 
 @pytest.mark.usefixtures("registered")
@@ -216,29 +196,26 @@ def test_bugs_in_a_kind_are_refused() -> None:
     made = compiled("pipeline")
     programs = {name: role.programs[KIND] for name, role in made.build.roles.items()}
     first = programs["pp0"]
-    assert "still to be summed over `tp`" in refusals(made, {"pp0": without(first, "parc.all_reduce")})
-    for name, program in programs.items():
-        one = refusals(made, {name: without(program, "parc.all_reduce_among")})
+    assert "still to be summed over `tp`" in refusals(made, without(programs, "pp0", "parc.all_reduce"))
+    for name in programs:
+        one = refusals(made, without(programs, name, "parc.all_reduce_among"))
         assert f"{name}.{KIND} checksum: is not summed once over all roles" in one
     (name, value), *_ = first.main.bound("parameter").items()
     gradient = replace(value, binding=Binding("gradient", name))
-    changed = main_with(first, parameters=tuple(gradient if v is value else v for v in first.main.parameters))
-    assert "nothing is bound to `gradient" in refusals(made, {"pp0": changed})
-    loss = {name: main_with(own, returns=((LOSS, own.main.returns[0][1]),)) for name, own in programs.items()}
-    assert "`loss` is returned, but nobody takes it" in refusals(made, loss)
-    assert "makes `loss`" in refusals(made, {"pp0": loss["pp0"]})
+    parameters = tuple(gradient if v is value else v for v in first.main.parameters)
+    assert "nothing is bound to `gradient" in refusals(made, with_main(programs, "pp0", parameters=parameters))
+    first_alone = with_main(programs, "pp0", returns=((LOSS, first.main.returns[0][1]),))
+    both = with_main(first_alone, "pp1", returns=((LOSS, programs["pp1"].main.returns[0][1]),))
+    assert "`loss` is returned, but nobody takes it" in refusals(made, both)
+    assert "makes `loss`" in refusals(made, first_alone)
 
 
 @pytest.mark.usefixtures("registered")
 def test_numbers_that_are_wrong_are_refused() -> None:
     made = compiled("pipeline")
-    last = made.build.roles["pp1"].programs[KIND]
-    at, stack = next((at, line) for at, line in enumerate(last.main.lines) if line.op == "aten.stack.default")
-    (row,), (items,) = stack.made, stack.args
-    row = replace(row, type=replace(row.type, shape=(len(items) + 1,)))
-    twice = replace(stack, results=(row,), args=([*items, items[0]],))
-    lines = (*last.main.lines[:at], twice, *last.main.lines[at + 1 :])
-    changed = {"pp1": main_with(last, lines=lines)}
+    site = next(sites({"pp1": made.build.roles["pp1"].programs[KIND]}, "aten.stack.default"))
+    (items,) = site.line.args
+    changed = site.replaced(stacked(site, [*items, items[0]]))
     assert not refusals(made, changed) and metric_error(made, changed) > 1e-3
     good, bad, reference = made.build, with_programs(made, changed), made.build.reference
     assert not compare_structure(good.programs, reference, good.programs, reference)

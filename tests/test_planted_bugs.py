@@ -8,10 +8,11 @@ from functools import cache
 import pytest
 
 from parc.runtime.compare.simulate import TOLERANCE, compare
-from tests.planted_bugs import Row, table, table_text, type_share
+from tests.planted_bugs import table, type_share
 from tests.planted_builds import BUILDS, good_build, judge
 from tests.planted_integers import shortened
 from tests.planted_norms import wrong_norms
+from tests.planted_rows import Row, table_text
 
 PLACEMENT = ("drop a collective", "double a collective", "retype a collective", "re-group a collective",
              "swap a shard's dim", "take a partial sum as whole")  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from parc.compiler.build.directory import read_build
 from parc.compiler.plan.plan import read_plan
 from tests.captured_once import compile_once
 from tests.cli.commands import Captured, parc
+from tests.hostile_changes import rehash
 from tests.runtime.tiny import PLAN, TENSOR, build
 
 
@@ -31,14 +31,6 @@ def copy(made: Path, tmp_path: Path) -> Path:
     """A copy of the build, with its model."""
     shutil.copy(made.parent / "gpt.py", tmp_path)
     return Path(shutil.copytree(made, tmp_path / "build"))
-
-
-def rehash(folder: Path) -> None:
-    """Set the manifest's hashes to those of the files."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for name in manifest["files"]:
-        manifest["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], None], name: str = "manifest.json") -> None:

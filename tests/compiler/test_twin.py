@@ -11,7 +11,8 @@ from parc.checking.twins import find_twin, subject_of, twin_text, work_of
 from parc.grammar.diagnostics import PlanError
 from tests.checked_plans import compiled, compiled_net
 from tests.planted_builds import ROOT
-from tests.planted_large import refusals, refusals_text
+from tests.planted_large import refusals
+from tests.planted_rows import table_text
 from tests.runtime.tiny import PLAN, TENSOR
 
 SIX = """\
@@ -31,11 +32,10 @@ shard c.weight [o/e/f, _]
 
 def test_what_is_wrong_with_one_repetition_of_a_large_build_is_seen_beside_its_twin() -> None:
     rows = refusals(1, ["gpt dp=8, tp=2"])
-    print(refusals_text(rows))
-    accepted = [found for row in rows.values() for found in row if found.startswith("accepted")]
-    assert not accepted
+    print(table_text(rows))
+    assert not [what for row in rows.values() for what in row.accepted]
     assert len(rows) >= 20
-    assert sum(row["twin"] for row in rows.values()) >= 15
+    assert sum(row.first["twin"] for row in rows.values()) >= 15
 
 
 def test_a_twin_is_nowhere_larger_than_its_build() -> None:

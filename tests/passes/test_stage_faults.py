@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -15,27 +15,23 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import parse_schedule, schedule_text
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.roles import group, join_roles, roles_of
-from parc.compiler.program.text import parse_program
 from parc.compiler.verify.stages import check_stages
 from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.source import Source
-from tests.planted_builds import ROOT
+from tests.planted_builds import ROOT, TIED, reread
+from tests.planted_schedules import wrong_at
+from tests.planted_sites import Programs, with_main
 from tests.planted_stages import BUGS as STAGES
-from tests.planted_stages import Files, file_of
+from tests.planted_stages import file_of
 from tests.planted_sums import SUMS
 
 BUGS = {**STAGES, **SUMS}
-_PLAN = """\
-model "./planted_models.py:Tied" (layers={layers})
-input x float32 [B, 4]
-input wanted float32 [B, 4]
-sizes B=8
-loss "./planted_models.py:square"(output, wanted)
-optimizer sgd lr 0.1 clip 1.0
+_PLAN = f"""\
+{TIED}
 mesh dp=2, pp=2
 shard x, wanted [B/dp, _]
-stage before {cuts} over pp
-schedule {schedule}
+stage before {{cuts}} over pp
+schedule {{schedule}}
 """
 _PLANS = {
     "two stages": _PLAN.format(layers=2, cuts="layers.1", schedule="1f1b microbatches 2"),
@@ -57,7 +53,7 @@ class Good:
 
     compiled: Compiled
     texts: Mapping[str, str]
-    programs: Files
+    programs: Programs
 
 
 @cache
@@ -68,15 +64,13 @@ def good(name: str) -> Good:
     return Good(compiled, compiled.build.texts, programs)
 
 
-def refusals(build: Good, programs: Files | None = None, schedule: str | None = None) -> list[str]:
+def refusals(build: Good, programs: Programs | None = None, schedule: str | None = None) -> list[str]:
     """Return the reasons for which changed programs or actions are refused, after they are read back from their
     texts."""
     compiled = build.compiled
     programs = build.programs if programs is None else programs
-    same = set(map(id, build.programs.values()))
     try:
-        texts = (p if id(p) in same else parse_program(p.text()) for p in programs.values())
-        found = group(texts, compiled.timelines)
+        found = group(reread(programs, build.programs).values(), compiled.timelines)
         actions = parse_schedule(build.texts["schedule.txt"] if schedule is None else schedule)
         roles = roles_of(found, {name: actions.get(name, ()) for name in found})
         if schedule is not None:
@@ -117,17 +111,13 @@ def test_planted_bugs_of_stages_are_refused(name: str, bug: str) -> None:
 
 @pytest.mark.parametrize("name", _PLANS)
 def test_actions_out_of_turn_are_refused(name: str) -> None:
-    """An action is left out, twice there, on the other role, or before one that its stage has to do first."""
-    build = good(name)
+    """An action is left out, twice there, another, on the other role, or before one that has to come first."""
+    build, draw = good(name), Random(0)
     timelines = parse_schedule(build.texts["schedule.txt"])
     for role, actions in timelines.items():
-        bad = [(*actions[:at], *actions[at + 1 :]) for at in range(len(actions))]
-        bad += [(*actions, action) for action in actions]
-        for at, (one, two) in enumerate(pairwise(actions)):
-            if one.kind != "SCALE" and (one.stage, one.microbatch) == (two.stage, two.microbatch):
-                bad.append((*actions[:at], two, one, *actions[at + 2 :]))
-        for changed in bad:
-            assert refusals(build, schedule=schedule_text({**timelines, role: changed})), changed
+        for at, action in enumerate(actions):
+            for what, changed in wrong_at(timelines, role, at, draw):
+                assert refusals(build, schedule=schedule_text(changed)), (what, action, changed)
     exchanged = dict(zip(timelines, reversed(timelines.values()), strict=True))
     assert refusals(build, schedule=schedule_text(exchanged))
 
@@ -170,7 +160,7 @@ def test_a_key_is_made_in_every_stage_that_draws_of_it(tmp_path: Path) -> None:
     assert not check_build(compiled).faults
     made = {name: dict(role.programs) for name, role in compiled.build.roles.items()}
     key = next(v for line in work[0].main.lines for v in line.results if v and "stream_key" in line.op)
-    first = replace(work[0].main, returns=(*work[0].main.returns, (Binding("sent", key.name), key.name)))
-    made["pp0"]["0F"] = replace(work[0], functions=(*work[0].functions[:-1], first))
+    returns = (*work[0].main.returns, (Binding("sent", key.name), key.name))
+    made["pp0"] |= with_main(made["pp0"], "0F", returns=returns)
     faults = [str(fault) for fault in check_stages(made, compiled.mesh, "pp")]
     assert any("is a random stream's key" in fault for fault in faults), faults

@@ -3,7 +3,6 @@ reads it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from parc.compiler.verify.step import check_bindings
 from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
+from tests.planted_sites import with_main
 from tests.runtime.ranks import run_ranks
 
 _MODEL = """
@@ -91,9 +91,8 @@ def test_a_program_that_reads_a_buffer_after_its_update_is_refused(tmp_path: Pat
     read = roles["pp0"].programs["0F"].main.bound("buffer")["state"]
     changed: dict[str, dict[str, Program]] = {name: dict(role.programs) for name, role in roles.items()}
     own = next(programs for programs in changed.values() if key in programs)
-    main = own[key].main
-    main = replace(main, parameters=(*(v for v in main.parameters if v.name != read.name), read))
-    own[key] = replace(own[key], functions=(*own[key].functions[:-1], main))
+    parameters = (*(v for v in own[key].main.parameters if v.name != read.name), read)
+    own |= with_main(own, key, parameters=parameters)
     stored = made.build.types
     faults = [*check_stages(changed, made.mesh, "pp"), *check_bindings(join_roles(changed), stored)]
     assert any(what in str(fault) for fault in faults)
