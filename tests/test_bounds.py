@@ -43,7 +43,7 @@ row down over tp
 """
 
 _SAME = {"ha": " = aten.relu.default(up_addmm)", "gt": " = aten.logical_not.default(mul)"}
-"""What is the same on random data, without the bound."""
+"""Models without the bound, which give the same on random data."""
 
 
 def test_derivatives_may_compare_with_what_no_line_has_and_a_bound_beyond_the_data_may_not_move(tmp_path: Path) -> None:

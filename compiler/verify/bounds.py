@@ -22,7 +22,7 @@ from .lines import Question, follow
 _PLAIN: frozenset[Hashable] = frozenset({-inf, -1.0, 0.0, 1.0, inf})
 """Numbers with which derivatives and masks compare though no line of a model has them."""
 _DATA: Hashable = None
-"""The knowledge of a value that is not made of constants alone."""
+"""The knowledge of a value that depends on data, not on constants alone."""
 
 
 def check_bounds(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
@@ -50,7 +50,8 @@ def check_bounds(programs: Mapping[str, Program], reference: Program) -> Iterato
 
 
 class _Bounds:
-    """The bounds of activations in a program, by line: numbers, and how other constants are made."""
+    """The bounds of activations in a program, by line. A bound is a number, or a description of how another constant is
+    made."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -58,7 +59,8 @@ class _Bounds:
         self.constants: set[Hashable] = set()
 
     def follow(self, function: Function, saved: Mapping[str, Hashable]) -> dict[str, Hashable]:
-        """Note the bounds of a main function and of those that it calls; return what the values that it saves are."""
+        """Note the bounds of a main function and of the functions that it calls. Return what is known of the values
+        that it saves."""
         given = [saved.get(value.name, _DATA) if value.kind == "saved" else _DATA for value in function.parameters]
         ends = zip(function.returns, follow(self.program, function, given, self._made), strict=True)
         return {key.name: constant for (key, _), constant in ends if key.kind == "saved"}
@@ -83,7 +85,7 @@ class _Bounds:
         return [made] * len(line.made)
 
     def times(self, function: Function) -> Counter[Hashable]:
-        """How often a function meets each bound, in the functions that it calls too."""
+        """Count how often a function meets each bound, also in the functions that it calls."""
         found: Counter[Hashable] = Counter()
         for line in function.lines:
             if line.calls_function:
@@ -103,5 +105,5 @@ def _numbers(line: Line, kinds: type | tuple[type, ...] = (float, int)) -> froze
 
 
 def _number(number: float) -> float:
-    """The number; of those that are none always the same object, which a set finds again."""
+    """Return the number as a float. Every NaN becomes the same object, so that a set finds it again."""
     return nan if isnan(number) else float(number)

@@ -62,7 +62,7 @@ class _Own:
                 self.modules.update((line.origin.module, value.type.dtype) for value in rounded)
 
     def mixes(self, module: str, dtype: torch.dtype | None = None) -> bool:
-        """Return whether the model itself rounds in a module: to a type, if one is given. ``layers.*`` matches any
+        """Return whether the model itself rounds in a module (to this type, if one is given). ``layers.*`` matches any
         block."""
         parts = module.split(".")
         rounds = is_narrow if dtype is None else dtype.__eq__
@@ -83,7 +83,7 @@ def _floats(function: Function) -> Iterator[tuple[Line, list[Value], list[Value]
 
 
 def _rounded(reads: Sequence[Value], makes: Sequence[Value]) -> list[Value]:
-    """The results that a line makes of wider values alone, and narrow ones of which it reads none."""
+    """Return the results that a line computes from wider values alone, and narrow results of a line that reads none."""
     widths = [value.type.dtype.itemsize for value in reads]
     read = {value.type.dtype for value in reads}
     return [
