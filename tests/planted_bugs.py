@@ -1,4 +1,4 @@
-"""Planted bugs: good builds changed in one place, as a faulty pass would, and which check refuses each.
+"""Planted bugs: good builds changed in one place, as a faulty pass would, and the check that refuses each.
 
 ``python -m tests.planted_bugs`` prints the table.
 """
@@ -30,7 +30,7 @@ _MANY = (wrong_norms, shortened, bounded)
 
 
 def plant(build: GoodBuild, share: int = 1) -> Iterator[Mutant]:
-    """Every mutant of a build; of some classes whose many mutants are much alike, one of ``share`` of each class."""
+    """Yield every mutant of a build; of classes with many similar mutants, one of ``share`` in each class."""
     for make in (*CONVERSIONS, *SLIPS):
         yield from make(build)
     for make in _MANY:
@@ -42,7 +42,7 @@ def plant(build: GoodBuild, share: int = 1) -> Iterator[Mutant]:
 
 
 def table(names: Sequence[str] = BUILDS, share: int = 1) -> dict[str, Row]:
-    """All mutants of some builds, or a share of them, judged."""
+    """Judge all mutants of some builds, or a share of them."""
     rows: dict[str, Row] = {}
     for name in names:
         build = good_build(name)
@@ -53,7 +53,7 @@ def table(names: Sequence[str] = BUILDS, share: int = 1) -> dict[str, Row]:
 
 
 def rounding_rows(ways: Sequence[str] = HOW) -> dict[str, Row]:
-    """Roundings of tables in narrow builds, which float64 does not see."""
+    """Judge roundings of tables in narrow builds, which float64 does not see."""
     row = Row()
     for how in ways:
         made = tables_build(how)
@@ -70,7 +70,7 @@ def share_text(rows: Mapping[str, Row]) -> str:
 
 
 def type_share(rows: Mapping[str, Row]) -> tuple[int, int]:
-    """How many mutants of the collective classes there are, and how many types refuse, whatever else does."""
+    """Count the mutants of the collective classes, and those of them that types refuse, whatever else does."""
     counted = [rows[kind] for kind in COLLECTIVE_CLASSES]
     return sum(row.mutants for row in counted), sum(row.by_types for row in counted)
 

@@ -1,4 +1,4 @@
-"""Good builds to plant bugs in, and the judge: which of a build's checks is the first to refuse changed programs."""
+"""Good builds to plant bugs in, and the judge: the check that is the first to refuse changed programs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class GoodBuild:
 
 @cache
 def good_build(name: str) -> GoodBuild:
-    """One of ``BUILDS``."""
+    """Return one of ``BUILDS``."""
     folder, text = _PLANS[name]
     compiled = compile_plan(read_plan(Source("planted.parc", text)), ROOT / folder)
     return GoodBuild(name, case_of(compiled), compiled.build)
@@ -151,7 +151,7 @@ def judge(
     programs: Programs,
     actions: Sequence[Action] | None = None,
 ) -> Verdict:
-    """Hold changed programs against every check in order; numbers only where nothing before refuses."""
+    """Check changed programs with every check in order; numbers only if nothing before refuses."""
     case = build.case
     actions = case.actions if actions is None else actions
     try:

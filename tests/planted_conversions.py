@@ -18,12 +18,12 @@ from tests.planted_types import carried
 
 
 def collectives(programs: Programs) -> Iterator[Site]:
-    """Every collective line, and those that only look where the rank stands."""
+    """Yield every collective line, and those that only look where the rank stands."""
     return sites(programs, lambda line: line.op in COLLECTIVES)
 
 
 def both(kind: str, what: str, programs: Programs, good: Programs) -> Iterator[Mutant]:
-    """The change with all later types left as declared, and with all later types derived anew from it."""
+    """Yield the change with all later types left as declared, and with all later types derived anew from it."""
     yield Mutant(kind, what, programs)
     derived = carried(programs, good)
     if derived != programs:
@@ -31,7 +31,7 @@ def both(kind: str, what: str, programs: Programs, good: Programs) -> Iterator[M
 
 
 def honest(site: Site, op: str, options: Sequence[Any]) -> TensorType | None:
-    """The type that a collective makes of the site's operand; None where it takes no such operand."""
+    """Return the type that a collective makes of the site's operand; None where it takes no such operand."""
     try:
         made = COLLECTIVES[op].result(site.operand, site.programs[site.action].mesh, options)
         made.local(site.programs[site.action].mesh)
@@ -41,7 +41,7 @@ def honest(site: Site, op: str, options: Sequence[Any]) -> TensorType | None:
 
 
 def swapped_in(kind: str, what: str, site: Site, op: str, options: Sequence[Any]) -> Iterator[Mutant]:
-    """Another collective in the place of this one: with the type it makes, or else with the type that was there."""
+    """Yield another collective in place of this one: with the type that it makes, or with the type that was there."""
     made = honest(site, op, options)
     value = replace(site.result, type=made or site.result.type)
     programs = site.replaced(replace(site.line, results=(value,), op=op, args=(site.source, *options)))
@@ -49,7 +49,7 @@ def swapped_in(kind: str, what: str, site: Site, op: str, options: Sequence[Any]
 
 
 def dropped(build: GoodBuild) -> Iterator[Mutant]:
-    """A collective is forgotten: its result is its operand, said so or not."""
+    """Forget a collective: its result is its operand, under its old type or the right one."""
     for site in collectives(build.case.programs):
         yield from both("drop a collective", site.named("drop"), site.replaced(read=site.source.name), site.programs)
         alias = replace(site.line, op="aten.alias.default", args=(site.source,))
@@ -57,7 +57,7 @@ def dropped(build: GoodBuild) -> Iterator[Mutant]:
 
 
 def doubled(build: GoodBuild) -> Iterator[Mutant]:
-    """A collective runs twice: on its own result, or once more for nobody."""
+    """Run a collective twice: on its own result, or once more for nobody."""
     for site in collectives(build.case.programs):
         again = replace(site.result, name=f"{site.result.name}_again")
         on_result = replace(site.line, results=(again,), args=(Ref(site.result.name), *site.line.args[1:]))
@@ -72,7 +72,7 @@ def doubled(build: GoodBuild) -> Iterator[Mutant]:
 
 
 def retyped(build: GoodBuild) -> Iterator[Mutant]:
-    """A collective of another type."""
+    """Give a collective another type."""
     for site in collectives(build.case.programs):
         axes = str(site.line.args[1]) or build.case.mesh.names[-1]
         axis = axes.split(",")[0]
@@ -87,7 +87,7 @@ def retyped(build: GoodBuild) -> Iterator[Mutant]:
 
 
 def regrouped(build: GoodBuild) -> Iterator[Mutant]:
-    """A collective over other axes: another one, fewer, more."""
+    """Run a collective over other axes: another one, fewer, more."""
     names = build.case.mesh.names
     subsets = [",".join(group) for count in range(1, len(names) + 1) for group in combinations(names, count)]
     for site in collectives(build.case.programs):
@@ -97,7 +97,7 @@ def regrouped(build: GoodBuild) -> Iterator[Mutant]:
 
 
 def _moved(type_: TensorType, build: GoodBuild) -> Iterator[TensorType]:
-    """The same type with one split at another dim, or after other entries."""
+    """Return the same type with one split at another dim, or after other entries."""
     for axis, kind in type_.placement.items():
         if not isinstance(kind, Split):
             continue
@@ -113,7 +113,7 @@ def _moved(type_: TensorType, build: GoodBuild) -> Iterator[TensorType]:
 
 
 def misplaced(build: GoodBuild) -> Iterator[Mutant]:
-    """A shard of the wrong dim, or of the wrong part of a fused dim: in a collective, a parameter or an input."""
+    """Take a shard of the wrong dim, or of the wrong part of a fused dim: in a collective, a parameter or an input."""
     kind, programs = "swap a shard's dim", build.case.programs
     for site in collectives(programs):
         for place, number in enumerate(site.line.args[2:], 2):
@@ -142,7 +142,7 @@ def _with_binding(programs: Programs, actions: Sequence[str], binding: Binding |
 
 
 def taken_as_whole(build: GoodBuild) -> Iterator[Mutant]:
-    """A value that is still to be summed passes for a whole one, or the other way round."""
+    """Take a value that is still to be summed for a whole one, or the other way round."""
     axis = build.case.mesh.names[-1]
     for site in sites(build.case.programs, lambda line: "." in line.op and line.op not in COLLECTIVES):
         value = site.line.results[0]

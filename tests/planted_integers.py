@@ -1,5 +1,5 @@
-"""Planted bugs of numbers cut off beyond what data reaches: of whole numbers, which may also go through a type that is
-too short for them, and of activations."""
+"""Planted bugs of numbers that are cut off beyond what data reaches: whole numbers, which may also go through a type
+that is too short for them, and activations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHORT = (torch.int8, torch.int32, torch.float32)
 
 
 def shortened(build: GoodBuild) -> Iterator[Mutant]:
-    """Every whole number that a program is given, counts or draws from is changed in a way that small ones survive."""
+    """Change every whole number that a program is given, counts or draws from, in a way that small numbers survive."""
     kind, programs = "cut a whole number off", build.case.programs
     for action, program in programs.items():
         for function in program.functions:
@@ -57,8 +57,8 @@ _CUT_BY = (
 
 
 def bounded(build: GoodBuild) -> Iterator[Mutant]:
-    """The first activations of each function of F are cut off where random data never comes to: by a number, or by a
-    tensor that holds it."""
+    """Cut off the first activations of each function of F where random data never comes to: by a number, or by a tensor
+    that holds it."""
     programs, kind = build.case.programs, "bound an activation"
     for function in programs["F"].functions:
         floats = [value.name for line in function.lines for value in line.made if value.type.dtype.is_floating_point]

@@ -105,14 +105,14 @@ PLANS = {
 
 @dataclass(frozen=True)
 class LargeBuild:
-    """What the checks of a large build have: its texts, its captured graph, and its twin."""
+    """The inputs of a large build's checks: its texts, its captured graph, and its twin."""
 
     compiled: Compiled
     twin: Compiled
     programs: Programs
 
     def faults(self, programs: Programs) -> tuple[str, list[Fault]]:
-        """What refuses programs in the place of the build's own, and why."""
+        """Return the name of the check that refuses programs in the place of the build's own, and its faults."""
         try:
             read = reread(programs, self.programs)
         except ProgramError as error:
@@ -127,7 +127,7 @@ class LargeBuild:
 
 @cache
 def large_build(name: str) -> LargeBuild:
-    """One of ``PLANS``."""
+    """Return one of ``PLANS``."""
     folder, text = PLANS[name]
     compiled = compile_plan(read_plan(Source("large.parc", text)), ROOT / folder)
     twin, differences = find_twin(compiled, compiled.build.programs)
@@ -180,7 +180,7 @@ CLASSES: Mapping[str, Sequence[Maker]] = {
 
 
 def plant_large(build: LargeBuild, most: int) -> Iterator[Mutant]:
-    """Mutants of a large build: of each way to make some ``most``, spread over all."""
+    """Yield mutants of a large build: at most ``most`` of each way to make some, spread over all places."""
     for kind, makers in CLASSES.items():
         for make in makers:
             found = list(make(build))

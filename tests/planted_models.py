@@ -1,4 +1,4 @@
-"""A small model for planted bugs whose plan needs every collective, and its loss."""
+"""Small models for planted bugs, whose plans need every collective, and their loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Stack(nn.Module):
-    """Three products and two nonlinearities."""
+    """A model of three products and two nonlinearities."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -20,12 +20,12 @@ class Stack(nn.Module):
 
 
 def square(output: Tensor, wanted: Tensor) -> Tensor:
-    """The mean squared error."""
+    """Return the mean squared error."""
     return ((output - wanted) ** 2).mean()
 
 
 class Same(nn.Module):
-    """Nothing, where values are float32."""
+    """A layer that does nothing to float32 values."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape."""
@@ -33,7 +33,7 @@ class Same(nn.Module):
 
 
 class Looked(nn.Module):
-    """Three layers; the first reads the weight of the last without a gradient."""
+    """A model of three layers, the first of which reads the weight of the last without a gradient."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -46,7 +46,8 @@ class Looked(nn.Module):
 
 
 class Tied(nn.Module):
-    """Layers that add to what the first made; the first and the last have one matrix; then batch statistics."""
+    """A model of layers that add to the first one's result. The first and the last share one matrix; batch statistics
+    follow."""
 
     def __init__(self, layers: int, width: int = 4) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Tied(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Statistics of the batch, two products, and a factor that is the layer's own or frozen."""
+    """A layer of batch statistics, two products, and a factor that is the layer's own or frozen."""
 
     def __init__(self, width: int, rate: float) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class _Layer(nn.Module):
 
 
 class Tower(nn.Module):
-    """Layers with buffers, frozen weights and a factor that falls with depth; all read the input again."""
+    """A model of layers with buffers, frozen weights and a factor that falls with depth; all read the input again."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Planted bugs of REDUCE's own work: the norm of the gradients, and which gradient is returned as whose."""
+"""Planted bugs of REDUCE's own work: the norm of the gradients, and gradients returned under another's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.planted_sites import Mutant, sites, stacked, with_main
 
 
 def wrong_norms(build: GoodBuild) -> Iterator[Mutant]:
-    """A gradient counts twice in the norm, or never, or in another's place; or the norm is no root, or scaled."""
+    """Count a gradient twice in the norm, or never, or in another's place; or leave out the norm's root, or scale
+    it."""
     kind, programs = "count a gradient wrongly in the norm", build.case.programs
     main = programs["REDUCE"].main
     for site in sites(programs, "aten.stack.default", "REDUCE"):

@@ -1,4 +1,5 @@
-"""Ways to get one repetition wrong: which block reads, saves or gets what, and numbers of one size of the model."""
+"""Ways to get one repetition wrong: the block that reads, saves or gets a value, and numbers of one size of the
+model."""
 
 from __future__ import annotations
 
@@ -24,21 +25,21 @@ def _calls(programs: Programs, action: str) -> list[tuple[int, Line]]:
 
 
 def _alike(programs: Programs, action: str) -> Iterator[tuple[int, Line, int, Line]]:
-    """Pairs of calls of one function."""
+    """Yield pairs of calls of one function."""
     for (i, a), (j, b) in combinations(_calls(programs, action), 2):
         if a.op == b.op:
             yield i, a, j, b
 
 
 def _roles(programs: Programs, action: str) -> dict[str, str]:
-    """The role of each of a main function's parameters; keys of streams have one too."""
+    """Return the role of each parameter of a main function; keys of streams have one too."""
     main = programs[action].main
     keys = {v.name: "stream" for line in main.lines if line.op == "parc.stream_key.default" for v in line.made}
     return {v.name: str(v.binding) for v in main.parameters} | keys
 
 
 def exchanged(action: str, kind: str, every: bool, programs: Programs) -> Mutants:
-    """Two calls of one function read one another's: all of a kind, or one."""
+    """Let two calls of one function read one another's operands: all of a kind, or one."""
     roles = _roles(programs, action)
     for i, a, j, b in _alike(programs, action):
         places = [at for at, (x, y) in enumerate(zip(a.uses(), b.uses(), strict=True))
@@ -54,7 +55,7 @@ def exchanged(action: str, kind: str, every: bool, programs: Programs) -> Mutant
 
 
 def within(action: str, kind: str, programs: Programs) -> Mutants:
-    """A call reads two things of a kind and of one type in each other's place."""
+    """Let a call read two operands of a kind and of one type in each other's place."""
     roles, values = _roles(programs, action), programs[action].main.values()
     for at, line in _calls(programs, action):
         read = [name for name in line.uses() if roles.get(name, "").startswith(kind)]
@@ -65,7 +66,7 @@ def within(action: str, kind: str, programs: Programs) -> Mutants:
 
 
 def skipped(programs: Programs) -> Mutants:
-    """A call of F reads what an earlier call of the same function returned, or of another, in the same place."""
+    """Let a call of F read the result of an earlier call of the same function, or of another, in the same place."""
     main = programs["F"].main
     values = main.values()
     made: dict[str, tuple[str, int]] = {}
@@ -82,7 +83,7 @@ def skipped(programs: Programs) -> Mutants:
 
 
 def inputs(programs: Programs) -> Mutants:
-    """Two inputs of one type are read in each other's place, in all calls."""
+    """Let all calls read two inputs of one type in each other's place."""
     main = programs["F"].main
     found = [v for v in main.parameters if v.kind == "input"]
     for one, other in combinations(found, 2):
@@ -93,7 +94,7 @@ def inputs(programs: Programs) -> Mutants:
 
 
 def reordered(programs: Programs) -> Mutants:
-    """Two calls of one function one after the other run in the other order, each with its own weights."""
+    """Run two consecutive calls of one function in the other order, each with its own weights."""
     calls = [(i, a, j, b) for i, a, j, b in _alike(programs, "F") if set(b.uses()) & {v.name for v in a.made}]
     main = programs["F"].main
     for i, a, j, b in calls:
@@ -107,7 +108,7 @@ def reordered(programs: Programs) -> Mutants:
 
 
 def streams(programs: Programs) -> Mutants:
-    """Two streams of random numbers change places."""
+    """Exchange two streams of random numbers."""
     lines = programs["F"].main.lines
     keys = [(at, line) for at, line in enumerate(lines) if line.op == "parc.stream_key.default"]
     for (i, a), (j, b) in combinations(keys, 2):
@@ -116,7 +117,7 @@ def streams(programs: Programs) -> Mutants:
 
 
 def results(action: str, kind: Kind, programs: Programs) -> Mutants:
-    """Two values that a program returns change places, and one is returned for both."""
+    """Exchange two values that a program returns, or return one for both."""
     main = programs[action].main
     values = main.values()
     found = [(key, name) for key, name in main.returns if key.kind == kind]
@@ -128,7 +129,8 @@ def results(action: str, kind: Kind, programs: Programs) -> Mutants:
 
 
 def exchanged_results(action: str, programs: Programs) -> Mutants:
-    """Two results of two calls of one function change names: all that a call gives goes to the other's readers."""
+    """Exchange the names of two results of two calls of one function: the readers of one get all that the other
+    gives."""
     for i, a, j, b in _alike(programs, action):
         for place, (x, y) in enumerate(zip(a.results, b.results, strict=True)):
             if x is not None and y is not None:
@@ -143,7 +145,7 @@ def _with_result(line: Line, place: int, value: Any) -> Line:
 
 
 def numbers(action: str, factor: float, programs: Programs) -> Mutants:
-    """A number that is no size is another, in all repetitions of one program."""
+    """Change a number that is no size, in all repetitions of one program."""
     for site in sites(programs, lambda line: line.op not in COLLECTIVES, action):
         for place, item in enumerate(site.line.args):
             whole = isinstance(item, int) and not isinstance(item, bool) and "." in site.line.op and item > 1
@@ -154,7 +156,7 @@ def numbers(action: str, factor: float, programs: Programs) -> Mutants:
 
 
 def other_numbers(action: str, others: Programs, programs: Programs) -> Mutants:
-    """A number is the twin's: as if a pass had taken it from the smaller model."""
+    """Take a number from the twin, as if a pass had taken it from the smaller model."""
     theirs = {function.name: function for function in others[action].functions[:-1]}
     for function in programs[action].functions[:-1]:
         mate = theirs.get(function.name)
@@ -179,7 +181,7 @@ _OTHER = {
 
 
 def one_apart(action: str, programs: Programs) -> Mutants:
-    """One call alone runs another function: an operator is another in it."""
+    """Let one call alone run another function, in which an operator is another."""
     program = programs[action]
     for at, call in _calls(programs, action)[1:3]:
         function = program.function(call.op)
@@ -196,7 +198,7 @@ def one_apart(action: str, programs: Programs) -> Mutants:
 
 
 def dropped(programs: Programs) -> Mutants:
-    """A block is left out of all programs with its weights and their gradients."""
+    """Leave a block out of all programs, with its weights and their gradients."""
     for _, a, _, b in _alike(programs, "F"):
         between = {v.name for v in a.made} & set(b.uses())
         if len(between) != 1:
@@ -234,7 +236,7 @@ def _read(programs: Programs, action: str) -> tuple[Any, ...]:
 
 
 def norm_twice(programs: Programs) -> Mutants:
-    """A gradient counts twice in the norm, and one of its type not at all."""
+    """Count a gradient twice in the norm, and one of its type not at all."""
     main = programs["REDUCE"].main
     squares = [line for line in main.lines if line.op == "parc.square_sum.default"]
     for one, other in combinations(squares, 2):
@@ -245,7 +247,7 @@ def norm_twice(programs: Programs) -> Mutants:
 
 
 def reduced(programs: Programs) -> Mutants:
-    """Two sums over ranks in REDUCE change places."""
+    """Exchange two sums over ranks in REDUCE."""
     main = programs["REDUCE"].main
     sums = [(at, line) for at, line in enumerate(main.lines) if line.op == "parc.all_reduce"]
     for (i, a), (j, b) in combinations(sums, 2):

@@ -1,4 +1,4 @@
-"""Tables of planted bugs: of each class of mutants how many there are, and which check is the first to refuse them."""
+"""Tables of planted bugs: for each class, the number of mutants, and the check that is the first to refuse them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ CHECKS = ("parse", "shapes", "types", "communication", "padding", "numbers", "tw
 
 @dataclass
 class Row:
-    """A class of mutants: how many, which check is the first to refuse them, how many types refuse."""
+    """A class of mutants: their number, the checks that are the first to refuse them, and the number that types
+    refuse."""
 
     mutants: int = 0
     by_types: int = 0
@@ -19,7 +20,7 @@ class Row:
     accepted: list[str] = field(default_factory=list)
 
     def note(self, what: str, check: str, by_types: bool = False) -> None:
-        """Count one more, and what was done if no check refuses it."""
+        """Count one more mutant, and note it if no check refuses it."""
         self.mutants += 1
         self.by_types += by_types
         self.first[check] += 1
@@ -27,7 +28,7 @@ class Row:
 
 
 def table_text(rows: Mapping[str, Row], title: str = "class") -> str:
-    """Return the table: a line a class, a column for each check that refuses any, sums, and what is accepted."""
+    """Return the table: a line for each class, a column for each check that refuses any, sums, and what is accepted."""
     total = sum((row.first for row in rows.values()), Counter[str]())
     checks = [check for check in CHECKS if total[check]]
     lines = [f"{title:<44}{'mutants':>9}" + "".join(f"{check:>15}" for check in checks) + f"{'accepted':>10}"]

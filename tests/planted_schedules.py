@@ -1,4 +1,4 @@
-"""Planted bugs of schedules: an action is missing, there twice, another's, or before what it waits for."""
+"""Planted bugs of schedules: an action is missing, there twice, another's, or before one that it waits for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def must_follow(first: Action, then: Action) -> bool:
 
 
 def wrong_at(timelines: Timelines, role: str, at: int, draw: random.Random) -> Iterator[tuple[str, Timelines]]:
-    """Yield timelines that are wrong in one action of a role, each with how."""
+    """Yield timelines that are wrong in one action of a role, each with a description."""
     actions, every = tuple(timelines[role]), [action for known in timelines.values() for action in known]
     action, before, behind = actions[at], actions[:at], actions[at + 1 :]
 

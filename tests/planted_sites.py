@@ -1,4 +1,4 @@
-"""Where a bug can be planted: a line of a function of a program, and the programs with something else there."""
+"""Places where a bug can be planted: a line of a function of a program, and the programs with something else there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Mutants = Iterator[tuple[str, Programs]]
 
 @dataclass(frozen=True)
 class Mutant:
-    """A build with one bug: its class, what was done, and what is no longer as it was."""
+    """A build with one bug: its class, its description, and the parts that changed."""
 
     kind: str
     what: str
@@ -61,7 +61,8 @@ class Site:
         return f"{change} {self.action} {self.function.name}: {self.result.name} = {self.line.op}{self.line.args[1:]}"
 
     def replaced(self, *lines: Line, read: str | None = None) -> Programs:
-        """The programs with other lines here; ``read`` is what later lines read in place of the result."""
+        """Return the programs with other lines here; ``read`` is the value that later lines read in place of the
+        result."""
         old = self.line.results[0].name if self.line.results[0] is not None else ""
         function = reading(self.function, old, old if read is None else read, self.index + 1)
         body = (*function.lines[: self.index], *lines, *function.lines[self.index + 1 :])
@@ -69,7 +70,7 @@ class Site:
 
 
 def sites(programs: Programs, wanted: str | Callable[[Line], bool], *actions: str) -> Iterator[Site]:
-    """Yield every line that is wanted, or of an operator: of all programs, or of those of some actions or names."""
+    """Yield every line of every program that is wanted."""
     for action, program in programs.items():
         for function in program.functions if not actions or {action, program.action} & set(actions) else ():
             for index, line in enumerate(function.lines):
@@ -129,7 +130,7 @@ def with_main(programs: Programs, action: str, **changes: Any) -> Programs:
 
 
 def with_function(programs: Programs, action: str, function: Function) -> Programs:
-    """The programs with one function in the place of its namesake."""
+    """Return the programs with one function in place of its namesake."""
     program = programs[action]
     functions = tuple(function if known.name == function.name else known for known in program.functions)
     return {**programs, action: replace(program, functions=functions)}

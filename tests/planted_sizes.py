@@ -1,4 +1,4 @@
-"""Planted bugs of ranges of sizes: expressions that are right at every size that is looked at, and wrong at others."""
+"""Planted bugs of ranges of sizes: expressions that are right at every size looked at, and wrong at others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOVED = re.compile(r"aten\.(roll|replication_pad1d)\w*\.default\([^\[\n]*\[([-\
 
 
 def vanishing(template: Template) -> Polynomial:
-    """A polynomial of one size that is 0 at the sizes at which a template is checked, and whole at all."""
+    """Return a polynomial of one size that is 0 at the sizes at which a template is checked, and whole at all."""
     name = min(moving(template.ranges))
     seen = sorted({point[name] for point in check_points(template.ranges)})
     size, one = Polynomial.of({((name, 1),): Fraction(1)}), Polynomial.of({(): Fraction(1)})
@@ -33,13 +33,13 @@ def vanishing(template: Template) -> Polynomial:
 
 
 def hidden(expression: Expression, template: Template) -> Expression:
-    """The expression, and more, which is nothing at the sizes at which the template is checked."""
+    """Return the expression plus a term that is 0 at the sizes at which the template is checked."""
     return replace(expression, size=expression.size - vanishing(template))
 
 
 def hidden_sizes(template: Template, numbers: bool) -> Iterator[tuple[str, Template]]:
-    """Every expression of every program so changed, one place after the other: ``numbers`` that operators compute with,
-    which make no shape, or all others."""
+    """Yield every expression of every program so changed, one place after the other. With ``numbers`` it changes those
+    that make no shape, else all others."""
     for file, text in template.texts.items():
         for match in _PLACE.finditer(text) if file != REFERENCE_FILE else ():
             row = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
@@ -52,8 +52,8 @@ def hidden_sizes(template: Template, numbers: bool) -> Iterator[tuple[str, Templ
 
 
 def hidden_shifts(template: Template) -> Iterator[tuple[str, Template]]:
-    """Whole numbers of operators that move values, written in no size: a shift further by all lengths that are looked
-    at, and two pads of which one is longer by what the other is shorter."""
+    """Change whole numbers of operators that move values, written in no size: shift further by all lengths looked at,
+    or make one pad longer by what another is made shorter."""
     lengths = {size for point in check_points(template.ranges) for size in point.values()}
     around, more = lcm(*lengths), vanishing(template)
     for file, text in template.texts.items():

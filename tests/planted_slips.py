@@ -17,7 +17,7 @@ from tests.planted_sites import Mutant, Programs, reading, sites, with_argument,
 
 
 def unscaled(build: GoodBuild) -> Iterator[Mutant]:
-    """The loss or the gradients are scaled never, twice, or by something else."""
+    """Scale the loss or the gradients never, twice, or by something else."""
     kind, programs = "un-scale the loss", build.case.programs
     scaling = ("aten.reciprocal.default", "aten.mul.Tensor")
     for site in sites(programs, lambda line: line.op in scaling, "SCALE", "REDUCE"):
@@ -54,7 +54,7 @@ def _backward_scale(build: GoodBuild, kind: str) -> Iterator[Mutant]:
 
 
 def split_sums(build: GoodBuild) -> Iterator[Mutant]:
-    """A gradient that is the sum of several uses' gets one of them."""
+    """Give a gradient that is the sum of several uses' only one of them."""
     programs = build.case.programs
     for site in sites(programs, lambda line: line.op == "aten.add.Tensor" and len(list(line.uses())) == 2, "B"):
         whole = site.function.name == programs["B"].main.name
@@ -77,7 +77,7 @@ def split_sums(build: GoodBuild) -> Iterator[Mutant]:
 
 
 def wrong_gradients(build: GoodBuild) -> Iterator[Mutant]:
-    """A gradient is missing, or is another parameter's of equal type."""
+    """Leave out a gradient, or return another parameter's of equal type."""
     programs, main = build.case.programs, build.case.programs["B"].main
     values = main.values()
     for position, (name, value) in enumerate(main.returns):
@@ -97,7 +97,7 @@ def wrong_gradients(build: GoodBuild) -> Iterator[Mutant]:
 
 
 def unreduced(programs: Programs, gradient: Binding) -> Programs:
-    """REDUCE without one gradient, its sum and its part of the norm."""
+    """Run REDUCE without one gradient, its sum and its part of the norm."""
     main = programs["REDUCE"].main
     gone = {value.name for value in main.parameters if value.binding == gradient}
     lines = []
@@ -118,7 +118,7 @@ def unreduced(programs: Programs, gradient: Binding) -> Programs:
 
 
 def wrong_values(build: GoodBuild) -> Iterator[Mutant]:
-    """F hands B another value of equal type, one too few, or one too many."""
+    """Let F hand B another value of equal type, one too few, or one too many."""
     kind, programs, main = "save another value", build.case.programs, build.case.programs["F"].main
     values = main.values()
     saved = [(key, name) for key, name in main.returns if key.kind == "saved"]
@@ -145,7 +145,7 @@ def wrong_values(build: GoodBuild) -> Iterator[Mutant]:
 
 
 def wrong_streams(build: GoodBuild) -> Iterator[Mutant]:
-    """A dropout draws from another stream than its own."""
+    """Let a dropout draw from another stream than its own."""
     kind = "draw from another random stream"
     found = list(sites(build.case.programs, "parc.stream_key.default"))
     for position, site in enumerate(found):
@@ -167,7 +167,7 @@ _POSITIONS = frozenset({"aten.slice.Tensor", "aten.select.int", "parc.iota.defau
 
 
 def off_by_one(build: GoodBuild) -> Iterator[Mutant]:
-    """A size or a position is too large or too small by one entry of a rank."""
+    """Make a size or a position too large or too small by one entry of a rank."""
     for site in sites(build.case.programs, lambda line: "." in line.op):
         for place, item in enumerate(site.line.args):
             for what, changed in _near(item, site.line.op in _POSITIONS):
@@ -178,7 +178,7 @@ def off_by_one(build: GoodBuild) -> Iterator[Mutant]:
 
 
 def _near(item: Any, position: bool) -> Iterator[tuple[str, Any]]:
-    """The argument with one of its numbers changed."""
+    """Yield the argument with one of its numbers changed."""
     if isinstance(item, LocalSize):
         yield f"{item.size} + {2 ** len(item.axes)}", replace(item, size=item.size + 2 ** len(item.axes))
     elif position and isinstance(item, int) and not isinstance(item, bool):
@@ -191,7 +191,7 @@ def _near(item: Any, position: bool) -> Iterator[tuple[str, Any]]:
 
 
 def wrong_schedules(build: GoodBuild) -> Iterator[Mutant]:
-    """An action is missing, there twice, another, or in the wrong order."""
+    """Leave out an action, do it twice, do another, or change the order."""
     timelines, draw = {SINGLE: build.case.actions}, Random(0)
     for at, action in enumerate(build.case.actions):
         for what, changed in wrong_at(timelines, SINGLE, at, draw):
@@ -199,7 +199,8 @@ def wrong_schedules(build: GoodBuild) -> Iterator[Mutant]:
 
 
 def wrong_padding(build: GoodBuild) -> Iterator[Mutant]:
-    """What keeps padding out of a sum is left out, writes something else, or stops at another entry."""
+    """Leave out an operator that keeps padding out of a sum, or make it write another number or stop at another
+    entry."""
     kind = "let padding through"
     for site in sites(build.case.programs, "parc.fill_pad.default"):
         x, dim, outer, real, padded, value = site.line.args

@@ -1,4 +1,4 @@
-"""Planted bugs of pipelines: in what stages hand one another, save, and sum among themselves."""
+"""Planted bugs of pipelines: in the values that stages hand one another, save, and sum among themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AMONG, STACK = "parc.all_reduce_among", "aten.stack.default"
 
 
 def file_of(program: Program) -> str:
-    """``stage0.F``."""
+    """Return a program's file name: ``stage0.F``."""
     return f"{program.role}.{program.action}"
 
 
@@ -36,7 +36,8 @@ def file_of(program: Program) -> str:
 
 
 def _each(programs: Programs, field: str, kind: Kind) -> Iterator[tuple[str, Any, Callable[..., Programs]]]:
-    """Every return or parameter of a kind: its file, itself, and what makes programs in which others stand for it."""
+    """Yield every return or parameter of a kind: its file, itself, and a function that makes programs with others in
+    its place."""
 
     def put(name: str, before: Sequence[Any], behind: Sequence[Any], *others: Any) -> Programs:
         return with_main(programs, name, **{field: (*before, *others, *behind)})
@@ -49,13 +50,13 @@ def _each(programs: Programs, field: str, kind: Kind) -> Iterator[tuple[str, Any
 
 
 def _key(row: Any) -> Binding:
-    """That of a return, or what a parameter is bound to."""
+    """Return the binding of a return or of a parameter."""
     key: Any = row.binding if isinstance(row, Value) else row[0]
     return key
 
 
 def _moved(programs: Programs, field: str, kind: Kind) -> Mutants:
-    """A return or parameter of a kind is left out, or changes places with the next of its kind."""
+    """Leave out a return or parameter of a kind, or let it change places with the next of its kind."""
     for name, row, put in _each(programs, field, kind):
         yield f"{name} leaves out {_key(row)}", put()
     for name, program in programs.items():
@@ -67,7 +68,7 @@ def _moved(programs: Programs, field: str, kind: Kind) -> Mutants:
 
 
 def sent(programs: Programs) -> Mutants:
-    """What is sent is left out, goes in another order, under another name, or is another value of the same type."""
+    """Leave out a value that is sent, change the order or its name, or send another value of the same type."""
     yield from _moved(programs, "returns", "sent")
     for name, (key, value), put in _each(programs, "returns", "sent"):
         yield f"{name} renames {key}", put((Binding("sent", "other"), value))
@@ -79,7 +80,7 @@ def sent(programs: Programs) -> Mutants:
 
 
 def received(programs: Programs) -> Mutants:
-    """What is received is left out, or has another type, name or place."""
+    """Leave out a value that is received, or change its type, name or place."""
     yield from _moved(programs, "parameters", "received")
     for name, value, put in _each(programs, "parameters", "received"):
         type_, mesh = value.type, programs[name].mesh
@@ -97,7 +98,7 @@ def received(programs: Programs) -> Mutants:
 
 
 def saved(programs: Programs) -> Mutants:
-    """What B reads of F is not there, or is that of another stage."""
+    """Leave out a value that F saves for B, or have B read that of another stage."""
     for name, (key, _), put in _each(programs, "returns", "saved"):
         yield f"{name} leaves out {key}", put()
     for name, value, put in _each(programs, "parameters", "saved"):
@@ -108,7 +109,7 @@ def saved(programs: Programs) -> Mutants:
 
 
 def places(programs: Programs) -> Mutants:
-    """Programs lie on other roles, or are others' programs."""
+    """Put programs on other roles, or take others' programs."""
     for name, program in programs.items():
         rest = {key: other for key, other in programs.items() if key != name}
         yield f"{name} is not there", rest
@@ -123,7 +124,7 @@ def places(programs: Programs) -> Mutants:
 
 
 def sums(programs: Programs) -> Mutants:
-    """A sum among roles is left out, done twice, over others, of another value, or scaled."""
+    """Leave out a sum among roles, do it twice, over others, of another value, or scaled."""
     for site in sites(programs, AMONG):
         name, line, made = f"{site.action} {site.result.name}", site.line, Ref(site.result.name)
         yield f"{name} is left out", site.replaced(read=site.source.name)
@@ -144,7 +145,7 @@ def sums(programs: Programs) -> Mutants:
 
 
 def constants(programs: Programs) -> Mutants:
-    """A role that makes no part of a sum adds something."""
+    """Let a role that makes no part of a sum add something."""
     for site in sites(programs, "aten.full.default", "REDUCE"):
         yield f"{site.action} adds one as {site.result}", site.replaced(with_argument(site.line, 1, 1.0))
     scale = next(v for p in programs.values() for v in p.main.parameters if v.binding == SCALE)
@@ -155,7 +156,7 @@ def constants(programs: Programs) -> Mutants:
 
 
 def norms(programs: Programs) -> Mutants:
-    """A gradient counts twice in the norm, or never, or before it is summed."""
+    """Count a gradient twice in the norm, or never, or before it is summed."""
     for site in sites(programs, lambda line: line.op == STACK and isinstance(line.args[0], list)):
         items = site.line.args[0]
         for item in items:
@@ -175,7 +176,7 @@ def norms(programs: Programs) -> Mutants:
 
 
 def gradients(programs: Programs) -> Mutants:
-    """A stage returns no gradient of what it trains, or scales a gradient that it received or made again."""
+    """Return no gradient of a trained parameter from a stage, or scale one that it received or made again."""
     scale = next(value for program in programs.values() if program.action == "B" for value in program.main.parameters
                  if value.binding == SCALE)  # fmt: skip
     for name, program in programs.items():
@@ -198,7 +199,7 @@ def gradients(programs: Programs) -> Mutants:
 
 
 def meetings(programs: Programs) -> Mutants:
-    """F or B meets the ranks of other stages, or those of its own along the wrong axis."""
+    """Let F or B meet the ranks of other stages, or those of its own along the wrong axis."""
     for name, program in programs.items():
         main, values = program.main, program.main.values()
         if program.action == "REDUCE":

@@ -1,4 +1,4 @@
-"""Planted bugs of what the roles of a pipeline sum, and of what two of its stages return."""
+"""Planted bugs of the sums among a pipeline's roles, and of the values that two of its stages return."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLES = ("pp0.REDUCE", "pp1.REDUCE")
 
 
 def before(programs: Programs) -> Mutants:
-    """One role scales or rounds its part of a gradient before roles sum it, or counts it in the norm."""
+    """Let one role scale or round its part of a gradient before roles sum it, or count it in the norm."""
     scale = next(v for p in programs.values() for v in p.main.parameters if v.binding == SCALE)
     for name in ROLES:
         main = programs[name].main
@@ -40,7 +40,7 @@ def before(programs: Programs) -> Mutants:
 
 
 def mixed(programs: Programs) -> Mutants:
-    """Gradients of different parameters are summed, and the sum is passed on as it is or summed again."""
+    """Sum gradients of different parameters, and pass the sum on as it is, or summed again."""
     alone: list[dict[str, tuple[Binding, str]]] = []
     for name in ROLES:
         main = programs[name].main
@@ -61,7 +61,7 @@ def mixed(programs: Programs) -> Mutants:
 
 
 def twice(programs: Programs) -> Mutants:
-    """What one stage returns, the last that it can be handed to returns too."""
+    """Let the last stage that a returned value can reach return it too, beside the stage that made it."""
     for kind, far in (("F", 1), ("B", -1)):
         work = {int(name[5:-2]): name for name in programs if name.endswith(f".{kind}")}
         for stage, name in work.items():

@@ -1,4 +1,4 @@
-"""Planted bugs of precision: what is made of positions, buffers and constants is rounded before its time."""
+"""Planted bugs of precision: values computed from positions, buffers and constants are rounded too early."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOW = ("angles", "waves", "slopes", "given", "scores")
 
 
 def tables_build(how: str) -> Compiled:
-    """The programs of a model that computes with positions in one of the ways ``HOW``."""
+    """Build a model that computes with positions in one of the ways ``HOW``."""
     text = PLAN.format(how=how)
     return compiled(text if how != "given" else text.replace("sizes", "input positions int64 [1, S]\nsizes"), ROOT)
 
@@ -42,7 +42,7 @@ def rounded(function: Function, name: str, dtype: torch.dtype = torch.bfloat16) 
 
 
 def made_of_positions(function: Function, exact: set[str]) -> list[str]:
-    """Floating values that are made of integers, of ``exact`` values, and of one another."""
+    """Return the floating values that are computed from integers, from ``exact`` values, and from one another."""
     values, found = function.values(), []
     for line in function.lines:
         read = [values[name] for name in line.uses()]
@@ -56,7 +56,7 @@ def made_of_positions(function: Function, exact: set[str]) -> list[str]:
 
 
 def early_roundings(made: Compiled) -> Iterator[Mutant]:
-    """Each such value in F, and each buffer, rounded to bfloat16 and back in a module that computes so."""
+    """Round each such value in F, and each buffer, to bfloat16 and back, in a module that computes so."""
     programs: dict[str, Program] = dict(made.build.programs)
     lines, main = made.build.rounding.lines, programs["F"].main
     buffers = {value.name for value in main.parameters if value.kind in BUFFERS}

@@ -1,4 +1,5 @@
-"""What a faulty pass would declare: every later type derived anew from a changed line, as far as types can be had."""
+"""The types that a faulty pass would declare: every later type derived anew from a changed line, as far as types can be
+had."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.planted_sites import Programs
 
 
 def carried(programs: Programs, good: Programs) -> dict[str, Program]:
-    """Changed programs with types that follow from those of their first values; a line that has none keeps its own.
+    """Return changed programs with types that follow from those of their first values; a line that has none keeps its
+    own.
 
     A line of the ``good`` programs whose operands are what they were there keeps its types too.
     """
@@ -42,7 +44,7 @@ class _Carrier:
         self.good = {function.name: function for function in good.functions}
 
     def carry(self, function: Function, given: Sequence[TensorType]) -> Function:
-        """The function with other types of its parameters."""
+        """Return the function with other types of its parameters."""
         good = self.good[function.name]
         if (
             function is good

@@ -19,6 +19,7 @@ MAX_FUNCTION_LINES = 60
 BANNED_NAMES = re.compile(r"(^|_)(utils?|helpers?|manager|misc|common)(_|$)")
 # The first alternative is written so that this file does not contain the words it looks for.
 LEFTOVER = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
+HEADLESS = re.compile(r"\s*(What|Of|Where|How|Whether|Which|Why|Who|Whose|When|Within|Around|By|Those)\b")
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -88,6 +89,17 @@ def test_modules_open_with_a_sentence() -> None:
         assert docstring, f"{shown(file)}: say in one sentence what this module owns"
         first = docstring.split("\n\n")[0].strip()
         assert re.search(r"[.?!:`)]$", first), f"{shown(file)}: not a sentence: {first!r}"
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    """A sentence such as "Whether it is one" has no subject: its reader has to find out first what it is about."""
+    for file in FILES:
+        for node in ast.walk(tree(file)):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str() as text)):
+                    headless = HEADLESS.match(text)
+                    place = f"{shown(file)}:{node.lineno}"
+                    assert not headless, f"{place}: name the thing, or say what it does: {headless and headless[0]!r}"
 
 
 def test_files_and_functions_are_short() -> None:

@@ -15,19 +15,19 @@ from ..directive import Directive, Literal, Scope, argument, check_callable, che
 class Data(Directive):
     """The source of samples.
 
-    `bytes "GLOB", "GLOB"`: the bytes of text files as tokens; globs are relative to the plan's folder, and `{stdlib}`
-    in one is the folder of the running Python's standard library. The input named `tokens`, else the first whole-number
-    input that the loss does not use, gets the bytes; the one named `targets`, else the first that the loss uses, the
-    byte after each. Bytes go to 255: a model of text has 256 rows and classes, or as many as the files' letters need.
+    `bytes "GLOB", "GLOB"`: the bytes of text files as tokens. Globs are relative to the plan's folder; `{stdlib}` in
+    one is the folder of the running Python's standard library. The input named `tokens` gets the bytes, and the input
+    named `targets` the byte after each. Without these names the first whole-number input that the loss does not use
+    gets the bytes, and the first that the loss uses gets the targets. Bytes go to 255: a model of text has 256 rows and
+    classes, or as many as the files' letters need.
 
-    `"package.module:name" (name=value)` or `"./file.py:name"`: a callable that is given the global number of a sample
-    (and the arguments) and returns a dict of tensors, its inputs by name, without the dim of the batch:
-    `{"picture": picture, "label": torch.tensor(3)}`. `parc check` and `parc build` look at sample 0, where it can be
-    made.
+    `"package.module:name" (name=value)` or `"./file.py:name"`: a callable that gets the global number of a sample (and
+    the arguments). It returns a dict of tensors, its inputs by name, without the dim of the batch: `{"picture":
+    picture, "label": torch.tensor(3)}`. `parc check` and `parc build` look at sample 0, if it can be made.
 
-    `synthetic`: random samples for a first run and for measuring, drawn from `seed` and each sample's number, so that
-    every mesh trains on the same: whole numbers below the rows that they look up or the classes of the loss, 0 or 1
-    where nothing says so; normal real numbers.
+    `synthetic`: random samples for a first run and for measuring. They are drawn from `seed` and each sample's number,
+    so that every mesh trains on the same. Whole numbers are below the count of rows that they look up, or of classes of
+    the loss, and 0 or 1 where nothing says so. Real numbers are normal.
     """
 
     USAGE = "data bytes GLOBS | synthetic | CALLABLE [ARGS]"

@@ -12,8 +12,8 @@ from ..directive import Directive, argument
 class Freeze(Directive):
     """Parameters that are not trained: they get no gradient, no optimizer state, and no communication of either.
 
-    `WHERE` names modules, with all their parameters, or parameters. What the model itself does not train (its
-    `requires_grad` is false) is frozen without a line.
+    `WHERE` names modules, with all their parameters, or parameters. Parameters that the model itself does not train
+    (with `requires_grad` false) are frozen without a line.
     """
 
     USAGE = "freeze WHERE"

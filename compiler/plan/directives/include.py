@@ -13,14 +13,14 @@ from ..directive import Directive, Scope, argument, check_unique
 class Include(Directive):
     """Stands for the lines of another file, relative to this one, or of a family that parc ships: `"parc:llama"`.
 
-    The file has names of its own: arguments replace the values of its `let`s, and it sees none of this plan's. What can
-    be said once is said in one of them. Its `mesh` says which axes it needs, with their sizes: the plan's own `mesh`
-    must agree, and gets those axes that it lacks. Names of other files (`model`, `data`, `init`) count from the plan's
-    folder wherever they stand.
+    The file has names of its own: arguments replace the values of its `let`s, and it sees none of this plan's names. A
+    line that a plan may have once stands in one of the files. Its `mesh` line names the axes that it needs, with their
+    sizes. The plan's own `mesh` must agree with it, and gets the axes that it lacks. Names of other files (`model`,
+    `data`, `init`) count from the plan's folder, wherever they stand.
 
     Families place a model's weights for tensor parallelism over `tp`: `parc:bert`, `parc:gemma3`, `parc:gpt2`,
-    `parc:llama`, `parc:olmo2`, `parc:phi3`, `parc:t5` and `parc:vit`; which models each serves is in families.md.
-    `parc show PLAN --expand` shows what they say.
+    `parc:llama`, `parc:olmo2`, `parc:phi3`, `parc:t5` and `parc:vit`; families.md lists the models that each serves.
+    `parc show PLAN --expand` shows the placements.
     """
 
     USAGE = "include FILE [ARGS]"

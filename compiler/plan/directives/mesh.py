@@ -20,8 +20,8 @@ MOST_AXES = 32
 class MeshLine(Directive):
     """The ranks, arranged along named axes, outermost (slowest links) first.
 
-    The world size is the product of the sizes. Without this line there is one rank. An included file may have one too:
-    its axes are the plan's, with the same sizes, or come after them.
+    The world size is the product of the sizes. Without this line there is one rank. An included file may have a `mesh`
+    line too: those of its axes that the plan has must have the same sizes, and the others come after the plan's.
     """
 
     USAGE = "mesh NAME=VALUE, ..."

@@ -14,7 +14,7 @@ class Model(Directive):
     """The model: any callable that returns an `nn.Module`, as `"package.module:name"` or `"./file.py:name"`.
 
     The plan's folder is importable, and is the current folder while the model is made: paths among the arguments count
-    from it. What a model's code asks the Hugging Face Hub for is taken from what was downloaded already, unless
+    from it. Files that a model's code asks of the Hugging Face Hub must be downloaded already, unless
     `HF_HUB_OFFLINE=0` is set. Arguments are numbers, strings, `true`, `false` and `none`, given by name.
     """
 

@@ -23,10 +23,10 @@ class Optimizer(Directive):
     `clip` bounds the global norm of the gradients. `betas` and `eps` are AdamW's, `momentum` and `nesterov` SGD's.
     `decay off on WHERE`: parameters, or modules with all of theirs, that `weight_decay` leaves alone.
 
-    `lr 3e-4` is the rate of every step. `lr cosine 3e-4` and `lr linear 3e-4` fall from it by half a cosine or a line
-    to the rate that `to` says (else 0) at step `over` (else the last of the plan's `steps`, also where `parc run
-    --steps` trains for others), and stay there. `warmup N` rises to the rate in N steps before: step n of them has n/N
-    of it.
+    `lr 3e-4` is the rate of every step. `lr cosine 3e-4` and `lr linear 3e-4` begin at it, fall by half a cosine or a
+    line to the rate that `to` gives (else 0), and stay there. They reach it at step `over`, or without that at the last
+    of the plan's `steps`, also if `parc run --steps` trains for another number. `warmup N` rises to the rate in the N
+    steps before: step n of them has n/N of it.
     """
 
     USAGE = (

@@ -26,10 +26,11 @@ class Precision(Directive):
 
     In a `bf16` module products, convolutions and attention take and give bfloat16. Sums, means, norms, softmax, losses,
     and `exp`, `log`, `pow`, `rsqrt` and their like take and give float32. Every other operator takes the widest type of
-    the activations that it reads; what is made of weights and constants alone is computed as it is and adapts to them.
-    What leaves a module is rounded to bfloat16, so values between modules, and messages, are half as large. A value
-    that the model itself makes float32 of a narrower one stays float32. In a model of float32 a cast to float32 does
-    nothing and leaves no trace: name its module in a line `precision fp32 on WHERE`.
+    the activations that it reads. Values computed from weights and constants alone keep their type, and adapt to the
+    activations that they meet. The results of a module are rounded to bfloat16, so values between modules, and
+    messages, are half as large. A value that the model itself casts from a narrower type to float32 stays float32. In a
+    model of float32 a cast to float32 does nothing and leaves no trace: name its module in a line `precision fp32 on
+    WHERE`.
     """
 
     USAGE = "precision TYPE [on WHERE]"

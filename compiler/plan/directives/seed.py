@@ -11,7 +11,8 @@ from ..directive import Directive, argument
 class Seed(Directive):
     """The number that initial weights and dropout masks are functions of: the same however a plan splits the model.
 
-    Masks are drawn for each microbatch, so plans of other microbatches draw others. The default is 0.
+    Masks are drawn for each microbatch, so plans with another number of microbatches draw other masks. The default is
+    0.
     """
 
     USAGE = "seed N"

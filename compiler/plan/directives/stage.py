@@ -19,13 +19,13 @@ BALANCED = "balanced over"
 class Stage(Directive):
     """Cuts the model into stages, which run on the ranks along an axis: a pipeline. `schedule` says in which order.
 
-    `before M` begins a stage with the first operator of a module, `after out(M)` with the first that follows its last:
-    a cut at each module that a name or pattern means, in the order in which the model runs them. Several lines add up,
-    in any order of the lines. `balanced` chooses the cuts instead: the largest stage has as few operations as can be,
-    and of all such choices the one whose largest stage needs least memory. Stages are numbered from 0. An axis of p
-    ranks with v chunks a rank has p x v stages, that is one cut fewer, and stage k runs on the ranks at k modulo p.
-    They may be uneven; an embedding or a head may be a stage of its own. Nothing else is placed on the axis. Over an
-    axis of size 1 there are no stages.
+    `before M` begins a stage with the first operator of a module, `after out(M)` with the first operator behind its
+    last one. There is a cut at each module that a name or pattern means, in the order in which the model runs them.
+    Several lines add up, in any order. `balanced` chooses the cuts instead: the largest stage has as few operations as
+    possible; among such choices, the largest stage needs the least memory. Stages are numbered from 0. An axis of p
+    ranks with v chunks on each rank has p x v stages, so there is one cut fewer, and stage k runs on the ranks at k
+    modulo p. Stages may be uneven; an embedding or a head may be a stage of its own. Nothing else is placed on the
+    axis. Over an axis of size 1 there are no stages.
     """
 
     USAGE = "stage before WHERE over AXIS | after OUTPUTS over AXIS | balanced over AXIS"

@@ -13,7 +13,7 @@ from ..directive import Directive, Literal, Scope, argument, check_literals, rea
 class Verify(Directive):
     """Arguments of the model that are replaced for the twin on which numbers are checked: the same code, smaller.
 
-    Names of sizes may be given too. A number that the model or the plan has smaller already stays as it is.
+    Names of sizes may be given too. A number that is smaller in the model or the plan already stays as it is.
     """
 
     USAGE = "verify NAME=VALUE, ..."
