@@ -129,6 +129,8 @@ def _added(q: Question, call: OpCall, sums: Sequence[Samples]) -> tuple[Adds, in
     adds, terms = sums[0].adds, sums[0].terms * (ratio or 1)
     if any((other.adds, other.terms) != (adds, sums[0].terms) for other in sums):
         adds, terms = adds if all(other.adds == adds for other in sums) else None, 0
+    if facts(call.op).computes == "multiple" and adds == "sum" and terms and 1 / terms in call.args:
+        return "mean", 0
     if facts(call.op).computes == "ratio" and adds == "sum":
         # a sum over as many as it is divided by is a mean; any other number may come from the size of the batch
         return ("mean" if terms and call.args[1] == terms else None), 0

@@ -56,6 +56,7 @@ ADDED = {
     "smoothed_multiple": "-F.cross_entropy(out, y, label_smoothing=0.1) / 2",
     "mean_of_sums": "out.square().sum(-1).mean()",
     "mean_of_a_multiple": "(2 * out.square().sum()) / out.numel()",
+    "mean_by_its_reciprocal": "out.square().sum() * (1 / out.numel())",
     "mean_over_samples_first": "out.mean(0).sum()",
     "products_of_each_sample": "torch.bmm(out[:, :, None], out[:, None]).square().mean()",
     "two_views_of_each": "torch.cat([out, 2 * out]).chunk(2)[1].square().mean()",
