@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import nan
 
 from ..factors import OpCall, OpRule, apply_dims, rule
 from ..op_row import OpRow, along_dims, argument_linear, dim_argument, normal_dims, plain_dims, rows_of
@@ -55,7 +56,7 @@ REDUCTIONS_RULES = {
     **rows_of(
         "sum.dim_IntList", _sensitive(_reduced(free=True, linear="0"), reduces="sum", storage="fresh", plain=True)
     ),
-    **rows_of("nansum", _sensitive(_reduced(free=True))),
+    **rows_of("nansum", _sensitive(_reduced(free=True), bounds=True, limits=(nan,))),
     **rows_of("count_nonzero count_nonzero.dim_IntList", OpRow(_reduced(free=True))),
     **rows_of("histc", OpRow(_histc)),
     # distances between the rows of two tensors; each part of the rows of one gives a part of the other's gradient
