@@ -236,8 +236,7 @@ def without_code() -> Iterator[None]:
 
 
 def with_unread_draws() -> AbstractContextManager[None]:
-    """Enter a block in which torch keeps operators that draw random numbers which nobody reads, because later draws
-    depend on them."""
+    """Enter a block in which torch keeps draws of random numbers that nobody reads: later draws depend on them."""
     from torch._inductor import config
 
     return config.patch(fallback_random=True)  # type: ignore[no-any-return]

@@ -105,7 +105,7 @@ class _Padder:
     # ---- what an operator needs
 
     def _needs(self, node: fx.Node, operands: Sequence[fx.Node]) -> list[_Need]:
-        """Return the changes that each operand needs, so that the operator computes padded where its rule lets it."""
+        """Return the changes to each operand after which the operator computes padded, as far as its rule allows."""
         rule, needs = self.rules[node], [_Need() for _ in operands]
         parts: dict[str, dict[int, tuple[Any, Extra]]] = {}
         for index, (operand, dims) in enumerate(zip(operands, rule.operands, strict=True)):

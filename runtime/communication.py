@@ -60,8 +60,7 @@ class Sending(Protocol):
 
 
 class PeerLost(RuntimeError):
-    """The error that another rank ended, or took too long, while this one waited for it; ``what`` says who waited for
-    what."""
+    """The error of a rank that lost another: that rank ended, or took too long. ``what`` says who waited for what."""
 
     def __init__(self, what: str, why: object) -> None:
         super().__init__(f"{what}: {why}")

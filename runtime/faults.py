@@ -1,5 +1,4 @@
-"""Faults of a run: the error that names them, and the search for the line that made the first number that is not
-finite."""
+"""Faults of a run: the error that names them, and the search for the line with the first number that is not finite."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Site:
 
 
 def sites(programs: Programs, wanted: str | Callable[[Line], bool], *actions: str) -> Iterator[Site]:
-    """Yield every line of every program that is wanted."""
+    """Yield every wanted line, or every line of an operator: in all programs, or in those of some actions or names."""
     for action, program in programs.items():
         for function in program.functions if not actions or {action, program.action} & set(actions) else ():
             for index, line in enumerate(function.lines):

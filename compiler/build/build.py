@@ -30,8 +30,7 @@ _PROGRAMS = "programs/"
 
 
 class BuildError(Exception):
-    """The error of a directory that is not a build, or not the one that was checked; ``help`` says what to do, where
-    that is known."""
+    """The error of a directory that is not a build, or not the one that was checked. ``help`` is advice, or ""."""
 
     def __init__(self, message: str, help: str = "") -> None:
         super().__init__(message)

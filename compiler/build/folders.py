@@ -77,8 +77,8 @@ def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def hold_folder(path: Path, who: str) -> Iterator[None]:
-    """Keep a folder to one holder for a while, such as a run that saves there, at most until the holder's process ends.
-    ``who`` is what others are told. The folders above it are made.
+    """Let one holder at a time have a folder, such as a run that saves there, at most until its process ends. ``who``
+    describes the holder to others. The folders above it are made.
 
     Raises:
         FolderHeld: another process holds it.

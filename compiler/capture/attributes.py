@@ -21,8 +21,8 @@ _PLACE = "_attribute_tensors"
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """An attribute of ``module`` that holds tensors. ``places`` says for each leaf that some module has registered
-    which module, and under which name."""
+    """An attribute of ``module`` that holds tensors. ``places`` has the tensors that some module has registered: by the
+    number of the leaf, that module and the name there."""
 
     module: nn.Module
     attribute: str

@@ -64,9 +64,8 @@ def infer(
 def place_created(
     call: OpCall, operands: Sequence[Placement | None], zeros: frozenset[int], mesh: Mesh
 ) -> list[Placement]:
-    """Return the placements of a call's operands. An operand that is None is created where it is read, so it gets the
-    placement that the others ask for. ``zeros`` are the operands that hold only zeros, which may stand for a part of
-    any sum."""
+    """Return the placements of a call's operands. An operand that is None is created at its reader, in the placement
+    that the other operands ask for. ``zeros`` are operands of zeros alone, which may stand for a part of any sum."""
     rule = rule_or_opaque(call)
     made: list[dict[str, AxisType]] = [{} for _ in operands]
     for axis in mesh.names:

@@ -34,11 +34,11 @@ _WAYS = {
     "max": Reduction(-math.inf, lambda x: sympy.Max(_s, x), joins=True),
     "exponentials": Reduction(-math.inf, lambda x: sympy.exp(x - _s)),
 }
-"""The ways in which rows say that an operator reduces its first operand over a factor that results lack."""
+"""The reductions that rows name, by name: how an operator reduces its first operand over a factor that results lack."""
 
 
 def reduction_of(op: str) -> Reduction | None:
-    """Return the way in which an operator reduces its first operand, or None where it is linear in what it sums, or
+    """Return the reduction of an operator's first operand. It is None where the operator is linear in its summands, or
     reduces nothing."""
     way = facts(op).reduces
     return None if way in ("", "sum") else _WAYS[way]

@@ -14,13 +14,14 @@ COUNTING, SCALING, FORWARD, BACKWARD, REDUCE, STEP = "COUNT", "SCALE", "F", "B",
 PLACES = ("before", "work", "after", "end")
 PHASES = ("forward", "backward", "step")
 AHEAD = 2
-"""The number of actions by which a receive starts before the action that waits for it, so that messages travel
+"""The number of actions between the start of a receive and the action that waits for it, so that messages travel
 meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionRow:
-    """A kind of action: its place in a step, the program that it runs, and the values which that reads and returns.
+    """A kind of action: its place in a step, the program that it runs, and the values that this program reads and
+    returns.
 
     ``ActionRow("COUNT", "before", "step", each=True, returns=("count",))``: ahead of the work, for each microbatch, a
     program that all roles share, whose results of the kind ``count`` are added up for whoever reads ``count``.
@@ -56,7 +57,7 @@ class ActionRow:
 
     @property
     def works(self) -> bool:
-        """True where the action is work, which is what a schedule puts in order."""
+        """True where the action is work, the part of a step that a schedule puts in order."""
         return self.place == "work"
 
     @property
@@ -132,7 +133,7 @@ class Action:
 
     @property
     def works(self) -> bool:
-        """True where the action is work, which is what a schedule puts in order."""
+        """True where the action is work, the part of a step that a schedule puts in order."""
         return self.kind in ACTIONS and ACTIONS[self.kind].works
 
     @property

@@ -48,7 +48,7 @@ def owners(function: Function) -> dict[str, str]:
 
 def _peak(program: Program, function: Function, late: Mapping[str, frozenset[str]], peaks: _Peaks) -> tuple[int, int]:
     """Return the most bytes that a function's own values hold at once, with results and without parameters. The second
-    number is the bytes which values that are made ``late``, by function, still need when the function has ended.
+    number is the bytes that stay until the function has ended, because values made ``late``, by function, need them.
     ``peaks`` keeps the answers."""
     if function.name in peaks:
         return peaks[function.name]

@@ -44,7 +44,7 @@ def _adds(op: str, operators: Collection[str] | None) -> bool:
 
 
 def _made(program: Program, line: Line) -> list[tuple[Value, str]]:
-    """Return the values that a line makes, each with the name that it has in a function that the line calls, or ""."""
+    """Return the values that a line makes. Each comes with its name inside the function that the line calls, or ""."""
     if not line.calls_function:
         return [(value, "") for value in line.made]
     return [(value, name) for value, (_, name) in zip(line.made, program.function(line.op).returns, strict=True)]

@@ -163,8 +163,8 @@ class Template:
         return None
 
     def faults(self, mesh: Mesh) -> list[ShapeFault]:
-        """Return the faults of sizes. None means a proof that a rank's sizes are whole numbers at all declared sizes,
-        and that the shapes which a rank keeps between steps do not depend on sizes."""
+        """Return the faults of sizes. An empty list is a proof for all declared sizes: a rank's sizes are whole
+        numbers, and tensors that a rank keeps between steps do not depend on sizes."""
         by_message: dict[str, ShapeFault] = {}
         for name, text in self.texts.items():
             for row in text.split("\n"):

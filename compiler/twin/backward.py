@@ -37,7 +37,7 @@ class Backward:
         self.goes: dict[tuple[PieceCall, int], list[list[int]]] = {}
 
     def facts(self) -> Iterator[PieceFact]:
-        """Yield the facts about B: what each of its calls reads, and where each gradient that it makes goes.
+        """Yield the facts about B: the operands of each of its calls, and the destination of each gradient.
 
         Raises:
             WiringFault: calls are not those of F in reverse, read what another call of F has, or a gradient goes to

@@ -54,7 +54,8 @@ class _Expressions:
 
     def source(self, value: Value, saved: Mapping[str, int]) -> int:
         """Return the number of the expression of a program's parameter. Integer inputs, buffers and random streams are
-        followed exactly; a saved value is what F has saved; weights and activations are not followed."""
+        followed exactly. A saved value has the expression under which F saved it. Weights and activations are not
+        followed."""
         kind = value.kind
         if value.binding is not None and kind == "saved":
             return saved.get(value.binding.name, _ACTIVATION)  # what is never saved, others refuse

@@ -48,7 +48,8 @@ def check_bindings(programs: Mapping[str, Program], stored: Mapping[str, TensorT
 
 
 def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
-    """Find parameters of a program that no earlier program makes, that are there twice, or that have another type."""
+    """Find parameters of a program without a maker before it, parameters that are there twice, and types that differ
+    from the maker's."""
     known_types: dict[Binding, TensorType] = {}
     updated: dict[Binding, str] = {}
     for row in _rows(programs):
@@ -76,8 +77,8 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
 
 
 def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
-    """Find results that a program has to return and does not, that nobody takes, or that are placed otherwise than
-    their readers expect."""
+    """Find missing results of a program, results without a reader, and results in another placement than their readers
+    expect."""
     trained: dict[Binding, None] = {}
     for row in _rows(programs):
         main = programs[row.kind].main

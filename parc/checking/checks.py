@@ -156,7 +156,8 @@ def program_faults(build: Build, plan: Plan) -> list[Fault]:
 
 
 def hold_template(compiled: Compiled) -> None:
-    """Refuse a model that does not follow the sizes, for a build in which a check failed where it was not compiled.
+    """Refuse a model that does not follow the sizes. It is called after a check failed at sizes at which nothing was
+    compiled.
 
     Raises:
         PlanError: at sizes that are checked the model is another than the template's.

@@ -26,8 +26,8 @@ _MOST_WORK = 20_000_000_000  # about a minute in float64 on one core
 _LARGE_WORLD = 8
 _TWIN_WORLD = 32
 _MOST_AXES = 8
-"""The most axes of which a twin has every one at 2, whatever world that makes: on fewer ranks its programs would
-differ."""
+"""The most axes of a mesh whose twin has size 2 on every axis, whatever world that makes: on fewer ranks its programs
+would differ."""
 _STEPS = 3
 _PASS = 10  # multiply-adds in the time in which a number is read and written
 

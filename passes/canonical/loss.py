@@ -94,7 +94,7 @@ def _width(node: fx.Node) -> int:
 
 
 def _denominator(loss: fx.Node) -> fx.Node | None:
-    """Return the count that divides a mean cross entropy, where the loss is just that."""
+    """Return the count that divides the loss, if the loss is a mean cross entropy and nothing else."""
     if loss.target is not aten.div.Tensor:
         return None
     total, count = loss.args

@@ -100,8 +100,8 @@ class Partition:
         return self.forms[key][want]
 
     def _imposed(self, key: ValueKey, path: tuple[Changes, ...], have: Placement, want: Placement) -> Sequence[Changes]:
-        """Return the path that was cheapest at the largest sizes, or ``path`` where that one does not divide here. A
-        choice says for each step which axes go to their wanted type, and which to another type first."""
+        """Return the path that was cheapest at the largest sizes, or ``path`` if that one does not divide here. A
+        choice is a list of steps, each with the axes that go to their wanted type (None) or to another type first."""
         if self.choices is None:
             return path
         own = [[(axis, None if kind == want[axis] else kind) for axis, kind in step] for step in path]

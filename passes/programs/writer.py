@@ -63,7 +63,7 @@ class Writer:
         return self.emit("aten.sum.default", (Ref(stacked.name),), values[0].type)
 
     def zeros(self, type_: TensorType, origin: Origin = ORIGIN) -> Value:
-        """Add a line that makes zeros, which a role adds to a sum of which it has no part."""
+        """Add a line of zeros, the summand of a role that has no part of a sum."""
         shape = [size_argument(type_, dim) for dim in range(len(type_.shape))]
         return self.emit("aten.full.default", (shape, 0.0), type_, origin, "zeros", dtype=type_.dtype)
 

@@ -155,7 +155,7 @@ class _Waiter:
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    """Tensors that are being sent, with functions that tell whether they were, and that wait for it."""
+    """Tensors that are being sent. ``done`` tells whether they were sent; ``wait`` waits for it."""
 
     tensors: Sequence[torch.Tensor]
     done: Callable[[], bool]

@@ -226,8 +226,8 @@ def _matching(patterns: Sequence[str], root: Path) -> list[str]:
 
 
 def _meant(pattern: str, root: Path) -> str:
-    """Return the names that are similar to the first part of a pattern that does not exist, or the place where patterns
-    are looked for."""
+    """Return the question "did you mean ...?" with names similar to the first part of a pattern that does not exist;
+    without such names, a text that says where patterns are looked for."""
     for part in Path(pattern).parts:
         if glob.has_magic(part) or not root.is_dir():
             break

@@ -1,5 +1,4 @@
-"""Batches of fewer samples than a step takes. They are completed by samples that change nothing, where that is
-proved."""
+"""Batches of fewer samples than a step takes, completed by samples that are proved to change nothing."""
 
 from __future__ import annotations
 

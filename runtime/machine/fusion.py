@@ -21,9 +21,9 @@ _RESHAPE = "aten.reshape.default"
 
 
 def fused(function: Function, mesh: Mesh, products: bool) -> Function:
-    """Return the function with ``x + a * b``, and with ``products`` also ``x + a @ b``, as one line each, where nobody
-    else reads the summand. A product's operands then live until the sum, so it is left alone where that takes memory,
-    or where ``x`` arrives while the product is made."""
+    """Return the function with ``x + a * b`` as one line, and with ``products`` also ``x + a @ b``, if nobody else
+    reads the summand. A product's operands then live until the sum. So a product is left alone if that takes memory, or
+    if ``x`` is still on its way while the product is made."""
     values, uses, source = function.values(), uses_of(function), owners(function)
     makers = {value.name: (at, line) for at, line in enumerate(function.lines) for value in line.made}
     last = {name: at for at, line in enumerate(function.lines) for name in line.uses()}

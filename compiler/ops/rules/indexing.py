@@ -83,8 +83,9 @@ def _index_put(call: OpCall) -> OpRule:
 
 
 def _picked(text: str, *, free: bool = False, linear: str = "") -> Callable[[OpCall], OpRule]:
-    """`text`: per tensor, operands then results, "x" where it is asked along `dim`, "i" where it has the positions that
-    ask; "l" is a list of these alone, "1" a tensor of rank 0."""
+    """Return the rule of a lookup along `dim`. `text` has a letter for each tensor, operands then results: "x" for one
+    that is indexed, "i" for one with the positions of the indices, "l" for a list of these alone, "1" for a tensor of
+    rank 0."""
 
     def ruling(call: OpCall) -> OpRule:
         dim = normal_dim(call.args[1], len(call.operands[0]))
