@@ -57,8 +57,8 @@ def regions(lines: Iterable[tuple[str, Sequence[str], int]]) -> PrecisionRegions
 
 def line_at(lines: PrecisionRegions, module: str) -> PrecisionLine | None:
     """Return the line by which a module computes in a narrow type, or None."""
-    found = next((line for line in reversed(lines) if line.holds(module)), None)
-    return found if found is not None and is_narrow(found.dtype) else None
+    last = next((line for line in reversed(lines) if line.holds(module)), None)
+    return last if last is not None and is_narrow(last.dtype) else None
 
 
 def may_narrow(lines: PrecisionRegions, module: str, dtype: torch.dtype) -> bool:

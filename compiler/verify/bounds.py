@@ -38,11 +38,11 @@ def check_bounds(programs: Mapping[str, Program], reference: Program) -> Iterato
         saved |= bounds.follow(program.main, saved)
         # derivatives of a maximum ask which entries are no numbers
         allowed = known if program.action == FORWARD else known | {nan}
-        for (name, made, op), numbers in bounds.at.items():
+        for (name, results, op), numbers in bounds.at.items():
             if other := numbers - allowed:
                 word = next((repr(number) for number in other if isinstance(number, float)), "a constant")
                 message = f"{op} has {word}, which is no number of the captured graph"
-                yield Fault("types", f"{program.action} {name}: {made}", message)
+                yield Fault("types", f"{program.action} {name}: {results}", message)
         if program.action == FORWARD:
             missing = model.times(reference.main) - bounds.times(program.main)
             for number in sorted(missing.keys() - _PLAIN - {nan}, key=str):
@@ -61,8 +61,8 @@ class _Bounds:
     def follow(self, function: Function, saved: Mapping[str, Hashable]) -> dict[str, Hashable]:
         """Note the bounds of a main function and of the functions that it calls. Return what is known of the values
         that it saves."""
-        given = [saved.get(value.name, _DATA) if value.kind == "saved" else _DATA for value in function.parameters]
-        ends = zip(function.returns, follow(self.program, function, given, self._made), strict=True)
+        parameters = [saved.get(value.name, _DATA) if value.kind == "saved" else _DATA for value in function.parameters]
+        ends = zip(function.returns, follow(self.program, function, parameters, self._made), strict=True)
         return {key.name: constant for (key, _), constant in ends if key.kind == "saved"}
 
     def _made(self, function: str, question: Question, given: tuple[Hashable, ...]) -> list[Hashable]:

@@ -68,9 +68,9 @@ def check_lines(program: Program) -> list[Fault]:
     for function in program.functions:
         where = f"{program.role}.{program.action} {function.name}"
         for line, answer in _answers(function, program.mesh):
-            found = answer if answer is not None else call_faults(line, function.values(), known[line.op])
+            wrong = answer if answer is not None else call_faults(line, function.values(), known[line.op])
             names = ", ".join(value.name for value in line.made)
-            faults += [Fault(check, f"{where}: {names}", message) for check, message in found]
+            faults += [Fault(check, f"{where}: {names}", message) for check, message in wrong]
         known[function.name] = function
     return faults
 
@@ -81,8 +81,8 @@ def _answers(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Answer | No
     if key not in function.derived:
         answers = ((line, question and _answer(question)) for line, question in questions(function, mesh))
         function.derived[key] = [(line, answer) for line, answer in answers if answer != ()]
-    found: Sequence[tuple[Line, Answer | None]] = function.derived[key]
-    return found
+    stored: Sequence[tuple[Line, Answer | None]] = function.derived[key]
+    return stored
 
 
 def _unread(function: Function) -> Sequence[str]:
@@ -90,8 +90,8 @@ def _unread(function: Function) -> Sequence[str]:
     of which no result is read."""
     if "unread" not in function.derived:
         function.derived["unread"] = tuple(_never_read(function))
-    found: Sequence[str] = function.derived["unread"]
-    return found
+    stored: Sequence[str] = function.derived["unread"]
+    return stored
 
 
 def _never_read(function: Function) -> Iterator[str]:
@@ -105,8 +105,8 @@ def _never_read(function: Function) -> Iterator[str]:
 
 
 def call_faults(line: Line, values: Mapping[str, Value], called: Function) -> Iterator[tuple[str, str]]:
-    given = [values[name].type for name in line.uses()]
-    if given != [value.type for value in called.parameters]:
+    operands = [values[name].type for name in line.uses()]
+    if operands != [value.type for value in called.parameters]:
         yield "types", f"calls `{called.name}` with operands of other types than it takes"
     inner = called.values()
     declared = [None if value is None else value.type for value in line.results]
@@ -122,8 +122,8 @@ def questions(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Question |
         function.derived[key] = [
             (line, None if line.calls_function else _question(line, values, mesh)) for line in function.lines
         ]
-    found: Sequence[tuple[Line, Question | None]] = function.derived[key]
-    return found
+    stored: Sequence[tuple[Line, Question | None]] = function.derived[key]
+    return stored
 
 
 def _question(line: Line, values: Mapping[str, Value], mesh: Mesh) -> Question:
@@ -158,10 +158,10 @@ def follow(
             for line, question in questions(function, program.mesh):
                 read = tuple(known[name] for name in line.uses())
                 if question is None:
-                    found: Sequence[Knowledge] = walk(program.function(line.op), read)
+                    facts_of_results: Sequence[Knowledge] = walk(program.function(line.op), read)
                 else:
-                    found = made(function.name, question, read)
-                known.update(zip((value.name for value in line.made), found, strict=True))
+                    facts_of_results = made(function.name, question, read)
+                known.update(zip((value.name for value in line.made), facts_of_results, strict=True))
             memory[key] = [known[name] for _, name in function.returns]
         return memory[key]
 
@@ -217,11 +217,11 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
         yield "types", str(problem) or type(problem).__name__
         return
     zeros = row.makes_zeros(line.args)
-    for made, type_ in zip(placements, results, strict=True):
+    for placement, type_ in zip(placements, results, strict=True):
         # zeros are partial sums of zero as well
         without_sums = type_.placement.replace(dict.fromkeys(type_.placement.partial, "I"))
-        if made != type_.placement and not (zeros and made == without_sums):
-            text = TensorType(type_.dtype, type_.shape, made).text(mesh)
+        if placement != type_.placement and not (zeros and placement == without_sums):
+            text = TensorType(type_.dtype, type_.shape, placement).text(mesh)
             yield "types", f"{line.op} makes `{text}`, not `{type_.text(mesh)}`"
     yield from _local_faults(q, call)
 
@@ -270,10 +270,10 @@ def _made_otherwise(q: Question, call: OpCall, shapes: Sequence[Any], wanted: Se
     try:
         operands = [example(type_.dtype, tuple(shape)) for shape, type_ in zip(shapes, q.operands, strict=True)]
         args, kwargs = fill_operands(call.args, operands), fill_operands(dict(call.kwargs), operands)
-        made = forms_of(results_of(operator(op), args, kwargs).values)
+        forms = forms_of(results_of(operator(op), args, kwargs).values)
     except Exception as problem:  # whatever an operator raises for operands that it does not take
         return f"{op} does not take these shapes: {(str(problem).strip() or type(problem).__name__).splitlines()[0]}"
-    return "" if made == expected else f"{op} makes {_shape_text(made)}, not {_shape_text(expected)}"
+    return "" if forms == expected else f"{op} makes {_shape_text(forms)}, not {_shape_text(expected)}"
 
 
 def forms_of(made: Any) -> list[tuple[torch.dtype, Any] | None]:

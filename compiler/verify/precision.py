@@ -101,9 +101,9 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, roundin
     known.update((key, main[name].type.dtype) for key, name in reference.main.returns)
     for action, program in programs.items():
         values = program.main.values()
-        given = [(value.binding, value.type.dtype) for value in program.main.parameters]
-        made = [(key, values[name].type.dtype) for key, name in program.main.returns if key == LOSS]
-        for key, dtype in (*given, *made):
+        parameters = [(value.binding, value.type.dtype) for value in program.main.parameters]
+        results = [(key, values[name].type.dtype) for key, name in program.main.returns if key == LOSS]
+        for key, dtype in (*parameters, *results):
             kept = rounding.lines and dtype == torch.float32  # what is narrow in the model itself may be kept whole
             if dtype != known.get(key, dtype) and not (kept and is_narrow(known[key])):
                 yield Fault("types", f"{action} {key}", f"is {_text(dtype)}, but {_text(known[key])} in the model")
@@ -116,14 +116,14 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, roundin
 
 def _widened(forward: Program) -> set[_Widened]:
     """Return where a forward widens values."""
-    found: set[_Widened] = set()
+    places: set[_Widened] = set()
     for function in forward.functions:
         for line, reads, makes in _floats(function):
             width = max((value.type.dtype.itemsize for value in makes), default=0)
             if not line.calls_function:
                 narrow = [value for value in reads if value.type.dtype.itemsize < width]
-                found.update((line.origin.module, value.type.shape, value.type.dtype) for value in narrow)
-    return found
+                places.update((line.origin.module, value.type.shape, value.type.dtype) for value in narrow)
+    return places
 
 
 def _line_faults(
@@ -156,7 +156,7 @@ def _line_faults(
 
 def _loss_faults(forward: Program, own: _Own) -> Iterator[Fault]:
     """Find narrow values that are computed from a loss."""
-    found: dict[str, Fault] = {}
+    by_place: dict[str, Fault] = {}
 
     def made(function: str, question: Question, tainted: tuple[bool, ...]) -> list[bool]:
         """Return whether a line's results depend on a loss."""
@@ -166,11 +166,11 @@ def _loss_faults(forward: Program, own: _Own) -> Iterator[Fault]:
         for value in line.made if depends else ():
             if is_narrow(value.type.dtype) and value.type.dtype not in own.types:
                 where = f"F {function}: {value.name}"
-                found[where] = Fault("types", where, f"is made of the loss, but {_text(value.type.dtype)}")
+                by_place[where] = Fault("types", where, f"is made of the loss, but {_text(value.type.dtype)}")
         return [depends] * len(line.made)
 
     follow(forward, forward.main, [False] * len(forward.main.parameters), made)
-    yield from found.values()
+    yield from by_place.values()
 
 
 class _Table(Enum):
@@ -186,14 +186,14 @@ def _table_faults(programs: Mapping[str, Program], own: _Own) -> Iterator[Fault]
     saved: dict[str, _Table] = {}
     for program in (programs[FORWARD], programs[BACKWARD]):
         main = program.main
-        given = [saved.get(value.name, _Table.OTHER) if value.kind == "saved" else _source(value)
+        parameters = [saved.get(value.name, _Table.OTHER) if value.kind == "saved" else _source(value)
                  for value in main.parameters]  # fmt: skip
-        made, faults = _followed(program, given, own)
+        results, faults = _followed(program, parameters, own)
         yield from faults
-        for (key, _), found in zip(main.returns, made, strict=True):
+        for (key, _), kind in zip(main.returns, results, strict=True):
             if key.kind == "saved":
-                saved[key.name] = found
-            if key.kind == "buffer" and found is _Table.ROUNDED:
+                saved[key.name] = kind
+            if key.kind == "buffer" and kind is _Table.ROUNDED:
                 yield Fault("types", f"{program.action} {key}", "is kept rounded from step to step")
 
 
@@ -204,11 +204,11 @@ def _followed(program: Program, given: Sequence[_Table], own: _Own) -> tuple[lis
 
     def made(function: str, question: Question, given: tuple[_Table, ...]) -> list[_Table]:
         line = question.line
-        found, fault = _table_made(question, given)
+        kind, fault = _table_made(question, given)
         if fault and not own.mixes(line.origin.module):
             where = f"{program.action} {function}: {', '.join(value.name for value in line.made)}"
             faults[where] = Fault("types", where, fault)
-        return [found] * len(line.made)
+        return [kind] * len(line.made)
 
     return follow(program, program.main, given, made), list(faults.values())
 
@@ -223,8 +223,8 @@ def _table_made(question: Question, given: Sequence[_Table]) -> tuple[_Table, st
     line, results, row = question.line, question.results, facts(question.line.op)
     narrow = any(is_narrow(type_.dtype) for type_ in results)
     pairs = [pair for pair in zip(question.operands, given, strict=True) if pair[0].dtype.is_floating_point]
-    moving = [type_.dtype for type_, found in pairs if found is _Table.OTHER and type_.shape]
-    rounded = any(found is _Table.ROUNDED for _, found in pairs)
+    moving = [type_.dtype for type_, kind in pairs if kind is _Table.OTHER and type_.shape]
+    rounded = any(kind is _Table.ROUNDED for _, kind in pairs)
     if line.op in COLLECTIVES or row.keeps_values:
         return (given or [_Table.EXACT])[0], ""
     if rounded and (not narrow or not all(map(is_narrow, moving))):
