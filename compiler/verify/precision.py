@@ -150,7 +150,8 @@ def _line_faults(
             allowed = may_narrow(rounding.lines, module, dtype) or own.mixes(module, dtype)
             if action == BACKWARD:  # the gradient of what was made wide there
                 allowed = (module, shape, dtype) in widened
-            if action not in work_kinds() or not shape or not allowed:
+            single = is_narrow(dtype) and not shape
+            if action not in work_kinds() or single or not allowed:
                 yield line, f"rounds to {_text(dtype)}, which no line of the plan asks for"
 
 
