@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from .code import shown
+from .code import MODEL, Code, shown
 
+NUMBER_CHANGED = Code(
+    name="P0228",
+    title="a forward changes a number of its module",
+    why="one graph is built, in which a number of Python's is a constant: programs compute every step with that of the"
+    " first call. A buffer is followed. If nothing that the forward computes depends on the number, all is well.",
+    example=MODEL.format(body="self.calls += 1\n        return x if self.calls < 1000 else x / 2"),
+    instead=MODEL.format(
+        body="self.calls += 1  # a buffer: torch.zeros(())\n        return torch.where(self.calls < 1000, x, x / 2)"
+    ),
+    language="python",
+)
 PASSED_ON = shown(
     name="P0120",
     title="an input goes into the forward's `**kwargs`",

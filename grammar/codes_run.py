@@ -12,6 +12,14 @@ FOLDER_HELD = shown(
     example="parc run build --save checkpoint & parc run build --save checkpoint",
     instead="parc run build --save checkpoint & parc run build --save other-checkpoint",
 )
+UNWRITTEN = shown(
+    name="P0412",
+    title="a file that cannot be written",
+    why="the metrics, the trace or the picture have no place there: the folder takes no files, or the disk is full. A"
+    " run finds out at its start. Where a disk fills up later, the metrics end with a warning, the training goes on.",
+    example="parc run build --metrics /full/metrics.jsonl",
+    instead="parc run build --metrics metrics.jsonl",
+)
 BATCHES_DIFFER = Code(
     name="P0410",
     title="ranks gave what is not one batch",

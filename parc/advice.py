@@ -12,9 +12,9 @@ from parc.compiler.program.actions import FORWARD
 from parc.compiling.driver import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
-from parc.grammar.codes_model import MEANT_OTHERWISE, PASSED_ON
+from parc.grammar.codes_model import MEANT_OTHERWISE, NUMBER_CHANGED, PASSED_ON
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
-from parc.grammar.nearest import did_you_mean
+from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Span
 from parc.grammar.syntax import size_text
 from parc.meant import Meant, find_meant, is_gather
@@ -25,7 +25,7 @@ from parc.placement_words import in_words
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
     warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled))
-    warnings = (*compiled.copies.notes, *_passed_on(compiled), *warnings)
+    warnings = (*compiled.copies.notes, *_passed_on(compiled), *_changed(compiled), *warnings)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *warnings)
 
 
@@ -115,6 +115,15 @@ def _passed_on(compiled: Compiled) -> Iterator[Diagnostic]:
             help=did_you_mean(place, free, "take the line out, or see what the model calls it") if unread else "",
             severity=Severity.WARNING if unread else Severity.NOTE,
         )  # fmt: skip
+
+
+def _changed(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Warn of numbers of modules that a forward changes."""
+    if names := compiled.captured.changed:
+        message = f"the forward changes {listed(names)}, of which programs keep the first value"
+        help_ = "register a buffer if results depend on it: programs follow buffers from step to step"
+        span = compiled.plan.model.arguments.statement.span
+        yield Diagnostic(NUMBER_CHANGED, message, Label(span), help=help_, severity=Severity.WARNING)
 
 
 def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:

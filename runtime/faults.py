@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -13,6 +15,7 @@ from ..compiler.program.actions import ACTIONS, SCALING, Action, work_kinds
 from ..compiler.program.program import Line
 from ..grammar.code import Code
 from ..grammar.codes_build import BAD_NUMBER, WORLD_SIZE
+from ..grammar.codes_run import UNWRITTEN
 from ..grammar.diagnostics import Diagnostic
 from .communication import Environment
 
@@ -41,6 +44,20 @@ class RunError(Exception):
     def diagnostic(self) -> Diagnostic:
         """Return the error in the form in which messages are printed."""
         return Diagnostic(self.code, self.message, help=self.help, notes=self.notes)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write a file that a person asked for, in the block.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise RunError(UNWRITTEN, f"`{path}` cannot be written: {reason}", "name a file in another place") from None
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -26,7 +26,7 @@ from .communication import Backend
 from .data.batches import Batches
 from .data.feed import Feed, LocalParts
 from .data.sizes import AtSizes, BySizes, bound_build
-from .faults import Bad, RunError, Watcher, bad_number, bad_tensor
+from .faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
 from .lockstep import Together
 from .machine.compiled import Regions
 from .machine.execute import Machine
@@ -202,13 +202,14 @@ class Session:
         Collective: every rank calls it, rank 0 writes.
 
         Raises:
-            OSError: the file cannot be written.
+            RunError: the file cannot be written.
         """
         assert self.recorder is not None, "the session keeps no trace"
         offset = clock_offset(self.exchange, self.rank, zlib.crc32(socket.gethostname().encode()))
         ranks = everywhere((f"rank {self.rank} ({self.role.name})", offset, self.recorder.spans), self.world)
         if self.rank == 0:
-            write_trace(Path(path), ranks)
+            with writing(Path(path)):
+                write_trace(Path(path), ranks)
 
     def _find_bad(self) -> list[Bad | None]:
         """Run the step again under watch. Return, on every rank, what each rank saw first."""

@@ -99,6 +99,14 @@ class Open(Model):
         return super().forward(tokens)
 
 
+class Warming(Model):
+    calls = 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        return super().forward(tokens) * (1 if self.calls < 1000 else 2)
+
+
 class Late(Model):
     def forward(self, tokens):
         return self.way(self.head(self.table(tokens)))
@@ -195,6 +203,7 @@ COMMANDS = {
     "P0224": Case(change=("(output, targets)", "(output.logits, targets)"), lines=ONE),
     "P0225": Case("pairs", ("S=8", "S=4..8 by 2"), "mesh tp=2\nshard tokens, targets [_, S/tp]\n"),
     "P0226": Case("root", ("S=8", "S=4..8 by 2"), ONE),
+    "P0228": Case("plain", lines=ONE, of="Warming"),
     "P0227": Case("counter", lines=ONE, words=("build", "tiny.parc")),
     "P0259": Case("chaos", lines="mesh tp=2\nrow head over tp\n", of="Late", words=("build", "tiny.parc")),
     "P0262": Case("rounded", lines=ONE, words=("build", "tiny.parc")),
@@ -234,6 +243,7 @@ def runs(folder: Path) -> list[str]:
         command("run", "build", "--nproc", "3"),
         command("run", "build", "--resume", "."),
         command("run", "build", "--sizes", "S=12"),
+        command("show", "build", "--pipeline", "--svg", "build/plan.parc/out.svg"),
     ]
     with patch.object(torch.cuda, "is_available", return_value=False):
         said.append(command("run", "build", "--device", "cuda"))
@@ -275,7 +285,7 @@ def compiles(folder: Path) -> list[str]:
 
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
-    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0222 P0411 P0302 P0303 P0230 P0410": runs,
+    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0412 P0222 P0411 P0302 P0303 P0230 P0410": runs,
     "P0305 P0306": compiles,
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"

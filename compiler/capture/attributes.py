@@ -113,6 +113,26 @@ def attribute_tensors(model: nn.Module) -> AttributeTensors:
     return tensors
 
 
+def plain_numbers(model: nn.Module) -> dict[str, float]:
+    """Return the numbers in plain attributes of modules, by path: ``{"blocks.0.calls": 3}``."""
+    return {
+        f"{path}.{name}".removeprefix("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+
+
+def changed_numbers(model: nn.Module, before: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the paths of the plain numbers that are others than ``before``."""
+    changed = []
+    for name, value in plain_numbers(model).items():
+        path, _, leaf = name.rpartition(".")
+        class_value = getattr(type(model.get_submodule(path)), leaf, value)  # in its place until the first assignment
+        changed += [name] if before.get(name, class_value) != value else []
+    return tuple(changed)
+
+
 def not_kept(attribute: str) -> CaptureError:
     """Return the error of a tensor that a step would leave in a plain attribute for the next step."""
     what = f"the forward gives `{attribute}` a new tensor, which no step after it would have"

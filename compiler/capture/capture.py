@@ -29,7 +29,7 @@ from ..torch_private import (
     without_code,
     without_validation,
 )
-from .attributes import attribute_tensors, check_memory, not_kept
+from .attributes import attribute_tensors, changed_numbers, check_memory, not_kept, plain_numbers
 from .buffers import assigned_in_place, beside_makers
 from .complex_numbers import real_form
 from .complex_pairs import as_pairs
@@ -63,6 +63,8 @@ class Captured:
     aliases: Mapping[str, str]
     modules: frozenset[str]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+    """The plain numbers of modules that a forward changes, which no program follows."""
 
     def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
         """Placeholders of one kind by name."""
@@ -93,10 +95,10 @@ class _Step(nn.Module):
         self._loss = loss
         self._names = names
         self.attributes = attribute_tensors(model)
-        self.stage = SimpleNamespace(in_loss=False)  # how far a call came: a trace puts attributes back
+        self.stage = SimpleNamespace(in_loss=False, changed=())  # how far a call came: a trace puts attributes back
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
-        inputs = dict(zip(self._names, values, strict=True))
+        inputs, numbers = dict(zip(self._names, values, strict=True)), plain_numbers(self.model)
         # assigned after all that reads them
         with self._mode, assigned_in_place(self.model), self.attributes.pointing():
             output = self._call(self.model, inputs)
@@ -105,6 +107,7 @@ class _Step(nn.Module):
             self.stage.in_loss = True
             loss = self._loss(output, inputs)
             self.stage.in_loss = False
+            self.stage.changed = changed_numbers(self.model, numbers)
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise CaptureError("output", f"the loss is {what}, not a single number")
@@ -298,7 +301,7 @@ def _read(exported: torch.export.ExportedProgram, step: _Step, names: tuple[str,
     constants = {
         n.removeprefix("model."): real_form(value) for n, value in written.items() if not isinstance(value, FakeTensor)
     }
-    return Captured(graph, updates, aliases, modules, constants)
+    return Captured(graph, updates, aliases, modules, constants, step.stage.changed)
 
 
 def _bindings(signature: ExportGraphSignature, aliases: Mapping[str, str], inputs: Sequence[str]) -> dict[str, Binding]:

@@ -23,6 +23,8 @@ from ..padding.pads import Pad
 from ..padding.tensors import real_entries, spread
 
 _COMPLEX = "C64"  # as safetensors calls complex64
+_CHECKPOINT = frozenset({"parameter", "buffer", "optimizer"})
+"""The first words of the names that tensors have in a run's checkpoint."""
 
 
 class WeightsError(Exception):
@@ -192,6 +194,8 @@ def open_weights(folder: Path, rounded: bool = False) -> Weights:
                     tensors[name] = _Found(file, *held_type(part.get_shape(), kind), kind)
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"`{file}` cannot be read: {error}") from None
+    if tensors and {name.partition(".")[0] for name in tensors} <= _CHECKPOINT:
+        raise WeightsError(f"`{folder}` is a checkpoint of a run, which `--resume` and `session.restore` go on from")
     return Weights(folder, tensors, tuple(twice), rounded)
 
 

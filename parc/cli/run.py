@@ -233,7 +233,21 @@ def _launch(given: argparse.Namespace, target: Path, nproc: int) -> int:
     outcome = launch(words, processes)
     if outcome.failure is not None:
         say(outcome.failure.text())
+        if given.save is not None and not outcome.failure.expected:
+            say(_saved(given.save))
     return outcome.exit_code
+
+
+def _saved(folder: Path) -> str:
+    """Return a sentence on what a run that failed has left in the folder of its `--save`."""
+    from parc.runtime.faults import RunError
+    from parc.runtime.state.checkpoint import read_checkpoint
+
+    try:
+        step = read_checkpoint(folder).step
+    except RunError:
+        return f"nothing was saved to `{folder}`"
+    return f"`{folder}` has step {step}: `--resume {folder}` goes on from there"
 
 
 def _rank(given: argparse.Namespace) -> int:

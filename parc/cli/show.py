@@ -118,11 +118,13 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     from parc.cli.build import schedule_words
     from parc.compiler.schedules.drawing import draw, paint, svg
     from parc.compiler.schedules.timeline import simulate
+    from parc.runtime.faults import writing
 
     timeline = simulate({name: role.actions for name, role in build.roles.items()})
     title = schedule_words(build.report["pipeline"])
     if given.svg:
-        given.svg.write_text(svg(timeline, title, "slots"), encoding="utf-8")
+        with writing(given.svg):
+            given.svg.write_text(svg(timeline, title, "slots"), encoding="utf-8")
         axis = build.report["pipeline"].get("axis", "")
         ranks = f", on {build.programs[FORWARD].mesh.size(axis)} ranks of `{axis}`" if axis else ""
         say(f"drew {given.svg}: {title}{ranks}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...compiler.layout.placement import TensorType
+from ...compiler.ops.op_row import OpFacts
 from ...compiler.ops.rules import facts
 from ...compiler.program.program import Program, Ref
 
@@ -52,11 +53,13 @@ def beyond_help(bound: int, ignore: int | None) -> str:
 
 
 def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
-    """Return, for each input that holds numbers of rows or classes, their count, and the number that is ignored."""
+    """Return, for each input that holds numbers of rows or classes, their count, and the number that is ignored. An
+    input that is an index too, as in ``weight[target] * cross_entropy(output, target)``, holds nothing to ignore."""
     main = program.main
     values = main.values()
     origin = {value.name: name for name, value in main.bound("input").items()}
     bounds: dict[str, tuple[int, int | None]] = {}
+    indices = set[str]()
     for line in main.lines:
         names = [item.name if isinstance(item, Ref) else "" for item in line.args]
         row = facts(line.op)
@@ -68,4 +71,12 @@ def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
             bound, ignore = bounds.get(name, (size, None))
             ignore = ignore if row.ignored_at is None else line.args[row.ignored_at]
             bounds[name] = (min(bound, size), ignore)
-    return bounds
+        if not _takes_any_number(row):
+            indices.update(origin[name] for name in line.uses() if name in origin)
+    return {name: (bound, None if name in indices else ignore) for name, (bound, ignore) in bounds.items()}
+
+
+def _takes_any_number(row: OpFacts) -> bool:
+    """Return whether an operator computes with every whole number, also with one that is no row or class."""
+    moved = row.moves not in ("", "index", "scatter")
+    return bool(row.elementwise or row.casts or row.creates or row.reduces or moved or row.ignored_at is not None)

@@ -13,18 +13,25 @@ from typing import IO, Any, Self, final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from ..faults import writing
+
 
 @final
 class MetricsFile:
-    """A file of JSON lines: first ``{"run": …}``, then one object a step; a line is written whole, then flushed.
+    """A file of JSON lines: first ``{"run": …}``, then one object a step; a line is written whole, and at once.
 
     An existing file is replaced, or continued with ``append=True`` (a resumed run writes another ``run`` line).
     A number that JSON cannot say (NaN, infinity) becomes ``null``.
+
+    Raises:
+        RunError: the file cannot be written, now or later.
     """
 
     def __init__(self, path: Path, run: Mapping[str, Any], append: bool = False) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = open(path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115 closed by close()
+        self._path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: IO[bytes] = open(path, "ab" if append else "wb", buffering=0)  # noqa: SIM115 closed by close()
         self._write({"run": dict(run)})
 
     def step(self, step: int, loss: float, **figures: Any) -> None:
@@ -33,8 +40,8 @@ class MetricsFile:
         self._write({"step": step, "loss": loss, **figures})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_sayable(line), allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write((json.dumps(_sayable(line), allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         """Close the file; more than once does no harm."""

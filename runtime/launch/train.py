@@ -19,10 +19,11 @@ import torch
 
 from ...compiler.build.build import Build
 from ...compiler.sizes.size_range import BATCH
-from ..faults import RunError
+from ..faults import RunError, writing
 from ..processes import launched
 from ..session import Session
 from ..state.optimizer import rate
+from ..step import StepReport
 from ..trace import write_trace
 from .failures import begin
 from .metrics import MetricsFile, ProgressDisplay
@@ -86,7 +87,8 @@ def train(session: Session, options: Options) -> int:
         begin()
         metrics = display = None
         if first and options.trace is not None:
-            write_trace(options.trace, [])  # a place that cannot be written is known before training
+            with writing(options.trace):
+                write_trace(options.trace, [])  # a place that cannot be written is known before training
         if first and options.metrics is not None:
             append = options.resume is not None
             metrics = stack.enter_context(MetricsFile(options.metrics, run_facts(session), append))
@@ -106,11 +108,10 @@ def train(session: Session, options: Options) -> int:
             step_s = time.perf_counter() - start
             rows = session.exchange([stop.signal, peak_bytes(session.device)])
             asked = max(row[0] for row in rows)
-            if metrics is not None:
-                metrics.step(
-                    report.step, report.loss, **report.metrics, grad_norm=report.grad_norm, lr=report.lr, step_s=step_s,
-                    **{what: count, f"{what}_per_s": count / step_s}, peak_bytes=[row[1] for row in rows],
-                )  # fmt: skip
+            if metrics is not None and display is not None:
+                figures = {"step_s": step_s, what: count, f"{what}_per_s": count / step_s}
+                if not _noted(metrics, display, report, peak_bytes=[row[1] for row in rows], **figures):
+                    metrics = None
             if display is not None and session.regions is not None and report.step == started + 1:
                 display.say(f"compiled in {session.regions.seconds:.1f} s; the next run finds them in Inductor's cache")
             if display is not None:
@@ -128,6 +129,16 @@ def train(session: Session, options: Options) -> int:
         when = f"before step {started + 1}" if unbegun else f"after step {session.step_number}"
         print(f"stopped by {signal.Signals(asked).name} {when}; {where}", file=sys.stderr)
     return 128 + asked if asked else 0
+
+
+def _noted(metrics: MetricsFile, display: ProgressDisplay, report: StepReport, **figures: Any) -> bool:
+    """Write a step to the metrics. Return False if they cannot be written any more: that ends no training."""
+    try:
+        metrics.step(report.step, report.loss, **report.metrics, grad_norm=report.grad_norm, lr=report.lr, **figures)
+    except RunError as error:
+        display.say(f"{error.message}; the metrics end at step {report.step - 1}, the training goes on")
+        return False
+    return True
 
 
 def _at_the_start(session: Session, options: Options) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,6 +19,8 @@ import pytest
 
 import parc
 from parc.cli import main
+from parc.runtime.faults import writing
+from parc.runtime.launch.metrics import MetricsFile
 from parc.runtime.launch.train import work_per_step
 from parc.runtime.opening import open_build
 from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, build
@@ -218,9 +221,13 @@ def test_a_rank_that_fails_is_said_once(
     folder: Path, capfd: pytest.CaptureFixture[str], data: str, code: int, expected: list[str]
 ) -> None:
     made = build(folder, DATA, PLAN.replace('bytes "*.py"', f'"./samples.py:{data}" ()'), name=data)
-    found, err = run(capfd, made, "--steps", 5)
+    found, err = run(capfd, made, "--steps", 5, "--save", folder / f"{data}-saved", "--save-every", 1)
     assert found == code, err
     assert all(err.count(text) == 1 for text in expected), err
+    saved = re.search(
+        r"-saved` has step 1: `--resume \S+` goes on from there|nothing was saved to `", err
+    )  # it is read ahead
+    assert (saved is not None) == (data == "killed"), err
     assert "Traceback" not in err and "torch.distributed" not in err, err
 
 
@@ -248,6 +255,32 @@ def test_numbers_that_are_not_finite_stop_a_run_and_the_last_good_ones_are_saved
     assert json.loads((checkpoint / "state.json").read_text())["step"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
     assert err.count("error[P0302]: step 2: ") == 1 and "note: the first is " in err and "nothing was updated" in err
+
+
+def test_a_disk_that_is_full_ends_metrics_and_no_training(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = MetricsFile.step
+
+    def filling(metrics: MetricsFile, number: int, loss: float, **figures: object) -> None:
+        with writing(Path("m.jsonl")):
+            if number == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            step(metrics, number, loss, **figures)
+
+    monkeypatch.setattr(MetricsFile, "step", filling)
+    words = ["run", str(folder / "one"), "--steps", "3"]
+    assert main([*words, "--metrics", str(tmp_path / "m.jsonl"), "--save", str(tmp_path / "kept")]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert (
+        "`m.jsonl` cannot be written: no space left on device; the metrics end at step 1, the training goes on" in err
+    )
+    assert len(steps_of(tmp_path / "m.jsonl")) == 1
+    assert json.loads((tmp_path / "kept" / "state.json").read_text())["step"] == 3
+    (tmp_path / "file").write_text("")
+    for option in ("--metrics", "--trace"):
+        assert main([*words, option, str(tmp_path / "file" / "out")]) == 1
+        assert "error[P0412]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "number", "code"), [("dp", signal.SIGTERM, 143), ("one", signal.SIGINT, 130)])

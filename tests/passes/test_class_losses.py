@@ -80,3 +80,22 @@ def test_a_class_that_cannot_be_is_nothing_to_what_is_ignored(tmp_path: Path, fo
         return {form}
     """
     made(tmp_path, body, f"{X}\n{T}\n{DATA.format('x, t')}")
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["w[t] * each", "each + F.one_hot(t, 8).float().square().sum(-1)", "each * x.gather(1, t[:, None])[:, 0]",
+     "each + x.scatter(1, t[:, None], 0.3).sum(-1)", "each * self.rows(t).sum(-1)"],
+)  # fmt: skip
+def test_a_target_that_is_an_index_too_is_never_one_to_ignore(tmp_path: Path, other: str) -> None:
+    body = f"""
+    def more(self):
+        self.rows = nn.Embedding(8, 4)
+
+    def forward(self, x, t):
+        x, t = self.fc(x).flatten(0, 1), t.flatten()
+        w, each = torch.arange(1.0, 9), F.cross_entropy(x, t, reduction="none")
+        return ({other}).mean()
+    """
+    _, checked = made(tmp_path, body, f"{X}\n{T}\nmesh tp=2\nvocab fc over tp")
+    assert checked.report["numbers"]["loss"] < 1e-10

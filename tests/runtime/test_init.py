@@ -174,3 +174,6 @@ def test_a_folder_that_has_no_weights(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "weights" / "x.safetensors").write_text("nothing")
     assert main(["check", str(tmp_path / "build.parc")]) == 1
     assert "x.safetensors` cannot be read" in capsys.readouterr().err
+    save_file({"parameter.head.weight": torch.zeros(2)}, tmp_path / "weights" / "x.safetensors")
+    assert main(["check", str(tmp_path / "build.parc")]) == 1
+    assert "weights` is a checkpoint of a run, which `--resume`" in capsys.readouterr().err
