@@ -199,8 +199,8 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
     if _draws(line.op):
         yield "types", f"{line.op} draws from a rank's own random state"
         return
-    if _miscalled(line):
-        yield "shapes", f"{line.op} has a number where it takes a type"
+    if wrong_call := _miscalled(line):
+        yield "shapes", f"{line.op} {wrong_call}"
         return
     call = line_call(line, q.operands, results, lambda item: item.size)
     wrong = _made_otherwise(q, call, [t.shape for t in q.operands], [t and t.shape for t in q.declared])
@@ -233,16 +233,22 @@ def _draws(op: str) -> bool:
         return False
 
 
-def _miscalled(line: Line) -> bool:
-    """Return whether a number stands for a dtype, a layout or a memory format: torch takes any, and may crash."""
+def _miscalled(line: Line) -> str:
+    """Return what an operator is given that it does not take, or lacks: torch may crash at that."""
     if not line.op.startswith("aten."):
-        return False
+        return ""
     named: dict[int | str, Any] = {**dict(enumerate(line.args)), **dict(line.kwargs)}
-    arguments = enumerate(operator(line.op)._schema.arguments)
-    return any(
-        type(named.get(at, named.get(argument.name))) is int and str(argument.type) != str(argument.real_type)
-        for at, argument in arguments
-    )
+    for at, argument in enumerate(operator(line.op)._schema.arguments):
+        if at not in named and argument.name not in named:
+            if not argument.has_default_value():
+                return f"lacks its `{argument.name}`"
+            continue
+        number = type(named.get(at, named.get(argument.name))) is int
+        if number and str(argument.type) != str(argument.real_type):
+            return "has a number where it takes a type"
+        if number and str(argument.type) in ("bool", "Optional[bool]"):
+            return f"has a number for `{argument.name}`, which is true or false"
+    return ""
 
 
 def _local_faults(q: Question, call: OpCall) -> Iterator[tuple[str, str]]:

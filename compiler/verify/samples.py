@@ -98,7 +98,7 @@ def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, 
             if not moves and any(t.dtype.is_floating_point for t in q.results):
                 return (_MET,) * len(q.results)
             kinds = [_SOMEWHERE] * len(q.results)
-    adds, terms = _added(q, call, sums)
+    adds, terms = _added(q, call, sums, size)
     statistic = any(samples.statistic for samples in read)
     return tuple(Samples(kind, statistic, *((adds, terms) if kind == "P" else ())) for kind in kinds)
 
@@ -121,7 +121,7 @@ def _placed(call: OpCall, read: Sequence[Samples], size: int) -> list[AxisType]:
     return [placement[_AXIS] for placement in infer(call, place_created(call, asked, frozenset(), mesh), mesh)]
 
 
-def _added(q: Question, call: OpCall, sums: Sequence[Samples]) -> tuple[Adds, int]:
+def _added(q: Question, call: OpCall, sums: Sequence[Samples], size: int) -> tuple[Adds, int]:
     """Return ``adds`` and ``terms`` of an operator's results that are sums over samples, or linear in such ``sums``."""
     ratio = math.prod(call.operands[0]) // max(math.prod(call.results[0]), 1) if facts(call.op).reduces == "sum" else 0
     if not sums:
@@ -131,8 +131,23 @@ def _added(q: Question, call: OpCall, sums: Sequence[Samples]) -> tuple[Adds, in
         adds, terms = adds if all(other.adds == adds for other in sums) else None, 0
     if facts(call.op).computes == "multiple" and adds == "sum" and terms and 1 / terms in call.args:
         return "mean", 0
+    if (
+        facts(call.op).computes == "multiple"
+        and adds == "sum"
+        and any(_may_count(item, size, terms) for item in call.args)
+    ):
+        return None, 0  # one over the number of samples, which a captured number does not tell
     if facts(call.op).computes == "ratio" and adds == "sum":
         # a sum over as many as it is divided by is a mean; any other number may come from the size of the batch
         return ("mean" if terms and call.args[1] == terms else None), 0
     narrows = q.results[0].dtype.itemsize < q.operands[0].dtype.itemsize
     return (None if narrows else adds), terms
+
+
+def _may_count(factor: object, size: int, terms: int) -> bool:
+    """Return whether a factor of a sum of ``terms`` may be one over the ``size`` samples of a microbatch, or over
+    several numbers of each. A half is taken for a half."""
+    if not isinstance(factor, float) or size <= 2 or not 0 < factor < 1:
+        return False
+    number = round(1 / factor)
+    return 1 / number == factor and number % size == 0 and terms % number == 0

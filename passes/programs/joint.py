@@ -163,6 +163,11 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
     backward = list(takewhile(lambda node: node is not record.forward_end, reversed(graph.nodes)))[1:]
     zeros = fold_zeros([node for node in reversed(backward) if node.op == "call_function"])
     free = free_creations(graph, record.known, record.owner, zeros)
+    made: Any
+    for made, placement in list(record.known.items()):  # a gradient that is cast is typed before the cast already
+        while facts(made.target).casts and made.args[0] not in record.known:
+            made = made.args[0]
+            record.known[made] = placement
     for node in graph.nodes:
         if node.op == "placeholder":
             noted(node).types = [_typed(noted(node).value, types[node])]

@@ -261,6 +261,17 @@ def test_a_type_is_no_number() -> None:
     assert "has a number where it takes a type" in str(fault)
 
 
+def test_a_call_lacks_nothing_and_has_no_number_for_a_truth() -> None:
+    (line,) = (row for row in ZEROS.splitlines() if "aten.full" in row)
+    name, _, rest = line.partition(" = ")
+    for call, said in (
+        ("aten.full.default([4])", "lacks its `fill_value`"),
+        ("aten.full.default([4], 0.0, dtype=torch.float32, pin_memory=1)", "a number for `pin_memory`"),
+    ):
+        (fault, *_) = check_program(parse_program(ZEROS.replace(line, f"{name} = {call}{rest[rest.index('  #') :]}")))
+        assert said in str(fault)
+
+
 @pytest.mark.parametrize("call", ["empty.memory_format([4]", "empty_strided.default([4], [1]"])
 def test_memory_that_nobody_wrote_is_no_value(call: str) -> None:
     """Such memory often holds zeros, and then every test of numbers accepts it."""

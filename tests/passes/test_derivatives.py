@@ -21,7 +21,9 @@ class Model(nn.Module):
         h = self.fc(x)
         flat = torch.div(h, self.step, rounding_mode="floor") + torch.sgn(h) + torch.copysign(h, h.roll(1, -1))
         square = (h + flat).unflatten(-1, (2, 4))
-        return torch.i0(square.diagonal(dim1=-1, dim2=-2)).mean() + (square.log().nansum() + h.nansum(1).sum()) / 99
+        return torch.i0(square.diagonal(dim1=-1, dim2=-2)).mean() + (
+            square.log().nansum() + h.nansum(1).sum() + h.sum(-1, dtype=torch.float64).float().sin().sum()
+        ) / 99
 """
 PLAN = """
 model "./model.py:Model"

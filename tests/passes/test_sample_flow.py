@@ -58,10 +58,12 @@ ADDED = {
     "mean_of_a_multiple": "(2 * out.square().sum()) / out.numel()",
     "mean_by_its_reciprocal": "out.square().sum() * (1 / out.numel())",
     "mean_over_samples_first": "out.mean(0).sum()",
+    "tenth_of_a_sum": "0.1 * out.square().sum()",
     "products_of_each_sample": "torch.bmm(out[:, :, None], out[:, None]).square().mean()",
     "two_views_of_each": "torch.cat([out, 2 * out]).chunk(2)[1].square().mean()",
     "with_what_no_sample_reaches": "out.square().mean() + 1.0",
 }
+BY_SAMPLES = {"sum_by_samples": "out.square().sum() * (1 / out.shape[0])"}
 MIXED = {
     "token_losses_beside_all_others": f"({EACH} * 0.9 + out.square().mean(-1)[:, None]).sum() / (y != -100).sum()",
     "token_losses_and_running_sums": f"({EACH} * 1.0 + out.cumsum(0).square().sum(-1)).sum() / (y != -100).sum()",
@@ -83,7 +85,7 @@ MIXED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("losses")
-    losses = [f"def {name}(out, y):\n    return {text}\n" for name, text in {**ADDED, **MIXED}.items()]
+    losses = [f"def {name}(out, y):\n    return {text}\n" for name, text in {**ADDED, **BY_SAMPLES, **MIXED}.items()]
     (made / "models.py").write_text("\n\n".join([MODELS, *losses]))
     return made
 
@@ -117,6 +119,11 @@ def test_microbatches_make_the_whole_batchs_loss_or_a_warning(folder: Path, loss
     assert not warned(whole)
     equal = loss_of(parts, 2) == pytest.approx(loss_of(whole, 1), rel=1e-9)
     assert (equal, warned(parts)) == (loss in ADDED, loss in MIXED)
+
+
+def test_a_sum_by_a_number_that_may_be_that_of_the_samples_is_averaged_with_a_warning(folder: Path) -> None:
+    parts, whole = (built(folder, "sum_by_samples", microbatches) for microbatches in (2, 1))
+    assert warned(parts) and loss_of(parts, 2) == pytest.approx(loss_of(whole, 1), rel=1e-9)
 
 
 @pytest.mark.parametrize("loss", ["smoothed", "mean_of_sums"])
