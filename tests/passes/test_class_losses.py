@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parc.advice import warnings_of
-from tests.passes.test_reviewed import DATA, T, X, codes, made
+from tests.passes.test_small_models import DATA, T, X, codes, made
 
 
 @pytest.mark.parametrize("lines", [DATA.format("x, t"), "mesh tp=2\nvocab fc over tp"])

@@ -173,7 +173,7 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_found(name: str) -> None:
+def test_a_plan_builds_and_has_the_numbers_of_its_model(name: str) -> None:
     spec, mesh, lines = CASES[name]
     made = subject(spec)
     compiled, _ = check(made, plan_text(spec, mesh, lines))
