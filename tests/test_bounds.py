@@ -24,6 +24,8 @@ class Bounded(nn.Module):
 
     def forward(self, x, wanted):
         y = F.relu6(self.up(x)) + F.hardtanh(self.up(x), -0.5, 2.0)
+        never = torch.where(torch.arange(16) >= 0, torch.zeros(16), -3e38)  # a number, or a tensor that holds it
+        y = y.masked_fill(never.bool(), -3e38)
         y = torch.where(torch.isfinite(y), y, 0.0) + torch.nan_to_num(y)
         y = y + torch.where(y.masked_fill(y > 40.0, float("nan")).isnan(), 0.0, y)
         loss = F.soft_margin_loss(self.down(y), torch.ones_like(wanted), reduction="none")

@@ -74,7 +74,9 @@ class _Bounds:
             numbers = _numbers(line, float if not row.bounds else (float, int))
             numbers = numbers.union(row.limits, (constant for constant in given if constant is not _DATA))
             self.at[place] = self.at.get(place, frozenset()) | numbers
-        made: Hashable = (base_name(line.op), _numbers(line), given)
+        # a number may stand in the place of a tensor that holds it alone
+        alone = {constant for constant in given if isinstance(constant, float)}
+        made: Hashable = (base_name(line.op), _numbers(line) | alone, tuple(c for c in given if c not in alone))
         if _DATA in given:
             made = _DATA
         elif row.creates:
