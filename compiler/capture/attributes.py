@@ -113,24 +113,24 @@ def attribute_tensors(model: nn.Module) -> AttributeTensors:
     return tensors
 
 
-def plain_numbers(model: nn.Module) -> dict[str, float]:
-    """Return the numbers in plain attributes of modules, by path: ``{"blocks.0.calls": 3}``."""
+def plain_numbers(model: nn.Module) -> dict[tuple[str, str], float]:
+    """Return the numbers in plain attributes of modules, by module and attribute: ``{("blocks.0", "calls"): 3}``.
+    Those that a class still has for a module are among them."""
     return {
-        f"{path}.{name}".removeprefix("."): value
+        (path, name): value
         for path, module in model.named_modules()
-        for name, value in vars(module).items()
+        for name, value in {**vars(type(module)), **vars(module)}.items()
         if type(value) in (int, float)
     }
 
 
-def changed_numbers(model: nn.Module, before: Mapping[str, float]) -> tuple[str, ...]:
+def changed_numbers(model: nn.Module, before: Mapping[tuple[str, str], float]) -> tuple[str, ...]:
     """Return the paths of the plain numbers that are others than ``before``."""
-    changed = []
-    for name, value in plain_numbers(model).items():
-        path, _, leaf = name.rpartition(".")
-        class_value = getattr(type(model.get_submodule(path)), leaf, value)  # in its place until the first assignment
-        changed += [name] if before.get(name, class_value) != value else []
-    return tuple(changed)
+    return tuple(
+        f"{path}.{name}".removeprefix(".")
+        for (path, name), value in plain_numbers(model).items()
+        if repr(before.get((path, name), value)) != repr(value)  # two NaN are no change
+    )
 
 
 def not_kept(attribute: str) -> CaptureError:

@@ -30,16 +30,17 @@ def check_bounds(programs: Mapping[str, Program], reference: Program) -> Iterato
     model, lines = _Bounds(reference), [line for function in reference.functions for line in function.lines]
     for function in reference.functions:
         model.follow(function, {})
-    known = _PLAIN.union(*map(_numbers, lines), *(default_numbers(line.op).values() for line in lines))
-    known = known.union(model.constants, *model.at.values())
+    own = model.constants.union(*map(_numbers, lines), *(default_numbers(line.op).values() for line in lines))
+    own = own.union(*model.at.values())
     saved: dict[str, Hashable] = {}
     for program in (programs[action] for action in work_kinds() if action in programs):
         bounds = _Bounds(program)
         saved |= bounds.follow(program.main, saved)
         # derivatives of a maximum ask which entries are no numbers
-        allowed = known if program.action == FORWARD else known | {nan}
+        known = own | _PLAIN if program.action == FORWARD else own | _PLAIN | {nan}
         for (name, results, op), numbers in bounds.at.items():
-            if other := numbers - allowed:
+            # the derivative of an operator with bounds has that operator's, and without one none of it is needed
+            if other := numbers - (known - ({-inf, inf} - own) if facts(op).backward else known):
                 word = next((repr(number) for number in other if isinstance(number, float)), "a constant")
                 message = f"{op} has {word}, which is no number of the captured graph"
                 yield Fault("types", f"{program.action} {name}: {results}", message)

@@ -115,13 +115,14 @@ def _outside_faults(programs: Mapping[str, Program], reference: Program, roundin
 
 
 def _widened(forward: Program) -> set[_Widened]:
-    """Return where a forward widens values."""
+    """Return where a forward widens values, or gives them another type of the same width."""
     places: set[_Widened] = set()
     for function in forward.functions:
         for line, reads, makes in _floats(function):
             width = max((value.type.dtype.itemsize for value in makes), default=0)
+            kept = {value.type.dtype for value in makes if value.type.dtype.itemsize == width}
             if not line.calls_function:
-                narrow = [value for value in reads if value.type.dtype.itemsize < width]
+                narrow = [v for v in reads if v.type.dtype.itemsize <= width and v.type.dtype not in kept]
                 places.update((line.origin.module, value.type.shape, value.type.dtype) for value in narrow)
     return places
 
@@ -228,7 +229,8 @@ def _table_made(question: Question, given: Sequence[_Table]) -> tuple[_Table, st
     rounded = any(kind is _Table.ROUNDED for _, kind in pairs)
     if line.op in COLLECTIVES or row.keeps_values:
         return (given or [_Table.EXACT])[0], ""
-    if rounded and (not narrow or not all(map(is_narrow, moving))):
+    compares = bool(moving) and not any(type_.dtype.is_floating_point for type_ in results)
+    if rounded and not ((narrow or compares) and all(map(is_narrow, moving))):
         return _Table.OTHER, "reads what was rounded and is made of positions, buffers and constants as if it were not"
     if rounded and base_name(line.op) == "attention" and given[3:4] == [_Table.ROUNDED]:
         return _Table.OTHER, "reads a mask that was rounded"

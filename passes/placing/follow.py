@@ -42,7 +42,7 @@ class Follower:
         ``factor_places`` of dim 0's factor."""
         seen = set()
         while pending:
-            state = pending.pop()
+            state = pending.pop(0)
             for node, index in self._readers.get(state[0], ()) if state not in seen else ():
                 yield state, node, self.rule(node), index
             seen.add(state)

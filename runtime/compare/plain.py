@@ -55,11 +55,11 @@ class _CountedDropout(TorchDispatchMode):
         self._drawn: Counter[str] = Counter()
 
     def enter_module(self, path: str, *_: Any) -> None:
-        """Return a hook to run before the forward of the module at ``path``."""
+        """Note that the forward of the module at ``path`` begins: what draws now is named after it."""
         self._paths.append(path)
 
     def leave_module(self, *_: Any) -> None:
-        """A hook after it."""
+        """Note that the module's forward has ended."""
         self._paths.pop()
 
     def _next(self, like: Tensor) -> tuple[int, Tensor]:

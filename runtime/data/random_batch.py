@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...compiler.layout.placement import TensorType
-from ...compiler.ops.op_row import OpFacts
-from ...compiler.ops.rules import facts
+from ...compiler.ops.rules import facts, has_rule
 from ...compiler.program.program import Program, Ref
 
 
@@ -71,12 +70,6 @@ def class_bounds(program: Program) -> dict[str, tuple[int, int | None]]:
             bound, ignore = bounds.get(name, (size, None))
             ignore = ignore if row.ignored_at is None else line.args[row.ignored_at]
             bounds[name] = (min(bound, size), ignore)
-        if not _takes_any_number(row):
+        if row.ignored_at is None and (row.moves in ("index", "scatter") or not has_rule(line.op)):
             indices.update(origin[name] for name in line.uses() if name in origin)
     return {name: (bound, None if name in indices else ignore) for name, (bound, ignore) in bounds.items()}
-
-
-def _takes_any_number(row: OpFacts) -> bool:
-    """Return whether an operator computes with every whole number, also with one that is no row or class."""
-    moved = row.moves not in ("", "index", "scatter")
-    return bool(row.elementwise or row.casts or row.creates or row.reduces or moved or row.ignored_at is not None)

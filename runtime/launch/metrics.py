@@ -40,8 +40,16 @@ class MetricsFile:
         self._write({"step": step, "loss": loss, **figures})
 
     def _write(self, line: Mapping[str, Any]) -> None:
+        data = (json.dumps(_sayable(line), allow_nan=False) + "\n").encode()
+        start = self._file.tell() if self._file.seekable() else None
         with writing(self._path):
-            self._file.write((json.dumps(_sayable(line), allow_nan=False) + "\n").encode())
+            try:
+                while data:  # a disk that is almost full takes a part
+                    data = data[self._file.write(data) :]
+            except OSError:
+                if start is not None:
+                    self._file.truncate(start)  # half of a line is none
+                raise
 
     def close(self) -> None:
         """Close the file; more than once does no harm."""

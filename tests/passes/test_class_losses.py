@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from parc.advice import warnings_of
+from parc.runtime.data.random_batch import class_bounds
 from tests.passes.test_small_models import DATA, T, X, codes, made
 
 
@@ -99,3 +100,14 @@ def test_a_target_that_is_an_index_too_is_never_one_to_ignore(tmp_path: Path, ot
     """
     _, checked = made(tmp_path, body, f"{X}\n{T}\nmesh tp=2\nvocab fc over tp")
     assert checked.report["numbers"]["loss"] < 1e-10
+
+
+def test_a_target_that_is_a_number_too_may_be_one_to_ignore(tmp_path: Path) -> None:
+    body = """
+    def forward(self, x, t):
+        x, t = self.fc(x).flatten(0, 1), t.flatten()
+        far = F.mse_loss(x[:, 0], t.float() / 8, reduction="none") * (t != -100)
+        return F.cross_entropy(x, t) + far.mean() + t.cumsum(0).float().amax() * 0.0
+    """
+    compiled, _ = made(tmp_path, body, f"{X}\n{T}\nmesh tp=2\nvocab fc over tp")
+    assert class_bounds(compiled.build.reference)["t"] == (8, -100)

@@ -2,10 +2,13 @@
 
 import io
 import json
+import resource
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from parc.runtime.faults import RunError
 from parc.runtime.launch.metrics import MetricsFile, ProgressDisplay
 
 
@@ -22,6 +25,19 @@ def test_a_run_line_then_a_line_a_step_each_flushed(tmp_path: Path) -> None:
         assert lines(path)[1] == {"step": 1, "loss": 5.5, "tokens": 8192, "step_s": 0.5, "peak_bytes": [1, 2]}
         metrics.step(2, float("nan"), grad_norm=float("inf"))
     assert lines(path)[2] == {"step": 2, "loss": None, "grad_norm": None}
+
+
+def test_a_disk_without_room_for_a_line_keeps_none_of_it(tmp_path: Path) -> None:
+    path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsFile(path, {}) as metrics:
+        metrics.step(1, 1.0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))
+        try:
+            with pytest.raises(RunError, match="cannot be written: file too large"):
+                metrics.step(2, 2.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [list(line) for line in lines(path)] == [["run"], ["step", "loss"]]
 
 
 def test_a_resumed_run_continues_the_file(tmp_path: Path) -> None:

@@ -236,6 +236,23 @@ class Masked(nn.Module):
         return self.head(scores.softmax(-1) @ x)
 
 
+class Mixed(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.table, self.head = way, nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.register_buffer("most", torch.linspace(0.1, 1.0, 8))
+
+    def forward(self, tokens):
+        x = self.head(self.table(tokens)) @ self.head.weight
+        if self.way == "half":
+            x = (x.half() * 2).to(x.dtype)
+        elif self.way == "clamp":
+            x = x.clamp(max=self.most)
+        else:
+            x = torch.where(x > self.most, x, torch.minimum(x, self.most / 2))
+        return self.head(x)
+
+
 class Own(nn.Sequential):
     def forward(self, tokens):
         return super().forward(tokens)
@@ -295,6 +312,11 @@ def test_a_model_of_narrow_weights_gets_float32_ones_to_update(tmp_path: Path) -
     (found, _) = at_their_types(kept, TOKENS)
     assert found.loss.dtype == torch.float32
     assert {value.dtype for value in found.gradients.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("way", ["half", "clamp", "where"])
+def test_activations_of_another_narrow_type_or_beside_a_table_are_no_faults(tmp_path: Path, way: str) -> None:
+    checked(small(tmp_path, f'Mixed" (way="{way}")\n#', BF16))
 
 
 @pytest.mark.parametrize("line", ["", BF16])

@@ -137,7 +137,7 @@ INDEXING_RULES = {
         "embedding_dense_backward",
         _written(_embedding_backward, unread_rows=True, storage="fresh", addable=True, compiled=False),
     ),
-    **rows_of("one_hot", OpRow(rule("... -> ... c!"))),
+    **rows_of("one_hot", _written(rule("... -> ... c!"))),
     # the bucket is how many boundaries lie below: a count, which adds up
     **rows_of("bucketize.Tensor", OpRow(rule("..., boundaries -> ..."))),
     **rows_of("index.Tensor _unsafe_index.Tensor", _lookup(_index)),
