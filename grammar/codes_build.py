@@ -255,7 +255,8 @@ BAD_DATA = shown(
 BAD_STATE = shown(
     name="P0304",
     title="a checkpoint does not fit",
-    why="a checkpoint holds tensors by the model's own names; one of another model has other names or shapes.",
+    why="a checkpoint holds tensors by the model's own names; one of another model has other names or shapes. Its"
+    " index says which file holds which part of each tensor; a file that is missing or altered is refused by name.",
     example="parc run build --resume checkpoint-of-another-model",
     instead="parc run build --resume checkpoint",
 )

@@ -5,38 +5,34 @@ from __future__ import annotations
 import math
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from ..compiler.build.build import Build
-from ..compiler.capture.complex_numbers import real_form
-from ..compiler.layout.placement import TensorType, parse_type, take
+from ..compiler.layout.placement import parse_type
 from ..compiler.padding.pads import pads_from
-from ..compiler.padding.tensors import grow
 from ..compiler.program.binding import BUFFERS
-from ..grammar.codes_build import BAD_STATE
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
 from .communication import Backend
 from .data.batches import Batches
 from .data.feed import Feed, LocalParts
 from .data.sizes import AtSizes, BySizes, bound_build
-from .faults import Bad, RunError, Watcher, bad_number, bad_tensor, writing
+from .faults import Bad, Watcher, bad_number, bad_tensor, writing
 from .lockstep import Together
 from .machine.compiled import Regions
 from .machine.execute import Machine
 from .machine.kernels import KERNELS
 from .machine.products import kernels_for
 from .machine.ways import Kernel
-from .opening import build_mesh, check_fits, check_source_of, constants_of, open_build, open_checkpoint, task_of
+from .opening import build_mesh, check_fits, check_source_of, constants_of, open_build, task_of
 from .owners import held, keepers_of, owners_of
 from .processes import default_device, join_processes, launched
-from .state.checkpoint import save_tensors
+from .saving import LocalPart, StateFiles, stored_of
 from .state.gather import Gatherer, everywhere, exchange
 from .state.initial import Initial
 from .state.optimizer import make_optimizer, rate, update
@@ -98,6 +94,7 @@ class Session:
         self.state = self._initial_state()
         self.optimizer = make_optimizer(self.state.parameters, manifest["optimizer"])
         self._batches = Batches(self._by_sizes, self.mesh, self._together)
+        self._files = StateFiles(stored_of(build), self.mesh, self._together, [role.name for role in ranks])
         self._given: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
     def _at(self, build: Build) -> AtSizes:
@@ -135,10 +132,6 @@ class Session:
             {name: type_ for name, type_ in self.types.items() if self.role in self._owners[name]},
             {name: type_ for name, type_ in constants.items() if name in buffered},
         )
-
-    def _take(self, whole: torch.Tensor, type_: TensorType, name: str) -> torch.Tensor:
-        whole = grow(whole, self.pads.get(name, ()))
-        return take(whole, type_.placement, self.mesh, self.coordinates).to(self.device)
 
     # ---- training
 
@@ -230,11 +223,20 @@ class Session:
 
     # ---- state
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    @overload
+    def state_dict(self, local: Literal[False] = False) -> dict[str, torch.Tensor]: ...
+
+    @overload
+    def state_dict(self, local: Literal[True]) -> dict[str, LocalPart]: ...
+
+    def state_dict(self, local: bool = False) -> dict[str, torch.Tensor] | dict[str, LocalPart]:
         """Return whole parameters and buffers on the CPU under the model's own names; they load into the plain module.
 
-        Collective: every rank calls it, every rank gets it.
+        Collective: every rank calls it, every rank gets it. With ``local`` it is not: it returns what this rank holds
+        of them, and of which entries of the whole tensors that is.
         """
+        if local:
+            return self._files.local(self.state, self.build.manifest["aliases"], self._initial.kept)
         with self._together.doing("a gathering of weights", self.state):
             whole = {**self._whole_parameters(), **self._whole_buffers()}
         for alias, name in self.build.manifest["aliases"].items():
@@ -258,74 +260,39 @@ class Session:
             for name, type_ in self._updates.items()
         }
 
-    def _whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return all that a checkpoint holds."""
-        for name, value in self._whole_parameters().items():
-            yield f"parameter.{name}", self._initial.own(name, value)
-        slots = self._gatherer.slots(self.state.parameters, self.optimizer)
-        for name, type_ in self.types.items():
-            parameter = self.state.parameters.get(name)
-            mine = {} if parameter is None else self.optimizer.state.get(parameter, {})
-            like = type_, self._owners[name], self.pads.get(name, ())
-            for key, number in slots.get(name, {}).items():
-                whole = self._gatherer.whole(mine.get(key), *like) if number is None else number
-                yield f"optimizer.{key}.{name}", whole
-        for name, value in self._whole_buffers().items():
-            yield f"buffer.{name}", self._initial.own(name, value)
-
     def save(self, path: Path | str) -> None:
-        """Write parameters, optimizer state and the step number, whole and by the model's names (safetensors, JSON).
+        """Write parameters, optimizer state and the step number by the model's names, each rank what it holds
+        (safetensors, JSON): no rank holds more than it does in training.
 
-        Collective: every rank calls it, rank 0 writes. An older checkpoint is replaced once the new one is complete.
+        Collective: every rank calls it, and reaches the folder. An older checkpoint is replaced once the new one is
+        complete.
 
         Raises:
-            RunError: ``path`` holds something else, or cannot be written.
+            RunError: on every rank: ``path`` holds something else, or cannot be written.
         """
-        with self._together.doing("a checkpoint", self.state):
-            tensors = dict(self._whole_state())
         facts = {"step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"]}
-        self._together.agreed(lambda: save_tensors(Path(path), tensors, facts) if self.rank == 0 else None)
+        self._files.save(Path(path), self.state, self.optimizer, facts)
+
+    def check_save(self, path: Path | str) -> None:
+        """Check that all ranks reach the place where they are to save.
+
+        Collective: every rank calls it.
+
+        Raises:
+            RunError: on every rank: one does not, or nothing can be written there.
+        """
+        self._files.check_shared(Path(path))
 
     def restore(self, path: Path | str) -> None:
-        """Read what ``save`` wrote, under this plan or any other of the same model.
+        """Read what ``save`` wrote, under this plan or any other of the same model; each rank reads its own parts.
+
+        Collective: every rank calls it.
 
         Raises:
-            RunError: it is of another model or optimizer; every fault is named, nothing was changed.
+            RunError: on every rank: it is of another model or optimizer, or not as it was written; every fault is
+                named, nothing was changed.
         """
-        self._together.check()
-        checkpoint, slots = open_checkpoint(self.build, Path(path))
-        try:
-            with checkpoint.tensors() as file:
-                read = {
-                    f"{kind}.{name}": self._take(real_form(file.get_tensor(f"{kind}.{name}")), type_, name)
-                    for kind, types, mine in (
-                        ("parameter", self.types, self.state.parameters), ("buffer", self._updates, self.state.buffers)
-                    )
-                    for name, type_ in types.items()
-                    if name in mine
-                }  # fmt: skip
-                states = {
-                    name: {slot: self._slot(file, slot, name) for slot in slots[name]}
-                    for name in slots
-                    if name in self.state.parameters
-                }
-        except (OSError, SafetensorError) as error:
-            raise RunError(BAD_STATE, f"`{path}` cannot be read: {error}", "go on from another checkpoint") from None
-        # Only now, with everything read, is anything changed.
-        self.optimizer.state.clear()
-        for name, parameter in self.state.parameters.items():
-            parameter.copy_(read[f"parameter.{name}"])
-            if name in states:
-                self.optimizer.state[parameter] = states[name]
-        self.state.buffers.update(
-            (name, read[f"buffer.{name}"]) for name in self._updates if name in self.state.buffers
-        )
-        self.step_number = checkpoint.step
-
-    def _slot(self, file: Any, slot: str, name: str) -> torch.Tensor:
-        """Return one value of the optimizer's state: this rank's piece, or a number, which stays on the device."""
-        value: torch.Tensor = file.get_tensor(f"optimizer.{slot}.{name}")
-        return value.to(self.device) if slot == "step" else self._take(value, self.types[name], name)
+        self.step_number = self._files.restore(Path(path), self.build, self.state, self.optimizer)
 
 
 def load(

@@ -22,16 +22,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
+from safetensors.torch import save_file
 
 from parc.cli import main
 from parc.runtime.faults import RunError
-from parc.runtime.opening import open_build, open_checkpoint
-from parc.runtime.state.checkpoint import FACTS, TENSORS, save_tensors
+from parc.runtime.opening import build_mesh, open_build, open_checkpoint
+from parc.runtime.saving import stored_of
+from parc.runtime.state.index import FACTS, INDEX_FILE, TENSORS
 from tests.hostile_changes import mutate_bytes, mutate_json, mutate_text, rehash
+from tests.runtime.shard_ranks import numbers, ranks_of, save_all
 from tests.runtime.tiny import BOTH, DATA, EXAMPLES, PLAN, TENSOR, build
 
 MOST = {"read": (10.0, 1 << 30), "build": (120.0, 4 << 30)}
@@ -85,13 +88,16 @@ class Summary:
 
 
 def prepare(folder: Path, names: Collection[str] = tuple(BUILDS)) -> None:
-    """Make the originals: builds, or those of ``names`` alone, and a checkpoint of the first."""
+    """Make the originals: builds, or those of ``names`` alone, and checkpoints of the first: one by shards, and one of
+    whole tensors in one file."""
     for name in names:
         build(folder / name, *BUILDS[name])
     made = open_build(folder / "tensor" / "build")
-    values = {name: value.type.shape for name, value in made.programs["F"].main.bound("parameter").items()}
-    tensors = {f"parameter.{name}": torch.zeros(shape) for name, shape in values.items()}
-    save_tensors(folder / "checkpoint", tensors, {"step": 2, "optimizer": "adamw"})
+    stored, mesh = stored_of(made), build_mesh(made)
+    save_all(folder / "shards", ranks_of(stored, mesh, [""] * mesh.world, numbers(stored, 0)), stored)
+    (folder / "whole").mkdir()
+    save_file(numbers(stored, 0), folder / "whole" / TENSORS)
+    (folder / "whole" / FACTS).write_text('{"optimizer": "adamw", "step": 3}')
 
 
 def plans() -> list[Path]:
@@ -132,18 +138,23 @@ def read_build_input(draw: random.Random, made: Path, folder: Path) -> tuple[str
 
 def read_checkpoint_input(draw: random.Random, made: Path, folder: Path) -> tuple[str, Callable[[], int]]:
     """Open a changed checkpoint for a build."""
-    copy = Path(shutil.copytree(made / "checkpoint", folder / "checkpoint"))
-    file = draw.choice((FACTS, TENSORS))
+    kind = draw.choice(("shards", "shards", "whole"))
+    copy = Path(shutil.copytree(made / kind, folder / "checkpoint"))
+    file = draw.choice(sorted(place.name for place in copy.iterdir()))
     place = copy / file
-    if file == FACTS and draw.random() < 0.7:
+    if file.endswith(".json") and draw.random() < 0.7:
         place.write_text(json.dumps(mutate_json(draw, json.loads(place.read_text("utf-8")))), "utf-8")
     else:
         place.write_bytes(mutate_bytes(draw, place.read_bytes()))
+    if file == INDEX_FILE and draw.random() < 0.9:
+        facts = {**json.loads((copy / FACTS).read_text("utf-8")), "index": sha256(place.read_bytes()).hexdigest()}
+        (copy / FACTS).write_text(json.dumps(facts), "utf-8")
     build = open_build(made / "tensor" / "build")
 
     def read() -> int:
         try:
-            open_checkpoint(build, copy)
+            checkpoint, _ = open_checkpoint(build, copy)
+            checkpoint.check_shards(range(len(checkpoint.index.files)))
         except RunError as error:
             print(error.diagnostic().message, "`", file=sys.stderr)
             return 1

@@ -40,7 +40,20 @@ def check_place(path: Path) -> Path:
 
 
 def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Make the folder at ``path`` what ``write`` puts into an empty one; until all of it is on disk the old one stays.
+    """Make the folder at ``path`` what ``write`` puts into an empty one, as ``replacing`` does.
+
+    Raises:
+        FolderError: it is no place for a folder.
+        OSError: something cannot be written.
+    """
+    with replacing(path) as fresh:
+        write(fresh)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Make the folder at ``path`` what the block puts into an empty one beside it. Until all of that is on disk the old
+    one stays, and also if the block ends with an error.
 
     Between the two renames the old folder has a name under which ``current`` finds it. Of several processes at once the
     last one's folder stays.
@@ -57,7 +70,7 @@ def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
         _clean(real)
     try:
         fresh.mkdir()
-        write(fresh)
+        yield fresh
         _sync(fresh)
         with _locked(lock):
             try:

@@ -47,9 +47,34 @@ class _Found:
     dtype: torch.dtype | None
     type_name: str
 
-    @property
-    def is_complex(self) -> bool:
-        return self.type_name == _COMPLEX
+
+class OpenedFiles:
+    """Safetensors files, each opened when it is first read."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def read(self, file: Path, name: str, ranges: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
+        """Return the entries of a tensor, in the form that programs hold, that lie at the crossings of its dims'
+        ranges, put together. No other part of the file is read.
+
+        Raises:
+            SafetensorError, OSError: the file cannot be read, or has no such tensor.
+        """
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        if not ranges:
+            return self._open[file].get_tensor(name)  # type: ignore[no-any-return]
+        part = self._open[file].get_slice(name)
+        if part.get_dtype() != _COMPLEX:
+            return _joined(part, ranges, ())
+        numbers = _joined(part, ranges[:-1], ()) if ranges[1:] else self._open[file].get_tensor(name)
+        return torch.cat([real_form(numbers)[..., first:last] for first, last in ranges[-1]], -1)
+
+    def close(self) -> None:
+        self._open.clear()
+        self._stack.close()
 
 
 @dataclass(frozen=True)
@@ -60,8 +85,7 @@ class Weights:
     tensors: Mapping[str, _Found]
     twice: tuple[str, ...] = ()
     rounded: bool = False
-    _open: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
-    _stack: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    _opened: OpenedFiles = field(default_factory=OpenedFiles, repr=False, compare=False)
 
     def faults(self, expected: Sequence[Expected]) -> list[str]:
         """Return the tensors that are missing, extra, misshapen, or of a type that would be rounded, all at once."""
@@ -115,28 +139,15 @@ class Weights:
             raise WeightsError(f"`{self.folder}` has no `{names[0]}`")
         return name
 
-    def _read(self, name: str, runs: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
-        """Return the parts of a tensor that lie at the crossings of its dims' runs, put together."""
-        stored = self.tensors[name]
+    def _read(self, name: str, ranges: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
+        file = self.tensors[name].file
         try:
-            if stored.file not in self._open:
-                self._open[stored.file] = self._stack.enter_context(safe_open(stored.file, framework="pt"))
-            if not stored.shape:
-                return self._open[stored.file].get_tensor(name)  # type: ignore[no-any-return]
-            if not stored.is_complex:
-                return self._own(stored, name, runs)
-            parts = real_form(self._own(stored, name, runs[:-1]))
-            return torch.cat([parts[..., first:last] for first, last in runs[-1]], -1)
+            return self._opened.read(file, name, ranges)
         except (SafetensorError, OSError) as error:
-            raise WeightsError(f"`{stored.file}` cannot be read: {error}") from None
-
-    def _own(self, found: _Found, name: str, runs: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
-        file = self._open[found.file]
-        return _joined(file.get_slice(name), runs, ()) if runs else file.get_tensor(name)
+            raise WeightsError(f"`{file}` cannot be read: {error}") from None
 
     def close(self) -> None:
-        self._open.clear()
-        self._stack.close()
+        self._opened.close()
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:

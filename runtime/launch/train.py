@@ -86,9 +86,7 @@ def train(session: Session, options: Options) -> int:
         stop = stack.enter_context(Stop())
         begin()
         metrics = display = None
-        if first and options.trace is not None:
-            with writing(options.trace):
-                write_trace(options.trace, [])  # a place that cannot be written is known before training
+        _check_places(session, options)
         if first and options.metrics is not None:
             append = options.resume is not None
             metrics = stack.enter_context(MetricsFile(options.metrics, run_facts(session), append))
@@ -129,6 +127,15 @@ def train(session: Session, options: Options) -> int:
         when = f"before step {started + 1}" if unbegun else f"after step {session.step_number}"
         print(f"stopped by {signal.Signals(asked).name} {when}; {where}", file=sys.stderr)
     return 128 + asked if asked else 0
+
+
+def _check_places(session: Session, options: Options) -> None:
+    """Check that there is a place for what the run writes at its end: that is known before training."""
+    if options.save is not None:
+        session.check_save(options.save)
+    if session.rank == 0 and options.trace is not None:
+        with writing(options.trace):
+            write_trace(options.trace, [])
 
 
 def _noted(metrics: MetricsFile, display: ProgressDisplay, report: StepReport, **figures: Any) -> bool:

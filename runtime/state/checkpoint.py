@@ -1,14 +1,14 @@
-"""Checkpoints in their simplest safe form: whole tensors by name in safetensors, and facts in JSON, replaced at
-once."""
+"""Checkpoints: the state of a run in safetensors files by the model's own names, facts in JSON, and an index that says
+which file holds which part of which tensor."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,36 +16,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from ...compiler.build.folders import FolderError, FolderHeld, check_place, current, hold_folder, replace_folder
-from ...compiler.initial.files import held_type, shown_faults
+from ...compiler.build.folders import FolderError, FolderHeld, check_place, current, hold_folder
+from ...compiler.build.json_schema import FormError
+from ...compiler.initial.files import OpenedFiles, held_type, shown_faults
+from ...compiler.layout.mesh import Shape
+from ...compiler.padding.runs import EntryRanges, EntryRun, crossings, packed
 from ...grammar.bounded import check_regular, read_json
 from ...grammar.codes_build import BAD_STATE
 from ...grammar.codes_run import FOLDER_HELD
 from ...grammar.nearest import path_meant
 from ...grammar.syntax import size_text
 from ..faults import RunError
-
-TENSORS, FACTS = "state.safetensors", "state.json"
-
-
-def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-    """Write a checkpoint; an older one at ``folder`` is replaced only once the new one is complete.
-
-    Raises:
-        RunError: ``folder`` holds something that is not a checkpoint, or cannot be written.
-    """
-    check_target(folder)
-
-    def write(fresh: Path) -> None:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh / TENSORS)
-        (fresh / FACTS).write_text(json.dumps(facts, sort_keys=True), encoding="utf-8")
-
-    try:
-        replace_folder(folder, write)
-    except (OSError, SafetensorError) as error:
-        raise RunError(BAD_STATE, f"`{folder}` cannot be written: {error}", "name another folder") from None
+from .index import FACTS, TENSORS, Index, read_index
+from .layouts import FileLayout, extent, rectangle_text
+from .shards import ShardFault, check_shard
 
 
 def check_target(folder: Path) -> None:
@@ -97,22 +82,56 @@ def target_held(folder: Path, size: int, run: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's facts, and the shapes and dtypes of its tensors, with complex ones in their ``real_form``. Tensors
-    are read one by one."""
+    """A checkpoint's facts, and its index. Numbers are read tensor by tensor, and of each what is asked for."""
 
     folder: Path
     facts: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype | None]
+    index: Index
 
     @property
     def step(self) -> int:
         """The number of steps done."""
         return int(self.facts["step"])
 
-    def tensors(self) -> Any:
-        """Open the file as a context: ``get_tensor(name)`` reads a tensor."""
-        return safe_open(self.folder / TENSORS, framework="pt")
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """The shapes of the tensors, with complex numbers as pairs."""
+        return {name: layout.shape for name, layout in self.index.layouts.items()}
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype | None]:
+        """The dtypes of the tensors; None for one that programs do not hold."""
+        return self.index.dtypes
+
+    @contextmanager
+    def tensors(self) -> Iterator[CheckpointReader]:
+        """Open the files for as long as the block lasts."""
+        reader = CheckpointReader(self)
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+    def check_shards(self, numbers: Collection[int]) -> None:
+        """Check some of the files, by their numbers, against what was written. A checkpoint of one file without index
+        has no checksums.
+
+        Raises:
+            RunError: a file is missing or altered; all such are named.
+        """
+        faults: list[str] = []
+        held = self.index.held_by(numbers)
+        for number, shard in self.index.shards.items():
+            if number in held:
+                name, parts = self.index.files[number], held[number]
+                expected = {key: (self.dtypes[key], extent(parts[key])) for key in parts}
+                try:
+                    odd = check_shard(self.folder / name, shard, expected)
+                    faults += [f"{fault} of `{name}`" for fault in odd]
+                except (ShardFault, OSError) as fault:
+                    said = fault if isinstance(fault, ShardFault) else f"cannot be read: {fault.strerror}"
+                    faults.append(f"`{name}` {said}; {_contents(parts)}")
+        refuse_altered(self.folder, faults)
 
     def check(self, parameters: Mapping[str, tuple[int, ...]], buffers: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the checkpoint fits a model's parameters, and the buffers that its steps change.
@@ -144,6 +163,81 @@ def refuse(folder: Path, what: str, faults: Sequence[str]) -> None:
         raise RunError(BAD_STATE, f"`{folder}` {what}", "name a checkpoint that this model wrote", shown_faults(faults))
 
 
+def refuse_altered(folder: Path, faults: Sequence[str]) -> None:
+    """Raise the error of a checkpoint whose files have these faults, if there are any.
+
+    Raises:
+        RunError: something is.
+    """
+    if faults:
+        help_ = "put its files back as they were written, or go on from another checkpoint"
+        raise RunError(BAD_STATE, f"`{folder}` is not as it was written", help_, shown_faults(faults))
+
+
+def _contents(parts: Mapping[str, Sequence[EntryRanges]]) -> str:
+    """Return what a file holds as a few words: its first tensor, and how many more there are."""
+    name, rectangle = next(iter(parts.items()))
+    more = f" and parts of {len(parts) - 1} more tensors" if len(parts) > 1 else ""
+    return f"it holds {rectangle_text(rectangle)} of `{name}`{more}"
+
+
+class CheckpointReader:
+    """The open files of a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._folder, self._index = checkpoint.folder, checkpoint.index
+        self._opened = OpenedFiles()
+
+    def fill(self, name: str, target: torch.Tensor, runs: Sequence[Sequence[EntryRun]]) -> None:
+        """Write the entries of a tensor that ``runs`` name into a rank's piece of it. Only they are read.
+
+        Raises:
+            RunError: a file cannot be read.
+        """
+        layout = self._index.layouts[name]
+        counts = [len(parts) for parts in layout.parts]
+        crossed = [
+            [(number, found) for number, part in enumerate(parts) if (found := _crossed(own, part))]
+            for own, parts in zip(runs, layout.parts, strict=True)
+        ]
+        for chosen in itertools.product(*crossed):
+            place = 0
+            for count, (number, _) in zip(counts, chosen, strict=True):
+                place = place * count + number
+            file = self._folder / self._index.files[layout.files[place]]
+            for cells in itertools.product(*(cells for _, cells in chosen)):
+                here = tuple(slice(at, at + size) for at, _, size in cells)
+                target[here] = self._read(file, name, [((there, there + size),) for _, there, size in cells])
+
+    def _read(self, file: Path, name: str, ranges: Sequence[EntryRanges]) -> torch.Tensor:
+        try:
+            return self._opened.read(file, name, ranges)
+        except (SafetensorError, OSError) as error:
+            message, help_ = f"`{file}` cannot be read: {error}", "go on from another checkpoint"
+            raise RunError(BAD_STATE, message, help_) from None
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a whole tensor.
+
+        Raises:
+            RunError: a file cannot be read.
+        """
+        shape = self._index.layouts[name].shape
+        tensor = torch.zeros(shape, dtype=self._index.dtypes[name])
+        if tensor.numel():
+            self.fill(name, tensor, [packed(((0, size),)) for size in shape])
+        return tensor
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def _crossed(runs: Sequence[EntryRun], part: EntryRanges) -> list[tuple[int, int, int]]:
+    if not runs or part[0][0] >= runs[-1].first + runs[-1].size or part[-1][1] <= runs[0].first:
+        return []
+    return crossings(runs, packed(part))
+
+
 def _is_checkpoint(path: Path) -> bool:
     return (path / FACTS).is_file() and not path.name.startswith(".")
 
@@ -157,10 +251,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     named, folder = folder, current(folder)
     try:
         facts = read_json(folder / FACTS)
-        with safe_open(check_regular(folder / TENSORS), framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
-            types = {name: held_type(slice_.get_shape(), slice_.get_dtype()) for name, slice_ in slices.items()}
-            shapes, dtypes = {n: type_[0] for n, type_ in types.items()}, {n: type_[1] for n, type_ in types.items()}
+        index = read_index(folder, facts["index"]) if "index" in facts else _of_one_file(folder)
         step = facts["step"]
         if type(step) is not int or not 0 <= step < 2**53:
             raise ValueError(f"its {FACTS} has step {step!r}, which is no number of steps done")
@@ -168,8 +259,18 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         lacks = f"is not a checkpoint: it has no {FACTS} or no {TENSORS}" if folder.exists() else "does not exist"
         help_ = path_meant(named, _is_checkpoint, "name a folder that `parc run --save` or `session.save` wrote")
         raise RunError(BAD_STATE, f"`{named}` {lacks}", help_) from None
-    except (SafetensorError, ValueError, KeyError, TypeError, OSError) as broken:
+    except (SafetensorError, FormError, ValueError, KeyError, TypeError, OSError) as broken:
         file = f"{TENSORS} in " if isinstance(broken, SafetensorError) else ""
         message = f"{file}`{named}` cannot be read: {broken}"
         raise RunError(BAD_STATE, message, "go on from another checkpoint") from None
-    return Checkpoint(folder, facts, shapes, dtypes)
+    refuse_altered(folder, index.faults(folder))
+    return Checkpoint(folder, facts, index)
+
+
+def _of_one_file(folder: Path) -> Index:
+    """Return the index of a checkpoint without one: whole tensors in one file."""
+    with safe_open(check_regular(folder / TENSORS), framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
+        types = {name: held_type(slice_.get_shape(), slice_.get_dtype()) for name, slice_ in slices.items()}
+    layouts = {name: FileLayout.whole(shape) for name, (shape, _) in types.items()}
+    return Index([TENSORS], {}, layouts, {name: dtype for name, (_, dtype) in types.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar, cast, final
 
 import torch
@@ -23,6 +23,18 @@ def everywhere(value: _Made, world: int) -> list[_Made]:
     values = [value] * world
     if world > 1:
         dist.all_gather_object(values, value)
+    return values
+
+
+def of_every_role(value: _Made, roles: Sequence[str], rank: int) -> list[_Made]:
+    """Return the value of the first rank of each role, on every rank. ``roles`` are the names of all ranks' roles."""
+    firsts = {role: first for first, role in reversed([*enumerate(roles)])}
+    values = []
+    for first in sorted(firsts.values()):
+        box = [value if rank == first else None]
+        if len(firsts) > 1:
+            dist.broadcast_object_list(box, first)
+        values.append(cast(_Made, box[0] if len(firsts) > 1 else value))
     return values
 
 
@@ -68,17 +80,3 @@ class Gatherer:
             (only,) = pieces.values()
             return only.clone()
         return shrink(whole_tensor(pieces, type_.placement, self._mesh), pads)
-
-    def slots(
-        self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
-    ) -> dict[str, dict[str, torch.Tensor | None]]:
-        """Return the slots of the optimizer's state of every parameter, of whatever role: a number, or None for a
-        tensor like the parameter."""
-        local: dict[str, dict[str, torch.Tensor | None]] = {}
-        for name, parameter in parameters.items():
-            local[name] = {
-                key: None if value.dim() > 0 and value.shape == parameter.shape else value.cpu().clone()
-                for key, value in optimizer.state.get(parameter, {}).items()
-                if isinstance(value, torch.Tensor)
-            }
-        return {name: slots for other in everywhere(local, len(self._roles)) for name, slots in other.items()}

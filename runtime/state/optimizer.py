@@ -105,21 +105,23 @@ def restore_optimizer(checkpoint: Checkpoint, name: str, types: Mapping[str, Ten
         if owner not in types or slot not in _SLOTS[name]:
             faults.append(f"`{key}` is no state of `{name}`")
         elif slot == "step":
-            faults += [] if shape == () else [f"`{key}` is {list(shape)} there, not a number"]
+            is_number = shape == () and checkpoint.dtypes[key] == torch.float32
+            faults += [] if is_number else [f"`{key}` is {_type_of(checkpoint, key)} there, not a number of float32"]
             steps.append(key)
         elif (shape, checkpoint.dtypes[key]) != (types[owner].shape, types[owner].dtype):
-            have, wanted = (f"{d} {list(s)}".removeprefix("torch.") for s, d in
-                            ((shape, checkpoint.dtypes[key]), (types[owner].shape, types[owner].dtype)))  # fmt: skip
-            faults.append(f"`{key}` is {have} there, its parameter {wanted}")
+            wanted = f"{types[owner].dtype} {list(types[owner].shape)}".removeprefix("torch.")
+            faults.append(f"`{key}` is {_type_of(checkpoint, key)} there, its parameter {wanted}")
     faults += [f"`{owner}` has {', '.join(f'`{slot}`' for slot in held)} alone, not all of {', '.join(_SLOTS[name])}"
                for owner, held in slots.items() if len(held) < len(_SLOTS[name])]  # fmt: skip
     if not faults:
-        with checkpoint.tensors() as file:
-            done = {key: file.get_tensor(key) for key in steps}
+        with checkpoint.tensors() as files:
+            done = {key: float(files.whole(key)) for key in steps}
         faults = [
-            f"`{key}` is {value.item()} ({str(value.dtype).removeprefix('torch.')}), which is no number of steps"
-            for key, value in done.items()
-            if value.dtype != torch.float32 or not 0 <= value < 2**53
+            f"`{key}` is {value}, which is no number of steps" for key, value in done.items() if not 0 <= value < 2**53
         ]
     refuse(checkpoint.folder, "holds a state of the optimizer that does not fit the model", faults)
     return slots
+
+
+def _type_of(checkpoint: Checkpoint, key: str) -> str:
+    return f"{checkpoint.dtypes[key]} {list(checkpoint.shapes[key])}".removeprefix("torch.")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from parc.runtime.faults import RunError
-from parc.runtime.state.checkpoint import FACTS, TENSORS, read_checkpoint
+from parc.runtime.state.checkpoint import read_checkpoint
+from parc.runtime.state.index import FACTS, INDEX_FILE, TENSORS
 from tests.cli.commands import Captured, parc
 from tests.runtime.tiny import PLAN, TENSOR, build
 
@@ -154,11 +155,11 @@ def spoil(place: Path, kind: str) -> None:
         place.write_text("[" * 10**6 + "]" * 10**6)
 
 
-@pytest.mark.parametrize("name", [FACTS, TENSORS])
+@pytest.mark.parametrize("name", [FACTS, TENSORS, INDEX_FILE])
 @pytest.mark.parametrize("kind", ["pipe", "nested", "zeros", "folder"])
 def test_a_checkpoint_without_sense_is_refused_soon(tmp_path: Path, name: str, kind: str) -> None:
-    for file in (FACTS, TENSORS):
-        (tmp_path / file).write_text(json.dumps({"step": 1}))
+    for file in (FACTS, TENSORS, INDEX_FILE):
+        (tmp_path / file).write_text(json.dumps({"step": 1, **({"index": "0"} if name == INDEX_FILE else {})}))
     spoil(tmp_path / name, kind)
     with pytest.raises(RunError) as caught:
         read_checkpoint(tmp_path)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import parc
 from parc.compiler.build.directory import read_build
 from parc.compiler.layout.placement import parse_type
 from parc.compiler.padding.pads import pads_from
 from parc.runtime.opening import task_of
+from parc.runtime.state.checkpoint import read_checkpoint
 from parc.runtime.state.initial import Initial
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import ONE, PLAN, TENSOR, batch, build
@@ -60,7 +61,7 @@ def test_checkpoints_change_between_padded_and_unpadded_plans(builds: dict[str, 
         torch.testing.assert_close(rank["weights"], plain["weights"], rtol=1e-3, atol=1e-5)
     assert torch.count_nonzero(ranks[1]["piece"][128]) == 0 and torch.count_nonzero(ranks[1]["piece"][127]) > 0
     saved = tmp_path / f"padded-{STEPS}"
-    shapes = {name: tuple(value.shape) for name, value in load_file(saved / "state.safetensors").items()}
+    shapes = read_checkpoint(saved).shapes
     kinds = ("parameter", "optimizer.exp_avg", "optimizer.exp_avg_sq")
     assert {shapes[f"{kind}.embed.weight"] for kind in kinds} == {(257, 16)}
     # the unpadded plan goes on from the padded one's state, and the other way round

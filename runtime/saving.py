@@ -1,0 +1,279 @@
+"""The state of a session in files: what each rank writes of a checkpoint, and what it reads of one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, final
+
+import torch
+
+from ..compiler.build.build import Build
+from ..compiler.build.folders import FolderError, replacing
+from ..compiler.layout.mesh import Mesh, Shape
+from ..compiler.layout.placement import parse_type
+from ..compiler.padding.pads import pads_from
+from ..compiler.padding.runs import EntryRanges, ranges_of, runs_of
+from ..grammar.codes_build import BAD_STATE
+from .faults import RunError
+from .lockstep import Together
+from .opening import build_mesh, constants_of, open_checkpoint
+from .owners import keepers_of, owners_of
+from .state.checkpoint import Checkpoint, check_target
+from .state.gather import everywhere, of_every_role
+from .state.index import Index, shard_name, write_index
+from .state.layouts import FileLayout, StoredTensor, layouts_of
+from .state.shards import Piece, Shard, write_shard
+from .work import RankState
+
+Slots = Mapping[str, Mapping[str, torch.Tensor | None]]
+"""The slots of the optimizer's state of each parameter: a number, or None for a tensor like the parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """A rank's part of a tensor of ``shape``: entry (i, j, …) of ``tensor`` is the whole tensor's at the i-th entry of
+    the first dim's ``ranges``, the j-th of the second's, and so on.
+
+    Complex numbers are pairs along a last dim of 2. Where nothing is padded the tensor is the one that is trained, not
+    a copy.
+    """
+
+    tensor: torch.Tensor
+    shape: Shape
+    ranges: tuple[EntryRanges, ...]
+
+
+def stored_of(build: Build) -> dict[str, StoredTensor]:
+    """Return the tensors of a build's checkpoint by their names there, apart from the optimizer's state, which lies as
+    the parameters do."""
+    mesh, roles, pads = build_mesh(build), tuple(build.roles.values()), pads_from(build.manifest["padding"])
+    constants = constants_of(build)
+    parameters = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
+    buffers = {name: constants[name] for name in build.manifest["updates"]}
+    kinds = (("parameter", parameters, owners_of(roles, parameters)), ("buffer", buffers, keepers_of(roles, buffers)))
+    return {
+        f"{kind}.{name}": StoredTensor(type_, pads.get(name, ()), tuple(role.name for role in owners[name]))
+        for kind, types, owners in kinds
+        for name, type_ in types.items()
+    }
+
+
+@final
+class StateFiles:
+    """The files of one rank's state. ``stored`` are the parameters and the buffers that steps change, by their names in
+    a checkpoint (``parameter.w``, ``buffer.b``); ``roles`` are the names of all ranks' roles."""
+
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], mesh: Mesh, together: Together, roles: Sequence[str]
+    ) -> None:
+        self._stored, self._mesh, self._together, self._roles = stored, mesh, together, roles
+        self._rank, self._world = together.rank, together.world
+        self._at = mesh.coordinates(self._rank)
+
+    @cached_property
+    def _layouts(self) -> dict[str, FileLayout]:
+        return layouts_of(self._stored, self._mesh, self._roles)
+
+    def _pieces(self, state: RankState) -> dict[str, Piece]:
+        """Return what this rank holds, by the names of a checkpoint."""
+        have = {f"parameter.{name}": tensor for name, tensor in state.parameters.items()}
+        have |= {f"buffer.{name}": tensor for name, tensor in state.buffers.items()}
+        return {
+            key: Piece(have[key], runs_of(stored.type, stored.pads, self._mesh, self._at))
+            for key, stored in self._stored.items()
+            if key in have and self._roles[self._rank] in stored.owners
+        }
+
+    def local(self, state: RankState, aliases: Mapping[str, str], names: Collection[str]) -> dict[str, LocalPart]:
+        """Return the parts of tensors that this rank holds, under those of their names that are in ``names``."""
+        parts = {}
+        for key, piece in self._pieces(state).items():
+            shape = self._stored[key].shape
+            parts[key.partition(".")[2]] = LocalPart(
+                piece.cut(piece.tensor.detach()), shape, tuple(map(ranges_of, piece.runs))
+            )
+        parts |= {alias: parts[name] for alias, name in aliases.items() if name in parts}
+        return {name: parts[name] for name in names if name in parts}
+
+    # ---- saving
+
+    def save(self, folder: Path, state: RankState, optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
+        """Write a checkpoint together with all other ranks; an older one at ``folder`` is replaced by a complete one.
+
+        Raises:
+            RunError: on every rank: ``folder`` holds something that is not a checkpoint, or one rank cannot write.
+        """
+        with self._together.doing("a checkpoint", state):
+            slots = {
+                name: numbers
+                for role in of_every_role(_slots(state.parameters, optimizer), self._roles, self._rank)
+                for name, numbers in role.items()
+            }
+        with ExitStack() as stack:
+
+            def begin() -> str:
+                if self._rank:
+                    return ""
+                check_target(folder)
+                with _writes(folder):
+                    return stack.enter_context(replacing(folder)).name
+
+            fresh = everywhere(self._together.agreed(begin), self._world)[0]
+            shard = self._together.agreed(lambda: self._write(folder, fresh, self.written(state, optimizer, slots)))
+            shards = everywhere(shard, self._world)
+
+            def end() -> None:
+                if not self._rank:
+                    with _writes(folder):
+                        write_index(folder.resolve().with_name(fresh), self.index(shards, slots), facts)
+                        stack.close()
+
+            self._together.agreed(end)
+
+    def check_shared(self, folder: Path) -> None:
+        """Check that every rank finds what the first one makes beside ``folder``.
+
+        Raises:
+            RunError: on every rank: one does not, or nothing can be made there.
+        """
+        with ExitStack() as stack:
+
+            def probe() -> str:
+                if self._rank:
+                    return ""
+                real = folder.resolve()
+                with _writes(folder):
+                    real.parent.mkdir(parents=True, exist_ok=True)
+                    return Path(stack.enter_context(TemporaryDirectory(prefix=f".{real.name}.", dir=real.parent))).name
+
+            name = everywhere(self._together.agreed(probe), self._world)[0]
+            self._together.agreed(lambda: self._found(folder, name))
+
+    def _found(self, folder: Path, name: str) -> Path:
+        """Return the folder that the first rank made under a name beside ``folder``."""
+        place = folder.resolve().with_name(name)
+        if not place.is_dir():
+            message = f"`{folder}` is not one folder for all: rank {self._rank} does not find what rank 0 makes there"
+            raise RunError(BAD_STATE, message, "name a folder of a file system that all hosts of the run share")
+        return place
+
+    def written(self, state: RankState, optimizer: torch.optim.Optimizer, slots: Slots) -> dict[str, Piece]:
+        """Return what this rank writes. Numbers, which all ranks have, are for the first rank to write."""
+        pieces = {}
+        for key, piece in self._pieces(state).items():
+            if self._rank in self._layouts[key].files:
+                pieces[key] = piece
+                kind, _, name = key.partition(".")
+                for slot, number in slots.get(name, {}).items() if kind == "parameter" else ():
+                    if number is None:
+                        tensor = optimizer.state[state.parameters[name]][slot]
+                        pieces[f"optimizer.{slot}.{name}"] = Piece(tensor, piece.runs)
+        if not self._rank:
+            pieces |= {
+                f"optimizer.{slot}.{name}": Piece(number, ())
+                for name, numbers in slots.items()
+                for slot, number in numbers.items()
+                if number is not None
+            }
+        return pieces
+
+    def _write(self, folder: Path, fresh: str, pieces: Mapping[str, Piece]) -> Shard | None:
+        place = self._found(folder, fresh)
+        if not pieces:
+            return None
+        name = shard_name(self._rank, self._world)
+        with _writes(folder, name):
+            return write_shard(place / name, pieces)
+
+    def index(self, shards: Sequence[Shard | None], slots: Slots) -> Index:
+        """Return the index of a checkpoint, from what each rank has written."""
+        layouts, dtypes = {}, {}
+        for key, stored in self._stored.items():
+            kind, _, name = key.partition(".")
+            layouts[key], dtypes[key] = self._layouts[key], stored.type.dtype
+            for slot, number in slots.get(name, {}).items() if kind == "parameter" else ():
+                full = f"optimizer.{slot}.{name}"
+                layouts[full] = layouts[key] if number is None else FileLayout.whole(())
+                dtypes[full] = dtypes[key] if number is None else number.dtype
+        files = [shard_name(rank, self._world) for rank in range(self._world)]
+        return Index(files, {rank: shard for rank, shard in enumerate(shards) if shard is not None}, layouts, dtypes)
+
+    # ---- restoring
+
+    def restore(self, folder: Path, build: Build, state: RankState, optimizer: torch.optim.Optimizer) -> int:
+        """Read a checkpoint together with all other ranks, each of them its own parts, and return the number of steps
+        done. Ranks share the work of checking the files; only then is anything changed.
+
+        Raises:
+            RunError: on every rank: it is of another model or optimizer, or not as it was written.
+        """
+        together = self._together
+        checkpoint, slots = together.agreed(lambda: open_checkpoint(build, folder))
+        mine = range(self._rank, len(checkpoint.index.files), self._world)
+        together.agreed(lambda: checkpoint.check_shards(mine))
+        try:
+            with together.doing("the reading of a checkpoint", state):
+                together.agreed(lambda: self.read(checkpoint, slots, state, optimizer))
+        except RunError as error:
+            note = "the session's state is in parts the old one"
+            raise RunError(error.code, error.message, error.help, (*error.notes, note)) from None
+        return checkpoint.step
+
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        slots: Mapping[str, Sequence[str]],
+        state: RankState,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Write this rank's parts over its state, tensor by tensor. ``slots`` are those of the optimizer's state that
+        the checkpoint has of each parameter.
+
+        Raises:
+            RunError: a file can no longer be read.
+        """
+        with checkpoint.tensors() as files:
+            for key, piece in self._pieces(state).items():
+                kind, _, name = key.partition(".")
+                if kind == "buffer":
+                    state.buffers[name] = torch.zeros_like(piece.tensor)
+                    files.fill(key, state.buffers[name], piece.runs)
+                    continue
+                files.fill(key, piece.tensor, piece.runs)
+                had = optimizer.state.pop(piece.tensor, {})
+                for slot in slots.get(name, ()):
+                    full = f"optimizer.{slot}.{name}"
+                    if slot == "step":
+                        made = files.whole(full).to(piece.tensor.device)
+                    else:
+                        made = torch.zeros_like(piece.tensor) if had.get(slot) is None else had[slot]
+                        files.fill(full, made, piece.runs)
+                    optimizer.state[piece.tensor][slot] = made
+
+
+def _slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Slots:
+    """Return the slots of the optimizer's state of a rank's parameters."""
+    return {
+        name: {
+            key: None if value.dim() > 0 and value.shape == parameter.shape else value.cpu().clone()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+        for name, parameter in parameters.items()
+    }
+
+
+@contextmanager
+def _writes(folder: Path, file: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        message = f"{f'`{file}` of ' * bool(file)}`{folder}` cannot be written: {error}"
+        raise RunError(BAD_STATE, message, "name another folder, or make room") from None
+    except FolderError as error:
+        raise RunError(BAD_STATE, str(error), "name a folder to be made in it") from None
