@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 if TYPE_CHECKING:
     import sympy
+    from torch.export import ExportedProgram
 
 CompiledGraph = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -41,6 +42,35 @@ def trace(
     operator."""
     with mode, quiet(), without_code(), torch.backends.mkldnn.flags(enabled=False):
         return make_fx(function, decompositions, "real", True, pre_dispatch=whole)(*values).graph
+
+
+def decomposed(exported: ExportedProgram) -> ExportedProgram:
+    """Return ``exported.run_decompositions({})``. Torch looks up all composite operators once for each namespace, and
+    gives each of them a dozen kernels; here it looks once, and no type is made for a kernel."""
+    import torch._export.utils
+
+    module: Any = torch._export.utils
+    operators: Any = torch._ops.OperatorBase
+    look, give = getattr(module, "_materialize_cpp_cia_ops", lambda: None), operators.py_impl
+
+    def given(target: Any, key: Any) -> Any:
+        if not isinstance(key, torch._C.DispatchKey) or key == torch._C.DispatchKey.Python or key in target.py_kernels:
+            return give(target, key)
+
+        def kept(kernel):  # type: ignore[no-untyped-def] # torch's own makes its annotations' types at each call
+            target.py_kernels[key] = kernel
+            target._dispatch_cache.clear()
+            return kernel
+
+        return kept
+
+    look()
+    try:
+        module._materialize_cpp_cia_ops, operators.py_impl = lambda: None, given
+        made: ExportedProgram = exported.run_decompositions({})
+        return made
+    finally:
+        module._materialize_cpp_cia_ops, operators.py_impl = look, give
 
 
 def is_composite(target: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..ops.rules import facts
 from ..ops.torch_ops import aten
-from ..torch_private import is_composite, trace
+from ..torch_private import decomposed, is_composite, trace
 from .node_facts import copy_place, keep_value, noted
 
 _REGION: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -28,8 +28,7 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
     once."""
     if _rewritten(exported.graph, exported.graph_module):
         return exported
-    traced: ExportedProgram = exported.run_decompositions({})
-    return traced
+    return decomposed(exported)
 
 
 def _rewritten(graph: fx.Graph, module: fx.GraphModule) -> bool:
