@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from parc.cli import main
+from tests.runtime.forked import forked_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,22 +26,19 @@ def commands() -> list[list[str]]:
 def test_every_command_of_the_readme_works_and_prints_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs are processes of their own; all other commands are spared the import of torch."""
+    """Ranks are processes of their own, forked from one that knows torch; commands run in this process."""
     measured = re.compile(r"error \S+|^seconds.*", re.MULTILINE)  # another on every machine
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     found = commands()
     assert {words[0] for words in found} >= {"build", "run", "show", "verify", "explain"}
     said: dict[str, str] = {}
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for words in found:
-        if words[0] == "run":
-            ended = subprocess.run([sys.executable, "-m", "parc", *words], timeout=280, check=False).returncode
-        else:
+    with forked_ranks():
+        monkeypatch.chdir(tmp_path)
+        for words in found:
             ended = main(words)
-        printed = "".join(capfd.readouterr())
-        assert ended == 0, f"parc {' '.join(words)}\n{printed}"
-        said[" ".join(words)] = printed
+            printed = "".join(capfd.readouterr())
+            assert ended == 0, f"parc {' '.join(words)}\n{printed}"
+            said[" ".join(words)] = printed
     (picture,) = re.findall(r"```\n(1f1b.*?)```", README, re.DOTALL)
     assert picture in said["show build/gpt3d --pipeline"]
     report, lines = re.findall(r"```\n((?:mesh|t_3) .*?)```", README, re.DOTALL)

@@ -38,6 +38,7 @@ from tests.checked_plans import compiled
 from tests.family_plans import plan_text
 from tests.planted_sizes import hidden_shifts, hidden_sizes
 from tests.ranged_models import TASK, positions
+from tests.runtime.forked import forked_ranks
 from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import EXAMPLES, PLAN, TENSOR
 
@@ -302,7 +303,8 @@ def test_runs_take_the_largest_sizes_or_those_asked_for(gpt: Path, tmp_path: Pat
         "error[P0307]: the plan has no size `T`\nhelp: its sizes are B=4..16 by 4, S=4..32 by 4"
         in capfd.readouterr().err
     )
-    assert main([*arguments, "--steps", "1", "--sizes", "B=8,S=12", "--metrics", str(tmp_path / "m")]) == 0
+    with forked_ranks():
+        assert main([*arguments, "--steps", "1", "--sizes", "B=8,S=12", "--metrics", str(tmp_path / "m")]) == 0
     assert '"tokens": 96' in (tmp_path / "m").read_text()
 
 

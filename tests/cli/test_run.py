@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from parc.runtime.faults import writing
 from parc.runtime.launch.metrics import MetricsFile
 from parc.runtime.launch.train import work_per_step
 from parc.runtime.opening import open_build
+from tests.runtime.forked import Forked, forked_ranks
 from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, build
 
 SAMPLES = """
@@ -77,13 +77,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(
-    *words: object, launcher: tuple[str, ...] = ("-m", "parc", "run"), more: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
+def start(*words: object, launcher: tuple[str, ...] = ("-m", "parc", "run")) -> subprocess.Popen[str]:
     """Start a command."""
     command = [sys.executable, *launcher, *map(str, words)]
-    variables = {**environment(), **(more or {})}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
 
 
 def environment() -> dict[str, str]:
@@ -99,9 +96,11 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def run(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    """Run a command in this process, and return the exit code and stderr, also of its ranks; stdout is empty."""
+    """Run a command in this process, and return the exit code and stderr, also of its ranks, which are forked; stdout
+    is empty."""
     capfd.readouterr()
-    code = main(["run", *map(str, words)])
+    with forked_ranks():
+        code = main(["run", *map(str, words)])
     out, err = capfd.readouterr()
     assert out == ""
     return code, err
@@ -203,11 +202,15 @@ def test_a_run_that_torchrun_started(folder: Path, tmp_path: Path) -> None:
     code, err = finish(start(folder / "dp", launcher=tuple("1" if word == "2" else word for word in torchrun)))
     said = "error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks\n{}help: start 2: "
     assert code == 1 and said.format("") in err and f"traceback : {said.format('  ')}" in err, err
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    code, err = finish(start(folder / "dp", more=alone))
-    assert code == 2 and err.count("error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks") == 1
-    code, err = finish(start(folder / "dp", more={**alone, "RANK": "1", "LOCAL_RANK": "1"}))
-    assert (code, err) == (2, "")  # said once a host
+    for rank, times in ((0, 1), (1, 0)):  # said once a host
+        with open(tmp_path / "said", "w+") as said_alone:
+            alone = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "1"}
+            command = [sys.executable, "-m", "parc", "run", str(folder / "dp")]
+            assert Forked(command, {**environment(), **alone}, stderr=said_alone.fileno()).wait(60) == 2
+            said_alone.seek(0)
+            text = said_alone.read()
+        assert text.count("error[P0301]: 1 process for a mesh of dp=2, which has 2 ranks") == times
+        assert text == "" or times
 
 
 @pytest.mark.parametrize(

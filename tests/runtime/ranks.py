@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["parc.runtime.session", "parc.runtime.compare.plain", "parc.passes.pipeline"])
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.runtime.warm"])
 
 
 def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, wait_s: float = 90) -> list[Any]:
@@ -23,9 +23,9 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, wait_s:
         AssertionError: a rank failed, with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world)]
+        pipes = [SERVER.Pipe(duplex=False) for _ in range(world)]
         processes = [
-            _CONTEXT.Process(target=_rank, args=(rank, world, folder, pipe, function, arguments), daemon=True)
+            SERVER.Process(target=_rank, args=(rank, world, folder, pipe, function, arguments), daemon=True)
             for rank, (_, pipe) in enumerate(pipes)
         ]
         for process in processes:

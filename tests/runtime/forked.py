@@ -1,0 +1,104 @@
+"""Processes of ``parc`` for tests: forked from the server of ranks, which knows torch, not started as a new Python."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.forkserver import ensure_running
+from multiprocessing.reduction import DupFd
+from typing import Any, final
+
+import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+from tests.runtime.ranks import SERVER
+
+
+@final
+class Forked:
+    """A process ``python -m parc …``, with the part of ``subprocess.Popen`` that torch's agent asks for."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], stdout: int = 1, stderr: int = 2) -> None:
+        _, flag, module, *words = command
+        assert (flag, module) == ("-m", "parc")
+        files = _Files(stdout, stderr)
+        self._process = SERVER.Process(target=_parc, args=(words, dict(env), os.getcwd(), files), daemon=True)
+        self._process.start()
+        self.pid: int = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, less than zero for a signal, None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the same."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs on.
+        """
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("parc", timeout or 0)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+
+@final
+class _Files:
+    """The open files of a process, which go to it as what they are."""
+
+    def __init__(self, *numbers: int) -> None:
+        self._numbers = numbers
+
+    def __reduce__(self) -> Any:
+        return _detached, tuple(map(DupFd, self._numbers))
+
+
+def _detached(*files: Any) -> tuple[int, ...]:
+    return tuple(file.detach() for file in files)
+
+
+def _parc(words: list[str], env: dict[str, str], folder: str, files: tuple[int, int]) -> None:
+    """Be the process: with a session, files, an environment and arguments of its own."""
+    os.setsid()
+    for number, file in enumerate(files, 1):
+        os.dup2(file, number)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    sys.argv = ["parc", *words]
+    try:
+        runpy.run_module("parc", run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()
+
+
+@contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Enter a block in which ``parc run`` forks its ranks. Their server starts in the folder of this moment, if it does
+    not run."""
+
+    def start(handler: Any, command: tuple[str, ...], env: dict[str, str]) -> Any:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return Forked(command, env)
+
+    ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SubprocessHandler, "_popen", start)
+        yield
