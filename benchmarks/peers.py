@@ -113,6 +113,34 @@ def ddp_step() -> Step:
     return train_step(model, slice(first, first + share), Optimizers(model))
 
 
+def fsdp_step() -> Step:
+    """Return a step of torch's FSDP2, each layer a unit and the rest one more."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = plain_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    share = BATCH // dist.get_world_size()
+    first = dist.get_rank() * share
+    return train_step(model, slice(first, first + share), Optimizers(model))
+
+
+def zero_optimizer_step() -> Step:
+    """Return a step of torch's data parallelism with its optimizer whose state is divided among the ranks."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model: Any = nn.parallel.DistributedDataParallel(plain_model())
+    optimizer: Any = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=3e-4, weight_decay=0.1, fused=True
+    )
+    share = BATCH // dist.get_world_size()
+    first = dist.get_rank() * share
+    return train_step(model, slice(first, first + share), optimizer)
+
+
 def dtensor_step() -> Step:
     """Return a step of torch's ``parallelize_module``, with the layers split as in the plan."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -149,13 +177,15 @@ def plain_step() -> Step:
 
 
 CASES: dict[str, tuple[int, dict[str, int], str, Callable[[], Step]]] = {
-    f"{case}{settings}": (ranks, {"dp": dp, "tp": tp}, peer, step)
+    f"{case}{settings}": (ranks, {"dp": dp, "tp": tp, "zero": zero}, peer, step)
     for settings in ("", f", {ALIKE}")
-    for case, ranks, dp, tp, peer, step in (
-        ("one rank", 1, 1, 1, "plain module", plain_step),
-        ("one rank --compile", 1, 1, 1, "torch.compile", compiled_step),
-        ("dp=2", 2, 2, 1, "DDP", ddp_step),
-        ("tp=2", 2, 1, 2, "DTensor", dtensor_step),
+    for case, ranks, dp, tp, zero, peer, step in (
+        ("one rank", 1, 1, 1, 0, "plain module", plain_step),
+        ("one rank --compile", 1, 1, 1, 0, "torch.compile", compiled_step),
+        ("dp=2", 2, 2, 1, 0, "DDP", ddp_step),
+        ("dp=2, zero 1", 2, 2, 1, 1, "DDP, ZeRO-1", zero_optimizer_step),
+        ("dp=2, zero 3", 2, 2, 1, 3, "FSDP2", fsdp_step),
+        ("tp=2", 2, 1, 2, 0, "DTensor", dtensor_step),
     )
     if not (settings and "--compile" in case)
 }
@@ -178,7 +208,7 @@ def worker(case: str, build: Path, times: int, out: Path, side: str, port: str) 
 def launch(case: str, folder: Path, times: int) -> tuple[list[float], list[float]]:
     """Build the case's plan and measure it against its peer."""
     ranks, axes, _, _ = CASES[case]
-    build = folder / f"llama20m-dp{axes['dp']}-tp{axes['tp']}"
+    build = folder / f"llama20m-dp{axes['dp']}-tp{axes['tp']}-zero{axes['zero']}"
     words = [word for axis, size in axes.items() for word in ("-D", f"{axis}={size}")]
     subprocess.run(
         [sys.executable, "-m", "parc", "build", str(PLAN), "-o", str(build), *words],
@@ -191,13 +221,15 @@ def launch(case: str, folder: Path, times: int) -> tuple[list[float], list[float
     return ours, theirs
 
 
-def main(times: int) -> None:
-    """Run every case, print the table and write ``bench.json``."""
+def main(times: int, wanted: str = "") -> None:
+    """Run every case whose name has ``wanted`` in it, print the table and write ``bench.json``."""
     folder = ROOT / "build" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     print(f"{'case':<36}{'parc (s)':>20}{'peer':>15}{'peer (s)':>20}{'ratio of minima':>17}{'of medians':>12}")
     for case, (_, _, peer, _) in CASES.items():
+        if wanted not in case:
+            continue
         ours, theirs = launch(case, folder, times)
         best = min(ours), min(theirs)
         middle = statistics.median(ours), statistics.median(theirs)
@@ -212,4 +244,4 @@ def main(times: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         worker(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]), sys.argv[6], sys.argv[7])
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10, *sys.argv[2:3])

@@ -103,6 +103,14 @@ PARTS_UNKNOWN = Code(
     example="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (h/tp d + g/tp d)",
     instead="mesh tp=2\ncolumn blocks.*.attn.qkv over tp rows (h/tp=4 d=2 + g/tp=8 d)",
 )
+SPLIT_ALREADY = Code(
+    name="P0114",
+    title="`zero` over an axis that splits the parameter already",
+    why="`zero` stores in parts what ranks compute with as a whole. Ranks that each compute with their own part of a"
+    " parameter store nothing twice.",
+    example="mesh dp=2, tp=2\ncolumn blocks.*.mlp.up over tp\nzero 3 over tp",
+    instead="mesh dp=2, tp=2\ncolumn blocks.*.mlp.up over tp\nzero 3 over dp",
+)
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",

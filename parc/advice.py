@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from parc.compiler.capture.model_calls import forward_text, passed_on
 from parc.compiler.layout.placement import Split
 from parc.compiler.ops.precision import is_narrow
-from parc.compiler.program.actions import FORWARD
 from parc.compiling.driver import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
@@ -137,11 +136,12 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
 
 def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
     """Warn of trained weights without a float32 copy."""
-    values = compiled.build.programs[FORWARD].main.bound("parameter")
-    names = [name for name, value in values.items() if is_narrow(value.type.dtype)]
+    values = {name: type_ for name, type_ in compiled.build.types.items() if name not in compiled.frozen}
+    in_order = [name for name in compiled.captured.placeholders("parameter") if name in values]
+    names = [name for name in in_order if is_narrow(values[name].dtype)]
     if names:
         name = names[0]
-        dtype = str(values[name].type.dtype).removeprefix("torch.")
+        dtype = str(values[name].dtype).removeprefix("torch.")
         which = f"{len(names)} weights, first `{name}`, are" if len(names) > 1 else f"`{name}` is"
         yield Diagnostic(
             ROUNDED_UPDATES, f"{which} updated in {dtype}",

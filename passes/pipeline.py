@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -34,11 +34,13 @@ from .placing.lift import lift_parameters
 from .placing.partition import Partition, Reshard
 from .placing.propagate import Claim, Placed, propagate
 from .placing.registered import check_registered, explained
+from .placing.stored import ShardDims, Sharding, Stored, store_parameters
 from .placing.weight_uses import names_of
 from .programs.assemble import assemble
 from .programs.cut import Pipeline, in_stages
 from .programs.makers import StepParts, make_roles
 from .programs.model_program import reference_program
+from .programs.overlap import OverlapChoices, overlapped
 from .programs.segments import block_of
 
 __all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of", "prepare", "reshards_of"]
@@ -61,10 +63,15 @@ class Request:
     """Dims of parameters that are longer in programs than in the model."""
     precision: PrecisionRegions = ()
     pipeline: Pipeline | None = None
+    shardings: Mapping[str, Sequence[Sharding]] = field(default_factory=dict)
+    """The axes over which parameters are stored in parts, by the parameters' names."""
     unbatched: frozenset[str] = frozenset()
     """The inputs whose first dim is not the batch."""
     choices: Choices | None = None
     """The choices made at the largest sizes, where the plan has ranges of sizes."""
+    overlap: OverlapChoices = field(default_factory=lambda: OverlapChoices(25_000_000, 1))
+    shard_dims: ShardDims | None = None
+    """The dims along which the parameters of a larger model are stored in parts, whose twin this is."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ class Built:
     roles: dict[str, Programs]
     reshards: tuple[Reshard, ...]
     without_rule: tuple[str, ...]
+    stored: Stored = field(default_factory=Stored)
     averaged: bool = False
     """True where microbatches are averaged though their mean may not be the whole batch's loss."""
 
@@ -134,13 +142,16 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     adds = combination(reference, request.unbatched) if request.microbatches > 1 else "sum"
     parts = 1 if adds == "sum" else request.microbatches
     sums = request.accumulate if request.microbatches > 1 else None
+    stored = store_parameters(typed, mesh, request.shardings, request.shard_dims)
     if request.pipeline is not None:
         typed = in_stages(typed, request.pipeline)
         noted(typed.output_node()).updates = captured.updates
     assembled = assemble(typed, mesh, request.seed, sums, request.pipeline)
     roles = make_roles(StepParts(mesh, typed, counted, parts, assembled, request.pipeline))
+    roles = {role: {key: overlapped(program, request.overlap) for key, program in programs.items()}
+             for role, programs in roles.items()}  # fmt: skip
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
-    return Built(reference, join_roles(roles), roles, tuple(reshards), missing, averaged=adds is None)
+    return Built(reference, join_roles(roles), roles, tuple(reshards), missing, stored, averaged=adds is None)
 
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:

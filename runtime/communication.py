@@ -85,6 +85,12 @@ class Backend(Protocol):
         """Start a collective over all ranks of its groups. Return the results, and a function to call before they are
         read, or None. ``spare``: the pieces may be written over."""
 
+    def message(
+        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[list[list[torch.Tensor]], Callable[[], object] | None]:
+        """Start one message of several tensors, each with its own arguments of the collective. Return the results of
+        each, and a function to call before they are read, or None."""
+
     def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
         """Start to send the tensors of each rank, without waiting for the receivers."""
 

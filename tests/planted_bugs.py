@@ -18,6 +18,7 @@ from tests.planted_rows import Row, table_text
 from tests.planted_sites import Mutant
 from tests.planted_sizes import size_refusals
 from tests.planted_slips import SLIPS
+from tests.planted_stored import STORED
 from tests.planted_tables import HOW, early_roundings, tables_build
 
 COLLECTIVE_CLASSES = (
@@ -31,7 +32,7 @@ _MANY = (wrong_norms, shortened, bounded)
 
 def plant(build: GoodBuild, share: int = 1) -> Iterator[Mutant]:
     """Yield every mutant of a build; of classes with many similar mutants, one of ``share`` in each class."""
-    for make in (*CONVERSIONS, *SLIPS):
+    for make in (*CONVERSIONS, *SLIPS, *STORED):
         yield from make(build)
     for make in _MANY:
         seen: Counter[str] = Counter()

@@ -47,6 +47,13 @@ vocab embed, head over tp
 schedule microbatches 2
 """
 
+_ZERO_2 = """\
+shard tokens, targets [B/dp, _]
+schedule microbatches 2
+precision bf16
+zero 2 over dp
+"""
+
 _LLAMA = """\
 model "./llama.py:llama" (layers=1, width=16, heads=4, kv_heads=2, ffn=16, vocab=24, length=8)
 input input_ids int64 [B, S]
@@ -111,6 +118,8 @@ _PLANS = {
         "examples",
         _GPT.replace("layers=2", "layers=1") + "shard tokens, targets [B/dp, S/tp]\n",
     ),
+    "gpt dp=2, tp=2, zero 3": ("examples", _GPT + _GPT_LINES + "zero 3 over dp\n"),
+    "gpt dp=2, zero 2, bf16": ("examples", _GPT.replace("tp=2", "tp=1") + _ZERO_2),
 }
 BUILDS = tuple(_PLANS)
 

@@ -325,6 +325,15 @@ def stages(draw: st.DrawFn, spec: ModelSpec) -> tuple[int, list[str]]:
 
 
 @st.composite
+def zero_lines(draw: st.DrawFn, spec: ModelSpec, mesh: dict[str, int], lines: list[str]) -> list[str]:
+    """Draw lines that store parameters in parts over axes that no line splits a weight over."""
+    split = " ".join(line for line in lines if not line.startswith(("shard x", "shard y", "shard z")))
+    free = [axis for axis in mesh if f"/{axis}" not in split and f"over {axis}" not in split]
+    places = ["", "", *(f" on layers.{index}" for index in range(len(spec.layers)))]
+    return [f"zero {draw(st.sampled_from([0, 1, 2, 3]))} over {axis}{draw(st.sampled_from(places))}" for axis in free]
+
+
+@st.composite
 def plans(draw: st.DrawFn, spec: ModelSpec) -> str:
     """Draw the text of a plan for the model, sometimes with a pipeline."""
     ranks, cuts = draw(stages(spec)) if draw(st.sampled_from([False, False, True])) else (1, [])
@@ -333,5 +342,6 @@ def plans(draw: st.DrawFn, spec: ModelSpec) -> str:
     if cuts:
         mesh = {"pp": ranks, **mesh} if draw(st.booleans()) else {**mesh, "pp": ranks}
         lines += cuts
+    lines += draw(zero_lines(spec, mesh, lines))
     precision = draw(st.sampled_from(["", "precision bf16\n", "precision bf16\nprecision fp32 on layers.1?\n"]))
     return plan_text(spec, mesh, lines, optimizer) + precision

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-from ..layout.collectives import COLLECTIVES, payload_bytes
+from ..layout.collectives import COLLECTIVES, Collective, payload_bytes
+from ..layout.placement import TensorType
+from ..ops.rules import facts
 from ..program.actions import ACTIONS, PHASES, step_kinds
 from ..program.cost import local_bytes
 from ..program.program import Function, Origin, Program, Ref
 from ..program.roles import Role, stage_key
 
+Carried = Literal["weights", "gradients", "activations", "numbers"]
+"""The use of what a message carries. Numbers are the count of targets, the loss, the norm and their like."""
+
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """A collective as it runs. All ranks of its group must run the same one at the same place."""
+    """A collective as it runs. All ranks of its group must run the same one at the same place. ``bytes`` is a rank's
+    operand, ``wire_bytes`` what the rank sends in a ring. It is ``hidden`` if a product or an attention lies between
+    its line and the one that waits for it."""
 
     op: str
     axes: tuple[str, ...]
     dtype: str
     bytes: int
+    wire_bytes: int
     phase: str
     origin: Origin
+    carries: Carried
+    hidden: bool = False
 
 
 def messages(program: Program) -> list[Communication]:
@@ -32,6 +43,7 @@ def messages(program: Program) -> list[Communication]:
 
 def _walk(program: Program, function: Function, caller: Origin | None) -> Iterator[Communication]:
     values = function.values()
+    hidden = _hidden(program, function)
     for line in function.lines:
         if line.calls_function:
             yield from _walk(program, program.function(line.op), line.origin)
@@ -48,8 +60,45 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
         if caller is not None and ".*" in origin.module:
             origin = replace(origin, module=caller.module + origin.module.split(".*", 1)[1])
         dtype = str(type_.dtype).removeprefix("torch.")
-        axes = program.mesh.joined(axes)
-        yield Communication(line.op.removeprefix("parc."), axes, dtype, size, ACTIONS[program.action].phase, origin)
+        ranks = len(row.members(options) or ()) or math.prod(program.mesh.size(axis) for axis in axes)
+        yield Communication(
+            line.op.removeprefix("parc."), program.mesh.joined(axes), dtype, size, row.sent(size, ranks),
+            ACTIONS[program.action].phase, origin, _carried(program, caller, row, type_),
+            line.made[0].name in hidden,
+        )  # fmt: skip
+
+
+def _carried(program: Program, caller: Origin | None, row: Collective, type_: TensorType) -> Carried:
+    """Return the use of an operand: blocks send activations, main functions weights, gradients and numbers."""
+    if not type_.shape:
+        return "numbers"
+    if caller is not None:
+        return "activations"
+    return "weights" if row.keeps else "gradients"
+
+
+def _hidden(program: Program, function: Function) -> set[str]:
+    """Return the values that travel while a product or an attention runs, as the lines say."""
+    works = {name for name, part in _products(program).items() if part}
+    travelling: dict[str, bool] = {}
+    hidden: set[str] = set()
+    for line in function.lines:
+        if line.op in works or facts(line.op).precision == "product":
+            travelling = dict.fromkeys(travelling, True)
+        for name in line.uses():
+            if travelling.pop(name, False):
+                hidden.add(name)
+        if line.op in COLLECTIVES and COLLECTIVES[line.op].communicates:
+            travelling[line.made[0].name] = False
+    return hidden
+
+
+def _products(program: Program) -> dict[str, bool]:
+    """Return, for each function, whether it has a product or an attention."""
+    return {
+        function.name: any(facts(line.op).precision == "product" for line in function.lines)
+        for function in program.functions
+    }
 
 
 def communication_table(role: Role) -> list[dict[str, Any]]:
@@ -64,7 +113,8 @@ def communication_table(role: Role) -> list[dict[str, Any]]:
     return [
         {
             "number": number, "op": message.op, "axis": ",".join(message.axes), "phase": message.phase,
-            "role": role.name, "bytes": message.bytes, "count_per_step": count, "dtype": message.dtype,
+            "role": role.name, "bytes": message.bytes, "wire_bytes": message.wire_bytes, "count_per_step": count,
+            "dtype": message.dtype, "carries": message.carries, "hidden": message.hidden,
             "module": message.origin.module, "line": message.origin.plan,
         }
         for number, (count, message) in enumerate(counted)
@@ -88,4 +138,6 @@ def _sent(key: str, program: Program, role: Role) -> Iterator[Communication]:
         type_ = values[name].type
         size = local_bytes(type_, program)
         dtype = str(type_.dtype).removeprefix("torch.")
-        yield Communication("send", (role.axis,), dtype, size, ACTIONS[program.action].phase, Origin())
+        yield Communication(
+            "send", (role.axis,), dtype, size, size, ACTIONS[program.action].phase, Origin(), "activations", True
+        )

@@ -34,11 +34,13 @@ def program_facts(programs: Mapping[str, Program], reference: Program) -> dict[s
 
 def stored_in(programs: Mapping[str, Program]) -> dict[str, TensorType]:
     """Each parameter's type as a rank stores it."""
-    forward, reduce = programs[FORWARD].main, programs[REDUCE].main
+    reduce = programs[REDUCE].main
     values = reduce.values()
-    kept = {name: values[made] for name, made in reduce.returned("gradient").items()}
-    found = {**forward.bound(*PARAMETERS), **kept}
-    return {name: found[name].type for name in sorted(found)}
+    found: dict[str, TensorType] = {}
+    for program in programs.values():
+        found.update((name, value.type) for name, value in program.main.bound(*PARAMETERS).items())
+    found.update((name, values[made].type) for name, made in reduce.returned("gradient").items())
+    return dict(sorted(found.items()))
 
 
 def fact_faults(
@@ -54,7 +56,7 @@ def fact_faults(
     return unlike(manifest, wanted, "programs say") or [
         *_schedule_faults(manifest["microbatches"], roles),
         *_input_faults(manifest, reference),
-        *_state_faults(manifest, programs[FORWARD]),
+        *_state_faults(manifest, programs),
     ]
 
 
@@ -96,11 +98,12 @@ def _input_faults(manifest: Mapping[str, Any], reference: Program) -> Iterator[F
                                  f"but it is `{value.type.text(reference.mesh)}` in the model")  # fmt: skip
 
 
-def _state_faults(manifest: Mapping[str, Any], program: Program) -> Iterator[Fault]:
+def _state_faults(manifest: Mapping[str, Any], programs: Mapping[str, Program]) -> Iterator[Fault]:
     """Find wrong facts about the model's tensors that the programs read."""
-    mesh, main, stored = program.mesh, program.main, manifest["parameters"]
-    wrong = sorted(main.bound("frozen").keys() - set(manifest["frozen"]))
-    wrong += sorted(main.bound("parameter").keys() & set(manifest["frozen"]))
+    mesh, main, stored = programs[FORWARD].mesh, programs[FORWARD].main, manifest["parameters"]
+    frozen, read = ({name for program in programs.values() for name in program.main.bound(kind)}
+                    for kind in PARAMETERS[::-1])  # fmt: skip
+    wrong = sorted(frozen - set(manifest["frozen"])) + sorted(read & set(manifest["frozen"]))
     for name in wrong:
         yield fact_fault(f"`frozen` does not say of `{name}` what the programs say")
     for name, value in main.bound("constant").items():

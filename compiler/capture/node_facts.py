@@ -6,6 +6,7 @@ They lie in a node's ``meta``, which fx copies with the node. No other module re
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import fx
@@ -15,6 +16,22 @@ from ..program.binding import Binding
 from ..program.program import Origin
 
 _Fact = TypeVar("_Fact")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAs:
+    """The types of a parameter that is stored otherwise than it is computed with: as a rank stores it from step to step
+    (``rest``), and as it is during a step (``step``), from where its readers gather it each time."""
+
+    name: str
+    """The name of what is made of it once a step: the parameter's, with a number for a second type in which it is
+    read."""
+    rest: TensorType
+    step: TensorType
+    reduced: tuple[str, ...]
+    """The axes over which every backward sums the gradient, each rank keeping its part; over others, REDUCE does."""
+    origin: Origin
+    """The place in the model that reads it, and the plan's line that says how it is stored."""
 
 
 class Fact(Generic[_Fact]):
@@ -67,6 +84,8 @@ class NodeFacts:
     """The types of its results on the mesh."""
     line = Fact(0)
     """The plan's line that placed a placeholder."""
+    storage = Fact[StoredAs | None](None)
+    """The types of a parameter before it is as its readers compute with it, where these differ."""
     block = Fact[str | None](None)
     """The model's numbered module that the node belongs to."""
     stage = Fact(0)

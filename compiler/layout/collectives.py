@@ -26,6 +26,11 @@ class Collective:
     result: Callable[[TensorType, Mesh, Sequence[Any]], TensorType]
     group: Callable[[Sequence[torch.Tensor], Sequence[Any]], list[torch.Tensor]]
     communicates: bool = True
+    keeps: bool = False
+    """True where the entries of the result are the operand's own: nothing is added up."""
+    sent: Callable[[int, int], int] = lambda payload, ranks: payload * (ranks - 1) // ranks
+    """Return the bytes that a rank sends for its payload among some ranks, in a ring (Patarasuk and Yuan, "Bandwidth
+    optimal all-reduce algorithms for clusters of workstations", 2009)."""
     members: Callable[[Sequence[Any]], tuple[int, ...] | None] = lambda args: None
     """Return the places of a group that take part, if not all do: the other ranks do not run the line."""
 
@@ -208,31 +213,55 @@ def _some_axes(args: Sequence[Any]) -> tuple[str, ...]:
     return axes_of(args) if args[0] else ()
 
 
+def _around_twice(payload: int, ranks: int) -> int:
+    return 2 * payload * (ranks - 1) // ranks
+
+
 COLLECTIVES: dict[str, Collective] = {
-    "parc.all_reduce": Collective(axes_of, _all_reduce, lambda pieces, args: [_sum(pieces)] * len(pieces)),
+    "parc.all_reduce": Collective(
+        axes_of, _all_reduce, lambda pieces, args: [_sum(pieces)] * len(pieces), sent=_around_twice
+    ),
     "parc.all_reduce_among": Collective(
-        axes_of, _among, lambda pieces, args: [_sum(pieces)] * len(pieces), members=lambda args: tuple(args[1])
+        axes_of,
+        _among,
+        lambda pieces, args: [_sum(pieces)] * len(pieces),
+        members=lambda args: tuple(args[1]),
+        sent=_around_twice,
     ),
     "parc.all_gather": Collective(
-        axes_of, _joined("all_gather", "I"), lambda pieces, args: [join_dim(pieces, args[1], args[2])] * len(pieces)
+        axes_of,
+        _joined("all_gather", "I"),
+        lambda pieces, args: [join_dim(pieces, args[1], args[2])] * len(pieces),
+        keeps=True,
+        sent=lambda payload, ranks: payload * (ranks - 1),
     ),
     "parc.reduce_scatter": Collective(
         axes_of,
         _cut("reduce_scatter", "P"),
         lambda pieces, args: [slice_dim(_sum(pieces), len(pieces), i, *args[1:]) for i in range(len(pieces))],
     ),
-    "parc.all_to_all": Collective(axes_of, _all_to_all, _group_all_to_all),
-    "parc.row_max": Collective(_some_axes, _row_max, _group_row_max),
+    "parc.all_to_all": Collective(axes_of, _all_to_all, _group_all_to_all, keeps=True),
+    "parc.row_max": Collective(_some_axes, _row_max, _group_row_max, sent=_around_twice),
     # these two move no bytes between ranks, but a rank must know where it stands
     "parc.shard": Collective(
         axes_of,
         _cut("shard", "I"),
         lambda pieces, args: [slice_dim(piece, len(pieces), i, *args[1:]) for i, piece in enumerate(pieces)],
         communicates=False,
+        keeps=True,
     ),
     "parc.pad": Collective(axes_of, _joined("pad", "P"), _group_pad, communicates=False),
+    "parc.wait": Collective(
+        lambda args: (),
+        lambda type_, mesh, args: type_,
+        lambda pieces, args: list(pieces),
+        communicates=False,
+        keeps=True,
+    ),
 }
 """``op(x, axes, …)`` as programs spell them; dims and ``outer`` of their arguments count *local* entries."""
+WAIT = "parc.wait"
+"""The line that waits for a value on its way: the result of a collective with the number of a ``message``."""
 SUMS = ("parc.all_reduce", "parc.all_reduce_among")
 """The sums, which may run while other lines do, and may write their result over their operand."""
 

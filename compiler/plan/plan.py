@@ -20,6 +20,8 @@ from ..layout.mesh import Mesh
 from ..sizes.size_range import BATCH, SizeRange
 from .directive import Directive, Scope, check_unique
 from .directives import directive, verbs
+from .directives.bucket import DEFAULT as BUCKET
+from .directives.bucket import Bucket
 from .directives.budget import Budget
 from .directives.data import Data
 from .directives.freeze import Freeze
@@ -30,12 +32,15 @@ from .directives.mesh import MeshLine, declared_mesh, merged
 from .directives.model import Model
 from .directives.optimizer import Optimizer
 from .directives.precision import Precision
+from .directives.prefetch import DEFAULT as PREFETCH
+from .directives.prefetch import Prefetch
 from .directives.schedule import Schedule
 from .directives.seed import Seed as SeedLine
 from .directives.sizes import Sizes
 from .directives.stage import Stage
 from .directives.steps import Steps
 from .directives.verify import Verify
+from .directives.zero import Zero
 from .include import NAME_A_PLAN, Expanded, has_plan_name, read_source
 from .layouts import Fix, SplitWeights
 from .limits import Promise
@@ -70,6 +75,9 @@ class Plan:
     microbatches: int
     accumulate: str
     precision: tuple[Precision, ...]
+    zero: tuple[Zero, ...]
+    bucket: int
+    prefetch: int
     frozen: tuple[Word, ...]
     placements: tuple[Fix | SplitWeights, ...]
     promises: tuple[Promise, ...] = ()
@@ -239,6 +247,9 @@ def _assemble(
         accumulate=schedule.accumulate if schedule is not None else "fp32",
         frozen=tuple(word for line in scope.all(Freeze) for word in line.where),
         precision=scope.all(Precision),
+        zero=scope.all(Zero),
+        bucket=bucket.size if (bucket := one(Bucket)) is not None else BUCKET,
+        prefetch=prefetch.units if (prefetch := one(Prefetch)) is not None else PREFETCH,
         promises=scope.all(Promise),
         budget=one(Budget),
         init=one(Init),

@@ -10,7 +10,7 @@ from typing import Literal
 
 from .binding import Kind
 
-COUNTING, SCALING, FORWARD, BACKWARD, REDUCE, STEP = "COUNT", "SCALE", "F", "B", "REDUCE", "STEP"
+COUNTING, SCALING, UNSHARD, FORWARD, BACKWARD, REDUCE, STEP = "COUNT", "SCALE", "UNSHARD", "F", "B", "REDUCE", "STEP"
 PLACES = ("before", "work", "after", "end")
 PHASES = ("forward", "backward", "step")
 AHEAD = 2
@@ -72,10 +72,11 @@ ACTIONS: dict[str, ActionRow] = {row.kind: row for row in (
     ActionRow(COUNTING, "before", "step", each=True, returns=("count",), optional=True, evaluated=True,
               phase="forward"),
     ActionRow(SCALING, "before", "step", reads=("count",), returns=("scale",), evaluated=True, phase="forward"),
-    ActionRow(FORWARD, "work", "stage", each=True, returns=("loss", "saved", "buffer"), evaluated=True, compiled=True,
-              phase="forward", to=1, colors=("#4c8ed9", "#7db3ec", "#b1d3f7")),
-    ActionRow(BACKWARD, "work", "stage", each=True, reads=("scale", "saved"), returns=("gradient",), compiled=True,
-              phase="backward", to=-1, slots=2, colors=("#3f9b5b", "#74be88", "#aedcba")),
+    ActionRow(UNSHARD, "before", "role", returns=("weight",), optional=True, evaluated=True, phase="forward"),
+    ActionRow(FORWARD, "work", "stage", each=True, reads=("weight",), returns=("loss", "saved", "buffer"),
+              evaluated=True, compiled=True, phase="forward", to=1, colors=("#4c8ed9", "#7db3ec", "#b1d3f7")),
+    ActionRow(BACKWARD, "work", "stage", each=True, reads=("scale", "weight", "saved"), returns=("gradient",),
+              compiled=True, phase="backward", to=-1, slots=2, colors=("#3f9b5b", "#74be88", "#aedcba")),
     ActionRow(REDUCE, "after", "role", reads=("loss", "scale", "gradient"), returns=("gradient", "loss", "grad_norm")),
     ActionRow(STEP, "end", ""),
 )}  # fmt: skip

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 Kind = Literal[
-    "parameter", "frozen", "buffer", "constant", "input", "rng", "key", "saved", "received", "sent", "count", "scale",
-    "loss", "gradient", "grad_norm", "metric", "value",
+    "parameter", "frozen", "buffer", "constant", "input", "rng", "key", "weight", "saved", "received", "sent", "count",
+    "scale", "loss", "gradient", "grad_norm", "metric", "value",
 ]  # fmt: skip
 Home = Literal["parameters", "buffers", "batch", "stage", "neighbour", "step", "result", "program"]
 """The place of bound values while no program runs: among a rank's ``parameters`` or ``buffers`` from step to step; in
@@ -38,6 +38,7 @@ KINDS: Mapping[Kind, KindRow] = MappingProxyType(
         "input": KindRow("batch"),
         "rng": KindRow("batch", "kind"),  # the numbers of the step and of the microbatch, which seed random streams
         "key": KindRow("program"),  # of a random stream
+        "weight": KindRow("step"),  # a parameter as a step computes with it, made of the stored one once a step
         "saved": KindRow("stage"),
         "received": KindRow("neighbour"),
         "sent": KindRow("neighbour"),

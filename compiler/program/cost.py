@@ -18,7 +18,8 @@ _Peaks = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of one rank in bytes. ``activations`` is the most that is alive beside the rest, during forward and
+    """The memory of one rank in bytes. ``parameters`` are those that it stores, and what a step makes of them once;
+    ``activations`` is the most that is alive beside the rest, during forward and
     backward."""
 
     parameters: int
@@ -91,8 +92,10 @@ def estimate_memory(
     actions as they run one after the other. These are saved for backward, received, or sent and kept until the next
     such message. ``moments`` is the number of optimizer tensors of each parameter."""
     work = [program for program in programs.values() if ACTIONS[program.action].works]
-    own = {name for program in work for name in program.main.bound(*PARAMETERS)}
+    own = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
     sizes = {name: local_bytes(type_, work[0]) for name, type_ in stored.items() if name in own}
+    weights = {name: local_bytes(value.type, work[0])
+               for program in work for name, value in program.main.bound("weight").items()}  # fmt: skip
     optimizer = sum(moments.get(name, 0) * size for name, size in sizes.items())
     gradients: dict[str, int] = {}
     saved: dict[str, int] = {}
@@ -131,7 +134,7 @@ def estimate_memory(
             to = stage + ACTIONS[action.kind].to
             there = (receive_kind(action.kind), to) if to in own_stages else ("made", send_kind(action.kind), stage)
             held.put(sent[key], *there, m)
-    return Memory(sum(sizes.values()), sum(gradients.values()), optimizer, most)
+    return Memory(sum(sizes.values()) + sum(weights.values()), sum(gradients.values()), optimizer, most)
 
 
 class _Held:

@@ -168,9 +168,9 @@ def _chain(programs: Sequence[Program]) -> Program:
 
 
 def _joined_once(programs: Sequence[Program]) -> Program:
-    """Join the programs of one kind that roles run after their work. A gradient is that of the first role that has it;
-    the others make it by the same lines. All else is a sum of the roles' values, as the loss, or the root of a sum, as
-    the norm."""
+    """Join the programs of one kind that roles run once a step. A gradient or a weight is that of the first role that
+    has it; the others make it by the same lines. All else is a sum of the roles' values, as the loss, or the root of a
+    sum, as the norm."""
     parameters: dict[Binding | None, Value] = {}
     lines: list[Line] = []
     returns: dict[Binding, str] = {}
@@ -193,9 +193,9 @@ def _joined_once(programs: Sequence[Program]) -> Program:
             lines.append(_renamed(replace(line, results=results), names))
             roots.update((v.name, lines[-1]) for v in lines[-1].made if facts(line.op).power == 0.5)
         for key, name in program.main.returns:
-            if key.kind != "gradient":
+            if key.kind not in ("gradient", "weight"):
                 summed.setdefault(key, []).append(names[name])
-            elif key not in given:  # zeros, for the roles that make it
+            elif key.kind == "gradient" and key not in given:  # zeros, for the roles that make it
                 continue
             elif ways.setdefault(key, way := _way(program.main, name)) != way:
                 raise JoinFault(f"{program.role}.{program.action} makes `{key}` otherwise than an earlier role")
@@ -220,7 +220,8 @@ def _way(function: Function, name: str) -> object:
     """Return an expression of how a value is made of a function's parameters. It is independent of values' names."""
     known: dict[str, object] = {value.name: value.binding for value in function.parameters}
     for line in function.lines:
-        made = line.op, map_references([*line.args, *line.kwargs], known.__getitem__)
+        options = (item for item in line.kwargs if item[0] != "message")
+        made = line.op, map_references([*line.args, *options], known.__getitem__)
         known.update((v.name, (index, made)) for index, v in enumerate(line.results) if v is not None)
     return known[name]
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from ...grammar.codes_placement import IDLE_AXIS, NOT_PADDED, REPEATED_PLACEMENT, UNEVEN_SHARD, WRONG_DIM
+from ...grammar.codes_placement import (
+    IDLE_AXIS,
+    NOT_PADDED,
+    REPEATED_PLACEMENT,
+    UNEVEN_SHARD,
+    WRONG_DIM,
+)
 from ...grammar.diagnostics import Diagnostic, Label, PlanError, Severity
 from ...grammar.source import Span
 from ...grammar.syntax import Word
@@ -22,8 +28,9 @@ from ..sizes.size_range import BATCH, SizeRange
 from .names import PlanNames, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
 from .seeds import PlacementSeed, Seeds
 from .stage_lines import find_cuts
+from .zero_lines import ZeroLine, zero_lines
 
-__all__ = ["PlanNames", "Resolved", "WeightUse", "input_faults", "resolve"]
+__all__ = ["PlanNames", "Resolved", "WeightUse", "ZeroLine", "input_faults", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +46,12 @@ class Resolved:
     pads: Pads = field(default_factory=dict)
     """The dims of parameters that are longer than the model's, so that their splits divide them."""
     precision: tuple[tuple[str, tuple[str, ...], int], ...] = ()
+    zero: tuple[ZeroLine, ...] = ()
 
     def line_of(self, value: str, dim: int) -> int:
-        """Return the first line of the plan that splits a dim."""
-        return next(seed.span.root.line for seed in self.seeds if (seed.value, seed.dim) == (value, dim))
+        """Return the first line of the plan that splits a dim, for the computation or where it is stored."""
+        lines = [seed.span.root.line for seed in self.seeds if (seed.value, seed.dim) == (value, dim)]
+        return next(iter([*lines, *(line.line for line in self.zero if value in line.parameters)]))
 
 
 PartCounts = Mapping[tuple[str, str], int]
@@ -65,6 +74,8 @@ def resolve(
     for line in plan.placements:
         resolver.apply(line)
     precision = tuple(resolver.precision(line) for line in plan.precision)
+    zero, errors = zero_lines(plan, names, resolver.seeds)
+    resolver.diagnostics += errors
     resolver.diagnostics += find_cuts(plan, names)[1]
     frozen, no_decay = (
         frozenset(resolver.found(words, find_parameters)) for words in (plan.frozen, plan.optimizer.no_decay)
@@ -74,7 +85,7 @@ def resolve(
     resolver.diagnostics += _idle_axes(plan, resolver.seeds.found.values())
     return Resolved(
         tuple(seed for seed in resolver.seeds.found.values() if plan.mesh.size(seed.axis) > 1),
-        tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.seeds.pads.items()), precision,
+        tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.seeds.pads.items()), precision, zero,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..ops.rules import facts
 from ..program.binding import GRAD_NORM, LOSS, SCALE, Binding
 from ..program.program import Line, LocalSize, Program, Ref
+from ..program.weights import WeightSources, stored_sources
 from .bodies import sizeless, star
 from .wiring import NONE, Forward, PieceCall, PieceFact, PieceSource, WiringFault
 
@@ -22,8 +23,9 @@ _Sum = tuple[tuple[_Term, tuple[str, ...]], ...]
 class Backward:
     """B's main function beside F's calls, with the calls that each result goes to."""
 
-    def __init__(self, program: Program, forward: Forward) -> None:
+    def __init__(self, program: Program, forward: Forward, weights: WeightSources) -> None:
         self.program, self.forward = program, forward
+        self.stored = stored_sources(program, weights)
         self.given: dict[str, PieceSource] = {}
         self.sums: dict[str, _Sum] = {}
         for value in program.main.parameters:
@@ -31,7 +33,7 @@ class Backward:
             if binding is not None and binding.kind == "saved":
                 self.given[value.name] = forward.sources[binding.name]
             else:
-                self.given[value.name] = "bound", binding
+                self.given[value.name] = "bound", self.stored.get(value.name, binding)
             if binding == SCALE:
                 self.sums[value.name] = ((SCALE, ()),)
         self.goes: dict[tuple[PieceCall, int], list[list[int]]] = {}
@@ -45,6 +47,9 @@ class Backward:
         """
         turn = [call for call in reversed(self.forward.calls) if call.line.op in self.forward.backward]
         for line in self.program.main.lines:
+            if not line.calls_function and line.made[0].name in self.stored:
+                self.given[line.made[0].name] = "bound", self.stored[line.made[0].name]
+                continue
             if not line.calls_function:
                 self.sums[line.made[0].name] = _sum_of(line, self.sums, self.program)
                 continue
@@ -113,8 +118,8 @@ class Backward:
 
 
 def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
-    """Yield the facts about REDUCE, or another program that a step runs after its work: the terms of each gradient, of
-    the norm, of the loss and of other results.
+    """Yield the facts about REDUCE, or another program that a role runs once a step: the terms of each gradient, of the
+    norm, of the loss, of weights and of other results.
 
     Raises:
         WiringFault: a gradient is made of another parameter's, or the norm is not of all gradients, each once.
@@ -128,6 +133,8 @@ def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
         terms = sorted(str(term) for term, _ in sums[name])
         if key.kind == "gradient" and terms != [str(key)]:
             raise WiringFault(f"REDUCE makes `{key}` of {', '.join(terms) or 'nothing'}")
+        if key.kind == "weight" and len(terms) != 1:
+            raise WiringFault(f"UNSHARD makes `{key}` of {', '.join(terms) or 'nothing'}")
         if key == GRAD_NORM and terms != gradients:
             raise WiringFault("the norm in REDUCE is not of every gradient once")
         for term, way in sums[name]:
@@ -139,6 +146,8 @@ def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
 def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
     """Return a line's result as a sum. An addition has its operands' terms; any other line adds itself to the way of
     each term."""
+    if unknown := [name for name in line.uses() if name not in known]:
+        raise WiringFault(f"{program.action} computes `{line.op}` of `{unknown[0]}` outside its functions")
     operands = [known[name] for name in line.uses()]
     args = [item for item in line.args if not isinstance(item, Ref)]
     row = facts(line.op)
@@ -147,7 +156,7 @@ def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
     plain = not line.kwargs and not any(not isinstance(item, list) for item in args)
     if plain and (row.computes == "total" or row.moves == "join" or row.reduces == "sum"):
         return tuple(term for operand in operands for term in operand)
-    words = ", ".join(_word(item) for item in (*line.args, *line.kwargs))
+    words = ", ".join(_word(item) for item in (*line.args, *(item for item in line.kwargs if item[0] != "message")))
     types = "; ".join(sizeless(value, program.mesh) for value in line.made)
     return tuple(
         (term, (*way, f"{line.op}({words}) {at} of {'many' if len(operand) > 1 else 'one'}: {types}"))

@@ -11,6 +11,7 @@ from ..program.actions import BACKWARD, COUNTING, FORWARD, SCALING, step_kinds
 from ..program.faults import Fault
 from ..program.program import Program
 from ..program.roles import Programs
+from ..program.weights import weight_sources
 from .backward import Backward, reduce_facts
 from .bodies import Pairs, function_body, number_problem
 from .wiring import Forward, Graph, Kinds, PieceCall, PieceFact, WiringFault
@@ -38,22 +39,35 @@ def compare_structure(full: Programs, captured: Program, twin: Programs, twin_ca
     return [] if fault is None else [fault]
 
 
+def repetition_fault(programs: Programs, captured: Program) -> Fault | None:
+    """Return the first fault that shows in a build alone: backward undoes another call than forward made, or one
+    repetition of a block is wired otherwise than the others."""
+    try:
+        facts = list(_Step(programs, captured, Kinds()).facts())
+    except WiringFault as problem:
+        return Fault("types", "step", str(problem))
+    fault = _fact_fault(facts, facts)
+    return None if fault is None else Fault("types", fault.where, fault.message)
+
+
 class _Step:
     """The programs of a step, with their captured graph."""
 
     def __init__(self, programs: Programs, captured: Program, kinds: Kinds) -> None:
         self.programs = programs
-        self.forwards = {FORWARD: Forward(programs[FORWARD], programs[BACKWARD], Graph(captured.main, kinds), kinds)}
+        self.weights = weight_sources(programs)
+        graph = Graph(captured.main, kinds)
+        self.forwards = {FORWARD: Forward(programs[FORWARD], programs[BACKWARD], graph, kinds, self.weights)}
         if COUNTING in programs and len(captured.functions) > 1:
-            self.forwards[COUNTING] = Forward(programs[COUNTING], None, Graph(captured.functions[0], kinds), kinds)
+            self.forwards[COUNTING] = Forward(programs[COUNTING], None, Graph(captured.functions[0], kinds), kinds, {})
 
     def facts(self) -> Iterator[PieceFact]:
         """Yield all facts about the places of the step."""
         for forward in self.forwards.values():
             yield from forward.facts()
-        yield from Backward(self.programs[BACKWARD], self.forwards[FORWARD]).facts()
-        for row in step_kinds("after"):
-            if row.kind in self.programs:
+        yield from Backward(self.programs[BACKWARD], self.forwards[FORWARD], self.weights).facts()
+        for row in step_kinds("before", "after"):
+            if row.program == "role" and row.kind in self.programs:
                 yield from reduce_facts(self.programs[row.kind])
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from ..layout.mesh import Mesh
 from ..program.binding import Binding
 from ..program.program import Function, Line, Program, Value
+from ..program.weights import WeightSources, stored_sources
 from .bodies import Body, Numbers, function_body, lines_body, sizeless, star
 
 _BLOCK = re.compile(r"((?:[^.]+\.)*?\d+)(?:\.|$)")
@@ -135,9 +136,12 @@ class Graph:
 
 
 class Forward:
-    """F's main function as calls, beside the captured graph."""
+    """F's main function as calls, beside the captured graph. What it makes of a stored parameter by conversions counts
+    as that parameter."""
 
-    def __init__(self, program: Program, backward: Program | None, graph: Graph, kinds: Kinds) -> None:
+    def __init__(
+        self, program: Program, backward: Program | None, graph: Graph, kinds: Kinds, weights: WeightSources
+    ) -> None:
         self.program, self.graph = program, graph
         self.bodies = {f.name: function_body(f, program.mesh) for f in program.functions[:-1]}
         self.backward = _backward_bodies(backward, self.bodies) if backward is not None else {}
@@ -146,7 +150,10 @@ class Forward:
             name: kinds.of((body.rows, self.backward[name].rows if name in self.backward else None))
             for name, body in self.bodies.items()
         }
-        self.sources: dict[str, PieceSource] = {v.name: ("bound", v.binding) for v in program.main.parameters}
+        stored = stored_sources(program, weights)
+        self.sources: dict[str, PieceSource] = {
+            value.name: ("bound", stored.get(value.name, value.binding)) for value in program.main.parameters
+        }
         self.calls: list[PieceCall] = []
         self.values = program.main.values()
         called = [line for line in program.main.lines if line.calls_function]
@@ -160,6 +167,8 @@ class Forward:
                 call.reads = [self.sources[name] for name in line.uses()]
                 self._take_results(call)
                 self.calls.append(call)
+            elif line.made[0].name in stored:
+                self.sources[line.made[0].name] = "bound", stored[line.made[0].name]
             else:
                 raise WiringFault(f"F computes `{line.op}` outside its functions")
         self.returned = {key: self.sources[name] for key, name in program.main.returns}

@@ -168,6 +168,10 @@ def follow(
     return walk(function, tuple(given))
 
 
+MESSAGE = "message"
+"""The option of a collective with the number of the message in which its operand travels."""
+
+
 @lru_cache(maxsize=8192)
 def _answer(question: Question) -> Answer:
     judge = collective_faults if question.line.op in COLLECTIVES else _operator_faults
@@ -177,7 +181,7 @@ def _answer(question: Question) -> Answer:
 def collective_faults(q: Question) -> Iterator[tuple[str, str]]:
     line, mesh = q.line, q.mesh
     source, *options = line.args or (None,)
-    if not isinstance(source, Ref) or len(q.operands) != 1 or line.kwargs:
+    if not isinstance(source, Ref) or len(q.operands) != 1 or any(key != MESSAGE for key, _ in line.kwargs):
         yield "types", f"{line.op} takes one value, then axes and dims"
         return
     row = COLLECTIVES[line.op]

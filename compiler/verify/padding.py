@@ -30,7 +30,7 @@ def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[s
         return []
     faults = list(_stored_faults(pads, stored))
     known: dict[Binding | None, Extras] = {}
-    rows = (row for row in step_kinds("work", "after") if row.kind in programs)
+    rows = (row for row in step_kinds() if row.kind in programs)
     for action, program in ((row.kind, programs[row.kind]) for row in (rows if not faults else ())):
         parameters = [_given(value.binding, pads, known) for value in program.main.parameters]
         try:
@@ -38,9 +38,11 @@ def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[s
         except PaddingFault as fault:
             faults.append(Fault("padding", f"{program.role}.{action} {fault.where}", str(fault)))
             break
-        for (key, _), extras in zip(program.main.returns, results, strict=True):
+        values = program.main.values()
+        for (key, name), extras in zip(program.main.returns, results, strict=True):
             known[key] = extras
-            if key.kind != "saved" and not _same(extras, pads.get(key.name, ()) if key.kind == "gradient" else ()):
+            longer = key.kind == "gradient" and values[name].type.shape == stored[key.name].shape
+            if key.kind not in ("saved", "weight") and not _same(extras, pads.get(key.name, ()) if longer else ()):
                 where = f"{action} {key.key_in(action)}"
                 faults.append(Fault("padding", where, "does not have zeros for padding, where its value is padded"))
     return faults

@@ -19,7 +19,7 @@ from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Shape
 from ..ops.precision import Rounding, base_name, is_narrow, is_sensitive, may_narrow
 from ..ops.rules import facts
-from ..program.actions import BACKWARD, FORWARD, work_kinds
+from ..program.actions import BACKWARD, FORWARD, UNSHARD, work_kinds
 from ..program.binding import BUFFERS, LOSS, Binding
 from ..program.faults import Fault
 from ..program.program import Function, Line, Program, Value
@@ -152,7 +152,7 @@ def _line_faults(
             if action == BACKWARD:  # the gradient of what was made wide there
                 allowed = (module, shape, dtype) in widened
             single = is_narrow(dtype) and not shape
-            if action not in work_kinds() or single or not allowed:
+            if action not in (*work_kinds(), UNSHARD) or single or not allowed:
                 yield line, f"rounds to {_text(dtype)}, which no line of the plan asks for"
 
 

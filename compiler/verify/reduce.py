@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..layout.collectives import WAIT
 from ..ops.rules import facts
 from ..program.binding import COUNT, GRAD_NORM, LOSS, SCALE, Binding
 from ..program.faults import Fault
@@ -18,7 +19,9 @@ from ..program.program import Line, Program, Ref
 
 _MEAN = Binding("loss", "mean")
 """The scaled loss. No program has a binding of this name."""
-_KEEPS = frozenset({"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather"})
+_KEEPS = frozenset(
+    {"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather", "parc.shard", "parc.grow_pad.default", WAIT}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
-from ..program.actions import ACTIONS, BACKWARD, FORWARD, REDUCE, step_kinds
+from ..program.actions import ACTIONS, BACKWARD, FORWARD, REDUCE, UNSHARD, step_kinds
 from ..program.binding import GRAD_NORM, LOSS, Binding
 from ..program.faults import Fault
 from ..program.program import Program, Value
@@ -129,8 +129,8 @@ def _reduce_faults(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> Iter
     for rank, (gradients, programs) in enumerate(zip(makes, roles.values(), strict=True)):
         for name in sorted(gradients ^ programs[REDUCE].main.bound("gradient").keys()):
             yield Fault("types", f"{programs[REDUCE].role}.REDUCE {name}", "is no gradient of the role's stages")
-        forwards = [program for program in programs.values() if program.action == FORWARD]
-        reads = {name for program in forwards for name in program.main.bound("parameter")}
+        readers = [program for program in programs.values() if program.action in (UNSHARD, FORWARD)]
+        reads = {name for program in readers for name in program.main.bound("parameter")}
         for name in gradients | (reads & trained):  # a role that only reads it keeps it up to date
             owners.setdefault(name, []).append(rank)
     everyone = tuple(range(mesh.size(axis)))

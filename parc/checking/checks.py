@@ -26,6 +26,7 @@ from parc.compiler.sizes.template import ShapeFault, sizes_text
 from parc.compiler.verify.bounds import check_bounds
 from parc.compiler.verify.integers import check_integers
 from parc.compiler.verify.lines import check_lines, check_program
+from parc.compiler.verify.messages import check_messages
 from parc.compiler.verify.padding import check_padding
 from parc.compiler.verify.precision import check_precision
 from parc.compiler.verify.reduce import check_reduce
@@ -34,6 +35,7 @@ from parc.compiler.verify.schedule import check_timelines
 from parc.compiler.verify.sizes import size_faults
 from parc.compiler.verify.stages import check_stages
 from parc.compiler.verify.step import check_bindings, check_reference, mesh_faults
+from parc.compiler.verify.weights import check_stored
 from parc.compiling.driver import Compiled, Progress, compile_plan
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.grammar.diagnostics import Diagnostic, PlanError
@@ -62,6 +64,8 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
     faults = mesh_faults(programs, build.mesh)
     for program in programs.values():
         faults += check_program(program)
+    for program in build.files() if build.axis else programs.values():
+        faults += check_messages(program)
     axis = "" if faults else build.axis
     if axis:
         for program in build.files():
@@ -72,6 +76,7 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
         faults += check_reference(programs, reference, build.microbatches, build.pads, summed)
         faults += check_reduce(programs[SCALING], programs[REDUCE])
         faults += (*check_integers(programs, reference), *check_bounds(programs, reference))
+        faults += check_stored(programs, reference)
         faults += check_precision(programs, reference, build.rounding)
         faults += check_padding(programs, build.pads, build.types)
         faults += check_schedule(roles, build.microbatches)
@@ -164,7 +169,8 @@ def hold_template(compiled: Compiled) -> None:
     """
     template = compiled.build.template
     for at in compiled.cases()[1:] if template is not None else ():
-        recompiled = compile_plan(at.plan, at.folder, overrides=at.overrides, copies=at.copies, longer=at.resolved.pads)
+        recompiled = compile_plan(at.plan, at.folder, overrides=at.overrides, copies=at.copies, longer=at.resolved.pads,
+                                    dims=at.built.stored.dims)  # fmt: skip
         assert template is not None
         captured = replace(template, texts={REFERENCE_FILE: template.texts[REFERENCE_FILE]})
         sizes = {name: at.sizes[name] for name in template.ranges}
@@ -264,8 +270,9 @@ def report_of(compiled: Compiled) -> dict[str, Any]:
         "padding": [
             {"value": name, "dim": pad.dim, "from": pad.outer * pad.real, "to": pad.outer * pad.padded,
              "line": compiled.resolved.line_of(name, pad.dim)}
-            for name, rows in sorted(pads.items()) for pad in rows
+            for name, rows in sorted({**pads, **compiled.built.stored.pads}.items()) for pad in rows
         ],
+        "stored_whole": compiled.built.stored.whole,
         "reshards": [
             {"value": r.value, "from": str(r.source), "to": str(r.result), "axis": r.axis, "bytes": r.bytes,
              "module": r.cause.module, "source": r.cause.source, "line": r.cause.plan}

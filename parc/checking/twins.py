@@ -176,7 +176,8 @@ def _compiled(compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: M
     factors = {axis: tuple(map(mesh.size, mesh.parts(axis))) for axis, _ in mesh.factored}
     copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
     small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=_stages(plan, mesh))
-    return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **given}, copies=copies, longer=pads)
+    return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **given}, copies=copies, longer=pads,
+                        dims=compiled.built.stored.dims)  # fmt: skip
 
 
 def _small_enough(twin: Compiled) -> Compiled:

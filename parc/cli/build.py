@@ -75,6 +75,9 @@ def report_text(report: Mapping[str, Any]) -> str:
         held = ", ".join(f"{k} {size_text(entry[k])}" for k in ("parameters", "gradients", "optimizer", "activations"))
         rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))
     rows += [("padding" if at == 0 else "", text) for at, text in enumerate(_padding_texts(report["padding"]))]
+    if whole := report["stored_whole"]:
+        names = f"{len(whole)} parameter{'s' * (len(whole) != 1)}"
+        rows.append(("stored whole", f"{names}, {size_text(sum(whole.values()))}: no dim divides without much padding"))
     pipeline = report["pipeline"]
     rows.append(("schedule", schedule_words(pipeline)))
     rows += [("rounds", f"{entry['directive']} (line {entry['line']})") for entry in report["numerics"]]
@@ -115,15 +118,17 @@ def communication_text(entries: Iterable[Mapping[str, Any]]) -> str:
     most."""
     from parc.compiler.program.actions import PHASES
 
-    sums: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+    sums: dict[tuple[str, str, str, str], dict[str, list[int]]] = {}
     axes: dict[str, int] = {}
     for entry in entries:
         axes.setdefault(entry["axis"], len(axes))
-        roles = sums.setdefault((entry["axis"], entry["phase"], entry["op"]), {})
-        total = roles.setdefault(entry["role"], [0, 0])
+        roles = sums.setdefault((entry["axis"], entry["phase"], entry["op"], entry["carries"]), {})
+        total = roles.setdefault(entry["role"], [0, 0, 0])
         total[0] += entry["count_per_step"]
-        total[1] += entry["count_per_step"] * entry["bytes"]
+        total[1] += entry["count_per_step"] * entry["wire_bytes"]
+        total[2] += entry["count_per_step"] * entry["wire_bytes"] * entry["hidden"]
     most = {key: max(roles.values(), key=lambda total: total[::-1]) for key, roles in sums.items()}
     order = sorted(most, key=lambda key: (PHASES.index(key[1]), axes[key[0]]))
-    rows = [(*key, most[key][0], size_text(most[key][1])) for key in order]
-    return text_table(rows, ("axis", "phase", "collective", "a step", "bytes of a rank"), right=(3, 4))
+    rows = [(*key, most[key][0], size_text(most[key][1]), size_text(most[key][2])) for key in order]
+    head = ("axis", "phase", "collective", "of", "a step", "sent by a rank", "beside work")
+    return text_table(rows, head, right=(4, 5, 6))

@@ -244,11 +244,12 @@ def _communication(build: Build) -> str:
     several = len(build.roles) > 1
     rows = [
         (*[e["role"]] * several, e["number"], e["op"], e["axis"], e["phase"], e["count_per_step"],
-         size_text(e["bytes"]), e["dtype"], e["module"] or "-", e["line"] or "-")
+         size_text(e["bytes"]), e["dtype"], e["carries"], "hidden" if e["hidden"] else "exposed", e["module"] or "-",
+         e["line"] or "-")
         for e in entries
     ]  # fmt: skip
-    head = ["no.", "collective", "axis", "phase", "a step", "bytes", "dtype", "module", "plan line"]
-    return text_table(rows, ["role"] * several + head, right=[at + several for at in (0, 4, 5, 8)])
+    head = ["no.", "collective", "axis", "phase", "a step", "bytes", "dtype", "of", "time", "module", "plan line"]
+    return text_table(rows, ["role"] * several + head, right=[at + several for at in (0, 4, 5, 10)])
 
 
 def _programs(build: Build) -> list[dict[str, Any]]:

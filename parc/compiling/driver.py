@@ -37,11 +37,14 @@ from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
+from parc.grammar.codes_placement import SPLIT_ALREADY
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
 from parc.passes.placing.registered import RuleMisfit
+from parc.passes.placing.stored import AlreadySplit, ShardDims, Sharding
 from parc.passes.programs.cut import Pipeline
+from parc.passes.programs.overlap import OverlapChoices
 
 Progress = Callable[[str], None]
 
@@ -124,13 +127,15 @@ def compile_plan(
     overrides: Mapping[str, Any] | None = None,
     copies: Copies | None = None,
     longer: Pads | None = None,
+    dims: ShardDims | None = None,
     progress: Progress = lambda _: None,
 ) -> Compiled:
     """Capture the model and run every pass. Where sizes have ranges, this is done at a few of them, which make a
     template.
 
     ``overrides`` and ``copies`` make the plan's twin: other arguments of the model, and what its plan keeps on several
-    ranks, where it is not to be found out; it is padded wherever the plan's own build is ``longer`` than its model.
+    ranks, where it is not to be found out; it is padded wherever the plan's own build is ``longer`` than its model, and
+    stores parameters in parts along the same ``dims``.
 
     Raises:
         PlanError: the plan, the model or both are at fault.
@@ -145,7 +150,7 @@ def compile_plan(
         with _timed(seconds, "passes"):
             made = compile_captured(
                 at, folder, recorded, captured, copies, longer, plan if sizes else None, choices,
-                smaller=overrides is not None,
+                smaller=overrides is not None, dims=dims,
             )  # fmt: skip
         return replace(made, overrides=dict(overrides or {}), seconds=seconds)
 
@@ -160,6 +165,7 @@ def compile_plan(
 def compile_captured(
     plan: Plan, folder: Path, recorded: Recorded, captured: Captured, copies: Copies | None = None,
     longer: Pads | None = None, declared: Plan | None = None, choices: Choices | None = None, smaller: bool = False,
+    dims: ShardDims | None = None,
 ) -> Compiled:  # fmt: skip
     """Run every pass on a captured model. ``declared`` is the plan with the ranges from which its sizes were chosen. A
     ``smaller`` model may lack names of the plan.
@@ -169,7 +175,11 @@ def compile_captured(
     """
     asked = ask(plan, folder, recorded, captured, copies, longer, declared, choices, smaller)
     try:
-        built = build_programs(captured, asked.mesh, asked.request)
+        built = build_programs(captured, asked.mesh, replace(asked.request, shard_dims=dims))
+    except AlreadySplit as error:
+        span = next(line.span for line in plan.zero if line.span.root.line == error.sharding.line)
+        help_ = f"name other parameters by `on`, or an axis over which `{error.name}` is whole"
+        raise PlanError([Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)]) from None
     except RuleMisfit as error:
         source = [f"at {error.origin.source}"] if error.origin.source else []
         span = plan.model.arguments.statement.span
@@ -225,8 +235,18 @@ def ask(
     pads = {bindings.get(name, Binding("parameter", name)): rows for name, rows in resolved.pads.items()}
     return Asked(mesh, resolved, copies, Request(
         claims, plan.microbatches, plan.seed, frozen, getattr(torch, ACCUMULATE[plan.accumulate]),
-        copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline, plan.unbatched, choices,
+        copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline,
+        shardings_of(resolved, mesh), plan.unbatched, choices, OverlapChoices(plan.bucket, plan.prefetch),
     ))  # fmt: skip
+
+
+def shardings_of(resolved: Resolved, mesh: Mesh) -> dict[str, list[Sharding]]:
+    """Return the axes over which parameters are stored in parts, by the parameters' names."""
+    found: dict[str, list[Sharding]] = {}
+    for line in resolved.zero:
+        for name in line.parameters:
+            found.setdefault(name, []).extend(Sharding(axis, line.level, line.line) for axis in mesh.parts(line.axis))
+    return found
 
 
 def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
@@ -285,7 +305,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
                       for fact, line in zip(facts["precision"], precision, strict=True)],
         "init": init_facts(plan, compiled.recorded, compiled.captured),
         "aliases": dict(compiled.captured.aliases),
-        "padding": facts_of(compiled.resolved.pads),
+        "padding": facts_of({**compiled.resolved.pads, **built.stored.pads}),
         "constants": constant_facts(compiled),
     }  # fmt: skip
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
 
-from ...compiler.capture.node_facts import noted
+from ...compiler.capture.node_facts import StoredAs, noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD, SCALING
@@ -17,18 +17,24 @@ from ...compiler.program.binding import COUNT, LOSS, RNG, SCALE, Binding
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ...compiler.program.roles import StageWork
 from ..calls import outputs
+from .conversions import emit_conversions
 from .cut import Pipeline, StagePiece, split_lines
 from .emit import BlockPair, FreshNames, emit_pair, identifier, size_argument
 from .joint import trace_joint
 from .segments import Segment, cut_segments, node_type
-from .writer import Writer, whole_type
+from .weights import weight_of
+from .writer import ORIGIN, Writer, whole_type
 
 
 @dataclass(slots=True)
 class _Lines:
-    """A main function's lines in order, each with the stage that was current when it was added."""
+    """A main function's lines in order, each with the stage that was current when it was added. ``whole`` are the
+    parameters that its lines gathered, by the stage that reads them."""
 
+    mesh: Mesh
+    names: FreshNames
     stage: int = 0
+    whole: dict[tuple[fx.Node, int], Value] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     stages: list[int] = field(default_factory=list)
 
@@ -36,6 +42,13 @@ class _Lines:
         """Add a line to the current stage."""
         self.lines.append(line)
         self.stages.append(self.stage)
+
+    def emit(self, op: str, args: tuple[object, ...], type_: TensorType, origin: Origin = ORIGIN, name: str = "",
+             **options: object) -> Value:  # fmt: skip
+        """Add a line and return its result."""
+        value = Value(self.names.fresh(name or op.split(".")[1].strip("_")), type_)
+        self.append(Line((value,), op, args, tuple(options.items()), origin))
+        return value
 
 
 @dataclass(slots=True)
@@ -47,30 +60,59 @@ class _Main:
     names: FreshNames = field(default_factory=FreshNames)
     values: dict[fx.Node, Value] = field(default_factory=dict)
     parameters: dict[Binding, Value] = field(default_factory=dict)
-    forward: _Lines = field(default_factory=_Lines)
+    forward: _Lines = field(init=False)
     keys: set[tuple[str, int]] = field(default_factory=set)
     """The keys of random streams, and the stages in which they are made."""
     calls: list[tuple[Segment, BlockPair, str, dict[str, Value]]] = field(default_factory=list)
+    gathered: dict[str, fx.Node] = field(default_factory=dict)
+    """The stored parameters by the names of the values that F gathers of them."""
+    trained: dict[Binding, str] = field(default_factory=dict)
+    """The names of the trained parameters, by the bindings under which programs read them."""
 
-    def emit(
-        self, lines: _Lines, name: str, type_: TensorType, op: str, args: tuple[Any, ...], **options: Any
-    ) -> Value:
-        """Add a line and return its result."""
-        value = Value(self.names.fresh(name), type_)
-        lines.append(Line((value,), op, args, tuple(options.items())))
-        return value
+    def __post_init__(self) -> None:
+        self.forward = _Lines(self.mesh, self.names)
+
+    def held(self, node: fx.Node) -> Value:
+        """Return a stored parameter as programs of a step are given it."""
+        storage, binding = noted(node).storage, noted(node).binding
+        assert storage is not None
+        name = binding.name if binding.kind == "parameter" else ""
+        if storage.step != storage.rest:
+            binding = weight_of(storage)
+        return self.given(binding, storage.name, storage.step, name)
+
+    def given(self, binding: Binding, label: str, type_: TensorType, trained: str) -> Value:
+        """Return F's parameter of a binding; ``trained`` is the name of the trained parameter that it stands for."""
+        if binding not in self.parameters:
+            self.parameters[binding] = Value(self.names.fresh(identifier(label)), type_, binding)
+            if trained:
+                self.trained[binding] = trained
+        return self.parameters[binding]
+
+    def weight(self, node: fx.Node, lines: _Lines) -> Value:
+        """Return a stored parameter as its readers want it. If it is split during a step, the lines gather it."""
+        storage, held = noted(node).storage, self.held(node)
+        assert storage is not None
+        if (node, lines.stage) not in lines.whole:
+            computed = replace(node_type(node), placement=node_type(node).placement.data())
+            value = lines.whole[node, lines.stage] = emit_conversions(lines, held, computed, storage.origin)
+            if value is not held:
+                self.gathered[value.name] = node
+        return lines.whole[node, lines.stage]
 
     def bind(self, node: fx.Node) -> Value:
         """Return the value of a placeholder or of an earlier call's result. A key is made in every stage that reads it:
         it lies on the CPU, where no message arrives."""
         binding: Binding = noted(node).binding
         kind, name = binding
+        if noted(node).storage is not None:
+            return self.weight(node, self.forward)
         if node not in self.values:
             type_ = replace(node_type(node), placement=node_type(node).placement.data())
             if kind == "key":
                 self.values[node] = Value(self.names.fresh(f"key_{identifier(name)}"), type_)
             else:
-                self.values[node] = self.parameters[binding] = Value(self.names.fresh(identifier(name)), type_, binding)
+                self.values[node] = self.given(binding, name, type_, name if kind == "parameter" else "")
         value = self.values[node]
         if kind == "key" and (value.name, self.forward.stage) not in self.keys:
             self.keys.add((value.name, self.forward.stage))
@@ -122,17 +164,25 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], lis
     """Write B's lines, segments in reverse. Return the values that B reads, and each parameter's gradient in every
     stage that has one."""
     scale = Value(main.names.fresh("scale"), whole_type(main.mesh, node_type(loss).dtype), SCALE)
-    lines = _Lines()
+    lines = _Lines(main.mesh, main.names)
     reads: dict[str, Value] = {scale.name: scale}
     gradients: dict[tuple[fx.Node, int], Value] = {(loss, 0): scale}
+    left = Counter((segment.inputs[index], segment.stage) for segment, pair, *_ in main.calls
+                   for index, _ in pair.gradients)  # fmt: skip
     for segment, pair, prefix, table in reversed(main.calls):
         if pair.backward is None:
             continue
         lines.stage = segment.stage
         arguments = []
         for label in pair.saved:
-            reads.setdefault(table[label].name, table[label])
-            arguments.append(Ref(table[label].name))
+            value = table[label]
+            if value.name in main.gathered:
+                node = main.gathered[value.name]
+                value, held = main.weight(node, lines), main.held(node)
+                reads.setdefault(held.name, held)
+            else:
+                reads.setdefault(value.name, value)
+            arguments.append(Ref(value.name))
         for index in pair.tangents:
             arguments.append(Ref(_tangent(main, segment.outputs[index], gradients, lines).name))
         inner = pair.backward.values()
@@ -148,16 +198,31 @@ def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], lis
             total = results[label]
             if key in gradients:
                 args = Ref(gradients[key].name), Ref(total.name)
-                total = main.emit(lines, "sum", gradients[key].type, "aten.add.Tensor", args)
+                total = lines.emit("aten.add.Tensor", args, gradients[key].type, name="sum")
+            left[node, segment.stage] -= 1
+            if not left[node, segment.stage] and (storage := noted(node).storage) is not None:
+                total = _stored_gradient(lines, total, storage)
             gradients[key] = total
-    returned = [
-        (stage, noted(node).binding.name, value)
-        for (node, stage), value in gradients.items()
-        if node.op == "placeholder"
-    ]
+    returned: dict[tuple[int, str], Value] = {}
+    for (node, stage), value in gradients.items():
+        if node.op == "placeholder":
+            name = noted(node).binding.name
+            if (stage, name) in returned:  # of another type in which it is read
+                lines.stage, first = stage, returned[stage, name]
+                value = lines.emit("aten.add.Tensor", (Ref(first.name), Ref(value.name)), first.type, name="sum")
+            returned[stage, name] = value
     if not lines.lines:  # a model without parameters
         del reads[scale.name]
-    return lines, reads, returned
+    return lines, reads, [(stage, name, value) for (stage, name), value in returned.items()]
+
+
+def _stored_gradient(lines: _Lines, gradient: Value, storage: StoredAs) -> Value:
+    """Return a whole gradient in the type in which its parameter is stored, summed over the axes over which every
+    backward does that."""
+    parts = {axis: storage.rest.placement[axis] for axis in storage.reduced}
+    shape = storage.rest.shape if parts else gradient.type.shape
+    wanted = TensorType(storage.rest.dtype, shape, gradient.type.placement.replace(parts))
+    return emit_conversions(lines, gradient, wanted, storage.origin)
 
 
 def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int], Value], lines: _Lines) -> Value:
@@ -166,7 +231,7 @@ def _tangent(main: _Main, node: fx.Node, gradients: Mapping[tuple[fx.Node, int],
         return gradients[node, 0]
     type_ = replace(node_type(node), placement=node_type(node).placement.dual().data())
     shape = [size_argument(type_, dim) for dim in range(len(type_.shape))]
-    return main.emit(lines, "zeros", type_, "aten.full.default", (shape, 0.0), dtype=type_.dtype)
+    return lines.emit("aten.full.default", (shape, 0.0), type_, name="zeros", dtype=type_.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +262,7 @@ def assemble(
     gradients = []
     for stage, name, value in returned:
         lines.stage = stage
-        gradients.append((stage, name, _narrowed(main, value, sums, lines)))
+        gradients.append((stage, name, _narrowed(value, sums, lines)))
     buffers = noted(graph.output_node()).updates
     results = {LOSS: main.bind(loss).name}
     results |= {Binding("buffer", name): main.bind(node).name for name, node in zip(buffers, updates, strict=True)}
@@ -239,7 +304,8 @@ def assemble(
                 (FORWARD, "forward", shared[0], forward), (BACKWARD, "backward", shared[1], backward)
             )
         })  # fmt: skip
-    reads_of = (frozenset(piece.function("forward").bound("parameter")) for piece in forwards)
+    reads_of = (frozenset(main.trained[key] for key in piece.function("forward").bindings if key in main.trained)
+                for piece in forwards)  # fmt: skip
     return Assembled(tuple(work), tuple(gradients), main.bind(loss), lying[0], tuple(reads_of))
 
 
@@ -248,12 +314,12 @@ def _called(functions: Sequence[Function], piece: StagePiece) -> list[Function]:
     return [function for function in functions if function.name in used]
 
 
-def _narrowed(main: _Main, value: Value, sums: torch.dtype | None, lines: _Lines) -> Value:
+def _narrowed(value: Value, sums: torch.dtype | None, lines: _Lines) -> Value:
     """Cast a gradient to the smaller dtype in which it is summed, if there is one."""
     if sums is None or sums.itemsize >= value.type.dtype.itemsize:
         return value
     narrow = replace(value.type, dtype=sums)
-    return main.emit(lines, "narrow", narrow, "aten._to_copy.default", (Ref(value.name),), dtype=sums)
+    return lines.emit("aten._to_copy.default", (Ref(value.name),), narrow, name="narrow", dtype=sums)
 
 
 def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD, REDUCE, SCALING, StageRanks, step_kinds
+from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD, REDUCE, SCALING, UNSHARD, StageRanks, step_kinds
+from ...compiler.program.binding import Binding
 from ...compiler.program.program import Program
 from ...compiler.program.roles import SINGLE, Programs
 from ..calls import outputs
@@ -17,6 +18,7 @@ from .assemble import Assembled, assemble_count, assemble_scale
 from .cut import Pipeline
 from .reduce import reductions
 from .segments import node_type
+from .weights import unshard
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,20 @@ def _work(kind: str) -> Maker:
     return lambda parts: [work[kind] for work in parts.made.work]
 
 
+def _unshard(parts: StepParts) -> Sequence[Program]:
+    """Return UNSHARD of every role, if any role has something to make in it."""
+    read: dict[str, set[Binding]] = {name: set() for name in parts.roles}
+    for at, work in enumerate(parts.made.work):
+        for program in work.values():
+            read[parts.roles[parts.ranks[at]]].update(program.main.bindings)
+    programs = [unshard(parts.graph, parts.mesh, name, keys) for name, keys in read.items()]
+    return programs if any(program.main.lines for program in programs) else []
+
+
 MAKERS: dict[str, Maker] = {
     COUNTING: _count,
     SCALING: _scale,
+    UNSHARD: _unshard,
     FORWARD: _work(FORWARD),
     BACKWARD: _work(BACKWARD),
     REDUCE: lambda parts: [*reductions(parts.graph, parts.mesh, parts.made, parts.pipeline)],

@@ -11,7 +11,7 @@ from torch import fx
 
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.placement import Placement, TensorType
+from ...compiler.layout.placement import Placement
 from ...compiler.program.actions import REDUCE
 from ...compiler.program.binding import GRAD_NORM, LOSS, SCALE, Binding
 from ...compiler.program.program import Origin, Program, Ref, Value
@@ -20,6 +20,7 @@ from ..calls import outputs
 from .assemble import Assembled
 from .cut import Pipeline
 from .segments import node_type
+from .weights import stored_type
 from .writer import Across, Writer, whole_type
 
 
@@ -30,37 +31,38 @@ def reductions(graph: fx.Graph, mesh: Mesh, made: Assembled, pipeline: Pipeline 
         yield _reduce(graph, mesh, {name: value for _, name, value in made.gradients}, made.loss, SINGLE)
         return
     ranks, everyone = pipeline.ranks, range(mesh.size(pipeline.axis))
-    types = {name: value.type for _, name, value in made.gradients}
+    trained = sorted({name for _, name, _ in made.gradients})
     owners = {name: sorted({ranks[stage] for stage, names in enumerate(made.reads) if name in names})
-              for name in sorted(types)}  # fmt: skip
-    counts = {name: min(ranks[stage] for stage, other, _ in made.gradients if other == name) for name in types}
+              for name in trained}  # fmt: skip
+    counts = {name: min(ranks[stage] for stage, other, _ in made.gradients if other == name) for name in trained}
     for rank in everyone:
         own = {name: value for stage, name, value in made.gradients if ranks[stage] == rank}
         # those of several roles first and in one order: their ranks meet in them
         tied = {name: at for name, at in owners.items() if len(at) > 1 and rank in at}
         across = Across(pipeline.axis, everyone, tied, {name for name in tied if counts[name] != rank})
         numerator = made.loss if ranks[made.last] == rank else None
-        first = {name: own.get(name, types[name]) for name in tied}
+        first = {name: own.get(name) for name in tied}
         yield _reduce(graph, mesh, {**first, **own}, numerator, f"{pipeline.axis}{rank}", across)
 
 
 def _reduce(
-    graph: fx.Graph, mesh: Mesh, gradients: Mapping[str, Value | TensorType], loss: Value | None, role: str,
+    graph: fx.Graph, mesh: Mesh, gradients: Mapping[str, Value | None], loss: Value | None, role: str,
     across: Across | None = None,
 ) -> Program:  # fmt: skip
     """Write the sums of gradients and of the loss over the axes on which they are partial, and over the roles that have
-    a part of them; and the global norm. A gradient that this role's stages do not make comes as a type alone."""
+    a part of them; and the global norm. A gradient that this role's stages do not make is None."""
     write, returns = Writer(mesh, across), []
     stored = {noted(node).binding.name: node for node in graph.find_nodes(op="placeholder")
               if noted(node).binding.kind == "parameter"}  # fmt: skip
     squares: dict[tuple[str, ...], list[Value]] = {}
-    trained = (node_type(node).dtype for node in stored.values())
+    types = {name: stored_type(node) for name, node in stored.items()}
+    trained = (type_.dtype for type_ in types.values())
     dtype = reduce(torch.promote_types, trained, torch.float32)  # of the norm, alike in all roles
     # all sums first: on a real network they run side by side
     reduced = []
     for name, gradient in gradients.items():
         origin = Origin(name, "", noted(stored[name]).line)
-        reduced.append((name, write.gradient(name, gradient, node_type(stored[name]).dtype, origin), origin))
+        reduced.append((name, write.gradient(name, gradient, types[name], origin), origin))
     for at, (name, value, origin) in enumerate(reduced):
         if across is not None and name in across.tied:
             reduced[at] = name, write.among(value, across.tied[name], origin), origin

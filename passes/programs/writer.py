@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.placement import Placement, TensorType
+from ...compiler.layout.placement import Placement, Split, TensorType
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
+from .conversions import emit_conversions
 from .emit import FreshNames, identifier, size_argument
 
 ORIGIN = Origin()
@@ -81,15 +82,15 @@ class Writer:
         args = Ref(value.name), self.across.axis, list(ranks)
         return self.emit("parc.all_reduce_among", args, value.type, origin)
 
-    def gradient(self, name: str, made: Value | TensorType, dtype: torch.dtype, origin: Origin) -> Value:
-        """Add a gradient's sum over this role's ranks; zeros, if only its type is given."""
-        if isinstance(made, TensorType):  # its stages read the parameter where no gradient flows
-            return self.zeros(replace(summed_type(made), dtype=dtype), origin)
+    def gradient(self, name: str, made: Value | None, stored: TensorType, origin: Origin) -> Value:
+        """Add a gradient's sum over this role's ranks, in the type in which its parameter is ``stored``; zeros, if no
+        stage of the role makes it."""
+        if made is None:  # they read the parameter where no gradient flows
+            return self.zeros(stored, origin)
         value = self.take(identifier(name), made.type, Binding("gradient", name))
-        if made.type.dtype != dtype:
-            wide = replace(made.type, dtype=dtype)
-            value = self.emit("aten._to_copy.default", (Ref(value.name),), wide, origin, "widen", dtype=dtype)
-        return self.total(value, origin)
+        cut = {axis: kind for axis, kind in stored.placement.items() if isinstance(kind, Split)}
+        wanted = replace(stored, placement=made.type.placement.replace(cut))
+        return self.total(emit_conversions(self, value, wanted, origin), origin)
 
     def program(self, role: str, action: str, returns: Sequence[tuple[Binding, str]]) -> Program:
         """Return the program of an action, with all that was written as its one function."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,114 +13,18 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from ...compiler.layout.collectives import COLLECTIVES, SUMS, join_dim, slice_dim
+from ...compiler.layout.collectives import COLLECTIVES, SUMS
 from ...compiler.layout.mesh import Mesh, Shape
 from ...compiler.program.actions import ACTIONS, StageRanks, step_kinds
 from ...compiler.program.program import Program
 from ..communication import Message, PeerLost, Sending
 from ..processes import HOLDERS, new_group
-
-Run = Callable[["Distributed", torch.Tensor, Sequence[Any], tuple[str, ...]], torch.Tensor]
-
+from .moves import RUN, START
 
 _MOST_TENSORS = 4096
 """The most tensors of one message: tags of two messages are so far apart."""
 GroupPlace = tuple[tuple[str, ...], tuple[int, ...] | None]
 """The axes of a group, and the coordinates that are in it, if it is not all of them."""
-
-
-def _ranks_of(axes: Sequence[str], mesh: Mesh) -> int:
-    return math.prod(mesh.size(axis) for axis in axes)
-
-
-def _all_gather(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
-    _, dim, outer = args
-    piece = piece.contiguous()
-    pieces = [torch.empty_like(piece) for _ in range(_ranks_of(axes, backend.mesh))]
-    backend.meet(dist.all_gather, pieces, piece, axes=axes)
-    return join_dim(pieces, dim, outer)
-
-
-def _exchange(backend: Distributed, parts: list[torch.Tensor], axes: tuple[str, ...]) -> torch.Tensor:
-    """Send part i to the group's i-th rank, and return the received parts, stacked in rank order."""
-    sent = torch.stack(parts)
-    received = torch.empty_like(sent)
-    backend.meet(dist.all_to_all_single, received, sent, axes=axes)
-    return received
-
-
-def _reduce_scatter(
-    backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]
-) -> torch.Tensor:
-    """Exchange parts and sum them locally in rank order: on gloo this is faster than its own reduce_scatter, and
-    repeatable."""
-    _, dim, outer = args
-    ranks = _ranks_of(axes, backend.mesh)
-    parts = [slice_dim(piece, ranks, index, dim, outer) for index in range(ranks)]
-    if backend.native_reduce_scatter:
-        result = torch.empty_like(parts[0])
-        backend.meet(dist.reduce_scatter, result, parts, axes=axes)
-        return result
-    return _exchange(backend, parts, axes).sum(0)
-
-
-def _all_to_all(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
-    _, dim, outer, to_dim, to_outer = args
-    if dim == to_dim:
-        return _regroup(backend, piece, dim, outer, to_outer, axes)
-    ranks = _ranks_of(axes, backend.mesh)
-    parts = [slice_dim(piece, ranks, index, to_dim, to_outer) for index in range(ranks)]
-    return join_dim(_exchange(backend, parts, axes).unbind(0), dim, outer)
-
-
-def _regroup(
-    backend: Distributed, piece: torch.Tensor, dim: int, outer: int, to_outer: int, axes: tuple[str, ...]
-) -> torch.Tensor:
-    """Change the split of a dim to another one; the parts that two ranks exchange differ in size from pair to pair."""
-    ranks, index = _ranks_of(axes, backend.mesh), backend.index(axes)
-    places = torch.arange(piece.shape[dim] * ranks)
-    before = [slice_dim(places, ranks, rank, 0, outer) for rank in range(ranks)]
-    after = [slice_dim(places, ranks, rank, 0, to_outer) for rank in range(ranks)]
-    to_send = [torch.isin(before[index], theirs).nonzero().flatten().to(piece.device) for theirs in after]
-    taken = [torch.isin(after[index], theirs).nonzero().flatten().to(piece.device) for theirs in before]
-    rows = piece.movedim(dim, 0)
-    sent = torch.cat([rows.index_select(0, chosen) for chosen in to_send])
-    received = torch.empty_like(sent)
-    sizes = [len(chosen) for chosen in taken], [len(chosen) for chosen in to_send]
-    backend.meet(dist.all_to_all_single, received, sent, *sizes, axes=axes)
-    result = torch.empty_like(received)
-    result[torch.cat(taken)] = received
-    return result.movedim(0, dim).contiguous()
-
-
-def _row_max(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
-    peak = piece.amax(-1, keepdim=True)
-    if axes:
-        backend.meet(dist.all_reduce, peak, op=dist.ReduceOp.MAX, axes=axes)
-    return peak
-
-
-def _local(op: str) -> Run:
-    """Change placements without communication: a rank needs only its place in the group."""
-
-    def run(backend: Distributed, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
-        ranks, index = _ranks_of(axes, backend.mesh), backend.index(axes)
-        if op == "parc.shard":
-            return slice_dim(piece, ranks, index, *args[1:])
-        zeros = [torch.zeros_like(piece)] * ranks
-        return join_dim([*zeros[:index], piece, *zeros[index + 1 :]], *args[1:])
-
-    return run
-
-
-RUN: Mapping[str, Run] = {
-    "parc.all_gather": _all_gather,
-    "parc.reduce_scatter": _reduce_scatter,
-    "parc.all_to_all": _all_to_all,
-    "parc.row_max": _row_max,
-    "parc.shard": _local("parc.shard"),
-    "parc.pad": _local("parc.pad"),
-}
 
 
 @final
@@ -264,6 +167,25 @@ class Distributed:
         result = piece if spare and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
         work = self.meet(dist.all_reduce, result, axes=axes, members=members, async_op=True)
         return [result], _wait_for([work], self._what)
+
+    def message(
+        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[list[list[torch.Tensor]], Callable[[], object]]:
+        """Start a message of several tensors: packed one behind the other, exchanged at once, taken apart when it is
+        awaited."""
+        axes = COLLECTIVES[op].axes(args[0])
+        self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
+        made, arrive = START[op](self, [tensors[0] for tensors in pieces], args, axes)
+        what, done = self._what, False
+
+        def arrival() -> None:
+            nonlocal done
+            if not done:
+                done = True
+                with _naming(what):
+                    arrive()
+
+        return [[piece] for piece in made], arrival
 
     def meet(
         self, run: Callable[..., Any], *args: Any, axes: tuple[str, ...], members: tuple[int, ...] | None = None,

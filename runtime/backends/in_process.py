@@ -146,6 +146,12 @@ class InProcess:
             ]
         return results, None
 
+    def message(
+        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[list[list[torch.Tensor]], None]:
+        """Return the results of every tensor of a message."""
+        return [self.collective(op, own, tensors)[0] for own, tensors in zip(args, pieces, strict=True)], None
+
     def _results(self, op: str, args: Sequence[Any], pieces: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the results of a collective in the groups whose ranks are in ``pieces``. A rank in no group keeps its
         piece."""

@@ -175,6 +175,8 @@ class Machine:
     def _compile(
         self, line: Line, function: Function, spare: frozenset[str]
     ) -> Callable[[Sequence[Environment]], None]:
+        if "message" in dict(line.kwargs):
+            return self._message(function, line)
         if line.op in COLLECTIVES:
             return self._collective(line, bool(spare))
         call = self._kernel(line, function) if line.op in self.kernels else self._aten(line)
@@ -236,6 +238,24 @@ class Machine:
                 environment[result.name] = piece
             if arrival is not None:
                 environments[0][f"arrival of {result.name}"] = arrival
+
+        return run
+
+    def _message(self, function: Function, first: Line) -> Callable[[Sequence[Environment]], None]:
+        """Return the call of a line whose operand travels with those of other lines: the first of them starts all."""
+        together = [line for line in function.lines if line.op == first.op and line.kwargs == first.kwargs]
+        sources, options = [next(line.uses()) for line in together], [line.args[1:] for line in together]
+        results = [line.made[0].name for line in together]
+
+        def run(environments: Sequence[Environment]) -> None:
+            if first is not together[0]:
+                return  # it was begun
+            pieces = [[environment[name] for environment in environments] for name in sources]
+            made, arrival = self.backend.message(first.op, options, pieces)
+            for name, of_ranks in zip(results, made, strict=True):
+                for environment, piece in zip(environments, of_ranks, strict=True):
+                    environment[name] = piece
+                environments[0][f"arrival of {name}"] = arrival or _here
 
         return run
 

@@ -24,6 +24,7 @@ def cases(mesh: Mesh) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yield every collective over every axis and over several, every dim and outer of ``SHAPE``."""
     several = [*mesh.names, ",".join(mesh.names)] if len(mesh.names) > 1 else list(mesh.names)
     yield "parc.row_max", ("",)
+    yield "parc.wait", ()
     yield "parc.all_reduce_among", (mesh.names[0], [0, 1])
     for axes in several:
         yield "parc.all_reduce", (axes,)
@@ -35,6 +36,13 @@ def cases(mesh: Mesh) -> Iterator[tuple[str, tuple[Any, ...]]]:
                 for to_dim in range(len(SHAPE)):
                     for to_outer in (1, 2):
                         yield "parc.all_to_all", (axes, dim, outer, to_dim, to_outer)
+
+
+def together(mesh: Mesh) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
+    """Yield messages of several tensors, over each axis."""
+    for axes in mesh.names:
+        for op in ("parc.all_gather", "parc.reduce_scatter"):
+            yield op, [(axes, dim, outer) for dim in range(len(SHAPE)) for outer in (1, 2)]
 
 
 def piece(rank: int) -> torch.Tensor:
@@ -63,6 +71,11 @@ def real(axes: tuple[tuple[str, int], ...]) -> list[torch.Tensor]:
             arrival()
         assert torch.equal(mine, piece(rank)), f"{op}{args} changed its operand"
         results.append(result)
+    for op, each in together(mesh):
+        message, arrival = backend.message(op, each, [[piece(rank + 7 * at)] for at in range(len(each))])
+        arrival()
+        arrival()  # every tensor of a message asks for it
+        results += [tensor for (tensor,) in message]
     return results
 
 
@@ -81,3 +94,9 @@ def test_gloo_is_the_in_process_backend(axes: tuple[tuple[str, int], ...]) -> No
             result = found[rank][number]
             assert result.shape == expected.shape, (op, args)
             assert torch.equal(result, expected), (op, args, rank)
+    number = len(list(cases(mesh)))
+    for op, each in together(mesh):
+        operands = [[piece(rank + 7 * at) for rank in range(mesh.world)] for at in range(len(each))]
+        for of_ranks in simulated.message(op, each, operands)[0]:
+            assert all(torch.equal(found[rank][number], expected) for rank, expected in enumerate(of_ranks)), op
+            number += 1

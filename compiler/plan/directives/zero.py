@@ -1,0 +1,41 @@
+"""``zero``: the state of training stored in parts over ranks that compute alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....grammar.codes_language import BAD_VALUE
+from ....grammar.diagnostics import Diagnostic, Label
+from ....grammar.syntax import Word
+from ..directive import Directive, Scope, argument
+
+LEVELS = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Zero(Directive):
+    """Stores the state of training in parts over an axis whose ranks each compute with whole weights (ZeRO, FSDP).
+
+    Level 1 splits the optimizer's state: every rank updates its part of each parameter, and once a step the ranks
+    gather them. Level 2 splits gradients too: every backward sums a block's gradients into the ranks' parts, as soon as
+    the block is done. Level 3 splits the parameters as well: forward and backward gather those of a block just before
+    they use them, and free them after. Level 0 is none of this, as is an axis of size 1.
+
+    A parameter is split along its first dim that the ranks divide. `WHERE` names modules, with all their parameters, or
+    parameters; without it, all are meant. Losses, gradients and checkpoints are the same at every level.
+    """
+
+    USAGE = "zero LEVEL over AXIS [on WHERE]"
+    ONCE = False
+
+    level: int = argument(lambda given: int(given.number("level", 0)))
+    axis: Word = argument(lambda given: given.word("over"))
+    where: tuple[Word, ...] = argument(lambda given: given.words("on"))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from scope.check_axis(self.axis)
+        if self.arguments.number("level", 0) not in LEVELS:
+            label = Label(self.arguments.span("level"))
+            help_ = "write `zero 1`, `zero 2` or `zero 3`; `zero 0` is none"
+            yield Diagnostic(BAD_VALUE, f"there is no level {self.level} of ZeRO", label, help=help_)

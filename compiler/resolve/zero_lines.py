@@ -1,0 +1,63 @@
+"""The ``zero`` lines of a plan on the parameters of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...grammar.codes_placement import CONFLICT, SPLIT_ALREADY
+from ...grammar.diagnostics import Diagnostic, Label
+from ..plan.directives.zero import Zero
+from ..plan.plan import Plan
+from .names import PlanNames, find_parameters
+from .seeds import Seeds
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroLine:
+    """A ``zero`` line: its level over an axis of several ranks, its parameters, and the line's number."""
+
+    level: int
+    axis: str
+    parameters: tuple[str, ...]
+    line: int
+
+
+def zero_lines(plan: Plan, names: PlanNames, seeds: Seeds) -> tuple[tuple[ZeroLine, ...], list[Diagnostic]]:
+    """Return the ``zero`` lines that do something, and the errors of all. A parameter has one level over an axis, and
+    no line splits it over that axis."""
+    lines: list[ZeroLine] = []
+    errors: list[Diagnostic] = []
+    said: dict[tuple[str, str], Zero] = {}
+    for line in plan.zero:
+        parameters, unknown = _named(line, names)
+        errors += unknown
+        wrong = (_problem(line, name, seeds, said) for name in parameters)
+        errors += [problem for problem in wrong if problem is not None][:1]
+        said.update({(name, line.axis.text): line for name in parameters})
+        if line.level and plan.mesh.size(line.axis.text) > 1:
+            lines.append(ZeroLine(line.level, line.axis.text, tuple(parameters), line.span.root.line))
+    return tuple(lines), errors
+
+
+def _named(line: Zero, names: PlanNames) -> tuple[list[str], list[Diagnostic]]:
+    """Return the parameters that a line means, all if it names none, and the errors of names that match nothing."""
+    if not line.where:
+        return list(names.parameters), []
+    matches = [find_parameters(word, names) for word in line.where]
+    errors = [match for match in matches if isinstance(match, Diagnostic)]
+    return list(dict.fromkeys(name for match in matches if isinstance(match, tuple) for name in match)), errors
+
+
+def _problem(line: Zero, name: str, seeds: Seeds, said: dict[tuple[str, str], Zero]) -> Diagnostic | None:
+    key = name, line.axis.text
+    if key in said:
+        related = (Label(said[key].span, f"first: level {said[key].level}"),)
+        message = f"two lines shard `{name}` over `{line.axis.text}`"
+        help_ = "remove one of the lines, or narrow the names of one by `on`"
+        return Diagnostic(CONFLICT, message, Label(line.span), related, help=help_)
+    seed = seeds.found.get(key)
+    if seed is None or seed.dim is None or not line.level:
+        return None
+    message = f"`{name}` is split over `{line.axis.text}` already"
+    help_ = "name an axis over which ranks compute with all of it, or other parameters by `on`"
+    return Diagnostic(SPLIT_ALREADY, message, Label(line.span), (Label(seed.span, "split here"),), help=help_)

@@ -1,0 +1,159 @@
+"""Overlap: the place where each message of weights or gradients starts, and the place where it is awaited.
+
+A collective of a main function becomes a start and an await, with other work between: what a unit (one call of a
+block) reads is gathered while the units before it run, and what backward has of its gradients is summed while the next
+unit runs. Tensors of one start travel in one message: lines that follow one another with the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...compiler.layout.collectives import WAIT
+from ...compiler.program.cost import local_bytes
+from ...compiler.program.program import Function, Line, Program, Ref
+from .emit import FreshNames
+
+_APART = ("parc.all_gather", "parc.reduce_scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapChoices:
+    """The most bytes of a message (one tensor may be larger), and the number of units by which a gather runs ahead."""
+
+    bucket: int
+    ahead: int
+
+
+@dataclass(slots=True)
+class _Unit:
+    """A call of a main function: the conversions before it, and those of its results behind it."""
+
+    before: list[Line] = field(default_factory=list)
+    call: Line | None = None
+    behind: list[Line] = field(default_factory=list)
+
+
+def overlapped(program: Program, choices: OverlapChoices) -> Program:
+    """Return the program with a start and an await for each gather and each scattered sum of its main function."""
+    main = program.main
+    if not any(_apart(line) for line in main.lines):
+        return program
+    writer = _Overlap(program, choices)
+    function = replace(main, lines=tuple(writer.lines()))
+    return replace(program, functions=(*program.functions[:-1], function))
+
+
+def _apart(line: Line) -> bool:
+    return line.op in _APART
+
+
+class _Overlap:
+    def __init__(self, program: Program, choices: OverlapChoices) -> None:
+        self.program, self.choices = program, choices
+        self.values = program.main.values()
+        self.names = FreshNames()
+        for name in self.values:
+            self.names.fresh(name)
+        self.message = 0
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the lines in their new order."""
+        units = _units(self.program.main)
+        starts: list[list[Line]] = []
+        rest: list[list[Line]] = []
+        for unit in units:
+            start, after = self._started(unit.before)
+            starts.append(start)
+            rest.append(after)
+        ahead = self.choices.ahead
+        waiting: list[Line] = []
+        for at, unit in enumerate(units):
+            for coming in range(at, min(at + ahead, len(units) - 1) + 1):
+                yield from self._numbered(starts[coming])
+                starts[coming] = []
+            calls = [unit.call] if unit.call is not None else []
+            read = {name for line in (*rest[at], *calls) for name in line.uses()}
+            if any(value.name in read for line in waiting for value in line.made):
+                yield from waiting
+                waiting = []
+            yield from rest[at]
+            yield from calls
+            yield from waiting
+            sent, waiting = self._started(unit.behind)
+            yield from self._numbered(sent)
+        yield from waiting
+
+    def _started(self, lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+        """Return the lines up to the starts of a unit's first messages, and the others: awaits, and what reads them."""
+        started: dict[str, Line] = {}
+        first: list[Line] = []
+        later: list[Line] = []
+        late: set[str] = set()
+        needed = _feeding(lines)
+        for line in lines:
+            feeds = any(value.name in needed for value in line.made)
+            if late.intersection(line.uses()) or not (_apart(line) or feeds):
+                later.append(line)
+                late.update(value.name for value in line.made)
+            elif _apart(line):
+                coming = replace(line.made[0], name=self.names.fresh(f"{line.made[0].name}_on_its_way"))
+                first.append(replace(line, results=(coming,)))
+                started[line.made[0].name] = Line(line.results, WAIT, (Ref(coming.name),), (), line.origin)
+                later.append(started[line.made[0].name])
+                late.add(line.made[0].name)
+            else:
+                first.append(line)
+        return first, later
+
+    def _numbered(self, lines: Sequence[Line]) -> Iterator[Line]:
+        """Yield lines with the numbers of their messages: tensors that travel alike, up to a bucket's bytes, behind the
+        casts that make them."""
+        yield from (line for line in lines if not _apart(line))
+        groups: dict[tuple[object, ...], list[list[Line]]] = {}
+        sizes: dict[int, int] = {}
+        for line in (line for line in lines if _apart(line)):
+            source = next(line.uses())
+            size = max(
+                local_bytes(self.values[source].type, self.program), local_bytes(line.made[0].type, self.program)
+            )
+            key = line.op, line.args[1], line.made[0].type.dtype
+            found = groups.setdefault(key, [[]])
+            if found[-1] and sizes[id(found[-1])] + size > self.choices.bucket:
+                found.append([])
+            found[-1].append(line)
+            sizes[id(found[-1])] = sizes.get(id(found[-1]), 0) + size
+        for group in (group for found in groups.values() for group in found):
+            self.message += 1
+            yield from (replace(line, kwargs=(("message", self.message),)) for line in group)
+
+
+def _feeding(lines: Sequence[Line]) -> set[str]:
+    """Return the values from which the operands of collectives are made."""
+    needed: set[str] = set()
+    for line in reversed(lines):
+        if _apart(line) or any(value.name in needed for value in line.made):
+            needed.update(line.uses())
+    return needed
+
+
+def _units(main: Function) -> list[_Unit]:
+    """Return a main function as units in order. A line behind a call that reads its results, or what these become,
+    belongs to that call; any other belongs to the call that comes next."""
+    units, made = [_Unit()], set[str]()
+    for line in main.lines:
+        if line.calls_function:
+            if units[-1].call is not None:
+                units.append(_Unit())
+            units[-1].call = line
+            made = {value.name for value in line.made}
+        elif units[-1].call is not None and made.intersection(line.uses()):
+            units[-1].behind.append(line)
+            made.update(value.name for value in line.made)
+        else:
+            if units[-1].call is not None:
+                units.append(_Unit())
+                made = set()
+            units[-1].before.append(line)
+    return units

@@ -1,0 +1,186 @@
+"""Moves of torch.distributed: how collectives happen between the ranks of a group, at once or in the background."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ...compiler.layout.collectives import WAIT, join_dim, slice_dim
+from ...compiler.layout.mesh import Mesh, Shape
+
+
+class Peers(Protocol):
+    """One rank's view of the groups that it is in."""
+
+    mesh: Mesh
+    native_reduce_scatter: bool
+
+    def index(self, axes: tuple[str, ...]) -> int:
+        """Return this rank's place in its group over some axes."""
+
+    def meet(self, run: Callable[..., Any], *args: Any, axes: tuple[str, ...], **options: Any) -> Any:
+        """Run one of torch's collectives with the other ranks of a group."""
+
+
+Run = Callable[[Peers, torch.Tensor, Sequence[Any], tuple[str, ...]], torch.Tensor]
+
+
+def _ranks_of(axes: Sequence[str], mesh: Mesh) -> int:
+    return math.prod(mesh.size(axis) for axis in axes)
+
+
+def _all_gather(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+    _, dim, outer = args
+    piece = piece.contiguous()
+    pieces = [torch.empty_like(piece) for _ in range(_ranks_of(axes, backend.mesh))]
+    backend.meet(dist.all_gather, pieces, piece, axes=axes)
+    return join_dim(pieces, dim, outer)
+
+
+def _exchange(backend: Peers, parts: list[torch.Tensor], axes: tuple[str, ...]) -> torch.Tensor:
+    """Send part i to the group's i-th rank, and return the received parts, stacked in rank order."""
+    sent = torch.stack(parts)
+    received = torch.empty_like(sent)
+    backend.meet(dist.all_to_all_single, received, sent, axes=axes)
+    return received
+
+
+def _reduce_scatter(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+    """Exchange parts and sum them locally in rank order: on gloo this is faster than its own reduce_scatter, and
+    repeatable."""
+    _, dim, outer = args
+    ranks = _ranks_of(axes, backend.mesh)
+    parts = [slice_dim(piece, ranks, index, dim, outer) for index in range(ranks)]
+    if backend.native_reduce_scatter:
+        result = torch.empty_like(parts[0])
+        backend.meet(dist.reduce_scatter, result, parts, axes=axes)
+        return result
+    return _exchange(backend, parts, axes).sum(0)
+
+
+def _all_to_all(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+    _, dim, outer, to_dim, to_outer = args
+    if dim == to_dim:
+        return _regroup(backend, piece, dim, outer, to_outer, axes)
+    ranks = _ranks_of(axes, backend.mesh)
+    parts = [slice_dim(piece, ranks, index, to_dim, to_outer) for index in range(ranks)]
+    return join_dim(_exchange(backend, parts, axes).unbind(0), dim, outer)
+
+
+def _regroup(
+    backend: Peers, piece: torch.Tensor, dim: int, outer: int, to_outer: int, axes: tuple[str, ...]
+) -> torch.Tensor:
+    """Change the split of a dim to another one; the parts that two ranks exchange differ in size from pair to pair."""
+    ranks, index = _ranks_of(axes, backend.mesh), backend.index(axes)
+    places = torch.arange(piece.shape[dim] * ranks)
+    before = [slice_dim(places, ranks, rank, 0, outer) for rank in range(ranks)]
+    after = [slice_dim(places, ranks, rank, 0, to_outer) for rank in range(ranks)]
+    to_send = [torch.isin(before[index], theirs).nonzero().flatten().to(piece.device) for theirs in after]
+    taken = [torch.isin(after[index], theirs).nonzero().flatten().to(piece.device) for theirs in before]
+    rows = piece.movedim(dim, 0)
+    sent = torch.cat([rows.index_select(0, chosen) for chosen in to_send])
+    received = torch.empty_like(sent)
+    sizes = [len(chosen) for chosen in taken], [len(chosen) for chosen in to_send]
+    backend.meet(dist.all_to_all_single, received, sent, *sizes, axes=axes)
+    result = torch.empty_like(received)
+    result[torch.cat(taken)] = received
+    return result.movedim(0, dim).contiguous()
+
+
+def _row_max(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+    peak = piece.amax(-1, keepdim=True)
+    if axes:
+        backend.meet(dist.all_reduce, peak, op=dist.ReduceOp.MAX, axes=axes)
+    return peak
+
+
+def _local(op: str) -> Run:
+    """Change placements without communication: a rank needs only its place in the group."""
+
+    def run(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+        ranks, index = _ranks_of(axes, backend.mesh), backend.index(axes)
+        if op == "parc.shard":
+            return slice_dim(piece, ranks, index, *args[1:])
+        zeros = [torch.zeros_like(piece)] * ranks
+        return join_dim([*zeros[:index], piece, *zeros[index + 1 :]], *args[1:])
+
+    return run
+
+
+RUN: Mapping[str, Run] = {
+    "parc.all_gather": _all_gather,
+    "parc.reduce_scatter": _reduce_scatter,
+    "parc.all_to_all": _all_to_all,
+    "parc.row_max": _row_max,
+    "parc.shard": _local("parc.shard"),
+    "parc.pad": _local("parc.pad"),
+    WAIT: lambda backend, piece, args, axes: piece,
+}
+
+
+Started = tuple[list[torch.Tensor], Callable[[], None]]
+"""Results that are on their way, and the function that waits for them and fills them."""
+
+
+def _start_gather(
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...]
+) -> Started:
+    """Exchange copies of the packed pieces: on gloo this is faster than its own all_gather."""
+    ranks = _ranks_of(axes, backend.mesh)
+    packed = torch.cat([piece.reshape(-1) for piece in pieces])
+    received = packed.new_empty(ranks, len(packed))
+    if backend.native_reduce_scatter:
+        work = backend.meet(dist.all_gather_into_tensor, received, packed, axes=axes, async_op=True)
+    else:
+        work = backend.meet(dist.all_to_all_single, received, packed.repeat(ranks), axes=axes, async_op=True)
+    results = [piece.new_empty(_grown(piece.shape, own[1], ranks)) for piece, own in zip(pieces, args, strict=True)]
+
+    def arrive() -> None:
+        work.wait()
+        parts = received.split([piece.numel() for piece in pieces], 1)
+        for result, piece, part, (_, dim, outer) in zip(results, pieces, parts, args, strict=True):
+            result.copy_(join_dim([row.view(piece.shape) for row in part], dim, outer))
+
+    return results, arrive
+
+
+def _grown(shape: Shape, dim: int, ranks: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :])
+
+
+def _start_scatter(
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...]
+) -> Started:
+    """Exchange the packed parts, and sum them locally in rank order when they are there."""
+    ranks = _ranks_of(axes, backend.mesh)
+    parts = [
+        [slice_dim(piece, ranks, index, *own[1:]) for piece, own in zip(pieces, args, strict=True)]
+        for index in range(ranks)
+    ]
+    packed = torch.cat([part.reshape(-1) for rank in parts for part in rank])
+    results = [torch.empty_like(part) for part in parts[0]]
+    if backend.native_reduce_scatter:
+        received = packed.new_empty(len(packed) // ranks)
+        work = backend.meet(dist.reduce_scatter_tensor, received, packed, axes=axes, async_op=True)
+    else:
+        received = torch.empty_like(packed)
+        work = backend.meet(dist.all_to_all_single, received, packed, axes=axes, async_op=True)
+
+    def arrive() -> None:
+        work.wait()
+        total = received if len(received) < len(packed) else received.view(ranks, -1).sum(0)
+        for result, part in zip(results, total.split([part.numel() for part in results]), strict=True):
+            result.copy_(part.view(result.shape))
+
+    return results, arrive
+
+
+START: Mapping[str, Callable[..., Started]] = {
+    "parc.all_gather": _start_gather,
+    "parc.reduce_scatter": _start_scatter,
+}
+"""The collectives that may be a message of several tensors."""

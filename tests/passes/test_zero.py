@@ -1,0 +1,137 @@
+"""ZeRO: what is stored in parts, what each level sends, and where messages start and are awaited."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from parc.checking.checks import report_of
+from parc.compiler.program.program import Function, Program
+from parc.compiling.driver import Compiled
+from parc.grammar.diagnostics import PlanError, render
+
+from ..checked_plans import compiled
+
+PLAN = """\
+model "./gpt.py:GPT" (layers=2, width={width}, heads=2, vocab=24, length=4)
+input tokens int64 [B, S]
+input targets int64 [B, S]
+sizes B=24, S=4
+loss cross_entropy(output, targets)
+optimizer sgd lr 0.1
+mesh dp={dp}
+shard tokens, targets [B/dp, _]
+schedule microbatches {microbatches}
+"""
+
+
+def built(lines: str, width: int = 16, dp: int = 2, microbatches: int = 1) -> Compiled:
+    """Build the model under a plan with more lines."""
+    text = PLAN.format(width=width, dp=dp, microbatches=microbatches) + lines
+    return compiled(text)
+
+
+def told(main: Function) -> str:
+    """Tell a main function in words, one for each message that starts or is awaited, and for each call."""
+    numbers: dict[str, int] = {}
+    words: list[str] = []
+    for line in main.lines:
+        message = dict(line.kwargs).get("message")
+        if message is not None:
+            numbers[line.made[0].name] = message
+            words.append(f"{line.op.removeprefix('parc.')} {message}")
+        elif line.op == "parc.wait":
+            words.append(f"wait {numbers[next(line.uses())]}")
+        elif line.calls_function:
+            words.append(line.op)
+    return ", ".join(word for at, word in enumerate(words) if not at or words[at - 1] != word)
+
+
+def test_weights_are_gathered_a_block_ahead_and_gradients_summed_beside_the_next() -> None:
+    programs = built("zero 3 over dp").built.programs
+    assert told(programs["F"].main) == (
+        "all_gather 1, all_gather 2, wait 1, part, all_gather 3, wait 2, blocks, all_gather 4, wait 3, blocks, wait 4, "
+        "part_1"
+    )
+    assert told(programs["B"].main) == (
+        "all_gather 1, all_gather 2, wait 1, part_1_backward, reduce_scatter 3, all_gather 4, wait 2, blocks_backward, "
+        "wait 3, reduce_scatter 5, wait 4, blocks_backward, wait 5, reduce_scatter 6, part_backward, wait 6, "
+        "reduce_scatter 7, wait 7"
+    )
+
+
+def test_prefetch_and_buckets_say_when_messages_start_and_how_large_they_are() -> None:
+    late = built("zero 3 over dp\nprefetch 0").built.programs["F"].main
+    assert told(late) == (
+        "all_gather 1, wait 1, part, all_gather 2, wait 2, blocks, all_gather 3, wait 3, blocks, all_gather 4, wait 4, "
+        "part_1"
+    )
+    early = told(built("zero 3 over dp\nprefetch 9").built.programs["F"].main)
+    assert early.startswith("all_gather 1, all_gather 2, all_gather 3, all_gather 4, wait 1")
+    small = built("zero 1 over dp\nbucket 1KB").built.programs["UNSHARD"].main
+    sizes: dict[int, int] = {}
+    for line in small.lines:
+        if (message := dict(line.kwargs).get("message")) is not None:
+            sizes[message] = sizes.get(message, 0) + 4 * math.prod(line.made[0].type.shape)
+    assert len(sizes) > 10
+    assert max(sizes.values()) == 4 * 64 * 16  # one tensor that is larger than a bucket
+
+
+def stored_bytes(program: Program) -> int:
+    """Return the bytes of all parameters, whole, that a program is given."""
+    return sum(4 * math.prod(value.type.shape) for value in program.main.bound("parameter").values())
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("dp", [2, 4])
+def test_each_level_sends_what_its_closed_form_says(dp: int, microbatches: int) -> None:
+    """Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 7;
+    with microbatches, level 2 sums and level 3 gathers in each of them."""
+    sent = {}
+    for level in range(4):
+        report = report_of(built(f"zero {level} over dp", dp=dp, microbatches=microbatches))
+        rows = [row for row in report["communication"] if row["carries"] in ("weights", "gradients")]
+        sent[level] = sum(row["wire_bytes"] * row["count_per_step"] for row in rows)
+    programs = built("zero 3 over dp", dp=dp).built.programs
+    unit, again = (stored_bytes(programs[action]) * (dp - 1) // dp for action in "FB")
+    assert sent[0] == sent[1] == 2 * unit
+    assert sent[2] == (1 + microbatches) * unit
+    assert again < unit  # backward needs no biases
+    assert sent[3] == microbatches * (2 * unit + again)
+
+
+def test_narrow_weights_travel_narrow_and_gradients_whole() -> None:
+    rows = report_of(built("zero 1 over dp\nprecision bf16"))["communication"]
+    types = {(row["carries"], row["dtype"]) for row in rows if row["carries"] in ("weights", "gradients")}
+    assert types == {("weights", "bfloat16"), ("weights", "float32"), ("gradients", "float32")}
+    for program in built("zero 0 over dp\nprecision bf16").built.programs.values():
+        for function in program.functions[:-1]:
+            casts = [line for line in function.lines if line.op == "aten._to_copy.default"]
+            stored = {value.name for value in function.parameters if value.name.endswith("weight")}
+            assert not [line for line in casts if stored.intersection(line.uses())], "a block rounds a weight"
+
+
+def test_a_dim_that_does_not_divide_is_padded_and_a_small_one_stays_whole() -> None:
+    report = report_of(built("zero 3 over dp", width=18, dp=4))
+    padded = {row["value"]: (row["from"], row["to"]) for row in report["padding"]}
+    assert padded["norm.weight"] == (18, 20)
+    assert padded["blocks.0.attn.qkv.weight"] == (54, 56)  # where 18 columns would take a ninth, not a 27th
+    assert "blocks.0.mlp.down.weight" not in padded  # its 72 columns divide
+    whole = report_of(built("zero 3 over dp", width=2, dp=3))["stored_whole"]
+    assert whole["norm.weight"] == 8
+
+
+def message(lines: str) -> str:
+    with pytest.raises(PlanError) as refusal:
+        built(lines)
+    return "\n".join(render(diagnostic) for diagnostic in refusal.value.diagnostics)
+
+
+def test_mistakes_are_told_at_their_line() -> None:
+    assert "there is no level 4 of ZeRO" in message("zero 4 over dp")
+    twice = message("zero 1 over dp\nzero 3 over dp on blocks.0")
+    assert "two lines shard `blocks.0.norm1.weight` over `dp`" in twice
+    assert "first: level 1" in twice
+    split = message("column blocks.*.mlp.up over dp\nzero 3 over dp")
+    assert "`blocks.0.mlp.up.weight` is split over `dp` already" in split
