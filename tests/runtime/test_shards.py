@@ -131,10 +131,12 @@ ODD = PLAN.replace("vocab=256", "vocab=257")
 _DATA = "mesh dp={dp}\nshard tokens, targets [B/dp, _]\n"
 PLANS = {
     "one": ONE,
-    "dp": _DATA.format(dp=4),
+    "zero 1": _DATA.format(dp=4) + "zero 1 over dp\n",
+    "zero 2": _DATA.format(dp=2) + "zero 2 over dp\n",
+    "zero 3": _DATA.format(dp=2) + "zero 3 over dp\n",
     "tp": TENSOR.replace("head over tp", "head over tp pad"),
     "dp and tp": TENSOR.replace("head over tp", "head over tp pad").replace("tp=2", "dp=2, tp=2")
-    + _DATA.split("\n")[1] + "\n",
+    + _DATA.split("\n")[1] + "\nzero 3 over dp\n",
     "pp": "mesh pp=2\nstage before blocks.1 over pp\nschedule 1f1b microbatches 2\n",
 }  # fmt: skip
 
@@ -209,7 +211,7 @@ def _full(*_: object) -> None:
 def test_real_ranks_save_and_restore_under_other_plans(builds: dict[str, Path], tmp_path: Path) -> None:
     with parc.load(builds["one"]) as session:
         losses = [session.step(batch(step)).loss for step in range(4)]
-    sharded = run_ranks(run, 2, str(builds["tp"]), "", str(tmp_path / "first"))
+    sharded = run_ranks(run, 2, str(builds["zero 3"]), "", str(tmp_path / "first"))
     staged = run_ranks(run, 2, str(builds["pp"]), str(tmp_path / "first"), str(tmp_path / "second"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
     for rank, folder in [(rank, tmp_path / "first") for rank in sharded] + [(r, tmp_path / "second") for r in staged]:
@@ -220,7 +222,7 @@ def test_real_ranks_save_and_restore_under_other_plans(builds: dict[str, Path], 
     for rank in staged:
         assert rank["losses"] == pytest.approx(losses[2:], rel=1e-5)
     whole = sharded[0]["whole"]
-    for name in ("embed.weight", "head.weight", "blocks.0.attn.qkv.weight", "blocks.1.mlp.up.bias"):
+    for name in ("embed.weight", "head.weight", "blocks.0.attn.qkv.weight", "blocks.1.mlp.down.bias"):
         found = torch.full_like(whole[name], torch.nan)
         for rank in sharded:
             part: LocalPart = rank["local"][name]
