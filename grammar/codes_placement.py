@@ -111,6 +111,22 @@ SPLIT_ALREADY = Code(
     example="mesh dp=2, tp=2\ncolumn blocks.*.mlp.up over tp\nzero 3 over tp",
     instead="mesh dp=2, tp=2\ncolumn blocks.*.mlp.up over tp\nzero 3 over dp",
 )
+UNEVEN_NODES = Code(
+    name="P0130",
+    title="nodes that do not fit the mesh",
+    why="ranks are numbered along the mesh, the last axis fastest, and each node has the next so many of them. Every"
+    " axis must lie inside nodes, across them, or be cut by them into equal parts.",
+    example="mesh dp=4, tp=2\nnode 6",
+    instead="mesh dp=4, tp=2\nnode 4",
+)
+NO_LEVELS = Code(
+    name="P0131",
+    title="a line about nodes without effect",
+    why="`within node` means the ranks of an axis that share a node, and `hierarchical` those and the nodes: where no"
+    " two ranks of the axis share one, or all do, there is nothing to do.",
+    example="mesh dp=4, tp=2\nnode 2\ncolumn blocks.*.mlp.up over tp\nzero 3 over dp within node",
+    instead="mesh dp=4, tp=2\nnode 4\ncolumn blocks.*.mlp.up over tp\nzero 3 over dp within node",
+)
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",

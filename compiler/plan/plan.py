@@ -30,6 +30,7 @@ from .directives.input import Input
 from .directives.loss import Loss
 from .directives.mesh import MeshLine, declared_mesh, merged
 from .directives.model import Model
+from .directives.node import Node
 from .directives.optimizer import Optimizer
 from .directives.precision import Precision
 from .directives.prefetch import DEFAULT as PREFETCH
@@ -83,6 +84,7 @@ class Plan:
     promises: tuple[Promise, ...] = ()
     budget: Budget | None = None
     init: Init | None = None
+    node: Node | None = None
     schedule: Schedule | None = None
     stages: tuple[Stage, ...] = ()
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
@@ -253,6 +255,7 @@ def _assemble(
         promises=scope.all(Promise),
         budget=one(Budget),
         init=one(Init),
+        node=one(Node),
         schedule=schedule,
         stages=scope.all(Stage),
         placements=tuple(found for found in scope.directives if isinstance(found, Fix | SplitWeights)),

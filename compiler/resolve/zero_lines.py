@@ -20,6 +20,8 @@ class ZeroLine:
     axis: str
     parameters: tuple[str, ...]
     line: int
+    within: bool = False
+    """True for those ranks of the axis alone that share a node."""
 
 
 def zero_lines(plan: Plan, names: PlanNames, seeds: Seeds) -> tuple[tuple[ZeroLine, ...], list[Diagnostic]]:
@@ -35,7 +37,7 @@ def zero_lines(plan: Plan, names: PlanNames, seeds: Seeds) -> tuple[tuple[ZeroLi
         errors += [problem for problem in wrong if problem is not None][:1]
         said.update({(name, line.axis.text): line for name in parameters})
         if line.level and plan.mesh.size(line.axis.text) > 1:
-            lines.append(ZeroLine(line.level, line.axis.text, tuple(parameters), line.span.root.line))
+            lines.append(ZeroLine(line.level, line.axis.text, tuple(parameters), line.span.root.line, line.within))
     return tuple(lines), errors
 
 

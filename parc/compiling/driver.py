@@ -22,6 +22,7 @@ from parc.compiler.capture.model_calls import TaskLines
 from parc.compiler.capture.model_code import target_hashes
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.nodes import UnevenNodes, node_levels
 from parc.compiler.ops.precision import regions
 from parc.compiler.padding.pads import Pads, facts_of
 from parc.compiler.plan.directives.schedule import ACCUMULATE
@@ -37,7 +38,7 @@ from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
-from parc.grammar.codes_placement import SPLIT_ALREADY
+from parc.grammar.codes_placement import SPLIT_ALREADY, UNEVEN_NODES
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
@@ -218,7 +219,7 @@ def ask(
     pipeline = choices.make("stages", pipeline) if choices is not None else pipeline
     if copies is None:  # what must divide depends on what several ranks keep
         asked = resolve(plan, names, longer, None)
-        copies = find_copies(captured, plan, asked.seeds, asked.pads)
+        copies = at_nodes(plan, find_copies(captured, plan, asked.seeds, asked.pads))
     mesh = plan.mesh.factor(copies.sizes)
     if declared is not None:  # of a range, the step must divide
         resolve(declared, names, longer, copies.parts(mesh))
@@ -236,16 +237,34 @@ def ask(
     return Asked(mesh, resolved, copies, Request(
         claims, plan.microbatches, plan.seed, frozen, getattr(torch, ACCUMULATE[plan.accumulate]),
         copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline,
-        shardings_of(resolved, mesh), plan.unbatched, choices, OverlapChoices(plan.bucket, plan.prefetch),
+        shardings_of(resolved, mesh, copies), plan.unbatched, choices, OverlapChoices(plan.bucket, plan.prefetch),
     ))  # fmt: skip
 
 
-def shardings_of(resolved: Resolved, mesh: Mesh) -> dict[str, list[Sharding]]:
+def at_nodes(plan: Plan, copies: Copies) -> Copies:
+    """Return the factoring of axes in which those that lines mean by their nodes are factored at them too.
+
+    Raises:
+        PlanError: an axis is factored otherwise already.
+    """
+    meant = {line.axis.text: line.span for line in plan.zero if line.within}
+    levels = node_levels(plan.mesh, plan.node.ranks) if plan.node is not None and meant else {}
+    for axis, span in meant.items():
+        try:
+            copies = copies.with_nodes(axis, *levels[axis])
+        except UnevenNodes as error:
+            help_ = "choose nodes such that the ranks of one keep whole copies of heads, or parts of one"
+            raise PlanError([Diagnostic(UNEVEN_NODES, str(error), Label(span), help=help_)]) from None
+    return copies
+
+
+def shardings_of(resolved: Resolved, mesh: Mesh, copies: Copies) -> dict[str, list[Sharding]]:
     """Return the axes over which parameters are stored in parts, by the parameters' names."""
     found: dict[str, list[Sharding]] = {}
     for line in resolved.zero:
+        axes = mesh.parts(line.axis)[copies.across.get(line.axis, 0) if line.within else 0 :]
         for name in line.parameters:
-            found.setdefault(name, []).extend(Sharding(axis, line.level, line.line) for axis in mesh.parts(line.axis))
+            found.setdefault(name, []).extend(Sharding(axis, line.level, line.line) for axis in axes)
     return found
 
 

@@ -39,9 +39,9 @@ def conversions(before: TensorType, after: TensorType, mesh: Mesh) -> Iterator[C
     for dim, outer, short, long in (row for row in sizes if row[2] < row[3]):
         before = replace(before, shape=_with_size(before.shape, dim, long))
         yield "parc.grow_pad.default", (dim, outer, short, long), {}, before
-    for axis in _order(before.placement, after.placement, mesh):
-        placement = before.placement.replace({axis: after.placement[axis]})
-        lowered = lower(axis, before.placement, placement, mesh)
+    for axes in _order(before.placement, after.placement, mesh):
+        placement = before.placement.replace({axis: after.placement[axis] for axis in axes})
+        lowered = lower(",".join(axes), before.placement, placement, mesh)
         before = replace(before, placement=placement)
         if lowered is not None:
             yield *lowered, {}, before
@@ -54,16 +54,20 @@ def _with_size(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _order(before: Placement, after: Placement, mesh: Mesh) -> list[str]:
-    """Return the axes whose type changes, gathers of the innermost parts first, cuts into the outermost parts first."""
+def _order(before: Placement, after: Placement, mesh: Mesh) -> list[tuple[str, ...]]:
+    """Return the axes whose type changes, gathers of the innermost parts first, cuts into the outermost parts first.
+    Sub-axes that act as one axis before and after move in one message."""
+    old, new = before.joined(mesh), after.joined(mesh)
+    units = [mesh.parts(axis) for axis in mesh.declared.names if axis in old and axis in new]
+    units += [(axis,) for axis in mesh.names if not any(axis in unit for unit in units)]
 
-    def turn(axis: str) -> int:
-        kind, target = before[axis], after[axis]
+    def turn(axes: tuple[str, ...]) -> int:
+        kind, target = before[axes[0]], after[axes[0]]
         if isinstance(target, Split):
             return count(target.outer)
         return -count(kind.outer) if isinstance(kind, Split) else 0
 
-    return sorted((axis for axis in mesh.names if before[axis] != after[axis]), key=turn)
+    return sorted((unit for unit in units if any(before[axis] != after[axis] for axis in unit)), key=turn)
 
 
 def emit_conversions(writer: Lines, value: Value, after: TensorType, origin: Origin) -> Value:

@@ -9,6 +9,7 @@ from ....grammar.codes_language import BAD_VALUE
 from ....grammar.diagnostics import Diagnostic, Label
 from ....grammar.syntax import Word
 from ..directive import Directive, Scope, argument
+from .node import check_levels
 
 LEVELS = (0, 1, 2, 3)
 
@@ -22,15 +23,19 @@ class Zero(Directive):
     the block is done. Level 3 splits the parameters as well: forward and backward gather those of a block just before
     they use them, and free them after. Level 0 is none of this, as is an axis of size 1.
 
+    `within node` splits only over those ranks of the axis that share a node (hybrid sharding, HSDP): gathers stay
+    inside nodes, and what crosses them are sums of the parts of gradients.
+
     A parameter is split along its first dim that the ranks divide. `WHERE` names modules, with all their parameters, or
     parameters; without it, all are meant. Losses, gradients and checkpoints are the same at every level.
     """
 
-    USAGE = "zero LEVEL over AXIS [on WHERE]"
+    USAGE = "zero LEVEL over AXIS [within node] [on WHERE]"
     ONCE = False
 
     level: int = argument(lambda given: int(given.number("level", 0)))
     axis: Word = argument(lambda given: given.word("over"))
+    within: bool = argument(lambda given: "within node" in given)
     where: tuple[Word, ...] = argument(lambda given: given.words("on"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
@@ -39,3 +44,5 @@ class Zero(Directive):
             label = Label(self.arguments.span("level"))
             help_ = "write `zero 1`, `zero 2` or `zero 3`; `zero 0` is none"
             yield Diagnostic(BAD_VALUE, f"there is no level {self.level} of ZeRO", label, help=help_)
+        if self.within:
+            yield from check_levels(scope, self.axis, Label(self.arguments.span("within node")))

@@ -1,0 +1,60 @@
+"""``node``: the ranks that share a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....grammar.codes_language import MISSING_STATEMENT
+from ....grammar.codes_placement import NO_LEVELS, UNEVEN_NODES
+from ....grammar.diagnostics import Diagnostic, Label, Severity
+from ....grammar.syntax import Word
+from ...layout.nodes import UnevenNodes, node_levels
+from ..directive import ONE_OR_MORE, Directive, Scope, argument
+
+
+@dataclass(frozen=True)
+class Node(Directive):
+    """The number of ranks that share a node, which has faster links inside than to other nodes.
+
+    Ranks are numbered along the mesh, the last axis fastest: so inner axes lie inside nodes and outer ones across them.
+    An axis between them, such as `dp` of `mesh dp=4, tp=2` with `node 4`, has ranks on both sides: lines with `within
+    node` mean those that share a node. A mesh of fewer ranks lies on one node.
+    """
+
+    USAGE = "node N"
+    LIMITS = (("n", ONE_OR_MORE),)
+
+    ranks: int = argument(lambda given: int(given.number("n", 1)))
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from super().check(scope)
+        if self.ranks < 1 or "mesh" in scope.broken:
+            return
+        try:
+            node_levels(scope.mesh, self.ranks)
+        except UnevenNodes as error:
+            help_ = "choose sizes such that inner axes fill a node, or divide it"
+            yield Diagnostic(UNEVEN_NODES, str(error), Label(self.span), help=help_)
+
+
+def check_levels(scope: Scope, axis: Word, label: Label) -> Iterator[Diagnostic]:
+    """Find the faults of a line that means the ranks of an axis that share a node: that no line says which do; and
+    warn where none do."""
+    node = scope.one(Node)
+    if node is None:
+        if "node" not in scope.broken:
+            message = f"no line says which ranks of `{axis.text}` share a node"
+            yield Diagnostic(MISSING_STATEMENT, message, label, help="add a line `node 8`, the ranks of one node")
+        return
+    if axis.text not in scope.mesh or node.ranks < 1:
+        return
+    try:
+        across, within = node_levels(scope.mesh, node.ranks)[axis.text]
+    except UnevenNodes:
+        return  # an error of the `node` line
+    if across * within > 1 and within == 1:
+        message = f"no two ranks of `{axis.text}` share a node of {node.ranks}"
+        related = (Label(node.span, "the nodes"),)
+        help_ = f"put `{axis.text}` behind other axes in `mesh`, or leave the line out"
+        yield Diagnostic(NO_LEVELS, message, label, related, help=help_, severity=Severity.WARNING)
