@@ -79,7 +79,7 @@ NOT_SUPPORTED = Code(
     name="P0011",
     title="not supported yet",
     why="the language has a place for this, but nothing implements it; parc refuses rather than ignore it.",
-    example="precision fp16",
+    example="precision fp8",
     instead="precision bf16",
 )
 UNKNOWN_INPUT = Code(
@@ -109,6 +109,15 @@ NO_EFFECT = Code(
     why="a line that changes nothing is usually a mistake: a misspelt name, or a copy of another line.",
     example="let width = 64, depth = 2\nseed $width",
     instead="let width = 64\nseed $width",
+)
+UNSCALED = Code(
+    name="P0016",
+    title="float16 without a loss scale",
+    why="float16 has no number between 0 and 6e-8, so small gradients become zero. A loss scale multiplies the loss,"
+    " and so every gradient, before backward, and divides gradients again before the norm. A dynamic one is as large"
+    " as float16 allows; bfloat16 has the range of float32 and needs none.",
+    example="precision fp16",
+    instead="precision fp16 loss_scale dynamic",
 )
 INVISIBLE = shown(
     name="P0023",

@@ -70,6 +70,9 @@ ARGUMENT_KINDS: dict[str, ArgumentKind] = {
     "RATE": ArgumentKind(
         "a number, or `cosine` or `linear` and a number", _number, leads=frozenset({"cosine", "linear"})
     ),
+    "SCALE": ArgumentKind(
+        "a number, or `dynamic`", lambda item: _number(item) or (isinstance(item, Word) and item.text == "dynamic")
+    ),
     "SIZE": ArgumentKind("a size such as `20GB`", _size),
     "OP": ArgumentKind("a collective such as `all_gather`", _name),
     "PAIR": ArgumentKind("two numbers", _number, count=2),

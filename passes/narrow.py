@@ -182,11 +182,12 @@ class _Narrowing:
 
     def beyond(self, node: fx.Node, floats: list[fx.Node], dtype: torch.dtype) -> bool:
         """Return whether an operator of narrow operands must compute wide. That is so if it reads a number beyond the
-        narrow type's range, such as masks hold, or a constant tensor in an operator that does not promote types."""
+        narrow type's range, such as masks hold and float16 has none below 6e-5 (an epsilon), or a constant tensor in an
+        operator that does not promote types."""
         constants = [n for n in floats if self.flow[n] is _Flow.MADE or not noted(n).value.dim()]
         numbers = [n.args[1] for n in constants if n.target is aten.full.default] + [*node.args, *node.kwargs.values()]
-        most = torch.finfo(dtype).max
-        if any(isinstance(n, float) and math.isfinite(n) and abs(n) > most for n in numbers):
+        least, most = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+        if any(isinstance(n, float) and math.isfinite(n) and n and not least <= abs(n) <= most for n in numbers):
             return True
         target: Any = node.target
         return bool(constants) and (torch.Tag.pointwise not in target.tags or "lerp" in str(target))

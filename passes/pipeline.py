@@ -14,6 +14,7 @@ from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import Split
 from ..compiler.ops.precision import PrecisionRegions
 from ..compiler.program.binding import Binding
+from ..compiler.program.loss_scale import LossScale
 from ..compiler.program.program import Program
 from ..compiler.program.roles import SINGLE as ROLE
 from ..compiler.program.roles import Programs, join_roles
@@ -65,6 +66,7 @@ class Request:
     pipeline: Pipeline | None = None
     shardings: Mapping[str, Sequence[Sharding]] = field(default_factory=dict)
     """The axes over which parameters are stored in parts, by the parameters' names."""
+    loss_scale: LossScale = None
     unbatched: frozenset[str] = frozenset()
     """The inputs whose first dim is not the batch."""
     choices: Choices | None = None
@@ -147,7 +149,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         typed = in_stages(typed, request.pipeline)
         noted(typed.output_node()).updates = captured.updates
     assembled = assemble(typed, mesh, request.seed, sums, request.pipeline)
-    roles = make_roles(StepParts(mesh, typed, counted, parts, assembled, request.pipeline))
+    roles = make_roles(StepParts(mesh, typed, counted, parts, assembled, request.pipeline, request.loss_scale))
     roles = {role: {key: overlapped(program, request.overlap) for key, program in programs.items()}
              for role, programs in roles.items()}  # fmt: skip
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))

@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 
 from ..compiler.program.actions import ACTIONS, SCALING, Action, work_kinds
+from ..compiler.program.loss_scale import SKIPPED_STEPS
 from ..compiler.program.program import Line
 from ..grammar.code import Code
 from ..grammar.codes_build import BAD_NUMBER, WORLD_SIZE
@@ -145,7 +146,9 @@ def bad_tensor(tensors: Mapping[str, torch.Tensor], what: str, rank: int) -> Bad
     return None
 
 
-def bad_number(step: int, loss: float, norm: float, found: Iterable[Bad | None], compiled: bool) -> RunError:
+def bad_number(
+    step: int, loss: float, norm: float, found: Iterable[Bad | None], compiled: bool, manifest: Mapping[str, Any]
+) -> RunError:
     """Return the error of a step whose loss or gradients are not finite. All ranks' findings, made line by line, name
     one place."""
     first = min((bad for bad in found if bad is not None), default=None)
@@ -155,8 +158,17 @@ def bad_number(step: int, loss: float, norm: float, found: Iterable[Bad | None],
     notes = () if first is None else (first.what, *first.notes)
     if compiled and first is None:
         notes = ("run line by line, without --compile, every value of this step is finite",)
-    help_ = "nothing was updated; lower `lr`, add `clip`, or look at the data of this step"
-    return RunError(BAD_NUMBER, f"step {step}: {what}", help_, notes)
+    return RunError(BAD_NUMBER, f"step {step}: {what}", f"nothing was updated; {_ways_out(manifest)}", notes)
+
+
+def _ways_out(manifest: Mapping[str, Any]) -> str:
+    """Return the advice for a step whose numbers are not finite."""
+    ways = "lower `lr`, add `clip`, or look at the data of this step"
+    if not any(line["type"] == "float16" for line in manifest["precision"]):
+        return ways
+    if SKIPPED_STEPS.name in manifest["state"]:
+        return f"the smallest loss scale does not help: {ways}, or compute what is beyond 65504 in `bf16`"
+    return f"write `loss_scale dynamic`, which skips such steps, {ways}"
 
 
 def _not_finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from .state.checkpoint import Checkpoint, check_target
 from .state.gather import everywhere, of_every_role
 from .state.index import Index, shard_name, write_index
 from .state.layouts import FileLayout, StoredTensor, layouts_of
+from .state.scaler import read_state
 from .state.shards import Piece, Shard, write_shard
 from .work import RankState
 
@@ -214,6 +215,7 @@ class StateFiles:
         """
         together = self._together
         checkpoint, slots = together.agreed(lambda: open_checkpoint(build, folder))
+        steps = together.agreed(lambda: read_state(checkpoint, state.steps))
         mine = range(self._rank, len(checkpoint.index.files), self._world)
         together.agreed(lambda: checkpoint.check_shards(mine))
         try:
@@ -222,6 +224,7 @@ class StateFiles:
         except RunError as error:
             note = "the session's state is in parts the old one"
             raise RunError(error.code, error.message, error.help, (*error.notes, note)) from None
+        state.steps.update(steps)
         return checkpoint.step
 
     def read(

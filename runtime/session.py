@@ -22,7 +22,8 @@ from .communication import Backend
 from .data.batches import Batches
 from .data.feed import Feed, LocalParts
 from .data.sizes import AtSizes, BySizes, bound_build
-from .faults import Bad, Watcher, bad_number, bad_tensor, writing
+from .faults import Bad, bad_number, writing
+from .first_bad import find_bad
 from .lockstep import Together
 from .machine.compiled import Regions
 from .machine.execute import Machine
@@ -36,6 +37,7 @@ from .saving import LocalPart, StateFiles, stored_of
 from .state.gather import Gatherer, everywhere, exchange
 from .state.initial import Initial
 from .state.optimizer import make_optimizer, rate, update
+from .state.scaler import changed_state, scale_figures, skips
 from .step import Stepper, StepReport, StepResult
 from .trace import Recorder, clock_offset, write_trace
 from .work import Batch, RankState
@@ -151,24 +153,29 @@ class Session:
         return result
 
     def update(self, result: StepResult, lr: float | None = None) -> StepReport:
-        """Apply the optimizer to the result of ``gradients``, after a check of its numbers.
+        """Apply the optimizer to the result of ``gradients``, after a check of its numbers. A dynamic loss scale skips
+        a step whose norm is not finite: parameters, the optimizer's state and buffers are as before it.
 
         Raises:
             RunError: loss or norm is not finite; no parameter was changed. Every rank raises the same.
         """
-        loss = float(result.loss)
-        norm = float(result.grad_norm) if result.grad_norm is not None else 0.0
-        if not math.isfinite(loss) or not math.isfinite(norm):
+        loss, norm = float(result.loss), float(result.grad_norm) if result.grad_norm is not None else 0.0
+        skipped = skips(self.state.steps, result.state, norm)
+        if not skipped and not (math.isfinite(loss) and math.isfinite(norm)):
             with self._together.doing(f"step {self.step_number + 1}", self.state):
                 first_bad = self._find_bad()
-            raise bad_number(self.step_number + 1, loss, norm, first_bad, self.regions is not None)
+            raise bad_number(self.step_number + 1, loss, norm, first_bad, self.regions is not None, self.build.manifest)
         line = self.build.manifest["optimizer"]
         lr = rate(line, self.step_number + 1) if lr is None else lr
         with self._by_sizes().stepper.recorded(str(self.role.actions[-1]), "work", self.step_number):
-            update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, line["clip"], lr)
+            if skipped:
+                self.state.buffers = dict(self._given[2])
+            else:
+                update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, line["clip"], lr)
+        self.state.steps.update(result.state)
         self.step_number += 1
-        metrics = {name: float(value) for name, value in result.metrics.items()}
-        return StepReport(self.step_number, loss, norm, float(self.optimizer.param_groups[0]["lr"]), metrics)
+        metrics = {name: float(value) for name, value in result.metrics.items()} | scale_figures(self.state.steps)
+        return StepReport(self.step_number, loss, norm, float(lr), metrics, skipped)
 
     def step(self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None) -> StepReport:
         """Do one step of training: ``gradients``, then ``update``."""
@@ -208,17 +215,8 @@ class Session:
         """Run the step again under watch. Return, on every rank, what each rank saw first."""
         at, parts, buffers = self._given
         self.state.buffers = dict(buffers)
-        seen = bad_tensor(self.state.parameters, "parameter", self.rank)
-        for part in parts:
-            floats = {name: value for name, value in part.items() if value.is_floating_point()}
-            seen = seen or bad_tensor(floats, "input", self.rank)
-        stepper = self._stepper(at.build, reuse=False)
-        watcher = Watcher(self.rank, lambda: stepper.current)
-        for machine in stepper.machines.values():
-            machine.watch = watcher.watch(machine.program.action)
-        stepper.gradients([self.state], [parts], self.step_number)
+        seen = find_bad(self._stepper(at.build, reuse=False), self.state, parts, self.step_number, self.rank)
         self.state.buffers = dict(buffers)
-        seen = seen or watcher.found()
         return everywhere(seen, self.world)
 
     # ---- state
@@ -270,7 +268,10 @@ class Session:
         Raises:
             RunError: on every rank: ``path`` holds something else, or cannot be written.
         """
-        facts = {"step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"]}
+        facts = {
+            "step": self.step_number, "optimizer": self.build.manifest["optimizer"]["name"],
+            "state": changed_state(self.state.steps),
+        }  # fmt: skip
         self._files.save(Path(path), self.state, self.optimizer, facts)
 
     def check_save(self, path: Path | str) -> None:

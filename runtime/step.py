@@ -23,7 +23,7 @@ from ..compiler.program.actions import (
     Action,
     send_kind,
 )
-from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, SCALE, Binding
+from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, SCALE, UNSCALE, Binding
 from ..compiler.program.program import Program
 from .communication import Backend, BoundTensors, Environment, PeerLost
 from .machine.execute import Machine, Ready
@@ -42,6 +42,7 @@ class StepResult:
     gradients: dict[str, torch.Tensor]
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     """Numbers that other actions return, by name, the same on all ranks."""
+    state: dict[str, torch.Tensor] = field(default_factory=dict)  # of steps, as this one leaves it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class StepReport:
     grad_norm: float
     lr: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    skipped: bool = False  # nothing was updated but the loss scale
 
 
 class Stepper:
@@ -132,7 +134,7 @@ class Stepper:
         """Return loss and gradients of a step that was begun."""
         self._walk([action for action in self._left(work) if action.kind != STEP], work, step)
         return [
-            StepResult(r[LOSS], r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"))
+            StepResult(r[LOSS], r.get(GRAD_NORM), named(r, "gradient"), named(r, "metric"), named(r, "state"))
             for r in (w.results for w in work)
         ]
 
@@ -334,7 +336,8 @@ class Stepper:
                 if arrival is not None:
                     arrival()
         for w, piece in zip(work, pieces, strict=True):
-            w.results = {LOSS: piece * w.totals[SCALE]}
+            scale = w.totals[SCALE] * w.totals[UNSCALE] if UNSCALE in w.totals else w.totals[SCALE]
+            w.results = {LOSS: piece * scale}
 
 
 Handler = Callable[[Stepper, Action, int, Sequence[Work]], None]

@@ -19,10 +19,12 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(slots=True)
 class RankState:
-    """The state of one rank between steps: its pieces of parameters and buffers, by name."""
+    """The state of one rank between steps: its pieces of parameters and buffers, and the state of the steps themselves,
+    by name."""
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    steps: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -84,6 +86,8 @@ def bind(binding: Binding, work: Work, extra: BoundTensors) -> torch.Tensor:
         return work.state.parameters[binding.name]
     if binding.kind in BUFFERS:
         return work.state.buffers[binding.name]
+    if binding.home == "state":
+        return work.state.steps[binding.name]
     return work.results[binding] if binding in work.results else work.totals[binding]  # type: ignore[no-any-return]
 
 

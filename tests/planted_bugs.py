@@ -15,6 +15,7 @@ from tests.planted_integers import bounded, shortened
 from tests.planted_large import refusals
 from tests.planted_norms import wrong_norms
 from tests.planted_rows import Row, table_text
+from tests.planted_scales import SCALES
 from tests.planted_sites import Mutant
 from tests.planted_sizes import size_refusals
 from tests.planted_slips import SLIPS
@@ -32,7 +33,7 @@ _MANY = (wrong_norms, shortened, bounded)
 
 def plant(build: GoodBuild, share: int = 1) -> Iterator[Mutant]:
     """Yield every mutant of a build; of classes with many similar mutants, one of ``share`` in each class."""
-    for make in (*CONVERSIONS, *SLIPS, *STORED):
+    for make in (*CONVERSIONS, *SLIPS, *STORED, *SCALES):
         yield from make(build)
     for make in _MANY:
         seen: Counter[str] = Counter()

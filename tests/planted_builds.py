@@ -113,6 +113,7 @@ _PLANS = {
     "gpt dp=2, tp=2, two microbatches": ("examples", _GPT + _GPT_LINES),
     "llama dp=2, tp=2": ("examples", _LLAMA),
     "stack tp=2, two microbatches": ("tests", _STACK),
+    "stack tp=2, fp16": ("tests", _STACK + "precision fp16 loss_scale dynamic\n"),
     "padded tp=4": ("tests", _PADDED),
     "gpt with batch over dp and sequence over tp": (
         "examples",

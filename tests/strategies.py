@@ -343,5 +343,6 @@ def plans(draw: st.DrawFn, spec: ModelSpec) -> str:
         mesh = {"pp": ranks, **mesh} if draw(st.booleans()) else {**mesh, "pp": ranks}
         lines += cuts
     lines += draw(zero_lines(spec, mesh, lines))
-    precision = draw(st.sampled_from(["", "precision bf16\n", "precision bf16\nprecision fp32 on layers.1?\n"]))
+    narrow = ["", "precision fp16 loss_scale dynamic\n", "precision bf16\nprecision fp32 on layers.1?\n"]
+    precision = draw(st.sampled_from(narrow))
     return plan_text(spec, mesh, lines, optimizer) + precision

@@ -109,7 +109,7 @@ def case_of(made: Subject, compiled: Compiled) -> Case:
     return Case(
         build.programs, build.reference, actions, build.mesh, build.microbatches,
         build.manifest["optimizer"], {name: made.parameters[name].detach() for name in build.types}, made.buffers,
-        build.manifest["parameters"], build.pads, build.roles,
+        build.manifest["parameters"], build.pads, build.roles, build.manifest["state"],
     )  # fmt: skip
 
 

@@ -106,6 +106,9 @@ def _state_faults(manifest: Mapping[str, Any], programs: Mapping[str, Program]) 
     wrong = sorted(frozen - set(manifest["frozen"])) + sorted(read & set(manifest["frozen"]))
     for name in wrong:
         yield fact_fault(f"`frozen` does not say of `{name}` what the programs say")
+    kept = {name for program in programs.values() for name in program.main.bound("state")}
+    for name in sorted(kept ^ manifest["state"].keys()):
+        yield fact_fault(f"`state` does not say of `{name}` what the programs say")
     for name, value in main.bound("constant").items():
         constant = manifest["constants"].get(name)
         if constant is None or f"torch.{constant['dtype']}" != str(value.type.dtype):

@@ -76,6 +76,7 @@ MANIFEST_FORM: Form = {
     "data": Maybe({"globs": [str], "callable": (str, _NONE), "arguments": _LITERALS}),
     "init": Maybe({"folder": str, "rounded": bool, "tensors": [{"names": [str], "shape": [int], "dtype": str}]}),
     "seed": int,
+    "state": Each(_NUMBER),
     "steps": (int, _NONE),
     "aliases": Each(str),
     "parameters": Each(str),

@@ -12,6 +12,7 @@ from ..plan.directives.precision import TYPES
 from ..plan.directives.schedule import ACCUMULATE
 from ..plan.plan import Plan
 from ..program.faults import Fault
+from ..program.loss_scale import initial_state
 from ..resolve.names import PlanNames, find_parameters
 from ..resolve.pattern import ANY_DEPTH, Pattern
 from ..sizes.polynomials import moving
@@ -41,6 +42,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "data": data_facts(plan.data),
         "init": None if plan.init is None else {"folder": plan.init.folder, "rounded": plan.init.rounded},
         "seed": plan.seed,
+        "state": initial_state(plan.loss_scale),
         "steps": plan.steps,
     }  # fmt: skip
 

@@ -39,6 +39,10 @@ _SCHEMAS = (
     "loss_parts_backward(Tensor grad, Tensor logits, Tensor peak, Tensor targets) -> Tensor",
     # the sum of the squares of all elements
     "square_sum(Tensor x) -> Tensor",
+    # the loss scale, the number of good steps and of skipped ones after a step whose gradients have this norm; a scale
+    # that would be infinite does not grow
+    "next_loss_scale(Tensor norm, Tensor scale, Tensor good, Tensor skipped, float growth, float backoff, "
+    "int interval) -> (Tensor, Tensor, Tensor)",
     # padding of a dim seen as (outer, padded), of which the first `real` entries are the model's: a value in it, the
     # dim without it, and the dim with zeros in it
     "fill_pad(Tensor x, int dim, int outer, int real, int padded, float value) -> Tensor",
@@ -148,6 +152,12 @@ def _(grad: Any, logits: Any, peak: Any, targets: Any) -> Any:
 @_fake("square_sum")
 def _(x: Any) -> Any:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@_fake("next_loss_scale")
+def _(norm: Any, scale: Any, good: Any, skipped: Any, growth: float, backoff: float, interval: int) -> Any:
+    _check(not any(x.shape for x in (norm, scale, good, skipped)), "next_loss_scale")
+    return scale.new_empty(()), good.new_empty(()), skipped.new_empty(())
 
 
 @_fake("fill_pad")

@@ -17,6 +17,7 @@ from ...grammar.substitute import IN_STRING, LET
 from ...grammar.syntax import Phrase, Setting, Statement, Word
 from ...grammar.usage import parse_usage
 from ..layout.mesh import Mesh
+from ..program.loss_scale import LossScale
 from ..sizes.size_range import BATCH, SizeRange
 from .directive import Directive, Scope, check_unique
 from .directives import directive, verbs
@@ -89,6 +90,11 @@ class Plan:
     stages: tuple[Stage, ...] = ()
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
     warnings: tuple[Diagnostic, ...] = field(default=(), compare=False)
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale of the `precision` lines."""
+        return next((line.loss_scale for line in self.precision if line.loss_scale is not None), None)
 
     @property
     def unbatched(self) -> frozenset[str]:

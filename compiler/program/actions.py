@@ -10,7 +10,8 @@ from typing import Literal
 
 from .binding import Kind
 
-COUNTING, SCALING, UNSHARD, FORWARD, BACKWARD, REDUCE, STEP = "COUNT", "SCALE", "UNSHARD", "F", "B", "REDUCE", "STEP"
+COUNTING, SCALING, UNSHARD, FORWARD, BACKWARD = "COUNT", "SCALE", "UNSHARD", "F", "B"
+REDUCE, RESCALE, STEP = "REDUCE", "RESCALE", "STEP"
 PLACES = ("before", "work", "after", "end")
 PHASES = ("forward", "backward", "step")
 AHEAD = 2
@@ -35,8 +36,8 @@ class ActionRow:
     each: bool = False
     """True where the action is done once a microbatch; else once a step."""
     reads: tuple[Kind, ...] = ()
-    """The kinds of values, returned by other actions, that the program reads. Any program may read the model and its
-    inputs."""
+    """The kinds of values, returned by other actions, that the program reads. Any program may read the model, its
+    inputs, and the state of steps as the last step left it."""
     returns: tuple[Kind, ...] = ()
     """The kinds of values that the program returns, beside those that it hands to another stage."""
     optional: bool = False
@@ -71,13 +72,16 @@ class ActionRow:
 ACTIONS: dict[str, ActionRow] = {row.kind: row for row in (
     ActionRow(COUNTING, "before", "step", each=True, returns=("count",), optional=True, evaluated=True,
               phase="forward"),
-    ActionRow(SCALING, "before", "step", reads=("count",), returns=("scale",), evaluated=True, phase="forward"),
+    ActionRow(SCALING, "before", "step", reads=("count",), returns=("scale", "unscale"), evaluated=True,
+              phase="forward"),
     ActionRow(UNSHARD, "before", "role", returns=("weight",), optional=True, evaluated=True, phase="forward"),
     ActionRow(FORWARD, "work", "stage", each=True, reads=("weight",), returns=("loss", "saved", "buffer"),
               evaluated=True, compiled=True, phase="forward", to=1, colors=("#4c8ed9", "#7db3ec", "#b1d3f7")),
     ActionRow(BACKWARD, "work", "stage", each=True, reads=("scale", "weight", "saved"), returns=("gradient",),
               compiled=True, phase="backward", to=-1, slots=2, colors=("#3f9b5b", "#74be88", "#aedcba")),
-    ActionRow(REDUCE, "after", "role", reads=("loss", "scale", "gradient"), returns=("gradient", "loss", "grad_norm")),
+    ActionRow(REDUCE, "after", "role", reads=("loss", "scale", "unscale", "gradient"),
+              returns=("gradient", "loss", "grad_norm")),
+    ActionRow(RESCALE, "after", "step", reads=("grad_norm",), returns=("state",), optional=True),
     ActionRow(STEP, "end", ""),
 )}  # fmt: skip
 """Every kind of action except messages, which follow from the work whose results they carry."""

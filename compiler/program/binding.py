@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple
 
 Kind = Literal[
     "parameter", "frozen", "buffer", "constant", "input", "rng", "key", "weight", "saved", "received", "sent", "count",
-    "scale", "loss", "gradient", "grad_norm", "metric", "value",
+    "scale", "unscale", "loss", "gradient", "grad_norm", "metric", "state", "value",
 ]  # fmt: skip
-Home = Literal["parameters", "buffers", "batch", "stage", "neighbour", "step", "result", "program"]
-"""The place of bound values while no program runs: among a rank's ``parameters`` or ``buffers`` from step to step; in
-the ``batch``, with each microbatch; kept by a ``stage`` for a later action of the same microbatch; on the way to or
-from a ``neighbour``, per microbatch too; in a ``step``, once or as a sum over microbatches; in a step's ``result``;
-nowhere, because the ``program`` makes and reads them itself."""
+Home = Literal["parameters", "buffers", "state", "batch", "stage", "neighbour", "step", "result", "program"]
+"""The place of bound values while no program runs: among a rank's ``parameters``, ``buffers`` or the ``state`` of its
+steps, from one step to the next; in the ``batch``, with each microbatch; kept by a ``stage`` for a later action of the
+same microbatch; on the way to or from a ``neighbour``, per microbatch too; in a ``step``, once or as a sum over
+microbatches; in a step's ``result``; nowhere, because the ``program`` makes and reads them itself."""
 
 
 class KindRow(NamedTuple):
@@ -44,10 +44,12 @@ KINDS: Mapping[Kind, KindRow] = MappingProxyType(
         "sent": KindRow("neighbour"),
         "count": KindRow("step", "kind"),
         "scale": KindRow("step", "kind"),
+        "unscale": KindRow("step", "kind"),  # one over the loss scale
         "loss": KindRow("step", "kind"),
         "gradient": KindRow("step"),
         "grad_norm": KindRow("result", "kind"),
         "metric": KindRow("result"),  # a number that a run tells of each step
+        "state": KindRow("state"),  # a number that steps, not the model, keep: such as the loss scale
         "value": KindRow("program", "name"),  # what a function gives to the one that calls it
     }
 )
@@ -114,6 +116,6 @@ class Binding(NamedTuple):
         return cls("gradient", text) if action == "B" and not text.startswith("sent ") else cls.parse(text)
 
 
-COUNT, SCALE, LOSS, GRAD_NORM, RNG = (
-    Binding("count"), Binding("scale"), Binding("loss"), Binding("grad_norm"), Binding("rng"),
+COUNT, SCALE, UNSCALE, LOSS, GRAD_NORM, RNG = (
+    Binding("count"), Binding("scale"), Binding("unscale"), Binding("loss"), Binding("grad_norm"), Binding("rng"),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from ..ops.rules import facts
-from ..program.binding import GRAD_NORM, LOSS, SCALE, Binding
+from ..program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ..program.program import Line, LocalSize, Program, Ref
 from ..program.weights import WeightSources, stored_sources
 from .bodies import sizeless, star
@@ -125,7 +125,9 @@ def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
         WiringFault: a gradient is made of another parameter's, or the norm is not of all gradients, each once.
     """
     main = reduce.main
-    sums: dict[str, _Sum] = {value.name: ((value.binding, ()),) for value in main.parameters if value.binding}
+    # one over the loss scale is no term: ``scaling`` proves what is multiplied by it
+    sums: dict[str, _Sum] = {value.name: ((value.binding, ()),) if value.binding != UNSCALE else ()
+                             for value in main.parameters if value.binding}  # fmt: skip
     for line in main.lines:
         sums[line.made[0].name] = _sum_of(line, sums, reduce)
     gradients = sorted(str(binding) for binding in main.bindings if binding.kind == "gradient")

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property, reduce
 from operator import or_
 
-from ..program.actions import BACKWARD, COUNTING, FORWARD, SCALING, step_kinds
+from ..program.actions import BACKWARD, COUNTING, FORWARD, step_kinds
 from ..program.faults import Fault
 from ..program.program import Program
 from ..program.roles import Programs
@@ -35,7 +35,7 @@ def compare_structure(full: Programs, captured: Program, twin: Programs, twin_ca
         fault = _fact_fault(list(large.facts()), seen)
     except WiringFault as problem:
         return [Fault("numbers", whose, str(problem))]
-    fault = fault or _number_fault(large, small) or _scale_fault(full[SCALING], twin[SCALING])
+    fault = fault or _number_fault(large, small) or next(_step_faults(full, twin), None)
     return [] if fault is None else [fault]
 
 
@@ -149,11 +149,14 @@ def _numbers_key(call: PieceCall) -> tuple[str, int]:
     return call.line.op, call.piece.numbers_kind if call.piece is not None else -1
 
 
-def _scale_fault(full: Program, twin: Program) -> Fault | None:
-    """Return the fault of a SCALE that differs from the twin's: it depends neither on sizes nor on repetitions."""
-    bodies = []
-    for program in (full, twin):
-        body = function_body(program.main, program.mesh)
-        given = [numbers.given for numbers in body.numbers]
-        bodies.append((program.main.bindings, body.rows, given))
-    return None if bodies[0] == bodies[1] else Fault("numbers", SCALING, "is not as in the twin")
+def _step_faults(full: Programs, twin: Programs) -> Iterator[Fault]:
+    """Find programs that a step runs once, such as SCALE, which differ from the twin's: they depend neither on sizes
+    nor on repetitions."""
+    for kind in (row.kind for row in step_kinds() if row.program == "step" and not row.each and row.kind in full):
+        bodies = []
+        for program in (full[kind], twin[kind]):
+            body = function_body(program.main, program.mesh)
+            given = [numbers.given for numbers in body.numbers]
+            bodies.append((program.main.bindings, body.rows, given, program.main.returns))
+        if bodies[0] != bodies[1]:
+            yield Fault("numbers", kind, "is not as in the twin")

@@ -1,5 +1,5 @@
-"""The checker of SCALE and REDUCE: the scale is one over the count of targets, each gradient is summed, the loss
-scaled, and the norm computed from all gradients.
+"""The checker of SCALE and REDUCE: the scale is one over the count of targets, times the loss scale if there is one;
+each gradient is summed, the loss scaled, and the norm computed from all gradients.
 
 Types say that a sum is complete and whole on every rank; here it is what is summed, and that nothing else is done to
 it: a count or a loss that is cut off at some size, and a norm that binds no clipping, show in no test of small numbers.
@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 from ..layout.collectives import WAIT
 from ..ops.rules import facts
-from ..program.binding import COUNT, GRAD_NORM, LOSS, SCALE, Binding
+from ..program.actions import SCALING
+from ..program.binding import COUNT, GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ..program.faults import Fault
+from ..program.loss_scale import LOSS_SCALE
 from ..program.program import Line, Program, Ref
 
-_MEAN = Binding("loss", "mean")
-"""The scaled loss. No program has a binding of this name."""
+_MEAN, _COUNTED = Binding("loss", "mean"), Binding("scale", "of the count")
+"""The scaled loss, and one over the count without the loss scale. No program has bindings of these names."""
 _KEEPS = frozenset(
     {"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather", "parc.shard", "parc.grow_pad.default", WAIT}
 )
@@ -37,11 +39,13 @@ class _Made:
 def check_reduce(scale: Program, reduce: Program) -> Iterator[Fault]:
     """Find faults in the scale of the loss that SCALE returns, and in the gradients, the loss and the norm that REDUCE
     returns."""
-    if scale.main.parameters:  # else it is a number, which the captured graph gives
-        known = _followed(scale)
-        for key, name in scale.main.returns:
-            if known[name] != _Made(SCALE):
-                yield Fault("types", f"SCALE {key}", "is not proved to be one over the count of targets")
+    known = _followed(scale)
+    whole = SCALE if LOSS_SCALE in scale.main.bindings else _COUNTED
+    for key, name in scale.main.returns:
+        if known[name] != _Made(whole if key == SCALE else key):
+            what = "one over the loss scale" if key == UNSCALE else "one over the count of targets"
+            also = " times the loss scale" if key == whole else ""
+            yield Fault("types", f"SCALE {key}", f"is not proved to be {what}{also}")
     main, known = reduce.main, _followed(reduce)
     gradients = {}
     for key, name in main.returns:
@@ -64,9 +68,15 @@ def check_reduce(scale: Program, reduce: Program) -> Iterator[Fault]:
 def _followed(program: Program) -> dict[str, _Made | None]:
     """Return, for each value of a program with one function, what it holds; None where that is none of the known
     things."""
+    bindings = program.main.bindings
     known: dict[str, _Made | None] = {value.name: _Made(value.binding) for value in program.main.parameters}
+    if UNSCALE not in bindings:
+        known.update((value.name, _Made(_COUNTED)) for value in program.main.parameters if value.binding == SCALE)
     for line in program.main.lines:
-        meaning = _made(line, [known[name] for name in line.uses()])
+        if program.action == SCALING and COUNT not in bindings and facts(line.op).creates:
+            meaning: _Made | None = _Made(_COUNTED)  # a number, which the captured graph gives
+        else:
+            meaning = _made(line, [known[name] for name in line.uses()])
         known.update((value.name, meaning) for value in line.made)
     return known
 
@@ -82,10 +92,10 @@ def _made(line: Line, given: list[_Made | None]) -> _Made | None:
     if line.op in _KEEPS or to_float:
         return known[0]
     bindings = [operand.binding for operand in known]
-    if row.power == -1.0 and bindings == [COUNT]:
-        return _Made(SCALE)
-    if row.computes == "multiple" and bindings == [LOSS, SCALE]:
-        return _Made(_MEAN)
+    if row.power == -1.0 and bindings in ([COUNT], [LOSS_SCALE]):
+        return _Made(_COUNTED if bindings == [COUNT] else UNSCALE)
+    if row.computes == "multiple" and (product := _product(bindings)) is not None:
+        return _Made(product)
     if row.reduces == "squares" and bindings[0] is not None and bindings[0].kind == "gradient":
         return _Made(squares=tuple(line.uses()))
     root = row.power == 0.5
@@ -95,3 +105,15 @@ def _made(line: Line, given: list[_Made | None]) -> _Made | None:
     if not summed or any(operand.binding or operand.root for operand in known):
         return None
     return _Made(squares=tuple(name for operand in known for name in operand.squares), root=root)
+
+
+def _product(bindings: list[Binding | None]) -> Binding | None:
+    """Return what the product of two values is: the scale with or without the loss scale, the scaled loss, or a
+    gradient without the loss scale; how often it was divided by that is for ``scaling``."""
+    known = {
+        (_COUNTED, LOSS_SCALE): SCALE, (SCALE, UNSCALE): _COUNTED, (LOSS, _COUNTED): _MEAN,
+    }  # fmt: skip
+    first, second = bindings if len(bindings) == 2 else (None, None)
+    if first is not None and first.kind == "gradient" and second == UNSCALE:
+        return first
+    return known.get((first, second)) if first is not None and second is not None else None

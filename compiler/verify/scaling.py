@@ -1,52 +1,79 @@
-"""The checker of the loss's scale: the loss and every gradient are multiplied by it exactly once, by the rules.
+"""The checker of the loss's scales: the loss and every gradient are multiplied by one over the count exactly once, and
+by the loss scale in backward once and in what REDUCE returns not at all.
 
-A step divides by the number of targets once, at its end. Each value has a degree: how often it was multiplied by that
-scale. Whatever is linear keeps the degree, a product adds degrees, and what the table does not know has none.
+A step divides by the number of targets once, at its end, and multiplies by the loss scale between SCALE and REDUCE, if
+there is one. Each value has two degrees: how often it was multiplied by each of these. They are followed one after the
+other. Whatever is linear keeps the degree, a product adds degrees, and what the table does not know has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import isnan
 
 from ..layout.collectives import COLLECTIVES
 from ..ops.factors import OpCall
 from ..ops.infer import rule_or_opaque
 from ..ops.rules import facts
-from ..program.actions import ACTIONS, SCALING
-from ..program.binding import Kind
+from ..program.actions import ACTIONS, REDUCE, SCALING
+from ..program.binding import COUNT, UNSCALE, Binding
 from ..program.faults import Fault
+from ..program.loss_scale import LOSS_SCALE
 from ..program.program import Program, Ref
 from .lines import Question, follow, line_call
 
 Degree = float | None
-"""The power of the loss's scale in a value: 1.0 if it is multiplied by it once. None is not known."""
+"""The power of a scale in a value: 1.0 if it is multiplied by it once. None is not known."""
 _ZERO = float("inf")
 """The degree of zeros, which count as any degree."""
-_GIVEN: Mapping[Kind, float] = {"count": -1.0, "scale": 1.0, "gradient": 1.0, "received": 1.0}
-"""The degrees of a program's parameters by kind, where they are not 0."""
 _MIXED = float("nan")
 """The degree of a sum whose parts have different degrees."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """A scale of the loss: its words, and its degrees in a program's parameters by kind, where they are not 0."""
+
+    words: str
+    given: Mapping[str, float]
+
+    def in_parameter(self, binding: Binding | None) -> float:
+        """Return the degree in a program's parameter."""
+        return self.given.get(binding.kind if binding is not None else "", 0.0)
+
+    def wanted(self, program: Program, key: Binding) -> float:
+        """Return the degree that a result must have."""
+        if self is _COUNT_SCALE:
+            divides = COUNT in program.main.bindings or program.action != SCALING
+            return 1.0 if divides and key != UNSCALE else 0.0
+        return -1.0 if key == UNSCALE else 0.0 if program.action == REDUCE else 1.0
+
+
+_COUNT_SCALE = _Scale("the loss's scale", {"count": -1.0, "scale": 1.0, "gradient": 1.0, "received": 1.0})
+_LOSS_SCALE = _Scale("the loss scale", {"state": 1.0, "scale": 1.0, "unscale": -1.0, "gradient": 1.0, "received": 1.0})
+
+
 def check_scaling(programs: Mapping[str, Program]) -> list[Fault]:
-    """Find a scale that is not one over the count, and a loss or gradients that do not have it exactly once."""
-    scale = programs[SCALING]
-    scaled = [action for action in programs if "gradient" in ACTIONS[action].returns]
-    faults = [fault for action in scaled for fault in scaled_once(programs[action], action)]
-    return [*scaled_once(scale, SCALING), *faults] if scale.main.parameters else faults
+    """Find a scale that is not one over the count times the loss scale, and a loss or gradients that do not have each
+    exactly as often as they should."""
+    scaled = [SCALING, *(action for action in programs if "gradient" in ACTIONS[action].returns)]
+    loss_scaled = LOSS_SCALE in programs[SCALING].main.bindings
+    return [fault for action in scaled for fault in scaled_once(programs[action], action, loss_scaled)]
 
 
-def scaled_once(program: Program, where: str) -> list[Fault]:
-    """Find returned values that do not have the scale exactly once; gradients that B receives from another stage have
-    it already."""
-    parameters = [_GIVEN.get(value.kind, 0.0) for value in program.main.parameters]
-    returned = zip(program.main.returns, degrees(program, parameters), strict=True)
-    return [
-        Fault("types", f"{where} {key.key_in(program.action)}", f"has the loss's scale {_times(degree)}, not once")
-        for (key, _), degree in returned
-        if degree not in (1.0, None, _ZERO)
-    ]
+def scaled_once(program: Program, where: str, loss_scaled: bool) -> list[Fault]:
+    """Find returned values that do not have one of the scales as often as they should; gradients that B receives from
+    another stage have both already."""
+    faults = []
+    for scale in (_COUNT_SCALE, _LOSS_SCALE) if loss_scaled else (_COUNT_SCALE,):
+        parameters = [scale.in_parameter(value.binding) for value in program.main.parameters]
+        for (key, _), degree in zip(program.main.returns, degrees(program, parameters), strict=True):
+            wanted = scale.wanted(program, key)
+            if degree not in (wanted, None, _ZERO):
+                has = f"has {scale.words} {_times(degree)}, not {'once' if wanted == 1 else f'{wanted:g} times'}"
+                faults.append(Fault("types", f"{where} {key.key_in(program.action)}", has))
+    return faults
 
 
 def _times(degree: float) -> str:

@@ -12,7 +12,7 @@ from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
 from ..program.actions import ACTIONS, BACKWARD, FORWARD, REDUCE, UNSHARD, step_kinds
-from ..program.binding import GRAD_NORM, LOSS, Binding
+from ..program.binding import GRAD_NORM, LOSS, UNSCALE, Binding
 from ..program.faults import Fault
 from ..program.program import Program, Value
 from ..program.roles import JoinFault, Programs, StageWork, neighbours, ranks_of, stage_key, work_programs
@@ -42,13 +42,14 @@ def check_stages(roles: Mapping[str, Programs], mesh: Mesh, axis: str) -> list[F
         keys = [*program.main.bindings, *(key for key, _ in program.main.returns)]
         faults += [Fault("types", f"{program.role}.{program.action} {key}", "goes beyond the ends of the pipeline")
                    for key in keys if key.kind == side]  # fmt: skip
+    loss_scaled = any(UNSCALE in own[REDUCE].main.bindings for own in roles.values())
     for programs in work.values():
         forward, backward = programs[FORWARD], programs[BACKWARD]
         for name in sorted(forward.main.returned("saved").keys() ^ backward.main.bound("saved").keys()):
             where = f"{forward.role} {Binding('saved', name)}"
             faults.append(Fault("types", where, "is saved or read in this stage, not both"))
         for program in (program for kind, program in programs.items() if "gradient" in ACTIONS[kind].returns):
-            faults += scaled_once(program, f"{program.role}.{program.action}")
+            faults += scaled_once(program, f"{program.role}.{program.action}", loss_scaled)
     faults += _buffer_faults(work)
     faults += _meeting_faults(roles, axis)
     return faults or [*_reduce_faults(roles, mesh, axis)]

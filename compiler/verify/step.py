@@ -10,13 +10,15 @@ from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..padding.pads import Pads, padded_shape
 from ..program.actions import ACTIONS, BACKWARD, FORWARD, SCALING, ActionRow, step_kinds
-from ..program.binding import COUNT, KINDS, LOSS, OUTSIDE, PARAMETERS, Binding, Kind
+from ..program.binding import COUNT, KINDS, LOSS, OUTSIDE, PARAMETERS, UNSCALE, Binding, Kind
 from ..program.faults import Fault
+from ..program.loss_scale import LOSS_SCALE
 from ..program.program import Function, LocalSize, Program, Value
 from .samples import combination
 from .scaling import check_scaling
 
-_HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("stage", "step"))
+_HANDED_OVER = frozenset(kind for kind, row in KINDS.items() if row.home in ("stage", "step", "result"))
+_LASTING = frozenset(kind for kind, row in KINDS.items() if row.home in ("buffers", "state"))
 
 
 def _rows(programs: Mapping[str, Program]) -> list[ActionRow]:
@@ -59,7 +61,7 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
         for value in main.parameters:
             kind, binding = value.kind, value.binding
             known = kind in _HANDED_OVER and (kind in row.reads or binding not in known_types)
-            if binding is None or not (known or kind in OUTSIDE):
+            if binding is None or not (known or kind in OUTSIDE or kind in _LASTING):
                 yield Fault("types", f"{action} {value.name}", f"nothing is bound to `{binding or ''}`")
                 continue
             expected = stored.get(binding.name) if kind in PARAMETERS else known_types.get(binding)
@@ -69,11 +71,11 @@ def _binding_faults(programs: Mapping[str, Program], stored: Mapping[str, Tensor
                 yield Fault("types", f"{action} {value.name}", f"`{binding}` has another type where it is made")
             if binding in updated:
                 yield Fault("types", f"{action} {value.name}", f"`{binding}` is another since {updated[binding]}")
-            if kind in OUTSIDE:
+            if kind in OUTSIDE or kind in _LASTING:
                 known_types.setdefault(binding, value.type)
         values = main.values()
         known_types.update((key, values[name].type) for key, name in main.returns)
-        updated.update((key, action) for key, _ in main.returns if key.kind == "buffer")
+        updated.update((key, action) for key, _ in main.returns if key.kind in _LASTING)
 
 
 def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorType]) -> Iterator[Fault]:
@@ -92,9 +94,9 @@ def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorT
     for row in _rows(programs):
         main, values = programs[row.kind].main, programs[row.kind].main.values()
         for key, name in main.returns:
-            before = next((v.type for v in main.parameters if v.binding == key and key.kind == "buffer"), None)
+            before = next((v.type for v in main.parameters if v.binding == key and key.kind in _LASTING), None)
             if before is not None and before != values[name].type:
-                yield Fault("types", f"{row.kind} {key}", "is not placed as the buffer that it updates")
+                yield Fault("types", f"{row.kind} {key}", f"is not placed as the {key.kind} that it updates")
             if row.place == "after":
                 yield from _final_faults(row.kind, key, values[name].type, stored)
 
@@ -106,12 +108,14 @@ def _due(
     work before it."""
     if kind == "gradient" and kind in row.reads:
         return trained
+    if kind == "unscale":
+        return [UNSCALE] if LOSS_SCALE in main.bindings else []
     if KINDS[kind].text == "kind":
         return [Binding(kind)] if trained or kind != "grad_norm" else []
     keys = [key for key, _ in main.returns if key.kind == kind]
     if kind == "gradient":
         return [key for key in keys if key.name in stored]
-    return [key for key in keys if kind != "buffer" or key in main.bindings]
+    return [key for key in keys if kind not in _LASTING or key in main.bindings]
 
 
 def _final_faults(action: str, key: Binding, type_: TensorType, stored: Mapping[str, TensorType]) -> Iterator[Fault]:
@@ -238,14 +242,15 @@ def _gradient_faults(backward: Program, captured: Function) -> Iterator[Fault]:
 
 
 def _average_faults(scale: Program, reference: Program, microbatches: int, summed: bool | None) -> Iterator[Fault]:
-    """Find a wrong scale of the loss. Where no count of targets divides the loss, a loss that is a sum over samples is
-    summed over microbatches, and any other is averaged."""
+    """Find a wrong scale of the loss, apart from the loss scale. Where no count of targets divides the loss, a loss
+    that is a sum over samples is summed over microbatches, and any other is averaged."""
     if len(reference.functions) > 1:
         if COUNT not in scale.main.bindings:
             yield Fault("types", SCALING, "does not read the count of targets")
         return
     summed = combination(reference) == "sum" if summed is None else summed
     wanted = 1.0 if summed else 1.0 / microbatches
-    line = scale.main.lines[0] if len(scale.main.lines) == 1 else None
+    lines = [line for line in scale.main.lines if facts(line.op).creates]
+    line = lines[0] if len(lines) == 1 else None
     if line is None or line.op != "aten.full.default" or line.args != ([], wanted):
         yield Fault("types", SCALING, f"the loss is to be scaled by {wanted}")

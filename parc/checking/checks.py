@@ -30,6 +30,7 @@ from parc.compiler.verify.messages import check_messages
 from parc.compiler.verify.padding import check_padding
 from parc.compiler.verify.precision import check_precision
 from parc.compiler.verify.reduce import check_reduce
+from parc.compiler.verify.rescale import check_rescale
 from parc.compiler.verify.samples import combination
 from parc.compiler.verify.schedule import check_timelines
 from parc.compiler.verify.sizes import size_faults
@@ -75,6 +76,7 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
         faults += check_bindings(programs, build.types)
         faults += check_reference(programs, reference, build.microbatches, build.pads, summed)
         faults += check_reduce(programs[SCALING], programs[REDUCE])
+        faults += check_rescale(programs, build.mesh)
         faults += (*check_integers(programs, reference), *check_bounds(programs, reference))
         faults += check_stored(programs, reference)
         faults += check_precision(programs, reference, build.rounding)
@@ -256,7 +258,7 @@ def case_of(compiled: Compiled) -> Case:
     return Case(
         build.programs, build.reference, () if roles else build.roles[SINGLE].actions, build.mesh, build.microbatches,
         build.manifest["optimizer"], {name: recipes[name].whole() for name in build.types}, buffers,
-        build.manifest["parameters"], build.pads, roles,
+        build.manifest["parameters"], build.pads, roles, build.manifest["state"],
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DIR|PLAN", type=Path, help="a build, or a plan that is built for this alone")
     parser.add_argument("--role", metavar="R", help="show a role's programs as text, e.g. stage0")
-    parser.add_argument("--action", metavar=FORWARD, help="one action's program: COUNT, SCALE, F, B or REDUCE")
+    parser.add_argument("--action", metavar=FORWARD, help="one action's program, such as SCALE, F, B or REDUCE")
     parser.add_argument(
         "--list", action="store_true", help="the modules that a plan's lines can name, with their weights"
     )

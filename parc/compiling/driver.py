@@ -237,7 +237,8 @@ def ask(
     return Asked(mesh, resolved, copies, Request(
         claims, plan.microbatches, plan.seed, frozen, getattr(torch, ACCUMULATE[plan.accumulate]),
         copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline,
-        shardings_of(resolved, mesh, copies), plan.unbatched, choices, OverlapChoices(plan.bucket, plan.prefetch),
+        shardings_of(resolved, mesh, copies), plan.loss_scale, plan.unbatched, choices,
+        OverlapChoices(plan.bucket, plan.prefetch),
     ))  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Assembly of the functions of all segments to programs: the work of every stage, COUNT and SCALE."""
+"""Assembly of the functions of all segments to programs: the work of every stage, and COUNT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 from ...compiler.capture.node_facts import StoredAs, noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
-from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD, SCALING
+from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD
 from ...compiler.program.binding import COUNT, LOSS, RNG, SCALE, Binding
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ...compiler.program.roles import StageWork
@@ -23,7 +23,7 @@ from .emit import BlockPair, FreshNames, emit_pair, identifier, size_argument
 from .joint import trace_joint
 from .segments import Segment, cut_segments, node_type
 from .weights import weight_of
-from .writer import ORIGIN, Writer, whole_type
+from .writer import ORIGIN, whole_type
 
 
 @dataclass(slots=True)
@@ -329,16 +329,3 @@ def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
     returns = ((COUNT, main.bind(count).name),)
     function = Function("count", tuple(main.parameters.values()), tuple(main.forward.lines), returns)
     return Program(role, COUNTING, mesh, (*(pair.forward for pair in pairs.values()), function))
-
-
-def assemble_scale(count: TensorType | None, dtype: torch.dtype, parts: int, mesh: Mesh, role: str) -> Program:
-    """Write SCALE: one over the step's whole denominator; without a count, one over the number of ``parts``
-    averaged."""
-    write, whole = Writer(mesh), whole_type(mesh, dtype)
-    if count is None:
-        scale = write.emit("aten.full.default", ([], 1.0 / parts), whole, name="scale", dtype=dtype)
-    else:
-        total = write.total(write.take("count", count, COUNT))
-        real = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
-        scale = write.emit("aten.reciprocal.default", (Ref(real.name),), whole)
-    return write.program(role, SCALING, [(SCALE, scale.name)])

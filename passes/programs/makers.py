@@ -9,14 +9,26 @@ import torch
 from torch import fx
 
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD, REDUCE, SCALING, UNSHARD, StageRanks, step_kinds
+from ...compiler.program.actions import (
+    BACKWARD,
+    COUNTING,
+    FORWARD,
+    REDUCE,
+    RESCALE,
+    SCALING,
+    UNSHARD,
+    StageRanks,
+    step_kinds,
+)
 from ...compiler.program.binding import Binding
+from ...compiler.program.loss_scale import DYNAMIC, LossScale
 from ...compiler.program.program import Program
 from ...compiler.program.roles import SINGLE, Programs
 from ..calls import outputs
-from .assemble import Assembled, assemble_count, assemble_scale
+from .assemble import Assembled, assemble_count
 from .cut import Pipeline
-from .reduce import reductions
+from .reduce import norm_dtype, reductions
+from .scales import rescale_program, scale_program
 from .segments import node_type
 from .weights import unshard
 
@@ -33,6 +45,7 @@ class StepParts:
     """The number of parts of which the loss is the mean, where no count divides it."""
     made: Assembled
     pipeline: Pipeline | None
+    loss_scale: LossScale = None
 
     @property
     def ranks(self) -> StageRanks:
@@ -58,7 +71,13 @@ def _count(parts: StepParts) -> Sequence[Program]:
 def _scale(parts: StepParts) -> Sequence[Program]:
     count = None if parts.count is None else node_type(outputs(parts.count)[0])
     dtype: torch.dtype = node_type(outputs(parts.graph)[0]).dtype
-    return [assemble_scale(count, dtype, parts.averaged, parts.mesh, SINGLE)]
+    scaled = parts.loss_scale is not None
+    return [scale_program(count, dtype, parts.averaged, parts.mesh, SINGLE, scaled)]
+
+
+def _rescale(parts: StepParts) -> Sequence[Program]:
+    """Return RESCALE, where the loss scale is dynamic."""
+    return [rescale_program(norm_dtype(parts.graph), parts.mesh, SINGLE)] if parts.loss_scale == DYNAMIC else []
 
 
 def _work(kind: str) -> Maker:
@@ -81,7 +100,10 @@ MAKERS: dict[str, Maker] = {
     UNSHARD: _unshard,
     FORWARD: _work(FORWARD),
     BACKWARD: _work(BACKWARD),
-    REDUCE: lambda parts: [*reductions(parts.graph, parts.mesh, parts.made, parts.pipeline)],
+    REDUCE: lambda parts: [
+        *reductions(parts.graph, parts.mesh, parts.made, parts.pipeline, parts.loss_scale is not None)
+    ],
+    RESCALE: _rescale,
 }
 
 

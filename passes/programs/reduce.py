@@ -13,22 +13,25 @@ from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement
 from ...compiler.program.actions import REDUCE
-from ...compiler.program.binding import GRAD_NORM, LOSS, SCALE, Binding
+from ...compiler.program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ...compiler.program.program import Origin, Program, Ref, Value
 from ...compiler.program.roles import SINGLE
 from ..calls import outputs
 from .assemble import Assembled
+from .conversions import emit_conversions
 from .cut import Pipeline
 from .segments import node_type
 from .weights import stored_type
 from .writer import Across, Writer, whole_type
 
 
-def reductions(graph: fx.Graph, mesh: Mesh, made: Assembled, pipeline: Pipeline | None) -> Iterator[Program]:
+def reductions(
+    graph: fx.Graph, mesh: Mesh, made: Assembled, pipeline: Pipeline | None, scaled: bool
+) -> Iterator[Program]:
     """Write REDUCE of every role: it sums partial gradients, and converts them to the placements in which the
-    parameters are stored."""
+    parameters are stored. It divides them by the loss scale, if the loss is ``scaled``."""
     if pipeline is None:
-        yield _reduce(graph, mesh, {name: value for _, name, value in made.gradients}, made.loss, SINGLE)
+        yield _reduce(graph, mesh, {name: value for _, name, value in made.gradients}, made.loss, SINGLE, scaled)
         return
     ranks, everyone = pipeline.ranks, range(mesh.size(pipeline.axis))
     trained = sorted({name for _, name, _ in made.gradients})
@@ -42,11 +45,26 @@ def reductions(graph: fx.Graph, mesh: Mesh, made: Assembled, pipeline: Pipeline 
         across = Across(pipeline.axis, everyone, tied, {name for name in tied if counts[name] != rank})
         numerator = made.loss if ranks[made.last] == rank else None
         first = {name: own.get(name) for name in tied}
-        yield _reduce(graph, mesh, {**first, **own}, numerator, f"{pipeline.axis}{rank}", across)
+        yield _reduce(graph, mesh, {**first, **own}, numerator, f"{pipeline.axis}{rank}", scaled, across)
+
+
+def norm_dtype(graph: fx.Graph) -> torch.dtype:
+    """Return the type of the gradients' norm, alike in all roles."""
+    parameters = (n for n in graph.find_nodes(op="placeholder") if noted(n).binding.kind == "parameter")
+    return reduce(torch.promote_types, (stored_type(node).dtype for node in parameters), torch.float32)
+
+
+def _times(write: Writer, value: Value, number: Value, origin: Origin) -> Value:
+    """Multiply a value by a number of float32 and keep its type: beside a single number of a narrower type, torch gives
+    the wider one."""
+    dtype = value.type.dtype if value.type.shape else torch.promote_types(value.type.dtype, number.type.dtype)
+    args = Ref(value.name), Ref(number.name)
+    made = write.emit("aten.mul.Tensor", args, replace(value.type, dtype=dtype), origin, "unscaled")
+    return emit_conversions(write, made, value.type, origin)
 
 
 def _reduce(
-    graph: fx.Graph, mesh: Mesh, gradients: Mapping[str, Value | None], loss: Value | None, role: str,
+    graph: fx.Graph, mesh: Mesh, gradients: Mapping[str, Value | None], loss: Value | None, role: str, scaled: bool,
     across: Across | None = None,
 ) -> Program:  # fmt: skip
     """Write the sums of gradients and of the loss over the axes on which they are partial, and over the roles that have
@@ -56,14 +74,18 @@ def _reduce(
               if noted(node).binding.kind == "parameter"}  # fmt: skip
     squares: dict[tuple[str, ...], list[Value]] = {}
     types = {name: stored_type(node) for name, node in stored.items()}
-    trained = (type_.dtype for type_ in types.values())
-    dtype = reduce(torch.promote_types, trained, torch.float32)  # of the norm, alike in all roles
+    dtype = norm_dtype(graph)
     # all sums first: on a real network they run side by side
     reduced = []
     for name, gradient in gradients.items():
         origin = Origin(name, "", noted(stored[name]).line)
         reduced.append((name, write.gradient(name, gradient, types[name], origin), origin))
+    divides = scaled and (loss is not None or any(value is not None for value in gradients.values()))
+    unscale = write.take("unscale", whole_type(mesh, torch.float32), UNSCALE) if divides else None
     for at, (name, value, origin) in enumerate(reduced):
+        if unscale is not None and gradients[name] is not None:
+            value = _times(write, value, unscale, origin)
+            reduced[at] = name, value, origin
         if across is not None and name in across.tied:
             reduced[at] = name, write.among(value, across.tied[name], origin), origin
     returns += [(Binding("gradient", name), value.name) for name, value, _ in reduced]
@@ -84,6 +106,8 @@ def _reduce(
     else:
         numerator = write.take("loss", loss.type, LOSS)
         scale = write.take("scale", whole_type(mesh, loss.type.dtype), SCALE)
+        if unscale is not None:  # first, as the loss times its scale may be infinite
+            scale = write.emit("aten.mul.Tensor", (Ref(scale.name), Ref(unscale.name)), scale.type)
         summed = write.total(numerator)
         mean = write.emit("aten.mul.Tensor", (Ref(summed.name), Ref(scale.name)), summed.type)
     everyone = across.ranks if across is not None else ()

@@ -46,6 +46,8 @@ class Case:
     pads: Pads = field(default_factory=dict)
     roles: Mapping[str, Role] = field(default_factory=dict)
     """The roles of a pipeline by name; empty where all ranks run ``programs``."""
+    state: Mapping[str, float] = field(default_factory=dict)
+    """The state of steps before the first one."""
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

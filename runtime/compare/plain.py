@@ -219,7 +219,7 @@ class Plain:
         """Return the weight of each microbatch's loss in the step's loss: its share of the targets, where the loss is a
         mean over these."""
         if COUNTING not in at.programs:
-            (scale,) = at.programs[SCALING].main.lines
+            (scale, *_) = at.programs[SCALING].main.lines
             return [float(scale.args[1])] * len(parts)
         machine = Machine(at.reference, InProcess(Mesh()), CPU, kernels=REFERENCE_KERNELS)
         needed = at.reference.function("count").bound("input")

@@ -22,6 +22,7 @@ from ..backends.in_process import InProcess, Meeting
 from ..data.random_batch import random_batch
 from ..owners import held, owners_of, piece_place, whole_tensor
 from ..state.optimizer import make_optimizer, rate, update
+from ..state.scaler import first_state
 from ..step import Stepper, StepResult
 from ..work import RankState
 from .model_run import Case, Microbatches, ReferenceRun, largest, largest_difference, wide
@@ -103,6 +104,7 @@ class Simulation:
         return RankState(
             {n: piece(self.case.parameters[n], t, self.case.pads.get(n, ())) for n, t in parameters.items()},
             {n: piece(self.case.buffers[n], t) for n, t in buffers.items()},
+            first_state(role.programs, self.case.state, CPU, self.float64),
         )
 
     def part(self, whole: torch.Tensor, type_: TensorType, rank: int) -> torch.Tensor:
@@ -136,6 +138,7 @@ class Simulation:
             given = {name: gradient.clone() for name, gradient in result.gradients.items()}
             line = self.case.optimizer
             update(optimizer, state.parameters, given, result.grad_norm, line["clip"], rate(line, step + 1))
+            state.steps.update(result.state)
         return [result.loss for result in results], whole
 
     def run(self, do: Callable[..., list[StepResult]], batches: Microbatches, step: int) -> list[StepResult]:

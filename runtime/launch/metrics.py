@@ -103,8 +103,11 @@ class ProgressDisplay:
         """Show a line of words."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
-    def step(self, step: int, loss: float, count: int, step_s: float) -> None:
-        """Show one finished step: its number from 1, its loss, its number of tokens or samples, and its seconds."""
+    def step(self, step: int, loss: float, count: int, step_s: float, note: str = "") -> None:
+        """Show one finished step: its number from 1, its loss, its number of tokens or samples, its seconds, and a line
+        about it that is always shown."""
+        if note:
+            self.say(note)
         figures = f"loss {loss:.4f}  {count / max(step_s, 1e-9):,.0f} {self._what}/s  {step_s:.3f} s/step"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, figures=figures)

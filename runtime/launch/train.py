@@ -113,7 +113,7 @@ def train(session: Session, options: Options) -> int:
             if display is not None and session.regions is not None and report.step == started + 1:
                 display.say(f"compiled in {session.regions.seconds:.1f} s; the next run finds them in Inductor's cache")
             if display is not None:
-                display.step(report.step, report.loss, count, step_s)
+                display.step(report.step, report.loss, count, step_s, skip_text(report))
             if options.save is not None and options.save_every and report.step % options.save_every == 0:
                 session.save(options.save)
                 saved = report.step
@@ -146,6 +146,17 @@ def _noted(metrics: MetricsFile, display: ProgressDisplay, report: StepReport, *
         display.say(f"{error.message}; the metrics end at step {report.step - 1}, the training goes on")
         return False
     return True
+
+
+def skip_text(report: StepReport) -> str:
+    """Return the line about a step that was skipped, "" for any other."""
+    if not report.skipped:
+        return ""
+    skipped, scale = report.metrics["skipped_steps"], report.metrics["loss_scale"]
+    return (
+        f"step {report.step} skipped: the gradients' norm is {report.grad_norm}; the loss scale is now {scale:g}"
+        f" ({skipped:g} skipped so far)"
+    )
 
 
 def _at_the_start(session: Session, options: Options) -> Iterator[str]:

@@ -281,6 +281,15 @@ def _square_sum(site: Site, x: torch.Tensor) -> torch.Tensor:
     return torch.dot(flat, flat)
 
 
+@runs("parc.next_loss_scale.default")
+def _next_loss_scale(site: Site, norm: Any, scale: Any, good: Any, skipped: Any, *numbers: Any) -> Any:
+    growth, backoff, interval = numbers
+    finite, grown = norm.isfinite(), scale * growth
+    due = finite & (good + 1 == interval)
+    kept = torch.where(due & grown.isfinite(), grown, scale)
+    return torch.where(finite, kept, scale * backoff), torch.where(finite & ~due, good + 1, 0), skipped + ~finite
+
+
 @runs(ADD_PRODUCT)
 def _add_product(site: Site, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.addmm(x.reshape(a.shape[0], b.shape[1]), a, b).view(x.shape)

@@ -19,6 +19,7 @@ from ...compiler.padding.tensors import grow, real_entries, spread
 from ...grammar.codes_build import BAD_WEIGHTS
 from ..faults import RunError
 from ..work import RankState
+from .scaler import first_state
 
 _PUT_BACK = "put the files of `init from` back as they were built with, or build the plan again"
 
@@ -79,6 +80,7 @@ class Initial:
             return RankState(
                 {name: self._piece(name, type_) for name, type_ in parameters.items()},
                 {name: self._piece(name, type_) for name, type_ in buffers.items()},
+                first_state(self._build.programs, self._build.manifest["state"], self._device),
             )
         except WeightsError as error:
             raise RunError(BAD_WEIGHTS, str(error), _PUT_BACK) from None

@@ -77,6 +77,7 @@ MUTANTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "data": lambda m: m.update(data=None),
     "init": lambda m: m.update(init={"folder": "/", "rounded": True, "tensors": []}),
     "seed": lambda m: m.update(seed=2**70),
+    "state": lambda m: m.update(state={"loss_scale": 1.0}),
     "steps": lambda m: m.update(steps=None),
     "frozen": lambda m: m.update(frozen=["embed.weight"]),
     "parameters": lambda m: m["parameters"].update({"norm.weight": "f32[8]"}),

@@ -26,6 +26,9 @@ OWN_RULES: dict[str, OpRow] = {
     "parc.square_sum.default": OpRow(
         rule("... -> "), precision="sensitive", reduces="squares", power=2.0, storage="fresh"
     ),
+    "parc.next_loss_scale.default": OpRow(
+        rule(", , , -> , , "), precision="sensitive", storage="fresh", compiled=False
+    ),
     "parc.stream_key.default": OpRow(rule("t! -> "), storage="fresh", compiled=False),
     "parc.dropout_mask.default": OpRow(
         made, result_shape(1, "size"), law="bernoulli", key_at=0, by_number=True, storage="fresh"

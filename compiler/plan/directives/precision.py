@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....grammar.codes_language import BAD_VALUE, NOT_SUPPORTED
-from ....grammar.diagnostics import Diagnostic, Label
+from ....grammar.codes_language import BAD_VALUE, NOT_SUPPORTED, REPEATED, UNEXPECTED_ARGUMENT, UNSCALED
+from ....grammar.diagnostics import Diagnostic, Label, Severity
 from ....grammar.syntax import Word
-from ..directive import Directive, Scope, argument
+from ...program.loss_scale import DYNAMIC, LossScale
+from ..directive import Directive, Limit, Scope, argument
 
-WHOLE = "fp32"
-TYPES = {WHOLE: "float32", "bf16": "bfloat16"}
+WHOLE, HALF = "fp32", "fp16"
+TYPES = {WHOLE: "float32", "bf16": "bfloat16", HALF: "float16"}
 """The language's words for types."""
-PLANNED = ("fp16", "fp8")
+PLANNED = ("fp8",)
+_LEAST, _MOST = 2.0**-24, 2.0**100
+_SCALES: Limit = (lambda value: _LEAST <= value <= _MOST, "from 2^-24 to 2^100")
 
 
 @dataclass(frozen=True)
 class Precision(Directive):
-    """The type in which modules compute: `bf16`, or `fp32`, the default. Of lines that name a module the last counts.
+    """The type in which modules compute: `bf16`, `fp16`, or `fp32`, the default. Of lines that name a module the last
+    counts.
 
     `WHERE` names modules, with all inside them; without it, the whole model. Weights, their gradients as they are
     summed over microbatches and ranks, the optimizer's state and the loss stay float32: every weight is rounded once a
-    microbatch, on its way into a product.
+    step.
 
     In a `bf16` module products, convolutions and attention take and give bfloat16. Sums, means, norms, softmax, losses,
     and `exp`, `log`, `pow`, `rsqrt` and their like take and give float32. Every other operator takes the widest type of
@@ -31,18 +35,47 @@ class Precision(Directive):
     messages, are half as large. A value that the model itself casts from a narrower type to float32 stays float32. In a
     model of float32 a cast to float32 does nothing and leaves no trace: name its module in a line `precision fp32 on
     WHERE`.
+
+    `fp16` does the same with float16, whose range is short: gradients below 6e-8 become zero. `loss_scale 1024`
+    multiplies the loss by 1024 before backward, and divides gradients by it before norm, clipping and update. With
+    `loss_scale dynamic` a step whose gradients' norm is not finite is skipped, and halves the scale; 2000 steps in a
+    row without that double it. It begins at 65536. Weights, optimizer and buffers are then as before the step. These
+    are the numbers of `torch.amp.GradScaler`. There is one loss scale for the whole model.
     """
 
-    USAGE = "precision TYPE [on WHERE]"
+    USAGE = "precision TYPE [on WHERE] [loss_scale SCALE]"
     ONCE = False
+    LIMITS = (("loss_scale", _SCALES),)
 
     type: str = argument(lambda given: given.text("type"))
     where: tuple[Word, ...] = argument(lambda given: given.words("on"))
+    loss_scale: LossScale = argument(
+        lambda given: DYNAMIC if given.text("loss_scale") else given.number("loss_scale", None)
+    )
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        yield from super().check(scope)
         label = Label(self.arguments.span("type"))
         if self.type in PLANNED:
             yield Diagnostic(NOT_SUPPORTED, f"`{self.type}` is not supported yet", label, help="write `precision bf16`")
         elif self.type not in TYPES:
-            help_ = "write `precision bf16` or `precision fp32`"
+            help_ = "write `precision bf16`, `precision fp16` or `precision fp32`"
             yield Diagnostic(BAD_VALUE, f"`{self.type}` is not a precision", label, help=help_)
+        lines = scope.all(Precision)
+        scaled = [line for line in lines if line.loss_scale is not None]
+        if self.loss_scale is not None:
+            yield from self._check_scale(scaled[0])
+        elif not scaled and self is next((line for line in lines if line.type == HALF), None):
+            message = "small gradients of float16 become zero without a loss scale"
+            help_ = "write `precision fp16 loss_scale dynamic`, or `precision bf16`, which needs none"
+            yield Diagnostic(UNSCALED, message, label, help=help_, severity=Severity.WARNING)
+
+    def _check_scale(self, first: Precision) -> Iterator[Diagnostic]:
+        label = Label(self.arguments.span("loss_scale"))
+        if self.type != HALF:
+            message, help_ = f"`{self.type}` has no `loss_scale`", "remove it: its range is that of float32"
+            yield Diagnostic(UNEXPECTED_ARGUMENT, message, label, help=help_)
+        elif self.loss_scale != first.loss_scale:
+            related = (Label(first.arguments.span("loss_scale"), "given here first"),)
+            message = "a plan has one loss scale"
+            yield Diagnostic(REPEATED, message, label, related, help="write it in one of the lines, or the same in all")

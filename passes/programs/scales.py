@@ -1,0 +1,45 @@
+"""SCALE and RESCALE: the work of a step, before and after all else, with the numbers that multiply its loss."""
+
+from __future__ import annotations
+
+import torch
+
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import TensorType
+from ...compiler.program.actions import RESCALE, SCALING
+from ...compiler.program.binding import COUNT, GRAD_NORM, SCALE, UNSCALE
+from ...compiler.program.loss_scale import BACKOFF, GROWTH, INTERVAL, LOSS_SCALE, NEXT_SCALE, SCALER
+from ...compiler.program.program import Line, Program, Ref, Value
+from .writer import ORIGIN, Writer, whole_type
+
+
+def scale_program(
+    count: TensorType | None, dtype: torch.dtype, parts: int, mesh: Mesh, role: str, scaled: bool
+) -> Program:
+    """Write SCALE: one over the step's whole denominator; without a count, one over the number of ``parts`` averaged.
+    If the loss is ``scaled``, it is this times the loss scale, and one over the loss scale is a second result."""
+    write, whole = Writer(mesh), whole_type(mesh, dtype)
+    if count is None:
+        scale = write.emit("aten.full.default", ([], 1.0 / parts), whole, name="scale", dtype=dtype)
+    else:
+        total = write.total(write.take("count", count, COUNT))
+        real = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
+        scale = write.emit("aten.reciprocal.default", (Ref(real.name),), whole)
+    if not scaled:
+        return write.program(role, SCALING, [(SCALE, scale.name)])
+    loss_scale = write.take(LOSS_SCALE.name, whole_type(mesh, torch.float32), LOSS_SCALE)
+    unscale = write.emit("aten.reciprocal.default", (Ref(loss_scale.name),), loss_scale.type, name="unscale")
+    scale = write.emit("aten.mul.Tensor", (Ref(scale.name), Ref(loss_scale.name)), whole)
+    return write.program(role, SCALING, [(SCALE, scale.name), (UNSCALE, unscale.name)])
+
+
+def rescale_program(norm: torch.dtype, mesh: Mesh, role: str) -> Program:
+    """Write RESCALE: the state of a dynamic loss scale after the step. Every rank has the same norm and the same state,
+    so all come to the same scale, and skip the same steps."""
+    write = Writer(mesh)
+    given = [write.take(GRAD_NORM.kind, whole_type(mesh, norm), GRAD_NORM)]
+    given += [write.take(key.name, whole_type(mesh, getattr(torch, row.dtype)), key) for key, row in SCALER.items()]
+    made = tuple(Value(write.names.fresh(f"next_{value.name}"), value.type) for value in given[1:])
+    args = (*(Ref(value.name) for value in given), GROWTH, BACKOFF, INTERVAL)
+    write.lines.append(Line(made, NEXT_SCALE, args, (), ORIGIN))
+    return write.program(role, RESCALE, [(key, value.name) for key, value in zip(SCALER, made, strict=True)])
