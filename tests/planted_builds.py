@@ -48,7 +48,8 @@ schedule microbatches 2
 """
 
 _ZERO_2 = """\
-shard tokens, targets [B/dp, _]
+mesh dp=2
+shard x, wanted [B/dp, _]
 schedule microbatches 2
 precision bf16
 zero 2 over dp
@@ -119,8 +120,11 @@ _PLANS = {
         "examples",
         _GPT.replace("layers=2", "layers=1") + "shard tokens, targets [B/dp, S/tp]\n",
     ),
-    "gpt dp=2, tp=2, zero 3": ("examples", _GPT + _GPT_LINES + "zero 3 over dp\n"),
-    "gpt dp=2, zero 2, bf16": ("examples", _GPT.replace("tp=2", "tp=1") + _ZERO_2),
+    "gpt dp=2, zero 3": (
+        "examples",
+        _GPT.replace("tp=2", "tp=1") + "shard tokens, targets [B/dp, _]\nzero 3 over dp\n",
+    ),
+    "stack dp=2, zero 2, bf16": ("tests", _STACK[: _STACK.index("mesh")] + _ZERO_2),
 }
 BUILDS = tuple(_PLANS)
 

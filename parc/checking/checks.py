@@ -65,8 +65,6 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
     faults = mesh_faults(programs, build.mesh)
     for program in programs.values():
         faults += check_program(program)
-    for program in build.files() if build.axis else programs.values():
-        faults += check_messages(program)
     axis = "" if faults else build.axis
     if axis:
         for program in build.files():
@@ -82,6 +80,8 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
         faults += check_precision(programs, reference, build.rounding)
         faults += check_padding(programs, build.pads, build.types)
         faults += check_schedule(roles, build.microbatches)
+        for program in build.files() if build.axis else programs.values():
+            faults += check_messages(program)
     return faults
 
 
