@@ -20,6 +20,14 @@ UNWRITTEN = shown(
     example="parc run build --metrics /full/metrics.jsonl",
     instead="parc run build --metrics metrics.jsonl",
 )
+OFFLOAD_FOLDER = shown(
+    name="P0413",
+    title="the folder of an `offload` line cannot be used",
+    why="a run keeps the state of each rank there in files of its own, and reserves their room before the first step:"
+    " the folder can be written, has that much room, and no other run keeps its state in it.",
+    example='parc run build & parc run build   # its plan has a line: offload optimizer to "state"',
+    instead="parc run build && parc run build",
+)
 BATCHES_DIFFER = Code(
     name="P0410",
     title="ranks gave what is not one batch",

@@ -64,6 +64,7 @@ ARGUMENT_KINDS: dict[str, ArgumentKind] = {
     "VALUES": ArgumentKind("names or patterns of parameters or inputs", _where, count=0),
     "OUTPUTS": ArgumentKind("outputs of modules, such as `out(blocks.3)`", _output, count=0),
     "SCHEDULE": ArgumentKind("a schedule", lambda item: isinstance(item, Word)),
+    "STATES": ArgumentKind("`optimizer`, `parameters` or `activations`", _name, count=0),
     "LEVEL": ArgumentKind("a level from 0 to 3", lambda item: isinstance(item, Number) and item.is_integer),
     "N": ArgumentKind("a whole number", lambda item: isinstance(item, Number) and item.is_integer),
     "X": ArgumentKind("a number", _number),

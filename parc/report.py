@@ -18,6 +18,7 @@ from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiler.program.cost import Memory, estimate_memory
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.roles import Role
+from parc.compiler.program.room import room_bytes, room_of
 from parc.grammar.diagnostics import PlanError
 
 LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
@@ -41,7 +42,9 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
 def memory_of(build: Build, plan: Plan, role: Role) -> Memory:
     """Return the memory of a rank of a role; frozen parameters have no optimizer state."""
     moments = dict.fromkeys(build.types.keys() - set(build.manifest["frozen"]), plan.optimizer.moments)
-    return estimate_memory(role.programs, role.actions, build.types, moments)
+    memory, offload = estimate_memory(role.programs, role.actions, build.types, moments), plan.offloaded
+    room = room_of(role.programs, role.actions, build.types, moments, offload)
+    return memory.without({word: room_bytes(room[word]) for word in offload})
 
 
 def _memory_row(role: str, memory: Memory) -> dict[str, Any]:

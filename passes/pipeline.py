@@ -14,6 +14,7 @@ from ..compiler.layout.mesh import Mesh
 from ..compiler.layout.placement import Split
 from ..compiler.ops.precision import PrecisionRegions
 from ..compiler.program.binding import Binding
+from ..compiler.program.blocks import block_of
 from ..compiler.program.loss_scale import LossScale
 from ..compiler.program.program import Program
 from ..compiler.program.roles import SINGLE as ROLE
@@ -41,8 +42,8 @@ from .programs.assemble import assemble
 from .programs.cut import Pipeline, in_stages
 from .programs.makers import StepParts, make_roles
 from .programs.model_program import reference_program
+from .programs.offload import offload
 from .programs.overlap import OverlapChoices, overlapped
-from .programs.segments import block_of
 
 __all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of", "prepare", "reshards_of"]
 
@@ -72,6 +73,8 @@ class Request:
     choices: Choices | None = None
     """The choices made at the largest sizes, where the plan has ranges of sizes."""
     overlap: OverlapChoices = field(default_factory=lambda: OverlapChoices(25_000_000, 1))
+    offload: Mapping[str, int] = field(default_factory=dict)
+    """The number of the plan's line for each part of the state of training that is kept away from memory."""
     shard_dims: ShardDims | None = None
     """The dims along which the parameters of a larger model are stored in parts, whose twin this is."""
 
@@ -152,6 +155,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     roles = make_roles(StepParts(mesh, typed, counted, parts, assembled, request.pipeline, request.loss_scale))
     roles = {role: {key: overlapped(program, request.overlap) for key, program in programs.items()}
              for role, programs in roles.items()}  # fmt: skip
+    roles = offload(roles, request.offload)
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
     return Built(reference, join_roles(roles), roles, tuple(reshards), missing, stored, averaged=adds is None)
 

@@ -25,7 +25,7 @@ from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SI
 from ..grammar.nearest import listed
 from .faults import RunError
 from .state.checkpoint import Checkpoint, read_checkpoint
-from .state.optimizer import restore_optimizer
+from .state.optimizer import moments_of, restore_optimizer
 
 
 def build_mesh(build: Build) -> Mesh:
@@ -109,8 +109,7 @@ def checkpoint_bytes(build: Build) -> int:
     """Return the size of a build's checkpoint in bytes: parameters, the optimizer's state of each, buffers that steps
     change."""
     mesh, line, constants = build_mesh(build), build.manifest["optimizer"], constants_of(build)
-    slots = 2 if line["name"] == "adamw" else int(bool(line["momentum"]))
-    parameters = [parse_type(text, mesh) for text in build.manifest["parameters"].values()] * (1 + slots)
+    parameters = [parse_type(text, mesh) for text in build.manifest["parameters"].values()] * (1 + moments_of(line))
     everything = [*parameters, *(constants[name] for name in build.manifest["updates"])]
     return sum(math.prod(type_.shape) * type_.dtype.itemsize for type_ in everything)
 

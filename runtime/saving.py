@@ -257,6 +257,10 @@ class StateFiles:
                         made = torch.zeros_like(piece.tensor) if had.get(slot) is None else had[slot]
                         files.fill(full, made, piece.runs)
                     optimizer.state[piece.tensor][slot] = made
+                if had and name not in slots:  # as before the first step, in the tensors that hold it
+                    optimizer.state[piece.tensor] = {
+                        slot: value.zero_() for slot, value in had.items() if value is not None
+                    }
 
 
 def _slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Slots:

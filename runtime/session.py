@@ -27,16 +27,15 @@ from .first_bad import find_bad
 from .lockstep import Together
 from .machine.compiled import Regions
 from .machine.execute import Machine
-from .machine.kernels import KERNELS
-from .machine.products import kernels_for
-from .machine.ways import Kernel
+from .machine.products import agreed_kernels
 from .opening import build_mesh, check_fits, check_source_of, constants_of, open_build, task_of
 from .owners import held, keepers_of, owners_of
 from .processes import default_device, join_processes, launched
 from .saving import LocalPart, StateFiles, stored_of
 from .state.gather import Gatherer, everywhere, exchange
 from .state.initial import Initial
-from .state.optimizer import make_optimizer, rate, update
+from .state.offload import Offloaded
+from .state.optimizer import rate, update
 from .state.scaler import changed_state, scale_figures, skips
 from .step import Stepper, StepReport, StepResult
 from .trace import Recorder, clock_offset, write_trace
@@ -88,18 +87,20 @@ class Session:
         if self.world > 1:
             self.backend = Distributed(self.mesh, programs, self.rank, self.device, self.role.axis, build.stage_ranks)
         self.regions = Regions(self.device) if compile else None
-        self.kernels = self._products()
+        self.offloaded = self._together.agreed(lambda: Offloaded(build, self.role, self.rank, self.device))
+        self.kernels = {**agreed_kernels(self.device, self.exchange), **self.offloaded.kernels}
         self._by_sizes = BySizes(build, self._at)
         self.feed = self._by_sizes().feed
         if check_source:
             check_source_of(build)
         self.state = self._initial_state()
-        self.optimizer = make_optimizer(self.state.parameters, manifest["optimizer"])
+        self.optimizer = self.offloaded.make_optimizer(self.state.parameters)
         self._batches = Batches(self._by_sizes, self.mesh, self._together)
         self._files = StateFiles(stored_of(build), self.mesh, self._together, [role.name for role in ranks])
         self._given: tuple[AtSizes, LocalParts, dict[str, torch.Tensor]] = (self._by_sizes(), [], {})
 
     def _at(self, build: Build) -> AtSizes:
+        self.offloaded.reserve(build)
         machine = self.regions.machine if self.regions is not None else Machine
         stepper = self._stepper(build, machine, recorder=self.recorder)
         return AtSizes(build, stepper, Feed(build, self.mesh, self.coordinates, self.device))
@@ -108,12 +109,6 @@ class Session:
         role, options = build.role_at(self.coordinates), {**options, "kernels": self.kernels}
         return Stepper(role.programs, role.actions, self.backend, self.device, machine, axis=role.axis, **options)
 
-    def _products(self) -> Mapping[str, Kernel]:
-        """The kernels that multiply matrices. Special ones need all ranks, so that equal work has bitwise equal
-        results."""
-        kernels = kernels_for(self.device)
-        return kernels if all(row[0] for row in self.exchange([int(kernels is not KERNELS)])) else KERNELS
-
     def __enter__(self) -> Self:
         return self
 
@@ -121,8 +116,9 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Stop reading data. Process groups stay: their maker ends them."""
+        """Stop reading data, and let the folders of offloaded state go. Process groups stay: their maker ends them."""
         self.feed.close()
+        self.offloaded.close()
 
     def _initial_state(self) -> RankState:
         constants = constants_of(self.build)
@@ -133,6 +129,7 @@ class Session:
         return self._initial.state(
             {name: type_ for name, type_ in self.types.items() if self.role in self._owners[name]},
             {name: type_ for name, type_ in constants.items() if name in buffered},
+            self.offloaded.parameter,
         )
 
     # ---- training
@@ -171,7 +168,8 @@ class Session:
             if skipped:
                 self.state.buffers = dict(self._given[2])
             else:
-                update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, line["clip"], lr)
+                units, clip = self.offloaded.units(self.state.parameters), line["clip"]
+                update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, clip, lr, units)
         self.state.steps.update(result.state)
         self.step_number += 1
         metrics = {name: float(value) for name, value in result.metrics.items()} | scale_figures(self.state.steps)

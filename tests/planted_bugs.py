@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from parc.compiler.verify.precision import check_precision
-from tests.planted_builds import BUILDS, GoodBuild, good_build, judge
+from tests.planted_builds import BUILDS, OFFLOADED, GoodBuild, good_build, judge
 from tests.planted_conversions import CONVERSIONS
 from tests.planted_integers import bounded, shortened
 from tests.planted_large import refusals
 from tests.planted_norms import wrong_norms
+from tests.planted_places import PLACES
 from tests.planted_rows import Row, table_text
 from tests.planted_scales import SCALES
 from tests.planted_sites import Mutant
@@ -54,6 +55,17 @@ def table(names: Sequence[str] = BUILDS, share: int = 1) -> dict[str, Row]:
     return rows
 
 
+def place_rows() -> dict[str, Row]:
+    """Judge what is wrong with the places of values, in a build that keeps them away from memory."""
+    rows: dict[str, Row] = {}
+    build = good_build(OFFLOADED)
+    for make in PLACES:
+        for mutant in make(build):
+            verdict = judge(build, mutant.programs)
+            rows.setdefault(mutant.kind, Row()).note(mutant.what, verdict.check, verdict.by_types)
+    return rows
+
+
 def rounding_rows(ways: Sequence[str] = HOW) -> dict[str, Row]:
     """Judge roundings of tables in narrow builds, which float64 does not see."""
     row = Row()
@@ -78,7 +90,7 @@ def type_share(rows: Mapping[str, Row]) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    found = table() | rounding_rows()
+    found = table() | place_rows() | rounding_rows()
     print(f"{table_text(found)}\n{share_text(found)}")
     print(table_text(refusals(60), "large builds, by texts alone"))
     print(table_text(size_refusals(60), "ranges of sizes, by texts alone"))

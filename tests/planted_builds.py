@@ -55,6 +55,10 @@ precision bf16
 zero 2 over dp
 """
 
+_OFFLOAD = """\
+offload optimizer, parameters, activations to "offloaded"
+"""
+
 _LLAMA = """\
 model "./llama.py:llama" (layers=1, width=16, heads=4, kv_heads=2, ffn=16, vocab=24, length=8)
 input input_ids int64 [B, S]
@@ -127,6 +131,11 @@ _PLANS = {
     "stack dp=2, zero 2, bf16": ("tests", _STACK[: _STACK.index("mesh")] + _ZERO_2),
 }
 BUILDS = tuple(_PLANS)
+OFFLOADED = "gpt dp=2, zero 3, bf16, offloaded"
+_PLANS[OFFLOADED] = (
+    "examples",
+    _GPT.replace("layers=2", "layers=1").replace("tp=2", "tp=1") + _ZERO_2.replace("zero 2", "zero 3") + _OFFLOAD,
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ class GoodBuild:
 
 @cache
 def good_build(name: str) -> GoodBuild:
-    """Return one of ``BUILDS``."""
+    """Return one of ``BUILDS``, or the offloaded one."""
     folder, text = _PLANS[name]
     compiled = compile_plan(read_plan(Source("planted.parc", text)), ROOT / folder)
     return GoodBuild(name, case_of(compiled), compiled.build)

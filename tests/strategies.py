@@ -343,6 +343,7 @@ def plans(draw: st.DrawFn, spec: ModelSpec) -> str:
         mesh = {"pp": ranks, **mesh} if draw(st.booleans()) else {**mesh, "pp": ranks}
         lines += cuts
     lines += draw(zero_lines(spec, mesh, lines))
+    lines += draw(st.sampled_from([[], [], ["offload parameters, activations to cpu"]]))
     narrow = ["", "precision fp16 loss_scale dynamic\n", "precision bf16\nprecision fp32 on layers.1?\n"]
     precision = draw(st.sampled_from(narrow))
     return plan_text(spec, mesh, lines, optimizer) + precision

@@ -249,6 +249,10 @@ def runs(folder: Path) -> list[str]:
         said.append(command("run", "build", "--device", "cuda"))
     with target_held(folder / "kept", 0):
         said.append(command("run", "build", "--save", "kept"))
+    kept = build(folder, 'offload optimizer to "gpt.py"\n', name="kept-build")
+    with pytest.raises(RunError) as stopped:
+        parc.load(kept)
+    said.append(render(stopped.value.diagnostic()))
     for name, plan in {
         "hot": PLAN.replace("adamw lr 1e-2 eps 1e-5 weight_decay 0.1 clip 1.0", "sgd lr 1e30"),
         "empty": PLAN.replace('"*.py"', '"nothing/*.txt"'),
@@ -285,7 +289,7 @@ def compiles(folder: Path) -> list[str]:
 
 
 SCENES: dict[str, Callable[[Path], list[str]]] = {
-    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0412 P0222 P0411 P0302 P0303 P0230 P0410": runs,
+    "P0210 P0211 P0212": altered, "P0301 P0304 P0307 P0412 P0222 P0411 P0413 P0302 P0303 P0230 P0410": runs,
     "P0305 P0306": compiles,
 }  # fmt: skip
 GOLDEN = Path(__file__).parent / "golden" / "built_messages.txt"

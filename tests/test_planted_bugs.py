@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 
 from parc.runtime.compare.simulate import TOLERANCE, compare
-from tests.planted_bugs import table, type_share
-from tests.planted_builds import BUILDS, good_build, judge
+from tests.planted_bugs import place_rows, table, type_share
+from tests.planted_builds import BUILDS, OFFLOADED, good_build, judge
 from tests.planted_integers import shortened
 from tests.planted_norms import wrong_norms
 from tests.planted_rows import Row, table_text
@@ -36,6 +36,14 @@ def test_no_good_build_is_refused(name: str) -> None:
 def test_every_mutant_is_refused() -> None:
     accepted = [f"{kind}: {what}" for kind, row in rows().items() for what in row.accepted]
     assert not accepted, accepted
+
+
+def test_values_in_the_wrong_place_are_refused_before_anything_runs() -> None:
+    build = good_build(OFFLOADED)
+    assert not judge(build, build.case.programs).check
+    found = place_rows()
+    assert len(found) == 5 and all(row.mutants > 5 and not row.accepted for row in found.values()), found
+    assert all(row.first["types"] + row.first["parse"] == row.mutants for row in found.values())
 
 
 @pytest.mark.parametrize("kind", [*PLACEMENT, "split a tied weight's gradient", "leave out a gradient"])

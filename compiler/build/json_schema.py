@@ -62,6 +62,7 @@ MANIFEST_FORM: Form = {
     "sizes": Each(int),
     "ranges?": Each(FieldRow(int, 3)),
     "budget?": int,
+    "offload?": Each((str, _NONE)),
     "loss": {"kind": str, "target": str, "operands": [str], "ignore": (int, _NONE)},
     "mesh": Each(int),
     "microbatches": int,
@@ -95,7 +96,7 @@ REPORT_FORM: Form = {
     "parameters": int,
     "memory": [{
         "role": str, "peak_bytes": _NUMBER, "parameters": _NUMBER, "gradients": _NUMBER, "optimizer": _NUMBER,
-        "activations": _NUMBER,
+        "activations": _NUMBER, "offloaded": Each(int),
     }],
     "communication": [{
         "number": int, "op": str, "axis": str, "phase": Among(PHASES), "count_per_step": int, "bytes": int,

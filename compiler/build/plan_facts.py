@@ -29,6 +29,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     return {
         **({"ranges": ranges} if ranges else {}),
         **({"budget": plan.budget.memory} if plan.budget is not None else {}),
+        **({"offload": offload_facts(plan)} if plan.offload else {}),
         "model": {"callable": plan.model.callable, "arguments": dict(plan.model.values)},
         "inputs": input_facts(plan),
         "sizes": {name: size.high for name, size in plan.sizes.items()},
@@ -56,6 +57,11 @@ def input_facts(plan: Plan) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def offload_facts(plan: Plan) -> dict[str, str | None]:
+    """Return the folder in which each part of the state of training is kept, None for the host's memory."""
+    return {word: None if line.host else line.folder for word, line in plan.offloaded.items()}
+
+
 def data_facts(line: Data | None) -> dict[str, Any] | None:
     """Return the facts of the ``data`` line in the manifest's form."""
     return None if line is None else {
@@ -78,7 +84,9 @@ def plan_faults(manifest: Mapping[str, Any], plan: Plan) -> list[Fault]:
     """Return the faults of a manifest that contradicts the plan of its build."""
     known = {key.removesuffix("?") for key in MANIFEST_FORM} | {"format"}
     faults = [fact_fault(f"`{key}` is no fact of a build") for key in sorted(manifest.keys() - known)]
-    faults += unlike(manifest, {"ranges": None, "budget": None, **plan_facts(plan)}, "plan says", _PARTS)
+    faults += unlike(
+        manifest, {"ranges": None, "budget": None, "offload": None, **plan_facts(plan)}, "plan says", _PARTS
+    )
     return faults or list(_name_faults(manifest, plan))
 
 

@@ -32,6 +32,8 @@ Computes = Literal["", "total", "difference", "multiple", "ratio", "both", "eith
                    "at least"]  # fmt: skip
 """The arithmetic of an operator on two operands, whatever their types: `a + b`, `a - b`, `a * b`, `a / b`, `a & b`, `a
 | b` and the comparisons."""
+Carries = Literal["", "away", "back"]
+"""The way of a value to a place beside the memory that computes (``away``), or from there (``back``)."""
 LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential"]
 """The law of the numbers that an operator draws."""
 
@@ -94,6 +96,8 @@ class OpFacts:
     limits: tuple[float, ...] = ()
     """Bounds of that kind that no argument has."""
 
+    carries: Carries = ""
+    """The way of the operand between the memory that computes and the place where an ``offload`` line keeps it."""
     reaches_outside: bool = False
     """True where the operator does more than its results say, or reads more than its operands: a file, a number in
     Python, the screen, or memory that nobody wrote. No program may use it."""

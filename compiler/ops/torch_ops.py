@@ -48,6 +48,9 @@ _SCHEMAS = (
     "fill_pad(Tensor x, int dim, int outer, int real, int padded, float value) -> Tensor",
     "cut_pad(Tensor x, int dim, int outer, int real, int padded) -> Tensor",
     "grow_pad(Tensor x, int dim, int outer, int real, int padded) -> Tensor",
+    # a value on its way to where a plan's `offload` line keeps what it names, and back into the memory that computes
+    "store(Tensor x, str what) -> Tensor",
+    "load(Tensor x, str what) -> Tensor",
     # a typed conversion such as P -> I over "dp,tp", on the global shape; a collective when programs are emitted
     "convert(Tensor x, str axes, str source, str result) -> Tensor",
 )
@@ -162,6 +165,8 @@ def _(norm: Any, scale: Any, good: Any, skipped: Any, growth: float, backoff: fl
 
 @_fake("fill_pad")
 @_fake("convert")
+@_fake("store")
+@_fake("load")
 def _(x: Any, *options: Any) -> Any:
     return x.new_empty(x.shape)
 

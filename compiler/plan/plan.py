@@ -32,6 +32,7 @@ from .directives.loss import Loss
 from .directives.mesh import MeshLine, declared_mesh, merged
 from .directives.model import Model
 from .directives.node import Node
+from .directives.offload import Offload
 from .directives.optimizer import Optimizer
 from .directives.precision import Precision
 from .directives.prefetch import DEFAULT as PREFETCH
@@ -80,6 +81,7 @@ class Plan:
     zero: tuple[Zero, ...]
     bucket: int
     prefetch: int
+    offload: tuple[Offload, ...]
     frozen: tuple[Word, ...]
     placements: tuple[Fix | SplitWeights, ...]
     promises: tuple[Promise, ...] = ()
@@ -100,6 +102,11 @@ class Plan:
     def unbatched(self) -> frozenset[str]:
         """The inputs whose first dim is not the batch."""
         return frozenset(line.name for line in self.inputs if line.dims[:1] != (BATCH,))
+
+    @property
+    def offloaded(self) -> dict[str, Offload]:
+        """The line that says where each part of the state of training is kept."""
+        return {word.text: line for line in self.offload for word in line.states}
 
     def input_shape(self, line: Input) -> tuple[int, ...]:
         """The shape of an input in one microbatch, over all data ranks, at the largest sizes."""
@@ -258,6 +265,7 @@ def _assemble(
         zero=scope.all(Zero),
         bucket=bucket.size if (bucket := one(Bucket)) is not None else BUCKET,
         prefetch=prefetch.units if (prefetch := one(Prefetch)) is not None else PREFETCH,
+        offload=scope.all(Offload),
         promises=scope.all(Promise),
         budget=one(Budget),
         init=one(Init),

@@ -27,19 +27,23 @@ class KindRow(NamedTuple):
 
     home: Home
     text: Literal["kind name", "kind", "name"] = "kind name"
+    offloaded: str = ""
+    """The word of an ``offload`` line that keeps such values away from memory while no program reads them."""
 
 
 KINDS: Mapping[Kind, KindRow] = MappingProxyType(
     {
-        "parameter": KindRow("parameters"),
-        "frozen": KindRow("parameters"),  # a parameter that is not trained
+        "parameter": KindRow("parameters", offloaded="parameters"),
+        "frozen": KindRow("parameters", offloaded="parameters"),  # a parameter that is not trained
         "buffer": KindRow("buffers"),
         "constant": KindRow("buffers"),
         "input": KindRow("batch"),
         "rng": KindRow("batch", "kind"),  # the numbers of the step and of the microbatch, which seed random streams
         "key": KindRow("program"),  # of a random stream
-        "weight": KindRow("step"),  # a parameter as a step computes with it, made of the stored one once a step
-        "saved": KindRow("stage"),
+        "weight": KindRow(
+            "step", offloaded="parameters"
+        ),  # a parameter as a step computes with it, made of the stored one once a step
+        "saved": KindRow("stage", offloaded="activations"),
         "received": KindRow("neighbour"),
         "sent": KindRow("neighbour"),
         "count": KindRow("step", "kind"),
@@ -57,6 +61,8 @@ KINDS: Mapping[Kind, KindRow] = MappingProxyType(
 
 PARAMETERS: tuple[Kind, ...] = tuple(kind for kind, row in KINDS.items() if row.home == "parameters")
 BUFFERS: tuple[Kind, ...] = tuple(kind for kind, row in KINDS.items() if row.home == "buffers")
+OFFLOADED = ("optimizer", *dict.fromkeys(row.offloaded for row in KINDS.values() if row.offloaded))
+"""The words of ``offload`` lines. No program reads the state of the optimizer: the update works on it where it lies."""
 STORED = PARAMETERS + BUFFERS
 """The kinds of the model's own tensors."""
 OUTSIDE: tuple[Kind, ...] = (*STORED, *(kind for kind, row in KINDS.items() if row.home == "batch"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ..layout.placement import TensorType
 from ..ops.rules import facts
@@ -26,10 +26,17 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
+    offloaded: Mapping[str, int] = field(default_factory=dict)
+    """The bytes that are kept outside this memory, by the word of their ``offload`` line; no other number has them."""
 
     @property
     def peak_bytes(self) -> int:
         return self.parameters + self.gradients + self.optimizer + self.activations
+
+    def without(self, offloaded: Mapping[str, int]) -> Memory:
+        """Return this memory where so many bytes are kept outside it. ``activations`` never had theirs."""
+        kept = {word: getattr(self, word) - offloaded.get(word, 0) for word in ("parameters", "optimizer")}
+        return replace(self, **kept, offloaded=dict(offloaded))
 
 
 def local_bytes(type_: TensorType, program: Program) -> int:
@@ -71,7 +78,7 @@ def _peak(program: Program, function: Function, late: Mapping[str, frozenset[str
         if line.calls_function:
             inner, left = _peak(program, program.function(line.op), late, peaks)
         made, kept = left, kept + left
-        for value in line.made:
+        for value in line.made if facts(line.op).carries != "away" else ():
             if value.name not in source and value.name not in added:
                 size = local_bytes(value.type, program)
                 made += size
@@ -108,6 +115,7 @@ def estimate_memory(
             made = program.main.returned("gradient")
             gradients.update((name, local_bytes(values[value].type, program)) for name, value in made.items())
         keeps, sends = {*program.main.returned("saved").values()}, {*program.main.returned("sent").values()}
+        keeps -= {value.name for line in program.main.lines if facts(line.op).carries for value in line.made}
         saved[key] = sum(local_bytes(values[name].type, program) for name in keeps)
         sent[key] = sum(local_bytes(values[name].type, program) for name in sends - keeps)
         received[key] = sum(local_bytes(value.type, program) for value in program.main.bound("received").values())

@@ -146,7 +146,7 @@ def _chain(programs: Sequence[Program]) -> Program:
             if not any(name in makers for name in names):
                 lines.append(line)
                 makers.update(dict.fromkeys(names, line))
-            elif line.op != "parc.stream_key.default" or makers.get(names[0]) != line:
+            elif (line.op != "parc.stream_key.default" and not facts(line.op).carries) or makers.get(names[0]) != line:
                 raise JoinFault(f"{program.role}.{program.action} makes `{names[0]}`, which an earlier stage makes")
     types = {v.name: v.type for v in (*parameters.values(), *(v for line in lines for v in line.results if v))}
     for program in programs:

@@ -17,7 +17,11 @@ _CUT = "parc.cut_pad.default"
 
 def converts(line: Line) -> bool:
     """Return whether a line's result is its operand, apart from dtype, placement and padding."""
-    return COLLECTIVES[line.op].keeps if line.op in COLLECTIVES else facts(line.op).casts or line.op == _CUT
+    return (
+        COLLECTIVES[line.op].keeps
+        if line.op in COLLECTIVES
+        else bool(facts(line.op).casts or facts(line.op).carries) or line.op == _CUT
+    )
 
 
 def weight_sources(programs: Mapping[str, Program]) -> dict[Binding, Binding]:

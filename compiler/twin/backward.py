@@ -31,6 +31,8 @@ class Backward:
         for value in program.main.parameters:
             binding = value.binding
             if binding is not None and binding.kind == "saved":
+                if binding.name not in forward.sources:
+                    raise WiringFault(f"B reads `{binding}`, which F does not have")
                 self.given[value.name] = forward.sources[binding.name]
             else:
                 self.given[value.name] = "bound", self.stored.get(value.name, binding)
@@ -49,6 +51,9 @@ class Backward:
         for line in self.program.main.lines:
             if not line.calls_function and line.made[0].name in self.stored:
                 self.given[line.made[0].name] = "bound", self.stored[line.made[0].name]
+                continue
+            if facts(line.op).carries:
+                self.given[line.made[0].name] = self.given[next(line.uses())]
                 continue
             if not line.calls_function:
                 self.sums[line.made[0].name] = _sum_of(line, self.sums, self.program)

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from ..layout.mesh import Mesh
+from ..ops.rules import facts
 from ..program.binding import Binding
 from ..program.program import Function, Line, Program, Value
 from ..program.weights import WeightSources, stored_sources
@@ -169,6 +170,8 @@ class Forward:
                 self.calls.append(call)
             elif line.made[0].name in stored:
                 self.sources[line.made[0].name] = "bound", stored[line.made[0].name]
+            elif facts(line.op).carries:
+                self.sources[line.made[0].name] = self.sources[next(line.uses())]
             else:
                 raise WiringFault(f"F computes `{line.op}` outside its functions")
         self.returned = {key: self.sources[name] for key, name in program.main.returns}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ..ops.rules import facts
 from ..program.actions import BACKWARD, FORWARD, UNSHARD
 from ..program.faults import Fault
 from ..program.program import Program
@@ -20,7 +21,7 @@ from ..twin.wiring import Forward, Graph, Kinds
 def check_stored(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
     """Find weights that are not their own parameter's, and calls of F and B that read another block's.
 
-    Builds without conversions of parameters have none: there numbers alone are tested.
+    In builds without conversions of parameters, and without values that are kept away, numbers alone are tested.
     """
     weights = weight_sources(programs)
     for key in programs[UNSHARD].main.returned("weight") if UNSHARD in programs else ():
@@ -28,7 +29,8 @@ def check_stored(programs: Mapping[str, Program], reference: Program) -> Iterato
         if made is None or made.name != key.partition(":")[0]:
             yield Fault("types", f"UNSHARD {key}", "is not proved to be its own parameter")
     converted = stored_sources(programs[FORWARD], weights).keys() - {v.name for v in programs[FORWARD].main.parameters}
-    if not weights and not converted:
+    kept = any(facts(line.op).carries for line in programs[FORWARD].main.lines)
+    if not weights and not converted and not kept:
         return
     if (fault := repetition_fault(programs, reference)) is not None:
         yield fault

@@ -28,6 +28,7 @@ from parc.compiler.verify.integers import check_integers
 from parc.compiler.verify.lines import check_lines, check_program
 from parc.compiler.verify.messages import check_messages
 from parc.compiler.verify.padding import check_padding
+from parc.compiler.verify.places import check_places
 from parc.compiler.verify.precision import check_precision
 from parc.compiler.verify.reduce import check_reduce
 from parc.compiler.verify.rescale import check_rescale
@@ -77,6 +78,7 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
         faults += check_rescale(programs, build.mesh)
         faults += (*check_integers(programs, reference), *check_bounds(programs, reference))
         faults += check_stored(programs, reference)
+        faults += check_places(programs, build.manifest.get("offload", {}))
         faults += check_precision(programs, reference, build.rounding)
         faults += check_padding(programs, build.pads, build.types)
         faults += check_schedule(roles, build.microbatches)

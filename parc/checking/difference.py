@@ -61,6 +61,8 @@ class _Watch:
                 seen.module = complete_module(seen.module, line.origin.module)
             self._open = len(self.seen)
             return
+        if not line.origin.source:
+            return
         signatures, sizes = [], []
         for value in line.results:
             if value is not None and value.type.dtype.is_floating_point:
@@ -69,7 +71,7 @@ class _Watch:
                 whole = pieces[0] if self.mesh.world == 1 else whole_tensor(held, value.type.placement, self.mesh)
                 signatures.append(_signature(whole))
                 sizes.append(whole.numel())
-        if signatures and line.origin.source:
+        if signatures:
             self.seen.append(_Seen(line, line.origin.module, signatures, sizes))
 
 

@@ -74,6 +74,8 @@ def report_text(report: Mapping[str, Any]) -> str:
     for entry in report["memory"]:
         held = ", ".join(f"{k} {size_text(entry[k])}" for k in ("parameters", "gradients", "optimizer", "activations"))
         rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))
+        if away := entry["offloaded"]:
+            rows.append(("", "beside it " + ", ".join(f"{word} {size_text(size)}" for word, size in away.items())))
     rows += [("padding" if at == 0 else "", text) for at, text in enumerate(_padding_texts(report["padding"]))]
     if whole := report["stored_whole"]:
         names = f"{len(whole)} parameter{'s' * (len(whole) != 1)}"

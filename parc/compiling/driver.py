@@ -239,6 +239,7 @@ def ask(
         copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline,
         shardings_of(resolved, mesh, copies), plan.loss_scale, plan.unbatched, choices,
         OverlapChoices(plan.bucket, plan.prefetch),
+        {word: line.span.root.line for word, line in plan.offloaded.items()},
     ))  # fmt: skip
 
 

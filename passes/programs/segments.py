@@ -4,7 +4,6 @@ structure."""
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,14 +14,6 @@ from ...compiler.capture.reach import GradientFlow
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ..calls import substitute_nodes
-
-_BLOCK = re.compile(r"((?:[^.]+\.)*?\d+)(?:\.|$)")
-
-
-def block_of(module: str) -> str | None:
-    """Return the outermost numbered module on a path: ``layers.3`` for ``layers.3.mlp.up``."""
-    match = _BLOCK.match(module)
-    return match[1] if match else None
 
 
 def node_type(node: fx.Node) -> TensorType:

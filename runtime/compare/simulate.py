@@ -28,6 +28,7 @@ from ..work import RankState
 from .model_run import Case, Microbatches, ReferenceRun, largest, largest_difference, wide
 from .plain import CPU
 from .roundings import Roundings
+from .two_spaces import TWO_SPACES, loaded_parameters, lying_elsewhere
 
 TOLERANCE = 1e-10
 _LATE = (1 << 53) + 1
@@ -68,7 +69,8 @@ class Agreement:
 
 
 class Simulation:
-    """All ranks of a build, each with its own pieces and optimizer, in lock step. They compute in ``float64``, or in
+    """All ranks of a build, each with its own pieces and optimizer, in lock step. What lines store lies in a memory
+    space of its own. They compute in ``float64``, or in
     the programs' own types."""
 
     def __init__(
@@ -83,10 +85,13 @@ class Simulation:
             InProcess(case.mesh, role.rank, role.axis, self.meeting) if role.axis else InProcess(case.mesh)
             for role in self.roles
         ]
+        options.setdefault("kernels", TWO_SPACES)
         self.steppers = [
             Stepper(role.programs, role.actions, backend, CPU, axis=role.axis, wide=float64, watch=watch, **options)
             for role, backend in zip(self.roles, self.backends, strict=True)
         ]
+        self.elsewhere = loaded_parameters(program for role in self.roles for program in role.programs.values())
+        """The parameters that lie in the other memory space."""
         owners = owners_of(self.roles, self.types)
         states = {rank: self._state(rank, role, owners) for role, backend in zip(self.roles, self.backends, strict=True)
                   for rank in backend.ranks}  # fmt: skip
@@ -146,7 +151,8 @@ class Simulation:
         local = self.local_batches(batches)
 
         def of(stepper: Stepper, ranks: Sequence[int]) -> list[StepResult]:
-            return do(stepper, [self.states[rank] for rank in ranks], [local[rank] for rank in ranks], step)
+            states = [lying_elsewhere(self.states[rank], self.elsewhere) for rank in ranks]
+            return do(stepper, states, [local[rank] for rank in ranks], step)
 
         jobs = [
             partial(of, stepper, backend.ranks) for stepper, backend in zip(self.steppers, self.backends, strict=True)

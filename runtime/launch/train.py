@@ -167,6 +167,8 @@ def _at_the_start(session: Session, options: Options) -> Iterator[str]:
         return
     if said := rate_ends(session.build, options.steps):
         yield said
+    if idle := session.offloaded.idle:
+        yield f"`offload {', '.join(idle)} to cpu` changes nothing here: programs compute in the host's memory"
     if session.regions is not None:
         yield f"compiling {session.regions.distinct} distinct regions in the first step…"
 

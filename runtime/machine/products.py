@@ -7,7 +7,7 @@ maker with AVX-512 can do; oneDNN, which torch has beside it for narrow types, u
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,16 @@ def kernels_for(device: torch.device) -> Mapping[str, Kernel]:
     check_device(device)
     linear = onednn_linear() if device.type == "cpu" else None
     return KERNELS if linear is None or not _is_faster(linear) else {**KERNELS, **code_for("onednn")}
+
+
+def agreed_kernels(device: torch.device, exchange: Callable[[Sequence[int]], list[list[int]]]) -> Mapping[str, Kernel]:
+    """Return the kernels for a device. Special ones need all ranks, so that equal work has bitwise equal results.
+
+    Raises:
+        RunError: there is no such device here.
+    """
+    kernels = kernels_for(device)
+    return kernels if all(row[0] for row in exchange([int(kernels is not KERNELS)])) else KERNELS
 
 
 def _is_faster(linear: Callable[..., torch.Tensor]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,15 +70,18 @@ class Initial:
         tensors = expected_of(line) if line is not None else []
         self._names = {name: tensor.names for tensor in tensors for name in tensor.names}
 
-    def state(self, parameters: Mapping[str, TensorType], buffers: Mapping[str, TensorType]) -> RankState:
-        """Return the rank's pieces, and close the files.
+    def state(
+        self, parameters: Mapping[str, TensorType], buffers: Mapping[str, TensorType],
+        keep: Callable[[torch.Tensor], torch.Tensor] = lambda piece: piece,
+    ) -> RankState:  # fmt: skip
+        """Return the rank's pieces, and close the files. ``keep`` puts each parameter where it is to stay.
 
         Raises:
             RunError: a file can no longer be read.
         """
         try:
             return RankState(
-                {name: self._piece(name, type_) for name, type_ in parameters.items()},
+                {name: keep(self._piece(name, type_)) for name, type_ in parameters.items()},
                 {name: self._piece(name, type_) for name, type_ in buffers.items()},
                 first_state(self._build.programs, self._build.manifest["state"], self._device),
             )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,26 +61,66 @@ def update(
     grad_norm: torch.Tensor | None,
     clip: float | None,
     lr: float | None = None,
+    units: Iterable[Sequence[str]] | None = None,
 ) -> None:
-    """Do one update; gradients are scaled so that their global norm is at most ``clip``."""
+    """Do one update; gradients are scaled so that their global norm is at most ``clip``. With ``units``, names of
+    parameters, one is updated after the other: no more of the state than a unit's is at work at once."""
     for group in optimizer.param_groups:
         if lr is not None:
             group["lr"] = lr
-    for name, parameter in parameters.items():
-        parameter.grad = _as_stored(gradients.get(name), parameter)
-    given = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    given = [gradients[name] for name in parameters if name in gradients]
     if clip is not None and grad_norm is not None and given:
         torch._foreach_mul_(given, torch.clamp(clip / (grad_norm + 1e-6), max=1.0))
-    optimizer.step()
-    for parameter in parameters.values():
-        parameter.grad = None
+    for names in [list(parameters)] if units is None else units:
+        for name in names:
+            parameters[name].grad = _as_stored(gradients.get(name), parameters[name])
+        with _beside(optimizer, [parameters[name] for name in names]):
+            optimizer.step()
+        for name in names:
+            parameters[name].grad = None
 
 
 def _as_stored(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient laid out in memory like its parameter: the fused update walks both with one index."""
-    if gradient is None or gradient.stride() == parameter.stride():
+    """Return the gradient on its parameter's device, and laid out in memory like it: the fused update walks both with
+    one index."""
+    if gradient is None or (gradient.stride(), gradient.device) == (parameter.stride(), parameter.device):
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+
+
+@contextmanager
+def _beside(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Enter a block in which the optimizer's state lies on its parameters' devices; what lies on others goes there and
+    back."""
+    lying = [
+        (optimizer.state[parameter], slot, value, parameter.device)
+        for parameter in parameters if parameter in optimizer.state
+        for slot, value in optimizer.state[parameter].items()
+        if isinstance(value, torch.Tensor) and value.dim() and value.device != parameter.device
+    ]  # fmt: skip
+    for state, slot, value, device in lying:
+        state[slot] = value.to(device)
+    yield
+    for state, slot, value, _ in lying:
+        state[slot] = value.copy_(state[slot])
+
+
+def moments_of(line: Mapping[str, Any]) -> int:
+    """Return the number of tensors like itself that an optimizer keeps of each parameter."""
+    return 2 if line["name"] == "adamw" else int(bool(line["momentum"]))
+
+
+def fill_slots(
+    optimizer: torch.optim.Optimizer, line: Mapping[str, Any], parameter: torch.Tensor,
+    zeros: Callable[[torch.Tensor], torch.Tensor],
+) -> None:  # fmt: skip
+    """Give the optimizer the state of a parameter that it has before the first step. ``zeros`` makes a tensor like
+    another, at the place where it is to stay."""
+    if moments_of(line):
+        slots = {slot: zeros(parameter) for slot in _SLOTS[line["name"]] if slot != "step"}
+        if "step" in _SLOTS[line["name"]]:
+            slots["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        optimizer.state[parameter] = slots
 
 
 def restore_optimizer(checkpoint: Checkpoint, name: str, types: Mapping[str, TensorType]) -> dict[str, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..factors import OpCall, OpRule, apply_dims, rule
-from ..op_row import OpRow, plain_dims, result_shape
+from ..op_row import OpRow, plain_dims, pointwise, result_shape
 from .creation import made
 
 
@@ -59,4 +59,7 @@ OWN_RULES: dict[str, OpRow] = {
     "parc.fill_pad.default": OpRow(_filled, moves="place"),  # it passes on what holds no padding
     "parc.cut_pad.default": OpRow(_resized, moves="place", storage="fresh", compiled=False),
     "parc.grow_pad.default": OpRow(_resized, moves="place", storage="fresh", compiled=False),
+    # where both places are one memory, the result is the operand
+    "parc.store.default": OpRow(pointwise("0"), moves="copy", elementwise=True, carries="away", compiled=False),
+    "parc.load.default": OpRow(pointwise("0"), moves="copy", elementwise=True, carries="back", compiled=False),
 }  # fmt: skip

@@ -1,0 +1,51 @@
+"""``offload``: places for the state of training beside the memory that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ....grammar.codes_language import BAD_VALUE, REPEATED
+from ....grammar.diagnostics import Diagnostic, Label
+from ....grammar.nearest import did_you_mean, listed
+from ....grammar.syntax import Word
+from ...program.binding import OFFLOADED
+from ..directive import Directive, Scope, argument
+
+
+@dataclass(frozen=True)
+class Offload(Directive):
+    """Keeps parts of the state of training outside the memory that computes (ZeRO-Offload, ZeRO-Infinity).
+
+    `optimizer`: the optimizer's state; the update works on it where it lies, a block after the other. `parameters`: the
+    stored parameters, and the narrow copies that a step makes of them; they are loaded before they are gathered or
+    read. `activations`: what forward saves for backward. Stores and loads are lines of the programs, and a load comes
+    one block ahead of its reader.
+
+    A directory, relative to the plan's folder, holds memory-mapped files, in one folder for each rank. Their room is
+    reserved before the first step. They have no names while a run uses them, and end with it. `cpu` is the memory of
+    the host, for programs that compute on GPUs; where they compute on CPUs it changes nothing.
+    """
+
+    USAGE = "offload STATES to FILE | STATES to cpu"
+    ONCE = False
+
+    states: tuple[Word, ...] = argument(lambda given: given.words("states"))
+    folder: str = argument(lambda given: given.text("to"))
+    host: bool = argument(lambda given: "to cpu" in given)
+
+    def check(self, scope: Scope) -> Iterator[Diagnostic]:
+        if not self.host and not self.folder.strip():
+            label = Label(self.arguments.span("to"))
+            yield Diagnostic(BAD_VALUE, "the folder has no name", label, help='write as `to "offloaded"`, or `to cpu`')
+        for word in self.states:
+            if word.text not in OFFLOADED:
+                help_ = did_you_mean(word.text, OFFLOADED, f"name {listed(OFFLOADED)}")
+                yield Diagnostic(BAD_VALUE, f"`{word.text}` is nothing to offload", Label(word.span), help=help_)
+        first: dict[str, Word] = {}
+        for word in (word for line in scope.all(Offload) for word in line.states):
+            if word.text in first and word in self.states:
+                related = (Label(first[word.text].span, "given here first"),)
+                message = f"`{word.text}` has a place already"
+                yield Diagnostic(REPEATED, message, Label(word.span), related, help="remove one of them")
+            first.setdefault(word.text, word)

@@ -1,0 +1,262 @@
+"""Offloaded state: memory-mapped files, or the host's memory, in which a rank keeps what ``offload`` lines name."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import socket
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol, final
+
+import torch
+
+from ...compiler.build.build import Build
+from ...compiler.build.folders import FolderError, FolderHeld, hold_folder
+from ...compiler.program.blocks import block_of
+from ...compiler.program.places import CARRIERS
+from ...compiler.program.roles import Role
+from ...compiler.program.room import room_of
+from ...grammar.codes_run import OFFLOAD_FOLDER
+from ...grammar.syntax import size_text
+from ..faults import RunError
+from ..machine.kernels import Site
+from ..machine.ways import Kernel
+from .optimizer import fill_slots, make_optimizer, moments_of
+
+_ALIGNMENT = 64
+"""The boundary, in bytes, at which a buffer begins: that of the widest vectors of processors."""
+
+
+class Place(Protocol):
+    """A place where values wait until a program reads them."""
+
+    def reserve(self, room: Mapping[int, int]) -> None:
+        """Have so many buffers of each size in bytes, those in use included."""
+
+    def empty_like(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in this place, with the value's shape, type and order in memory."""
+
+    def load(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a value of this place in the memory of a device."""
+
+
+@final
+class HostMemory:
+    """The memory of the host. Where programs compute in it, values stay where they are."""
+
+    def reserve(self, room: Mapping[int, int]) -> None:
+        """Reserve nothing: the host's allocator does."""
+
+    def empty_like(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the host's memory."""
+        return torch.empty_like(value, device="cpu")
+
+    def load(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a value in the memory of a device."""
+        return value.to(device)
+
+
+@final
+class MappedFiles:
+    """Files of one rank in a folder, mapped into memory. A file has no name while it is in use, so it ends with the
+    process, however that ends. Its blocks are reserved when it is made: a disk that fills up later takes nothing from
+    it.
+    """
+
+    def __init__(self, folder: Path, word: str, named: str) -> None:
+        """Use ``folder``, which the plan has ``named``, for the values of a word."""
+        self._folder, self._word, self._named = folder, word, named
+        self._free: dict[int, list[memoryview]] = {}
+        self._have: Counter[int] = Counter()
+        self._maps: list[tuple[int, mmap.mmap]] = []
+
+    def reserve(self, room: Mapping[int, int]) -> None:
+        """Have so many buffers of each size, those in use included.
+
+        Raises:
+            RunError: the file cannot be made that they need beside the files that are there.
+        """
+        lacking = {size: count - self._have[size] for size, count in room.items() if count > self._have[size]}
+        total = sum(_aligned(size) * count for size, count in lacking.items())
+        if not total:
+            return
+        try:
+            mapped = _mapped(self._folder / self._word, total)
+        except OSError as error:
+            free = shutil.disk_usage(self._folder).free
+            needs = f"{size_text(total)} for {self._word}, and {size_text(free)} are free there"
+            message = f"`{self._named}` has no room: this rank needs {needs} ({error.strerror or error})"
+            help_ = "make room, or name a folder on another disk in the plan's `offload` line"
+            raise RunError(OFFLOAD_FOLDER, message, help_) from None
+        whole, at = memoryview(mapped), 0
+        self._maps.append((torch.frombuffer(mapped, dtype=torch.uint8).data_ptr(), mapped))
+        for size, count in lacking.items():
+            for _ in range(count):
+                self._free.setdefault(size, []).append(whole[at : at + size])
+                at += _aligned(size)
+            self._have[size] += count
+
+    def empty_like(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in one of the files. Its buffer is free again when no tensor shares its storage.
+
+        Raises:
+            RunError: all buffers of this size are in use, and there is no room for another.
+        """
+        size = value.numel() * value.element_size()
+        if not size:
+            return value
+        if not self._free.get(size):
+            self.reserve({size: self._have[size] + 1})
+        buffer = self._free[size].pop()
+        lease = memoryview(buffer)  # the storage of a tensor holds it, and lets it go at its end
+        weakref.finalize(lease, self._free[size].append, buffer).atexit = False
+        strides = torch.empty_like(value, device="meta").stride()
+        return torch.frombuffer(lease, dtype=value.dtype).as_strided(value.shape, strides)
+
+    def load(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a value for a device. The host reads it in the file, whose pages begin to come now."""
+        start, size = value.data_ptr(), value.numel() * value.element_size()
+        for first, mapped in self._maps:
+            if first <= start < first + len(mapped) and hasattr(mapped, "madvise"):
+                page = (start - first) // mmap.PAGESIZE * mmap.PAGESIZE
+                mapped.madvise(mmap.MADV_WILLNEED, page, start - first + size - page)
+        return value.to(device)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _mapped(path: Path, size: int) -> mmap.mmap:
+    """Return a new file of a size, mapped into memory, of which no name is left."""
+    with open(path, "w+b") as file:
+        path.unlink()
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:  # macOS: blocks are there once they are written
+            for at in range(0, size, 1 << 24):
+                file.write(bytes(min(1 << 24, size - at)))
+            file.flush()
+        return mmap.mmap(file.fileno(), size)
+
+
+@final
+class Offloaded:
+    """The state of one rank that ``offload`` lines of a build keep outside the memory that computes. Without such lines
+    it is nothing."""
+
+    def __init__(self, build: Build, role: Role, rank: int, device: torch.device) -> None:
+        """Hold the rank's folders, and reserve their room.
+
+        Raises:
+            RunError: another run holds one, or it cannot be written or has no room.
+        """
+        self._role, self._device = role, device
+        self._line, self._frozen = build.manifest["optimizer"], frozenset(build.manifest["frozen"])
+        self._folders = ExitStack()
+        self._places: dict[str, Place] = {}
+        self._end = weakref.finalize(self, self._folders.close)
+        try:
+            for folder, words in _by_folder(build).items():
+                own = None if folder is None else self._held(build.folder, folder, rank)
+                for word in words:
+                    self._places[word] = HostMemory() if own is None else MappedFiles(own, word, folder or "")
+            self.reserve(build)
+        except BaseException:
+            self.close()
+            raise
+
+    def _held(self, plans: Path, folder: str, rank: int) -> Path:
+        """Hold the rank's folder in that of an ``offload`` line for this run, and empty it."""
+        own, since = (plans / folder).resolve() / f"rank{rank}", time.strftime("%Y-%m-%d %H:%M:%S")
+        who = f"process {os.getpid()} on {socket.gethostname()} since {since}"
+        other = "name another folder in the plan's `offload` line"
+        try:
+            self._folders.enter_context(hold_folder(own, who))
+            if own.exists():
+                shutil.rmtree(own)
+            own.mkdir()
+        except FolderHeld as held:
+            message = f"`{folder}` has the state of another run's rank {rank}: {held}"
+            raise RunError(OFFLOAD_FOLDER, message, f"{other}, or wait until that run ends") from None
+        except (OSError, FolderError) as error:
+            message = f"`{folder}` cannot be written: {getattr(error, 'strerror', None) or error}"
+            raise RunError(OFFLOAD_FOLDER, message, other) from None
+        self._folders.callback(shutil.rmtree, own, ignore_errors=True)
+        return own
+
+    def reserve(self, build: Build) -> None:
+        """Reserve the room that a build needs at its sizes.
+
+        Raises:
+            RunError: there is none.
+        """
+        moments = dict.fromkeys(build.types.keys() - self._frozen, moments_of(self._line))
+        role = next(role for role in build.roles.values() if role.name == self._role.name)
+        for word, room in room_of(role.programs, role.actions, build.types, moments, self._places).items():
+            self._places[word].reserve(room)
+
+    @property
+    def kernels(self) -> Mapping[str, Kernel]:
+        """The code of the lines that store and load."""
+        return {CARRIERS["away"]: self._store, CARRIERS["back"]: self._load} if self._places else {}
+
+    def _store(self, site: Site, value: torch.Tensor, word: str) -> torch.Tensor:
+        return self._put(word, value)
+
+    def _load(self, site: Site, value: torch.Tensor, word: str) -> torch.Tensor:
+        return self._places[word].load(value, site.device)
+
+    def _put(self, word: str, value: torch.Tensor) -> torch.Tensor:
+        place = self._places[word]
+        if isinstance(place, HostMemory) and value.device.type == "cpu":
+            return value
+        return place.empty_like(value).copy_(value)
+
+    def parameter(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a parameter where it is kept."""
+        return self._put("parameters", value) if "parameters" in self._places and value.dim() else value
+
+    def make_optimizer(self, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+        """Return the optimizer of the plan, with its state where it is kept."""
+        optimizer = make_optimizer(parameters, self._line)
+        if "optimizer" in self._places.keys() - set(self.idle):
+            for name, parameter in parameters.items():
+                if name not in self._frozen and parameter.dim():
+                    fill_slots(optimizer, self._line, parameter, self._zeros)
+        return optimizer
+
+    def _zeros(self, value: torch.Tensor) -> torch.Tensor:
+        return self._places["optimizer"].empty_like(value).zero_()
+
+    def units(self, names: Iterable[str]) -> list[list[str]] | None:
+        """Return the names of parameters that are updated at a time, those of a block, where their state is kept
+        elsewhere."""
+        if not self._places.keys() & {"optimizer", "parameters"}:
+            return None
+        return [list(unit) for _, unit in groupby(names, block_of)]
+
+    @property
+    def idle(self) -> list[str]:
+        """The words of the lines that change nothing, because programs compute in the memory that they name."""
+        on_host = self._device.type == "cpu"
+        return [word for word, place in self._places.items() if on_host and isinstance(place, HostMemory)]
+
+    def close(self) -> None:
+        """Let the folders go, and remove them. Tensors in their files stay readable."""
+        self._end()
+
+
+def _by_folder(build: Build) -> dict[str | None, list[str]]:
+    """Return the words of a build's ``offload`` lines by their folder, None for the host's memory."""
+    folders: dict[str | None, list[str]] = {}
+    for word, folder in build.manifest.get("offload", {}).items():
+        folders.setdefault(folder, []).append(word)
+    return folders
