@@ -16,9 +16,9 @@ from ...compiler.program.program import Function, Line, LocalSize, Program, Ref,
 from ...compiler.program.totals import addable, lasting, uses_of
 from ..communication import Backend, BoundTensors, Environment
 from .fusion import fused
-from .kernels import KERNELS, Site, binding
+from .kernels import KERNELS, Site
 from .reuse import in_place, last_uses, spare_operands, summed
-from .ways import Kernel, code_for
+from .ways import Kernel, binding, code_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,7 @@ from ...compiler.initial.counter import keep_mask, random, stream
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType, dim_index, row_major
 from ...compiler.layout.stretches import atoms, terms
-from ...compiler.ops.precision import base_name
-from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
-from ...compiler.program.program import operator
 from .ways import Kernel, code_for, runs
 
 ADD_PRODUCT = "parc.add_product.default"
@@ -345,12 +342,3 @@ def _plain_token_loss(site: Site, logits: torch.Tensor, targets: torch.Tensor, i
 REFERENCE_KERNELS: Mapping[str, Kernel] = {**KERNELS, **code_for("reference")}
 """The kernels for the captured graph, which autograd differentiates. They are written apart from those that they
 check."""
-
-
-def binding(op: str) -> Callable[..., Any]:
-    """Return an operator in its fastest form for Python. For the most frequent ones that is torch's own function with
-    the same arguments, in half the time."""
-    if not facts(op).plain:
-        return operator(op)  # type: ignore[no-any-return]
-    name = base_name(op)
-    return getattr(torch, name, None) or getattr(torch.Tensor, name)  # type: ignore[no-any-return]
