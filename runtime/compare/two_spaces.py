@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,4 +53,4 @@ def loaded_parameters(programs: Iterable[Program]) -> set[str]:
 def lying_elsewhere(state: RankState, names: set[str]) -> RankState:
     """Return a rank's state with some of its parameters in the other space."""
     parameters = {name: Elsewhere(value) if name in names else value for name, value in state.parameters.items()}
-    return RankState(parameters, state.buffers) if names else state  # type: ignore[arg-type]
+    return replace(state, parameters=parameters) if names else state  # type: ignore[arg-type]
