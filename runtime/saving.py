@@ -206,7 +206,9 @@ class StateFiles:
 
     # ---- restoring
 
-    def restore(self, folder: Path, build: Build, state: RankState, optimizer: torch.optim.Optimizer) -> int:
+    def restore(
+        self, folder: Path, build: Build, state: RankState, optimizer: torch.optim.Optimizer, keep_slots: bool
+    ) -> int:
         """Read a checkpoint together with all other ranks, each of them its own parts, and return the number of steps
         done. Ranks share the work of checking the files; only then is anything changed.
 
@@ -220,7 +222,7 @@ class StateFiles:
         together.agreed(lambda: checkpoint.check_shards(mine))
         try:
             with together.doing("the reading of a checkpoint", state):
-                together.agreed(lambda: self.read(checkpoint, slots, state, optimizer))
+                together.agreed(lambda: self.read(checkpoint, slots, state, optimizer, keep_slots))
         except RunError as error:
             note = "the session's state is in parts the old one"
             raise RunError(error.code, error.message, error.help, (*error.notes, note)) from None
@@ -233,9 +235,10 @@ class StateFiles:
         slots: Mapping[str, Sequence[str]],
         state: RankState,
         optimizer: torch.optim.Optimizer,
+        keep_slots: bool,
     ) -> None:
         """Write this rank's parts over its state, tensor by tensor. ``slots`` are those of the optimizer's state that
-        the checkpoint has of each parameter.
+        the checkpoint has of each parameter. With ``keep_slots`` the tensors of others stay, with zeros.
 
         Raises:
             RunError: a file can no longer be read.
@@ -257,7 +260,7 @@ class StateFiles:
                         made = torch.zeros_like(piece.tensor) if had.get(slot) is None else had[slot]
                         files.fill(full, made, piece.runs)
                     optimizer.state[piece.tensor][slot] = made
-                if had and name not in slots:  # as before the first step, in the tensors that hold it
+                if had and keep_slots and name not in slots:  # as before the first step, in the tensors that hold it
                     optimizer.state[piece.tensor] = {
                         slot: value.zero_() for slot, value in had.items() if value is not None
                     }

@@ -88,7 +88,8 @@ class Session:
             self.backend = Distributed(self.mesh, programs, self.rank, self.device, self.role.axis, build.stage_ranks)
         self.regions = Regions(self.device) if compile else None
         self.offloaded = self._together.agreed(lambda: Offloaded(build, self.role, self.rank, self.device))
-        self.kernels = {**agreed_kernels(self.device, self.exchange), **self.offloaded.kernels}
+        agreed = agreed_kernels(self.device, self.exchange)
+        self.kernels = {**agreed, **self.offloaded.kernels} if self.offloaded.kernels else agreed
         self._by_sizes = BySizes(build, self._at)
         self.feed = self._by_sizes().feed
         if check_source:
@@ -291,7 +292,9 @@ class Session:
             RunError: on every rank: it is of another model or optimizer, or not as it was written; every fault is
                 named, nothing was changed.
         """
-        self.step_number = self._files.restore(Path(path), self.build, self.state, self.optimizer)
+        self.step_number = self._files.restore(
+            Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
+        )
 
 
 def load(

@@ -47,6 +47,13 @@ vocab embed, head over tp
 schedule microbatches 2
 """
 
+_ZERO_3 = """\
+shard tokens, targets [B/dp, _]
+schedule microbatches 2
+precision bf16
+zero 3 over dp
+"""
+
 _ZERO_2 = """\
 mesh dp=2
 shard x, wanted [B/dp, _]
@@ -134,7 +141,7 @@ BUILDS = tuple(_PLANS)
 OFFLOADED = "gpt dp=2, zero 3, bf16, offloaded"
 _PLANS[OFFLOADED] = (
     "examples",
-    _GPT.replace("layers=2", "layers=1").replace("tp=2", "tp=1") + _ZERO_2.replace("zero 2", "zero 3") + _OFFLOAD,
+    _GPT.replace("layers=2", "layers=1").replace("tp=2", "tp=1") + _ZERO_3 + _OFFLOAD,
 )
 
 

@@ -227,11 +227,16 @@ class Offloaded:
     def make_optimizer(self, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
         """Return the optimizer of the plan, with its state where it is kept."""
         optimizer = make_optimizer(parameters, self._line)
-        if "optimizer" in self._places.keys() - set(self.idle):
+        if self.holds_slots:
             for name, parameter in parameters.items():
                 if name not in self._frozen and parameter.dim():
                     fill_slots(optimizer, self._line, parameter, self._zeros)
         return optimizer
+
+    @property
+    def holds_slots(self) -> bool:
+        """True where the optimizer's state has its place from the start, which it keeps."""
+        return "optimizer" in self._places.keys() - set(self.idle)
 
     def _zeros(self, value: torch.Tensor) -> torch.Tensor:
         return self._places["optimizer"].empty_like(value).zero_()

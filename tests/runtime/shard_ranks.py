@@ -95,7 +95,7 @@ def restore_all(folder: Path, ranks: Sequence[Rank], stored: Mapping[str, Stored
     slots = {key.partition(".")[2]: ["step", *LIKE] for key in stored if key.startswith("parameter.")}
     for number, rank in enumerate(ranks):
         checkpoint.check_shards(range(number, len(checkpoint.index.files), len(ranks)))
-        rank.files.read(checkpoint, slots, rank.state, rank.optimizer)
+        rank.files.read(checkpoint, slots, rank.state, rank.optimizer, keep_slots=False)
 
 
 def hold(ranks: Sequence[Rank], expected: Sequence[Rank]) -> None:
