@@ -44,6 +44,7 @@ from .programs.makers import StepParts, make_roles
 from .programs.model_program import reference_program
 from .programs.offload import offload
 from .programs.overlap import OverlapChoices, overlapped
+from .programs.two_levels import Levels, TwoLevels
 
 __all__ = ["ROLE", "Built", "Choices", "Request", "build_programs", "mark_blocks", "names_of", "prepare", "reshards_of"]
 
@@ -75,8 +76,10 @@ class Request:
     overlap: OverlapChoices = field(default_factory=lambda: OverlapChoices(25_000_000, 1))
     offload: Mapping[str, int] = field(default_factory=dict)
     """The number of the plan's line for each part of the state of training that is kept away from memory."""
+    levels: Levels = field(default_factory=dict)
+    """The axes whose collectives are in two levels."""
     shard_dims: ShardDims | None = None
-    """The dims along which the parameters of a larger model are stored in parts, whose twin this is."""
+    """The dims along which the parameters and the sums of a larger model are cut, whose twin this is."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,14 @@ class Built:
     reshards: tuple[Reshard, ...]
     without_rule: tuple[str, ...]
     stored: Stored = field(default_factory=Stored)
+    levels: TwoLevels | None = None
     averaged: bool = False
     """True where microbatches are averaged though their mean may not be the whole batch's loss."""
+
+    @property
+    def dims(self) -> ShardDims:
+        """The dims along which parameters and sums are cut, for a twin."""
+        return {**self.stored.dims, **(self.levels.dims if self.levels is not None else {})}
 
 
 def prepare(graph: fx.Graph) -> fx.Node | None:
@@ -152,12 +161,14 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         typed = in_stages(typed, request.pipeline)
         noted(typed.output_node()).updates = captured.updates
     assembled = assemble(typed, mesh, request.seed, sums, request.pipeline)
-    roles = make_roles(StepParts(mesh, typed, counted, parts, assembled, request.pipeline, request.loss_scale))
+    levels = TwoLevels(mesh, request.levels, request.shard_dims, request.choices)
+    step = StepParts(mesh, typed, counted, parts, assembled, request.pipeline, request.loss_scale)
+    roles = levels.roles(make_roles(step))
     roles = {role: {key: overlapped(program, request.overlap) for key, program in programs.items()}
              for role, programs in roles.items()}  # fmt: skip
     roles = offload(roles, request.offload)
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
-    return Built(reference, join_roles(roles), roles, tuple(reshards), missing, stored, averaged=adds is None)
+    return Built(reference, join_roles(roles), roles, tuple(reshards), missing, stored, levels, adds is None)
 
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:

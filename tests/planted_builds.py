@@ -62,6 +62,13 @@ precision bf16
 zero 2 over dp
 """
 
+_NODES = """\
+mesh dp=4
+node 2
+shard x, wanted [B/dp, _]
+schedule microbatches 2
+"""
+
 _OFFLOAD = """\
 offload optimizer, parameters, activations to "offloaded"
 """
@@ -136,6 +143,11 @@ _PLANS = {
         _GPT.replace("tp=2", "tp=1") + "shard tokens, targets [B/dp, _]\nzero 3 over dp\n",
     ),
     "stack dp=2, zero 2, bf16": ("tests", _STACK[: _STACK.index("mesh")] + _ZERO_2),
+    "stack dp=4, two levels": ("tests", _STACK[: _STACK.index("mesh")] + _NODES + "hierarchical over dp\n"),
+    "stack dp=4, zero 3 within node": (
+        "tests",
+        _STACK[: _STACK.index("mesh")] + _NODES + "zero 3 over dp within node\nhierarchical over dp\n",
+    ),
 }
 BUILDS = tuple(_PLANS)
 OFFLOADED = "gpt dp=2, zero 3, bf16, offloaded"

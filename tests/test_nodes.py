@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parc.checking.checks import case_of, static_faults
+from parc.checking.checks import case_of, report_of, static_faults
 from parc.checking.twins import find_twin
 from parc.compiler.build.communication import communication_table
 from parc.compiler.layout.mesh import Mesh
@@ -31,6 +31,19 @@ optimizer adamw lr 1e-2 clip 1.0
 shard tokens, targets [B/dp, _]
 schedule microbatches 2
 """
+LLAMA = """\
+model "./llama.py:llama" (layers=1, width=32, heads=8, kv_heads=2, ffn=16, vocab=24, length=8)
+input input_ids int64 [B, S]
+input labels int64 [B, S]
+sizes B=4, S=8
+loss output.loss
+optimizer sgd lr 0.1
+mesh tp=8
+node 2
+hierarchical over tp
+column model.layers.*.self_attn.{q,k,v}_proj, model.layers.*.mlp.{gate,up}_proj over tp
+row model.layers.*.self_attn.o_proj, model.layers.*.mlp.down_proj over tp
+"""
 
 
 def compiled(lines: str) -> Compiled:
@@ -47,6 +60,14 @@ def agreement_of(made: Compiled) -> Agreement:
 def rows(made: Compiled) -> list[dict[str, Any]]:
     """Return the collectives of a step."""
     return [row for role in made.build.roles.values() for row in communication_table(role)]
+
+
+def sent(made: Compiled) -> dict[str, int]:
+    """Return the bytes that a rank sends in a step, by what they carry."""
+    found: dict[str, int] = {}
+    for row in rows(made):
+        found[row["carries"]] = found.get(row["carries"], 0) + row["wire_bytes"] * row["count_per_step"]
+    return found
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(1, 36))
@@ -101,3 +122,33 @@ def test_the_twin_keeps_both_levels_of_an_axis() -> None:
     twin, differences = find_twin(made, made.build.programs)
     assert (str(made.mesh), str(twin.mesh), differences) == ("dp=4*4", "dp=2*2", [])
     assert agreement_of(twin).largest <= 1e-10
+
+
+@pytest.mark.parametrize("lines", ["", "zero 1 over dp\n", "zero 3 over dp\n", "zero 2 over dp within node\n"])
+def test_collectives_in_two_levels_cross_nodes_once(lines: str) -> None:
+    made = compiled(f"mesh dp=4\nnode 2\nhierarchical over dp\n{lines}")
+    assert agreement_of(made).largest <= 1e-10
+    sums = [row for row in rows(made) if row["bytes"] > 8]
+    assert {row["axis"] for row in sums} == {"dp_0", "dp_1"}
+    across = report_of(made)["across_nodes"]
+    assert across["bytes"] < (0.6 if "within" not in lines else 1.01) * across["in_one_level"]
+    flat = compiled(f"mesh dp=4\nnode 2\n{lines}")
+    assert sent(made) == sent(flat)  # as much in all, but less of it across
+
+
+def test_large_builds_in_two_levels_have_twins() -> None:
+    """The vocabulary of 25 divides nowhere, so the table is cut along its other dim: also that of the twin."""
+    text = GPT.replace("vocab=24", "vocab=25") + "mesh dp=16\nnode 4\nhierarchical over dp\nverify vocab=24\n"
+    made = compile_plan(read_plan(Source("nodes.parc", text)), EXAMPLES)
+    twin, differences = find_twin(made, made.build.programs)
+    assert (str(made.mesh), str(twin.mesh), differences) == ("dp=4*4", "dp=2*2", [])
+    assert agreement_of(twin).largest <= 1e-10
+
+
+def test_heads_and_levels_share_an_axis() -> None:
+    """Two heads of keys over eight ranks, in nodes of two: the axis has three parts."""
+    made = compile_plan(read_plan(Source("llama.parc", LLAMA)), EXAMPLES)
+    assert str(made.mesh) == "tp=2*2*2"
+    assert agreement_of(made).largest <= 1e-10
+    inside = {row["axis"] for row in rows(made) if row["phase"] == "forward" and row["bytes"] > 8}
+    assert {"tp_2", "tp_0,tp_1"} <= inside

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..layout.collectives import COLLECTIVES, Collective, payload_bytes
+from ..layout.collectives import COLLECTIVES, payload_bytes
+from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..program.actions import ACTIONS, PHASES, step_kinds
+from ..program.binding import PARAMETERS
 from ..program.cost import local_bytes
 from ..program.program import Function, Origin, Program, Ref
 from ..program.roles import Role, stage_key
@@ -43,7 +45,7 @@ def messages(program: Program) -> list[Communication]:
 
 def _walk(program: Program, function: Function, caller: Origin | None) -> Iterator[Communication]:
     values = function.values()
-    hidden = _hidden(program, function)
+    hidden, weights = _hidden(program, function), _weights(function)
     for line in function.lines:
         if line.calls_function:
             yield from _walk(program, program.function(line.op), line.origin)
@@ -63,18 +65,28 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
         ranks = len(row.members(options) or ()) or math.prod(program.mesh.size(axis) for axis in axes)
         yield Communication(
             line.op.removeprefix("parc."), program.mesh.joined(axes), dtype, size, row.sent(size, ranks),
-            ACTIONS[program.action].phase, origin, _carried(program, caller, row, type_),
+            ACTIONS[program.action].phase, origin, _carried(caller, source, type_, weights),
             line.made[0].name in hidden,
         )  # fmt: skip
 
 
-def _carried(program: Program, caller: Origin | None, row: Collective, type_: TensorType) -> Carried:
+def _carried(caller: Origin | None, source: Ref, type_: TensorType, weights: set[str]) -> Carried:
     """Return the use of an operand: blocks send activations, main functions weights, gradients and numbers."""
     if not type_.shape:
         return "numbers"
     if caller is not None:
         return "activations"
-    return "weights" if row.keeps else "gradients"
+    return "weights" if source.name in weights else "gradients"
+
+
+def _weights(function: Function) -> set[str]:
+    """Return what a main function has of parameters before a call computes with it."""
+    kinds = (*PARAMETERS, "weight")
+    found = {value.name for value in function.parameters if value.binding is not None and value.binding.kind in kinds}
+    for line in function.lines:
+        if not line.calls_function and found.issuperset(line.uses()):
+            found.update(value.name for value in line.made)
+    return found
 
 
 def _hidden(program: Program, function: Function) -> set[str]:
@@ -141,3 +153,13 @@ def _sent(key: str, program: Program, role: Role) -> Iterator[Communication]:
         yield Communication(
             "send", (role.axis,), dtype, size, size, ACTIONS[program.action].phase, Origin(), "activations", True
         )
+
+
+def bytes_across(role: Role, mesh: Mesh, node: int) -> int:
+    """Return the most bytes that a rank of a role sends to another node in a step, where so many ranks share a node."""
+    total = 0
+    for row in communication_table(role):
+        groups = mesh.groups(mesh.spread(row["axis"].split(",")))
+        if any(len({rank // node for rank in group}) > 1 for group in groups[:1]):
+            total += row["count_per_step"] * row["wire_bytes"]
+    return total

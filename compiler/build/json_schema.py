@@ -110,6 +110,7 @@ REPORT_FORM: Form = {
     "reshards": [dict],
     "operators_without_rule": list,
     "numerics": [{"class": str, "directive": str, "line": int}],
+    "across_nodes?": {"bytes": int, "in_one_level": int},
     "checks": Each(str),
     "numbers?": {
         "on": str, "steps": int, "loss": _NUMBER, "gradient": _NUMBER, "parameter": _NUMBER, "tolerance": _NUMBER

@@ -26,6 +26,7 @@ from .directives.bucket import Bucket
 from .directives.budget import Budget
 from .directives.data import Data
 from .directives.freeze import Freeze
+from .directives.hierarchical import Hierarchical
 from .directives.init import Init
 from .directives.input import Input
 from .directives.loss import Loss
@@ -88,6 +89,7 @@ class Plan:
     budget: Budget | None = None
     init: Init | None = None
     node: Node | None = None
+    hierarchical: tuple[Hierarchical, ...] = ()
     schedule: Schedule | None = None
     stages: tuple[Stage, ...] = ()
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
@@ -270,6 +272,7 @@ def _assemble(
         budget=one(Budget),
         init=one(Init),
         node=one(Node),
+        hierarchical=scope.all(Hierarchical),
         schedule=schedule,
         stages=scope.all(Stage),
         placements=tuple(found for found in scope.directives if isinstance(found, Fix | SplitWeights)),

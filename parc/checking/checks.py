@@ -13,6 +13,7 @@ import torch
 from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, not_finite
 from parc.checking.twins import subject_of
 from parc.compiler.build.build import Build
+from parc.compiler.build.communication import bytes_across
 from parc.compiler.build.plan_facts import plan_faults
 from parc.compiler.plan.directives.precision import WHOLE
 from parc.compiler.plan.plan import Plan
@@ -284,8 +285,22 @@ def report_of(compiled: Compiled) -> dict[str, Any]:
         ],
         "operators_without_rule": list(compiled.built.without_rule),
         "numerics": _numerics(plan),
+        **_across_nodes(compiled),
         "checks": {},
     }  # fmt: skip
+
+
+def _across_nodes(compiled: Compiled) -> dict[str, Any]:
+    """Return the bytes that a rank sends to other nodes, and what it would send without two levels."""
+    levels, node = compiled.built.levels, compiled.plan.node
+    if node is None or levels is None:
+        return {}
+    roles = compiled.build.roles
+    flat = {name: replace(role, programs=levels.before.get(name, role.programs)) for name, role in roles.items()}
+    sent, before = (
+        max(bytes_across(role, compiled.mesh, node.ranks) for role in own.values()) for own in (roles, flat)
+    )
+    return {"across_nodes": {"bytes": sent, "in_one_level": before}}
 
 
 def place_text(span: Span) -> str:

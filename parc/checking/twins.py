@@ -177,7 +177,7 @@ def _compiled(compiled: Compiled, mesh: Mesh, sizes: Mapping[str, int], given: M
     copies, pads = replace(compiled.copies, sizes=factors), compiled.resolved.pads
     small = replace(plan, sizes=ranges, mesh=mesh.declared, stages=_stages(plan, mesh))
     return compile_plan(small, compiled.folder, overrides={**compiled.overrides, **given}, copies=copies, longer=pads,
-                        dims=compiled.built.stored.dims)  # fmt: skip
+                        dims=compiled.built.dims)  # fmt: skip
 
 
 def _small_enough(twin: Compiled) -> Compiled:

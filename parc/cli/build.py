@@ -87,6 +87,10 @@ def report_text(report: Mapping[str, Any]) -> str:
     if report["communication"]:
         text = communication_text(report["communication"])
         lines += [f"{'' if at else 'collectives':13}{line}" for at, line in enumerate(text.splitlines())]
+    if across := report.get("across_nodes"):
+        saved = across["in_one_level"] - across["bytes"]
+        less = f", {size_text(saved)} less than in one level" if saved else ""
+        lines.append(f"{'across nodes':13}at most {size_text(across['bytes'])} a step from one rank{less}")
     checks = ", ".join(f"{name} {how}" for name, how in report["checks"].items())
     lines.append(f"{'checks':13}{checks}")
     if "numbers" in report:

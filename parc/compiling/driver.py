@@ -22,7 +22,6 @@ from parc.compiler.capture.model_calls import TaskLines
 from parc.compiler.capture.model_code import target_hashes
 from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
-from parc.compiler.layout.nodes import UnevenNodes, node_levels
 from parc.compiler.ops.precision import regions
 from parc.compiler.padding.pads import Pads, facts_of
 from parc.compiler.plan.directives.schedule import ACCUMULATE
@@ -33,17 +32,18 @@ from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.compiler.sizes.polynomials import check_points, moving
 from parc.compiler.sizes.template import Template
+from parc.compiling.axes import at_nodes, levels_of, shardings_of
 from parc.compiling.initial_weights import init_facts
 from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
-from parc.grammar.codes_placement import SPLIT_ALREADY, UNEVEN_NODES
+from parc.grammar.codes_placement import SPLIT_ALREADY
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
 from parc.passes.placing.registered import RuleMisfit
-from parc.passes.placing.stored import AlreadySplit, ShardDims, Sharding
+from parc.passes.placing.stored import AlreadySplit, ShardDims
 from parc.passes.programs.cut import Pipeline
 from parc.passes.programs.overlap import OverlapChoices
 
@@ -239,35 +239,8 @@ def ask(
         copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline,
         shardings_of(resolved, mesh, copies), plan.loss_scale, plan.unbatched, choices,
         OverlapChoices(plan.bucket, plan.prefetch),
-        {word: line.span.root.line for word, line in plan.offloaded.items()},
+        {word: line.span.root.line for word, line in plan.offloaded.items()}, levels_of(plan, mesh, copies),
     ))  # fmt: skip
-
-
-def at_nodes(plan: Plan, copies: Copies) -> Copies:
-    """Return the factoring of axes in which those that lines mean by their nodes are factored at them too.
-
-    Raises:
-        PlanError: an axis is factored otherwise already.
-    """
-    meant = {line.axis.text: line.span for line in plan.zero if line.within}
-    levels = node_levels(plan.mesh, plan.node.ranks) if plan.node is not None and meant else {}
-    for axis, span in meant.items():
-        try:
-            copies = copies.with_nodes(axis, *levels[axis])
-        except UnevenNodes as error:
-            help_ = "choose nodes such that the ranks of one keep whole copies of heads, or parts of one"
-            raise PlanError([Diagnostic(UNEVEN_NODES, str(error), Label(span), help=help_)]) from None
-    return copies
-
-
-def shardings_of(resolved: Resolved, mesh: Mesh, copies: Copies) -> dict[str, list[Sharding]]:
-    """Return the axes over which parameters are stored in parts, by the parameters' names."""
-    found: dict[str, list[Sharding]] = {}
-    for line in resolved.zero:
-        axes = mesh.parts(line.axis)[copies.across.get(line.axis, 0) if line.within else 0 :]
-        for name in line.parameters:
-            found.setdefault(name, []).extend(Sharding(axis, line.level, line.line) for axis in axes)
-    return found
 
 
 def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:

@@ -121,7 +121,7 @@ def _sharded(
             continue
         pads = (Pad(chosen.dim, 1, chosen.real, chosen.padded),) if chosen.padding else ()
         stored.dims[key] = chosen.dim, bool(pads)
-        stored.pads.update({name: pads} if pads else {})
+        stored.pads.update({name: (*stored.pads.get(name, ()), *pads)} if pads else {})
         placement = type_.placement.replace({one.axis: chosen.split})
         type_ = replace(type_, shape=padded_shape(type_.shape, pads), placement=placement)
     return type_

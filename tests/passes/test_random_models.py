@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from parc.grammar.diagnostics import PlanError
 
-from ..strategies import ModelSpec, models, plans
+from ..plan_strategies import plans
+from ..strategies import ModelSpec, models
 from ..trials import TOLERANCE, check, eager_error, subject
 
 SHARE = 3  # a model's capture serves several plans, so a part of the profile's examples is models enough

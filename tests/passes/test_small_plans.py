@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ..plan_strategies import plan_text
 from ..random_layers import Sizes
-from ..strategies import Layer, ModelSpec, plan_text
+from ..strategies import Layer, ModelSpec
 from ..trials import TOLERANCE, check, eager_error, subject
 
 SIZES = Sizes(batch=4, length=4, heads=2, head=4, vocab=8)

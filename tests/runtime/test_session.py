@@ -23,13 +23,15 @@ from tests.runtime.ranks import run_ranks
 from tests.runtime.tiny import DATA, ONE, PLAN, TENSOR, batch, build, without_onednn
 
 STEPS = 3
+NODES = DATA.replace("dp=2", "dp=4") + "node 2\nzero 3 over dp within node\nhierarchical over dp\n"
 
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One model under three plans."""
+    """One model under four plans."""
     folder = tmp_path_factory.mktemp("builds")
-    return {name: build(folder, text, name=name) for name, text in (("one", ONE), ("dp", DATA), ("tp", TENSOR))}
+    plans = {"one": ONE, "dp": DATA, "tp": TENSOR, "nodes": NODES}
+    return {name: build(folder, text, name=name) for name, text in plans.items()}
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,11 @@ def test_two_ranks_train_as_the_plain_module_and_checkpoints_change_plans(
     with parc.load(builds["one"]) as session:
         session.restore(checkpoint)
         hold([session.step(batch(step)) for step in range(STEPS, 2 * STEPS)], reports[STEPS:])
+
+
+def test_four_ranks_in_two_nodes_train_as_the_plain_module(builds: dict[str, Path], plain: Any, tmp_path: Path) -> None:
+    for rank in run_ranks(train, 4, str(builds["nodes"]), 0, str(tmp_path / "checkpoint"), False):
+        hold(rank["reports"], plain[0][:STEPS])
 
 
 def gradients(path: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -38,9 +38,9 @@ class Node(Directive):
             yield Diagnostic(UNEVEN_NODES, str(error), Label(self.span), help=help_)
 
 
-def check_levels(scope: Scope, axis: Word, label: Label) -> Iterator[Diagnostic]:
+def check_levels(scope: Scope, axis: Word, label: Label, both: bool = False) -> Iterator[Diagnostic]:
     """Find the faults of a line that means the ranks of an axis that share a node: that no line says which do; and
-    warn where none do."""
+    warn where none do, or, if the line means ``both`` levels, where all do."""
     node = scope.one(Node)
     if node is None:
         if "node" not in scope.broken:
@@ -53,8 +53,10 @@ def check_levels(scope: Scope, axis: Word, label: Label) -> Iterator[Diagnostic]
         across, within = node_levels(scope.mesh, node.ranks)[axis.text]
     except UnevenNodes:
         return  # an error of the `node` line
-    if across * within > 1 and within == 1:
+    if across * within > 1 and (within == 1 or (both and across == 1)):
         message = f"no two ranks of `{axis.text}` share a node of {node.ranks}"
+        if within > 1:
+            message = f"all ranks of `{axis.text}` share a node of {node.ranks}"
         related = (Label(node.span, "the nodes"),)
-        help_ = f"put `{axis.text}` behind other axes in `mesh`, or leave the line out"
+        help_ = f"put `{axis.text}` {'behind' if within == 1 else 'before'} other axes in `mesh`, or leave the line out"
         yield Diagnostic(NO_LEVELS, message, label, related, help=help_, severity=Severity.WARNING)
