@@ -127,6 +127,15 @@ NO_LEVELS = Code(
     example="mesh dp=4, tp=2\nnode 2\ncolumn blocks.*.mlp.up over tp\nzero 3 over dp within node",
     instead="mesh dp=4, tp=2\nnode 4\ncolumn blocks.*.mlp.up over tp\nzero 3 over dp within node",
 )
+NOT_COMPRESSED = Code(
+    name="P0132",
+    title="a gradient that cannot be compressed",
+    why="`compress` rounds the sum of a gradient over ranks once a step, and keeps what rounding leaves for the next"
+    " step. From level 2, `zero` sums in every backward instead; and parameters of whole numbers, or frozen ones, have"
+    " no gradient.",
+    example="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 2 over dp\ncompress gradients over dp using int8",
+    instead="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 1 over dp\ncompress gradients over dp using int8",
+)
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",

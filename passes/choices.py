@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 Choice = TypeVar("Choice")
+ShardDims = Mapping[tuple[str, str], tuple[int, bool] | None]
+"""The dim along which a parameter is stored in parts, or a sum is cut, by the name of the parameter or the place of the
+sum and by the axes, and whether that takes padding; None where it stays whole. A twin has those of the larger build."""
 
 
 class Choices:

@@ -27,7 +27,7 @@ from .canonical.constants import fold_constants
 from .canonical.draws import drop_unread, uncounted
 from .canonical.loss import SplitLoss, split_loss, stop_gradients
 from .canonical.unruled import expand_unruled
-from .choices import Choices
+from .choices import Choices, ShardDims
 from .narrow import narrow
 from .pad import BoundPads, pad
 from .placing.fuse import fuse_bias
@@ -36,9 +36,10 @@ from .placing.lift import lift_parameters
 from .placing.partition import Partition, Reshard
 from .placing.propagate import Claim, Placed, propagate
 from .placing.registered import check_registered, explained
-from .placing.stored import ShardDims, Sharding, Stored, store_parameters
+from .placing.stored import Sharding, Stored, store_parameters
 from .placing.weight_uses import names_of
 from .programs.assemble import assemble
+from .programs.compress import Compression, Compressor
 from .programs.cut import Pipeline, in_stages
 from .programs.makers import StepParts, make_roles
 from .programs.model_program import reference_program
@@ -78,6 +79,8 @@ class Request:
     """The number of the plan's line for each part of the state of training that is kept away from memory."""
     levels: Levels = field(default_factory=dict)
     """The axes whose collectives are in two levels."""
+    compress: Mapping[str, Compression] = field(default_factory=dict)
+    """The gradients that are summed in fewer bytes, by the parameters' names."""
     shard_dims: ShardDims | None = None
     """The dims along which the parameters and the sums of a larger model are cut, whose twin this is."""
 
@@ -94,13 +97,15 @@ class Built:
     without_rule: tuple[str, ...]
     stored: Stored = field(default_factory=Stored)
     levels: TwoLevels | None = None
+    compressor: Compressor = field(default_factory=Compressor)
     averaged: bool = False
     """True where microbatches are averaged though their mean may not be the whole batch's loss."""
 
     @property
     def dims(self) -> ShardDims:
         """The dims along which parameters and sums are cut, for a twin."""
-        return {**self.stored.dims, **(self.levels.dims if self.levels is not None else {})}
+        levels = self.levels.dims if self.levels is not None else {}
+        return {**self.stored.dims, **self.compressor.dims, **levels}
 
 
 def prepare(graph: fx.Graph) -> fx.Node | None:
@@ -161,14 +166,18 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         typed = in_stages(typed, request.pipeline)
         noted(typed.output_node()).updates = captured.updates
     assembled = assemble(typed, mesh, request.seed, sums, request.pipeline)
+    compressor = Compressor(request.compress, request.shard_dims)
     levels = TwoLevels(mesh, request.levels, request.shard_dims, request.choices)
-    step = StepParts(mesh, typed, counted, parts, assembled, request.pipeline, request.loss_scale)
+    compressor = Compressor(request.compress, request.shard_dims)
+    step = StepParts(mesh, typed, counted, parts, assembled, request.pipeline, request.loss_scale, compressor)
     roles = levels.roles(make_roles(step))
     roles = {role: {key: overlapped(program, request.overlap) for key, program in programs.items()}
              for role, programs in roles.items()}  # fmt: skip
     roles = offload(roles, request.offload)
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))
-    return Built(reference, join_roles(roles), roles, tuple(reshards), missing, stored, levels, adds is None)
+    return Built(
+        reference, join_roles(roles), roles, tuple(reshards), missing, stored, levels, compressor, adds is None
+    )
 
 
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:

@@ -26,6 +26,7 @@ from ..grammar.nearest import listed
 from .faults import RunError
 from .state.checkpoint import Checkpoint, read_checkpoint
 from .state.optimizer import moments_of, restore_optimizer
+from .state.residuals import stored_residuals
 
 
 def build_mesh(build: Build) -> Mesh:
@@ -111,6 +112,8 @@ def checkpoint_bytes(build: Build) -> int:
     mesh, line, constants = build_mesh(build), build.manifest["optimizer"], constants_of(build)
     parameters = [parse_type(text, mesh) for text in build.manifest["parameters"].values()] * (1 + moments_of(line))
     everything = [*parameters, *(constants[name] for name in build.manifest["updates"])]
+    pads, roles = pads_from(build.manifest["padding"]), tuple(build.roles.values())
+    everything += [stored.type for stored in stored_residuals(roles, mesh, pads).values()]
     return sum(math.prod(type_.shape) * type_.dtype.itemsize for type_ in everything)
 
 

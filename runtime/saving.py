@@ -27,6 +27,7 @@ from .state.checkpoint import Checkpoint, check_target
 from .state.gather import everywhere, of_every_role
 from .state.index import Index, shard_name, write_index
 from .state.layouts import FileLayout, StoredTensor, layouts_of
+from .state.residuals import KEY, check_residuals, read_residual, stored_residuals
 from .state.scaler import read_state
 from .state.shards import Piece, Shard, write_shard
 from .work import RankState
@@ -57,17 +58,19 @@ def stored_of(build: Build) -> dict[str, StoredTensor]:
     parameters = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
     buffers = {name: constants[name] for name in build.manifest["updates"]}
     kinds = (("parameter", parameters, owners_of(roles, parameters)), ("buffer", buffers, keepers_of(roles, buffers)))
-    return {
+    stored = {
         f"{kind}.{name}": StoredTensor(type_, pads.get(name, ()), tuple(role.name for role in owners[name]))
         for kind, types, owners in kinds
         for name, type_ in types.items()
     }
+    return stored | stored_residuals(roles, mesh, pads)
 
 
 @final
 class StateFiles:
-    """The files of one rank's state. ``stored`` are the parameters and the buffers that steps change, by their names in
-    a checkpoint (``parameter.w``, ``buffer.b``); ``roles`` are the names of all ranks' roles."""
+    """The files of one rank's state. ``stored`` are the parameters, the buffers that steps change and what is left of
+    gradients, by their names in a checkpoint (``parameter.w``, ``buffer.b``, ``state.residual.w``); ``roles`` are
+    the names of all ranks' roles."""
 
     def __init__(
         self, stored: Mapping[str, StoredTensor], mesh: Mesh, together: Together, roles: Sequence[str]
@@ -84,6 +87,7 @@ class StateFiles:
         """Return what this rank holds, by the names of a checkpoint."""
         have = {f"parameter.{name}": tensor for name, tensor in state.parameters.items()}
         have |= {f"buffer.{name}": tensor for name, tensor in state.buffers.items()}
+        have |= {f"{KEY}{name}": tensor.unsqueeze(0) for name, tensor in state.steps.items()}
         return {
             key: Piece(have[key], runs_of(stored.type, stored.pads, self._mesh, self._at))
             for key, stored in self._stored.items()
@@ -94,6 +98,8 @@ class StateFiles:
         """Return the parts of tensors that this rank holds, under those of their names that are in ``names``."""
         parts = {}
         for key, piece in self._pieces(state).items():
+            if key.startswith(KEY):
+                continue
             shape = self._stored[key].shape
             parts[key.partition(".")[2]] = LocalPart(
                 piece.cut(piece.tensor.detach()), shape, tuple(map(ranges_of, piece.runs))
@@ -208,9 +214,10 @@ class StateFiles:
 
     def restore(
         self, folder: Path, build: Build, state: RankState, optimizer: torch.optim.Optimizer, keep_slots: bool
-    ) -> int:
-        """Read a checkpoint together with all other ranks, each of them its own parts, and return the number of steps
-        done. Ranks share the work of checking the files; only then is anything changed.
+    ) -> tuple[int, tuple[str, ...]]:
+        """Read a checkpoint together with all other ranks, each of them its own parts. Return the number of steps done,
+        and notes on what is otherwise than in this run. Ranks share the work of checking the files; only then is
+        anything changed.
 
         Raises:
             RunError: on every rank: it is of another model or optimizer, or not as it was written.
@@ -218,6 +225,7 @@ class StateFiles:
         together = self._together
         checkpoint, slots = together.agreed(lambda: open_checkpoint(build, folder))
         steps = together.agreed(lambda: read_state(checkpoint, state.steps))
+        notes = together.agreed(lambda: check_residuals(checkpoint, self._stored))
         mine = range(self._rank, len(checkpoint.index.files), self._world)
         together.agreed(lambda: checkpoint.check_shards(mine))
         try:
@@ -227,7 +235,7 @@ class StateFiles:
             note = "the session's state is in parts the old one"
             raise RunError(error.code, error.message, error.help, (*error.notes, note)) from None
         state.steps.update(steps)
-        return checkpoint.step
+        return checkpoint.step, notes
 
     def read(
         self,
@@ -246,6 +254,10 @@ class StateFiles:
         with checkpoint.tensors() as files:
             for key, piece in self._pieces(state).items():
                 kind, _, name = key.partition(".")
+                if key.startswith(KEY):
+                    ranks = checkpoint.shapes.get(key, (0,))[0], self._stored[key].shape[0]
+                    read_residual(files, key, ranks, piece.tensor, piece.runs)
+                    continue
                 if kind == "buffer":
                     state.buffers[name] = torch.zeros_like(piece.tensor)
                     files.fill(key, state.buffers[name], piece.runs)

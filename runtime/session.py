@@ -36,7 +36,7 @@ from .state.gather import Gatherer, everywhere, exchange
 from .state.initial import Initial
 from .state.offload import Offloaded
 from .state.optimizer import rate, update
-from .state.scaler import changed_state, scale_figures, skips
+from .state.scaler import changed_state, scale_figures, skips, state_after
 from .step import Stepper, StepReport, StepResult
 from .trace import Recorder, clock_offset, write_trace
 from .work import Batch, RankState
@@ -80,6 +80,7 @@ class Session:
         self._owners = owners_of(self._roles, self.types)
         self.recorder = Recorder(self.device) if trace else None
         self.step_number = 0
+        self.notes: tuple[str, ...] = ()  # for a person, on the last ``restore``
         self._together = Together(self.rank, self.world, self.device)
         self.last_step: int | None = manifest["steps"]  # no data is read ahead beyond it
         programs = [program for role in self._roles for program in role.programs.values()]
@@ -171,7 +172,7 @@ class Session:
             else:
                 units, clip = self.offloaded.units(self.state.parameters), line["clip"]
                 update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, clip, lr, units)
-        self.state.steps.update(result.state)
+        self.state.steps.update(state_after(result.state, skipped))
         self.step_number += 1
         metrics = {name: float(value) for name, value in result.metrics.items()} | scale_figures(self.state.steps)
         return StepReport(self.step_number, loss, norm, float(lr), metrics, skipped)
@@ -292,7 +293,7 @@ class Session:
             RunError: on every rank: it is of another model or optimizer, or not as it was written; every fault is
                 named, nothing was changed.
         """
-        self.step_number = self._files.restore(
+        self.step_number, self.notes = self._files.restore(
             Path(path), self.build, self.state, self.optimizer, self.offloaded.holds_slots
         )
 

@@ -153,7 +153,8 @@ def stages(draw: st.DrawFn, spec: ModelSpec) -> tuple[int, list[str]]:
 
 @st.composite
 def storing_lines(draw: st.DrawFn, spec: ModelSpec, mesh: dict[str, int], lines: list[str]) -> list[str]:
-    """Draw lines that store parameters in parts over axes that no line splits a weight over, and lines about nodes."""
+    """Draw lines that store parameters in parts over axes that no line splits a weight over, lines about nodes, and one
+    that compresses gradients."""
     split = " ".join(line for line in lines if not line.startswith(("shard x", "shard y", "shard z")))
     free = [axis for axis in mesh if f"/{axis}" not in split and f"over {axis}" not in split]
     places = ["", "", *(f" on layers.{index}" for index in range(len(spec.layers)))]
@@ -167,6 +168,10 @@ def storing_lines(draw: st.DrawFn, spec: ModelSpec, mesh: dict[str, int], lines:
     for axis in free:
         within = " within node" if axis in both and draw(st.booleans()) else ""
         found.append(f"zero {draw(st.sampled_from([0, 1, 2, 3]))} over {axis}{within}{draw(st.sampled_from(places))}")
+    late = [axis for axis in mesh if not any(f"zero {level} over {axis}" in line for line in found for level in (2, 3))]
+    if late and draw(st.sampled_from([False, False, True])):
+        axis, form, where = (draw(st.sampled_from(choices)) for choices in (late, ["fp16", "int8"], places))
+        found.append(f"compress gradients over {axis} using {form}{where}")
     return found
 
 

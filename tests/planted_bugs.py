@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from parc.compiler.verify.precision import check_precision
 from tests.planted_builds import BUILDS, OFFLOADED, GoodBuild, good_build, judge
+from tests.planted_compressed import compressed_rows
 from tests.planted_conversions import CONVERSIONS
 from tests.planted_integers import bounded, shortened
 from tests.planted_large import refusals
@@ -92,5 +93,6 @@ def type_share(rows: Mapping[str, Row]) -> tuple[int, int]:
 if __name__ == "__main__":
     found = table() | place_rows() | rounding_rows()
     print(f"{table_text(found)}\n{share_text(found)}")
+    print(table_text(compressed_rows(), "compressed gradients, by texts alone"))
     print(table_text(refusals(60), "large builds, by texts alone"))
     print(table_text(size_refusals(60), "ranges of sizes, by texts alone"))

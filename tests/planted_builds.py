@@ -69,6 +69,16 @@ shard x, wanted [B/dp, _]
 schedule microbatches 2
 """
 
+_COMPRESSED = """\
+mesh dp=2
+shard x, wanted [B/dp, _]
+schedule microbatches 2
+precision fp16 loss_scale dynamic
+zero 1 over dp on b
+compress gradients over dp using int8 on a, b
+compress gradients over dp using fp16 on c
+"""
+
 _OFFLOAD = """\
 offload optimizer, parameters, activations to "offloaded"
 """
@@ -149,6 +159,8 @@ _PLANS = {
         _STACK[: _STACK.index("mesh")] + _NODES + "zero 3 over dp within node\nhierarchical over dp\n",
     ),
 }
+COMPRESSED_BUILD = "stack dp=2, compressed"
+_PLANS[COMPRESSED_BUILD] = ("tests", _STACK[: _STACK.index("mesh")] + _COMPRESSED)
 BUILDS = tuple(_PLANS)
 OFFLOADED = "gpt dp=2, zero 3, bf16, offloaded"
 _PLANS[OFFLOADED] = (

@@ -103,7 +103,8 @@ class Build:
         """The precision lines of the plan, which say where programs may round, and the type of sums over
         microbatches."""
         lines = regions((line["type"], line["modules"], line["line"]) for line in self.manifest["precision"])
-        return Rounding(lines, getattr(torch, self.manifest["accumulate"]))
+        sent = frozenset((line["format"], line["axis"]) for line in self.manifest["compress"])
+        return Rounding(lines, getattr(torch, self.manifest["accumulate"]), sent)
 
     @property
     def axis(self) -> str:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
+
 from ..layout.collectives import COLLECTIVES, payload_bytes
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
-from ..program.actions import ACTIONS, PHASES, step_kinds
+from ..program.actions import ACTIONS, PHASES, REDUCE, step_kinds
 from ..program.binding import PARAMETERS
 from ..program.cost import local_bytes
 from ..program.program import Function, Origin, Program, Ref
@@ -57,12 +59,12 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
         if not axes or not isinstance(source, Ref):
             continue
         type_ = values[source.name].type
-        size = payload_bytes(line.op, type_.local(program.mesh), type_.dtype.itemsize)
+        ranks = len(row.members(options) or ()) or math.prod(program.mesh.size(axis) for axis in axes)
+        size = payload_bytes(line.op, type_.local(program.mesh), type_.dtype.itemsize, ranks)
         origin = line.origin
         if caller is not None and ".*" in origin.module:
             origin = replace(origin, module=caller.module + origin.module.split(".*", 1)[1])
-        dtype = str(type_.dtype).removeprefix("torch.")
-        ranks = len(row.members(options) or ()) or math.prod(program.mesh.size(axis) for axis in axes)
+        dtype = "int8" if row.packed else str(type_.dtype).removeprefix("torch.")
         yield Communication(
             line.op.removeprefix("parc."), program.mesh.joined(axes), dtype, size, row.sent(size, ranks),
             ACTIONS[program.action].phase, origin, _carried(caller, source, type_, weights),
@@ -163,3 +165,20 @@ def bytes_across(role: Role, mesh: Mesh, node: int) -> int:
         if any(len({rank // node for rank in group}) > 1 for group in groups[:1]):
             total += row["count_per_step"] * row["wire_bytes"]
     return total
+
+
+def saved_bytes(role: Role, mesh: Mesh, axis: str) -> int:
+    """Return the bytes that a rank of a role sends less in a step because gradients are compressed over an axis, where
+    it would send float32."""
+    saved, (reduce,) = 0, (program for program in role.programs.values() if program.action == REDUCE)
+    for line in reduce.main.lines:
+        row = COLLECTIVES.get(line.op)
+        if row is None or not row.communicates or mesh.owner(row.axes(line.args[1:])[0]) != axis:
+            continue
+        type_ = reduce.main.values()[next(line.uses())].type
+        if row.packed or type_.dtype == torch.float16:
+            ranks = math.prod(map(mesh.size, row.axes(line.args[1:])))
+            entries = math.prod(type_.local(mesh))
+            sent = payload_bytes(line.op, type_.local(mesh), type_.dtype.itemsize, ranks)
+            saved += row.sent(4 * entries, ranks) - row.sent(sent, ranks)
+    return saved

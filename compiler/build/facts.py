@@ -17,6 +17,7 @@ from ..program.actions import FORWARD, REDUCE, work_kinds
 from ..program.binding import PARAMETERS
 from ..program.faults import Fault
 from ..program.program import Program
+from ..program.residual import residual_of
 from ..program.roles import Role
 from ..sizes.size_range import BATCH
 
@@ -106,7 +107,8 @@ def _state_faults(manifest: Mapping[str, Any], programs: Mapping[str, Program]) 
     wrong = sorted(frozen - set(manifest["frozen"])) + sorted(read & set(manifest["frozen"]))
     for name in wrong:
         yield fact_fault(f"`frozen` does not say of `{name}` what the programs say")
-    kept = {name for program in programs.values() for name in program.main.bound("state")}
+    kept = {name for program in programs.values() for name, value in program.main.bound("state").items()
+            if not residual_of(value.binding)}  # fmt: skip
     for name in sorted(kept ^ manifest["state"].keys()):
         yield fact_fault(f"`state` does not say of `{name}` what the programs say")
     for name, value in main.bound("constant").items():

@@ -74,6 +74,7 @@ MANIFEST_FORM: Form = {
     "frozen": [str],
     "accumulate": str,
     "precision": [{"type": str, "modules": [str], "line": int}],
+    "compress": [{"axis": str, "format": str}],
     "data": Maybe({"globs": [str], "callable": (str, _NONE), "arguments": _LITERALS}),
     "init": Maybe({"folder": str, "rounded": bool, "tensors": [{"names": [str], "shape": [int], "dtype": str}]}),
     "seed": int,
@@ -96,7 +97,7 @@ REPORT_FORM: Form = {
     "parameters": int,
     "memory": [{
         "role": str, "peak_bytes": _NUMBER, "parameters": _NUMBER, "gradients": _NUMBER, "optimizer": _NUMBER,
-        "activations": _NUMBER, "offloaded": Each(int),
+        "activations": _NUMBER, "residuals": _NUMBER, "offloaded": Each(int),
     }],
     "communication": [{
         "number": int, "op": str, "axis": str, "phase": Among(PHASES), "count_per_step": int, "bytes": int,
@@ -109,7 +110,8 @@ REPORT_FORM: Form = {
     "stored_whole": Each(int),
     "reshards": [dict],
     "operators_without_rule": list,
-    "numerics": [{"class": str, "directive": str, "line": int}],
+    "numerics": [{"class": str, "directive": str, "line": int, "saved_bytes?": int}],
+    "sent_whole": Each(int),
     "across_nodes?": {"bytes": int, "in_one_level": int},
     "checks": Each(str),
     "numbers?": {

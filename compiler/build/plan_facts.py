@@ -40,6 +40,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "optimizer": _optimizer_facts(plan.optimizer, plan.steps),
         "accumulate": ACCUMULATE[plan.accumulate],
         "precision": [{"type": TYPES[line.type]} for line in plan.precision],
+        "compress": [{"axis": line.axis.text, "format": line.format} for line in plan.compress],
         "data": data_facts(plan.data),
         "init": None if plan.init is None else {"folder": plan.init.folder, "rounded": plan.init.rounded},
         "seed": plan.seed,

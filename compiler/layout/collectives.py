@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .int8 import packed_bytes, round_int8
 from .mesh import Mesh, Shape
 from .placement import AxisType, Placement, Split, TensorType, along
 from .stretches import Outer, joined_stretches, sizes_of, terms
@@ -31,6 +32,8 @@ class Collective:
     sent: Callable[[int, int], int] = lambda payload, ranks: payload * (ranks - 1) // ranks
     """Return the bytes that a rank sends for its payload among some ranks, in a ring (Patarasuk and Yuan, "Bandwidth
     optimal all-reduce algorithms for clusters of workstations", 2009)."""
+    packed: Callable[[int], int] | None = None
+    """Return the number of parts of an operand that travels as int8, each packed alone, among some ranks."""
     members: Callable[[Sequence[Any]], tuple[int, ...] | None] = lambda args: None
     """Return the places of a group that take part, if not all do: the other ranks do not run the line."""
 
@@ -209,6 +212,25 @@ def _group_row_max(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[
     return [peak] * len(pieces)
 
 
+def _round_int8(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
+    """Return the type unchanged: each of the parts that will be sent, along a dim over the axes, is rounded."""
+    _, dim, outer = args
+    ranks = math.prod(mesh.size(axis) for axis in _some_axes(args))
+    pieces = ranks * (outer if isinstance(outer, int) else sum(outer))
+    if type_.dtype == torch.float64 or not type_.dtype.is_floating_point or type_.local(mesh)[dim] % pieces:
+        raise TypeFault(f"round_int8 of `{type_.text(mesh)}` in {ranks} parts of dim {dim}")
+    return type_
+
+
+def _group_round_int8(pieces: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
+    return [round_parts(piece, len(pieces) if args[0] else 1, *args[1:]) for piece in pieces]
+
+
+def round_parts(x: torch.Tensor, ranks: int, dim: int, outer: Outer) -> torch.Tensor:
+    """Return a value whose parts along a dim are each rounded to int8."""
+    return join_dim([round_int8(slice_dim(x, ranks, index, dim, outer)) for index in range(ranks)], dim, outer)
+
+
 def _some_axes(args: Sequence[Any]) -> tuple[str, ...]:
     return axes_of(args) if args[0] else ()
 
@@ -258,6 +280,23 @@ COLLECTIVES: dict[str, Collective] = {
         communicates=False,
         keeps=True,
     ),
+    "parc.round_int8": Collective(_some_axes, _round_int8, _group_round_int8, communicates=False),
+    "parc.reduce_scatter_int8": Collective(
+        axes_of,
+        _cut("reduce_scatter_int8", "P"),
+        lambda pieces, args: [
+            _sum([round_int8(slice_dim(piece, len(pieces), i, *args[1:])) for piece in pieces])
+            for i in range(len(pieces))
+        ],
+        packed=lambda ranks: ranks,
+    ),
+    "parc.all_gather_int8": Collective(
+        axes_of,
+        _joined("all_gather_int8", "I"),
+        lambda pieces, args: [join_dim([round_int8(piece) for piece in pieces], args[1], args[2])] * len(pieces),
+        sent=lambda payload, ranks: payload * (ranks - 1),
+        packed=lambda ranks: 1,
+    ),
 }
 """``op(x, axes, …)`` as programs spell them; dims and ``outer`` of their arguments count *local* entries."""
 WAIT = "parc.wait"
@@ -289,6 +328,9 @@ def lower(axes: str, before: Placement, after: Placement, mesh: Mesh) -> tuple[s
     raise TypeFault(f"there is no conversion from {source} to {result}")
 
 
-def payload_bytes(op: str, shape: Shape, itemsize: int) -> int:
-    """Return the bytes that one rank puts into the collective, once, for an operand of local ``shape``."""
+def payload_bytes(op: str, shape: Shape, itemsize: int, ranks: int = 1) -> int:
+    """Return the bytes that one rank puts into the collective among some ranks, once, for an operand of local
+    ``shape``."""
+    if packed := COLLECTIVES[op].packed:
+        return packed_bytes(math.prod(shape), packed(ranks))
     return math.prod(shape[:-1] if op == "parc.row_max" else shape) * itemsize

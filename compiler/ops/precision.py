@@ -77,3 +77,5 @@ class Rounding:
 
     lines: PrecisionRegions = ()
     sums: torch.dtype = torch.float32
+    sent: frozenset[tuple[str, str]] = frozenset()
+    """The formats in which gradients travel between ranks, each with its axis."""

@@ -24,6 +24,7 @@ from .directives import directive, verbs
 from .directives.bucket import DEFAULT as BUCKET
 from .directives.bucket import Bucket
 from .directives.budget import Budget
+from .directives.compress import Compress
 from .directives.data import Data
 from .directives.freeze import Freeze
 from .directives.hierarchical import Hierarchical
@@ -90,6 +91,7 @@ class Plan:
     init: Init | None = None
     node: Node | None = None
     hierarchical: tuple[Hierarchical, ...] = ()
+    compress: tuple[Compress, ...] = ()
     schedule: Schedule | None = None
     stages: tuple[Stage, ...] = ()
     mesh_spans: dict[str, Span] = field(default_factory=dict, compare=False)  # where each axis is declared
@@ -273,6 +275,7 @@ def _assemble(
         init=one(Init),
         node=one(Node),
         hierarchical=scope.all(Hierarchical),
+        compress=scope.all(Compress),
         schedule=schedule,
         stages=scope.all(Stage),
         placements=tuple(found for found in scope.directives if isinstance(found, Fix | SplitWeights)),

@@ -80,7 +80,7 @@ ACTIONS: dict[str, ActionRow] = {row.kind: row for row in (
     ActionRow(BACKWARD, "work", "stage", each=True, reads=("scale", "weight", "saved"), returns=("gradient",),
               compiled=True, phase="backward", to=-1, slots=2, colors=("#3f9b5b", "#74be88", "#aedcba")),
     ActionRow(REDUCE, "after", "role", reads=("loss", "scale", "unscale", "gradient"),
-              returns=("gradient", "loss", "grad_norm")),
+              returns=("gradient", "loss", "grad_norm", "state")),
     ActionRow(RESCALE, "after", "step", reads=("grad_norm",), returns=("state",), optional=True),
     ActionRow(STEP, "end", ""),
 )}  # fmt: skip

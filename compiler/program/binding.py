@@ -53,7 +53,7 @@ KINDS: Mapping[Kind, KindRow] = MappingProxyType(
         "gradient": KindRow("step"),
         "grad_norm": KindRow("result", "kind"),
         "metric": KindRow("result"),  # a number that a run tells of each step
-        "state": KindRow("state"),  # a number that steps, not the model, keep: such as the loss scale
+        "state": KindRow("state"),  # what steps, not the model, keep: such as the loss scale
         "value": KindRow("program", "name"),  # what a function gives to the one that calls it
     }
 )

@@ -11,6 +11,7 @@ from ..ops.rules import facts
 from .actions import ACTIONS, AHEAD, Action, receive_kind, send_kind
 from .binding import PARAMETERS
 from .program import Function, Program
+from .residual import residual_of
 from .totals import addable, lasting
 
 _Peaks = dict[str, tuple[int, int]]
@@ -19,24 +20,29 @@ _Peaks = dict[str, tuple[int, int]]
 @dataclass(frozen=True, slots=True)
 class Memory:
     """The memory of one rank in bytes. ``parameters`` are those that it stores, and what a step makes of them once;
-    ``activations`` is the most that is alive beside the rest, during forward and
-    backward."""
+    ``activations`` is the most that is alive beside the rest, during forward and backward; ``residuals`` are what
+    rounding leaves of gradients for the next step."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
+    residuals: int = 0
     offloaded: Mapping[str, int] = field(default_factory=dict)
     """The bytes that are kept outside this memory, by the word of their ``offload`` line; no other number has them."""
 
     @property
     def peak_bytes(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.residuals
 
     def without(self, offloaded: Mapping[str, int]) -> Memory:
         """Return this memory where so many bytes are kept outside it. ``activations`` never had theirs."""
         kept = {word: getattr(self, word) - offloaded.get(word, 0) for word in ("parameters", "optimizer")}
         return replace(self, **kept, offloaded=dict(offloaded))
+
+
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "residuals")
+"""The parts of a rank's memory, by the names that ``Memory`` has for them."""
 
 
 def local_bytes(type_: TensorType, program: Program) -> int:
@@ -142,7 +148,9 @@ def estimate_memory(
             to = stage + ACTIONS[action.kind].to
             there = (receive_kind(action.kind), to) if to in own_stages else ("made", send_kind(action.kind), stage)
             held.put(sent[key], *there, m)
-    return Memory(sum(sizes.values()) + sum(weights.values()), sum(gradients.values()), optimizer, most)
+    residuals = sum(local_bytes(value.type, program) for program in programs.values()
+                    for value in program.main.parameters if residual_of(value.binding))  # fmt: skip
+    return Memory(sum(sizes.values()) + sum(weights.values()), sum(gradients.values()), optimizer, most, residuals)
 
 
 class _Held:

@@ -193,7 +193,7 @@ def _joined_once(programs: Sequence[Program]) -> Program:
             lines.append(_renamed(replace(line, results=results), names))
             roots.update((v.name, lines[-1]) for v in lines[-1].made if facts(line.op).power == 0.5)
         for key, name in program.main.returns:
-            if key.kind not in ("gradient", "weight"):
+            if key.kind not in ("gradient", "state", "weight"):
                 summed.setdefault(key, []).append(names[name])
             elif key.kind == "gradient" and key not in given:  # zeros, for the roles that make it
                 continue

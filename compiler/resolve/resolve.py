@@ -25,6 +25,7 @@ from ..plan.layouts import DimLayout, Factor, Fix, SplitWeights
 from ..plan.plan import Plan
 from ..plan.sub_dims import DimSplit, cut_dims, multiples
 from ..sizes.size_range import BATCH, SizeRange
+from .compress_lines import CompressLine, compress_lines
 from .names import PlanNames, WeightUse, find_modules, find_parameters, find_values, find_weights, split_dim
 from .seeds import PlacementSeed, Seeds
 from .stage_lines import find_cuts
@@ -47,6 +48,7 @@ class Resolved:
     """The dims of parameters that are longer than the model's, so that their splits divide them."""
     precision: tuple[tuple[str, tuple[str, ...], int], ...] = ()
     zero: tuple[ZeroLine, ...] = ()
+    compress: tuple[CompressLine, ...] = ()
 
     def line_of(self, value: str, dim: int) -> int:
         """Return the first line of the plan that splits a dim, for the computation or where it is stored."""
@@ -75,7 +77,8 @@ def resolve(
         resolver.apply(line)
     precision = tuple(resolver.precision(line) for line in plan.precision)
     zero, errors = zero_lines(plan, names, resolver.seeds)
-    resolver.diagnostics += errors
+    compress, wrong = compress_lines(plan, names)
+    resolver.diagnostics += [*errors, *wrong]
     resolver.diagnostics += find_cuts(plan, names)[1]
     frozen, no_decay = (
         frozenset(resolver.found(words, find_parameters)) for words in (plan.frozen, plan.optimizer.no_decay)
@@ -86,6 +89,7 @@ def resolve(
     return Resolved(
         tuple(seed for seed in resolver.seeds.found.values() if plan.mesh.size(seed.axis) > 1),
         tuple(resolver.diagnostics), frozen, no_decay, pads_by_value(resolver.seeds.pads.items()), precision, zero,
+        compress,
     )  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...grammar.codes_placement import CONFLICT, SPLIT_ALREADY
 from ...grammar.diagnostics import Diagnostic, Label
+from ...grammar.syntax import Word
 from ..plan.directives.zero import Zero
 from ..plan.plan import Plan
 from .names import PlanNames, find_parameters
@@ -31,7 +33,7 @@ def zero_lines(plan: Plan, names: PlanNames, seeds: Seeds) -> tuple[tuple[ZeroLi
     errors: list[Diagnostic] = []
     said: dict[tuple[str, str], Zero] = {}
     for line in plan.zero:
-        parameters, unknown = _named(line, names)
+        parameters, unknown = named_parameters(line.where, names)
         errors += unknown
         wrong = (_problem(line, name, seeds, said) for name in parameters)
         errors += [problem for problem in wrong if problem is not None][:1]
@@ -41,11 +43,11 @@ def zero_lines(plan: Plan, names: PlanNames, seeds: Seeds) -> tuple[tuple[ZeroLi
     return tuple(lines), errors
 
 
-def _named(line: Zero, names: PlanNames) -> tuple[list[str], list[Diagnostic]]:
+def named_parameters(where: Sequence[Word], names: PlanNames) -> tuple[list[str], list[Diagnostic]]:
     """Return the parameters that a line means, all if it names none, and the errors of names that match nothing."""
-    if not line.where:
+    if not where:
         return list(names.parameters), []
-    matches = [find_parameters(word, names) for word in line.where]
+    matches = [find_parameters(word, names) for word in where]
     errors = [match for match in matches if isinstance(match, Diagnostic)]
     return list(dict.fromkeys(name for match in matches if isinstance(match, tuple) for name in match)), errors
 

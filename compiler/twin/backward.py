@@ -10,6 +10,7 @@ from typing import Any
 from ..ops.rules import facts
 from ..program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ..program.program import Line, LocalSize, Program, Ref
+from ..program.residual import residual_of
 from ..program.weights import WeightSources, stored_sources
 from .bodies import sizeless, star
 from .wiring import NONE, Forward, PieceCall, PieceFact, PieceSource, WiringFault
@@ -137,7 +138,9 @@ def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
         sums[line.made[0].name] = _sum_of(line, sums, reduce)
     gradients = sorted(str(binding) for binding in main.bindings if binding.kind == "gradient")
     for key, name in main.returns:
-        terms = sorted(str(term) for term, _ in sums[name])
+        # what the last step left is no term of a gradient: ``compressed`` proves where it is added
+        terms = sorted(str(term) for term, _ in sums[name]
+                       if key.kind == "state" or not isinstance(term, Binding) or not residual_of(term))  # fmt: skip
         if key.kind == "gradient" and terms != [str(key)]:
             raise WiringFault(f"REDUCE makes `{key}` of {', '.join(terms) or 'nothing'}")
         if key.kind == "weight" and len(terms) != 1:

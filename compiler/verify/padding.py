@@ -18,6 +18,7 @@ from ..program.actions import step_kinds
 from ..program.binding import PARAMETERS, Binding
 from ..program.faults import Fault
 from ..program.program import Program
+from ..program.residual import residual_of
 from .lines import Question, follow, line_call
 
 _ROW_MAX = "parc.row_max"
@@ -41,8 +42,9 @@ def check_padding(programs: Mapping[str, Program], pads: Pads, stored: Mapping[s
         values = program.main.values()
         for (key, name), extras in zip(program.main.returns, results, strict=True):
             known[key] = extras
-            longer = key.kind == "gradient" and values[name].type.shape == stored[key.name].shape
-            if key.kind not in ("saved", "weight") and not _same(extras, pads.get(key.name, ()) if longer else ()):
+            of = key.name if key.kind == "gradient" else residual_of(key)
+            longer = of in stored and values[name].type.shape == stored[of].shape
+            if key.kind not in ("saved", "weight") and not _same(extras, pads.get(of, ()) if longer else ()):
                 where = f"{action} {key.key_in(action)}"
                 faults.append(Fault("padding", where, "does not have zeros for padding, where its value is padded"))
     return faults
@@ -86,8 +88,9 @@ def _stored_faults(pads: Pads, stored: Mapping[str, TensorType]) -> Iterator[Fau
 
 def _given(binding: Binding | None, pads: Pads, known: Mapping[Binding | None, Extras]) -> Extras:
     """Return the padding of a program's parameter, by its binding."""
-    if binding is not None and binding.kind in PARAMETERS:
-        return tuple(Extra(pad.dim, pad.outer, pad.real, pad.padded) for pad in pads.get(binding.name, ()))
+    of = binding.name if binding is not None and binding.kind in PARAMETERS else residual_of(binding)
+    if of:
+        return tuple(Extra(pad.dim, pad.outer, pad.real, pad.padded) for pad in pads.get(of, ()))
     return known.get(binding, ())
 
 

@@ -18,12 +18,14 @@ from ..program.binding import COUNT, GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ..program.faults import Fault
 from ..program.loss_scale import LOSS_SCALE
 from ..program.program import Line, Program, Ref
+from ..program.residual import residual, residual_of
 
 _MEAN, _COUNTED = Binding("loss", "mean"), Binding("scale", "of the count")
 """The scaled loss, and one over the count without the loss scale. No program has bindings of these names."""
 _KEEPS = frozenset(
-    {"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather", "parc.shard", "parc.grow_pad.default", WAIT}
-)
+    {"parc.all_reduce", "parc.reduce_scatter", "parc.all_gather", "parc.shard", "parc.pad", "parc.round_int8",
+     "parc.reduce_scatter_int8", "parc.all_gather_int8", "parc.grow_pad.default", WAIT}
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ def _made(line: Line, given: list[_Made | None]) -> _Made | None:
     if line.op in _KEEPS or to_float:
         return known[0]
     bindings = [operand.binding for operand in known]
+    if (of := _compressed(line.op, bindings)) is not None:
+        return _Made(of)
     if row.power == -1.0 and bindings in ([COUNT], [LOSS_SCALE]):
         return _Made(_COUNTED if bindings == [COUNT] else UNSCALE)
     if row.computes == "multiple" and (product := _product(bindings)) is not None:
@@ -117,3 +121,16 @@ def _product(bindings: list[Binding | None]) -> Binding | None:
     if first is not None and first.kind == "gradient" and second == UNSCALE:
         return first
     return known.get((first, second)) if first is not None and second is not None else None
+
+
+def _compressed(op: str, bindings: list[Binding | None]) -> Binding | None:
+    """Return what the sum or the difference of two parts of one gradient is; ``check_compressed`` proves which
+    parts."""
+    first, second = bindings if len(bindings) == 2 else (None, None)
+    if first is None or second is None:
+        return None
+    left = residual_of(first) or residual_of(second)
+    if op == "aten.sub.Tensor" and first == second and first.kind == "gradient":
+        return residual(first.name)
+    summed = op == "aten.add.Tensor" and second == residual(left) and first in (second, Binding("gradient", left))
+    return first if left and summed else None

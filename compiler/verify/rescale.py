@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 
 from ..layout.mesh import Mesh
 from ..layout.placement import Placement
-from ..program.actions import RESCALE, SCALING
+from ..program.actions import REDUCE, RESCALE, SCALING
 from ..program.binding import GRAD_NORM
 from ..program.faults import Fault
 from ..program.loss_scale import BACKOFF, GROWTH, INTERVAL, LOSS_SCALE, NEXT_SCALE, SCALER
 from ..program.program import Program, Ref
+from ..program.residual import residual_of
 
 
 def check_rescale(programs: Mapping[str, Program], mesh: Mesh) -> Iterator[Fault]:
@@ -24,6 +25,8 @@ def check_rescale(programs: Mapping[str, Program], mesh: Mesh) -> Iterator[Fault
         for name, value in program.main.bound("state").items():
             row = SCALER.get(value.binding) if value.binding is not None else None
             dtype = str(value.type.dtype).removeprefix("torch.")
+            if residual_of(value.binding) and action == REDUCE:
+                continue  # `check_compressed`
             if row is None or (dtype, value.type.shape, value.type.placement) != (row.dtype, (), whole):
                 yield Fault("types", f"{action} {name}", "is no state of a loss scale, whole on every rank")
             elif action not in (SCALING, RESCALE):

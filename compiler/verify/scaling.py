@@ -21,6 +21,7 @@ from ..program.binding import COUNT, UNSCALE, Binding
 from ..program.faults import Fault
 from ..program.loss_scale import LOSS_SCALE
 from ..program.program import Program, Ref
+from ..program.residual import residual_of
 from .lines import Question, follow, line_call
 
 Degree = float | None
@@ -33,14 +34,16 @@ _MIXED = float("nan")
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """A scale of the loss: its words, and its degrees in a program's parameters by kind, where they are not 0."""
+    """A scale of the loss: its words, and its degrees in a program's parameters by kind, where they are not 0: what is
+    left of a gradient has a kind of its own, ``residual``."""
 
     words: str
     given: Mapping[str, float]
 
     def in_parameter(self, binding: Binding | None) -> float:
         """Return the degree in a program's parameter."""
-        return self.given.get(binding.kind if binding is not None else "", 0.0)
+        kind = "residual" if residual_of(binding) else binding.kind if binding is not None else ""
+        return self.given.get(kind, 0.0)
 
     def wanted(self, program: Program, key: Binding) -> float:
         """Return the degree that a result must have."""
@@ -50,7 +53,9 @@ class _Scale:
         return -1.0 if key == UNSCALE else 0.0 if program.action == REDUCE else 1.0
 
 
-_COUNT_SCALE = _Scale("the loss's scale", {"count": -1.0, "scale": 1.0, "gradient": 1.0, "received": 1.0})
+_COUNT_SCALE = _Scale(
+    "the loss's scale", {"count": -1.0, "scale": 1.0, "gradient": 1.0, "residual": 1.0, "received": 1.0}
+)
 _LOSS_SCALE = _Scale("the loss scale", {"state": 1.0, "scale": 1.0, "unscale": -1.0, "gradient": 1.0, "received": 1.0})
 
 

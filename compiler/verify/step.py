@@ -97,7 +97,7 @@ def _result_faults(programs: Mapping[str, Program], stored: Mapping[str, TensorT
             before = next((v.type for v in main.parameters if v.binding == key and key.kind in _LASTING), None)
             if before is not None and before != values[name].type:
                 yield Fault("types", f"{row.kind} {key}", f"is not placed as the {key.kind} that it updates")
-            if row.place == "after":
+            if row.place == "after" and key.kind != "state":
                 yield from _final_faults(row.kind, key, values[name].type, stored)
 
 

@@ -13,7 +13,7 @@ import torch
 from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, not_finite
 from parc.checking.twins import subject_of
 from parc.compiler.build.build import Build
-from parc.compiler.build.communication import bytes_across
+from parc.compiler.build.communication import bytes_across, saved_bytes
 from parc.compiler.build.plan_facts import plan_faults
 from parc.compiler.plan.directives.precision import WHOLE
 from parc.compiler.plan.plan import Plan
@@ -25,6 +25,7 @@ from parc.compiler.program.roles import SINGLE, Role, ranks_of
 from parc.compiler.schedules.timeline import simulate
 from parc.compiler.sizes.template import ShapeFault, sizes_text
 from parc.compiler.verify.bounds import check_bounds
+from parc.compiler.verify.compressed import check_compressed
 from parc.compiler.verify.integers import check_integers
 from parc.compiler.verify.lines import check_lines, check_program
 from parc.compiler.verify.messages import check_messages
@@ -44,6 +45,7 @@ from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.grammar.diagnostics import Diagnostic, PlanError
 from parc.grammar.format import format_statements
 from parc.grammar.source import Span
+from parc.grammar.syntax import Statement
 from parc.report import plan_of, program_rows, report_faults
 from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.simulate import TOLERANCE, Agreement, compare
@@ -78,6 +80,7 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
         faults += check_reduce(programs[SCALING], programs[REDUCE])
         faults += check_rescale(programs, build.mesh)
         faults += (*check_integers(programs, reference), *check_bounds(programs, reference))
+        faults += check_compressed(programs, build.rounding.sent)
         faults += check_stored(programs, reference)
         faults += check_places(programs, build.manifest.get("offload", {}))
         faults += check_precision(programs, reference, build.rounding)
@@ -175,7 +178,7 @@ def hold_template(compiled: Compiled) -> None:
     template = compiled.build.template
     for at in compiled.cases()[1:] if template is not None else ():
         recompiled = compile_plan(at.plan, at.folder, overrides=at.overrides, copies=at.copies, longer=at.resolved.pads,
-                                    dims=at.built.stored.dims)  # fmt: skip
+                                    dims=at.built.dims)  # fmt: skip
         assert template is not None
         captured = replace(template, texts={REFERENCE_FILE: template.texts[REFERENCE_FILE]})
         sizes = {name: at.sizes[name] for name in template.ranges}
@@ -284,7 +287,8 @@ def report_of(compiled: Compiled) -> dict[str, Any]:
             for r in compiled.built.reshards
         ],
         "operators_without_rule": list(compiled.built.without_rule),
-        "numerics": _numerics(plan),
+        "numerics": _numerics(compiled),
+        "sent_whole": compiled.built.compressor.whole,
         **_across_nodes(compiled),
         "checks": {},
     }  # fmt: skip
@@ -320,13 +324,20 @@ def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _numerics(plan: Plan) -> list[dict[str, Any]]:
-    """Return the lines by which a step rounds more than the model's own code. All else only adds up in another
-    order."""
+def _numerics(compiled: Compiled) -> list[dict[str, Any]]:
+    """Return the lines by which a step rounds more than the model's own code, with the bytes that compressed gradients
+    save. All else only adds up in another order."""
+    plan = compiled.plan
     wanted = [line.arguments.statement for line in plan.precision if line.type != WHOLE]
     if plan.microbatches > 1 and plan.accumulate != WHOLE:
         wanted += [statement for statement in plan.statements if statement.verb.text == "schedule"]
-    return [
-        {"class": "lossy", "directive": " ".join(format_statements((found,)).split()), "line": found.span.root.line}
-        for found in wanted
-    ]
+    rows: list[dict[str, Any]] = [_lossy(statement) for statement in wanted]
+    for line in plan.compress:
+        saved = max(saved_bytes(role, compiled.mesh, line.axis.text) for role in compiled.build.roles.values())
+        rows.append({**_lossy(line.arguments.statement), "saved_bytes": saved})
+    return rows
+
+
+def _lossy(statement: Statement) -> dict[str, Any]:
+    text = " ".join(format_statements((statement,)).split())
+    return {"class": "lossy", "directive": text, "line": statement.span.root.line}

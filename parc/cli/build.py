@@ -64,6 +64,7 @@ def make(given: argparse.Namespace, plan: Path, out: Path) -> tuple[dict[str, An
 
 def report_text(report: Mapping[str, Any]) -> str:
     """Return a build's report for a reader."""
+    from parc.compiler.program.cost import MEMORY_KINDS
     from parc.compiler.sizes.template import sizes_text
 
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one rank"
@@ -72,7 +73,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     if any(".." in size for size in report["sizes"].values()):
         rows.append(("sizes", f"{sizes_text(report['sizes'])}; bytes are those of the largest"))
     for entry in report["memory"]:
-        held = ", ".join(f"{k} {size_text(entry[k])}" for k in ("parameters", "gradients", "optimizer", "activations"))
+        held = ", ".join(f"{k} {size_text(entry[k])}" for k in MEMORY_KINDS if entry[k] or k != "residuals")
         rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))
         if away := entry["offloaded"]:
             rows.append(("", "beside it " + ", ".join(f"{word} {size_text(size)}" for word, size in away.items())))
@@ -82,7 +83,17 @@ def report_text(report: Mapping[str, Any]) -> str:
         rows.append(("stored whole", f"{names}, {size_text(sum(whole.values()))}: no dim divides without much padding"))
     pipeline = report["pipeline"]
     rows.append(("schedule", schedule_words(pipeline)))
-    rows += [("rounds", f"{entry['directive']} (line {entry['line']})") for entry in report["numerics"]]
+    for entry in report["numerics"]:
+        saved = f", at most {size_text(entry['saved_bytes'])} less a step from a rank" if "saved_bytes" in entry else ""
+        rows.append(("rounds", f"{entry['directive']} (line {entry['line']}{saved})"))
+    if sent := report["sent_whole"]:
+        names = f"{len(sent)} gradient{'s' * (len(sent) != 1)}"
+        rows.append(
+            (
+                "not rounded",
+                f"{names}, {size_text(sum(sent.values()))}: no dim divides, or of another type or several stages",
+            )
+        )
     lines = [f"{name:13}{text}" for name, text in rows]
     if report["communication"]:
         text = communication_text(report["communication"])

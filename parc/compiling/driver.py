@@ -32,7 +32,7 @@ from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.resolve.resolve import Resolved, resolve
 from parc.compiler.sizes.polynomials import check_points, moving
 from parc.compiler.sizes.template import Template
-from parc.compiling.axes import at_nodes, levels_of, shardings_of
+from parc.compiling.axes import at_nodes, compressions_of, levels_of, shardings_of
 from parc.compiling.initial_weights import init_facts
 from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
@@ -40,10 +40,11 @@ from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
 from parc.grammar.codes_placement import SPLIT_ALREADY
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.passes.choices import ShardDims
 from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
 from parc.passes.placing.registered import RuleMisfit
-from parc.passes.placing.stored import AlreadySplit, ShardDims
+from parc.passes.placing.stored import AlreadySplit
 from parc.passes.programs.cut import Pipeline
 from parc.passes.programs.overlap import OverlapChoices
 
@@ -240,6 +241,7 @@ def ask(
         shardings_of(resolved, mesh, copies), plan.loss_scale, plan.unbatched, choices,
         OverlapChoices(plan.bucket, plan.prefetch),
         {word: line.span.root.line for word, line in plan.offloaded.items()}, levels_of(plan, mesh, copies),
+        compressions_of(resolved, mesh, captured, frozen),
     ))  # fmt: skip
 
 

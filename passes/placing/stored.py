@@ -21,16 +21,13 @@ from ...compiler.ops.torch_ops import aten
 from ...compiler.padding.pads import Pad, padded_shape
 from ...compiler.program.binding import PARAMETERS
 from ...compiler.program.program import Origin
+from ..choices import ShardDims
 from ..programs.segments import node_type
 
 GRADIENTS, WEIGHTS = 2, 3
 """The levels of ZeRO from which gradients, and the parameters themselves, are split too."""
 _MOST_PADDING = 8
 """A parameter stays whole where its padding would exceed this fraction of it: one eighth."""
-
-ShardDims = Mapping[tuple[str, str], tuple[int, bool] | None]
-"""The dim along which each axis shards each parameter, by the parameter's name and the axis, and whether that takes
-padding; None where it stays whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -26,6 +26,7 @@ from ...compiler.program.program import Program
 from ...compiler.program.roles import SINGLE, Programs
 from ..calls import outputs
 from .assemble import Assembled, assemble_count
+from .compress import Compressor
 from .cut import Pipeline
 from .reduce import norm_dtype, reductions
 from .scales import rescale_program, scale_program
@@ -46,6 +47,7 @@ class StepParts:
     made: Assembled
     pipeline: Pipeline | None
     loss_scale: LossScale = None
+    compressor: Compressor = field(default_factory=Compressor)
 
     @property
     def ranks(self) -> StageRanks:
@@ -101,7 +103,7 @@ MAKERS: dict[str, Maker] = {
     FORWARD: _work(FORWARD),
     BACKWARD: _work(BACKWARD),
     REDUCE: lambda parts: [
-        *reductions(parts.graph, parts.mesh, parts.made, parts.pipeline, parts.loss_scale is not None)
+        *reductions(parts.graph, parts.mesh, parts.made, parts.pipeline, parts.loss_scale is not None, parts.compressor)
     ],
     RESCALE: _rescale,
 }

@@ -15,10 +15,11 @@ from ...compiler.layout.placement import Placement
 from ...compiler.program.actions import REDUCE
 from ...compiler.program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ...compiler.program.program import Origin, Program, Ref, Value
+from ...compiler.program.residual import residual
 from ...compiler.program.roles import SINGLE
 from ..calls import outputs
 from .assemble import Assembled
-from .conversions import emit_conversions
+from .compress import Compressor
 from .cut import Pipeline
 from .segments import node_type
 from .weights import stored_type
@@ -26,12 +27,13 @@ from .writer import Across, Writer, whole_type
 
 
 def reductions(
-    graph: fx.Graph, mesh: Mesh, made: Assembled, pipeline: Pipeline | None, scaled: bool
+    graph: fx.Graph, mesh: Mesh, made: Assembled, pipeline: Pipeline | None, scaled: bool, compressor: Compressor
 ) -> Iterator[Program]:
     """Write REDUCE of every role: it sums partial gradients, and converts them to the placements in which the
     parameters are stored. It divides them by the loss scale, if the loss is ``scaled``."""
     if pipeline is None:
-        yield _reduce(graph, mesh, {name: value for _, name, value in made.gradients}, made.loss, SINGLE, scaled)
+        gradients = {name: value for _, name, value in made.gradients}
+        yield _reduce(graph, mesh, gradients, made.loss, SINGLE, scaled, compressor)
         return
     ranks, everyone = pipeline.ranks, range(mesh.size(pipeline.axis))
     trained = sorted({name for _, name, _ in made.gradients})
@@ -45,7 +47,7 @@ def reductions(
         across = Across(pipeline.axis, everyone, tied, {name for name in tied if counts[name] != rank})
         numerator = made.loss if ranks[made.last] == rank else None
         first = {name: own.get(name) for name in tied}
-        yield _reduce(graph, mesh, {**first, **own}, numerator, f"{pipeline.axis}{rank}", scaled, across)
+        yield _reduce(graph, mesh, {**first, **own}, numerator, f"{pipeline.axis}{rank}", scaled, compressor, across)
 
 
 def norm_dtype(graph: fx.Graph) -> torch.dtype:
@@ -54,18 +56,21 @@ def norm_dtype(graph: fx.Graph) -> torch.dtype:
     return reduce(torch.promote_types, (stored_type(node).dtype for node in parameters), torch.float32)
 
 
-def _times(write: Writer, value: Value, number: Value, origin: Origin) -> Value:
-    """Multiply a value by a number of float32 and keep its type: beside a single number of a narrower type, torch gives
-    the wider one."""
-    dtype = value.type.dtype if value.type.shape else torch.promote_types(value.type.dtype, number.type.dtype)
-    args = Ref(value.name), Ref(number.name)
-    made = write.emit("aten.mul.Tensor", args, replace(value.type, dtype=dtype), origin, "unscaled")
-    return emit_conversions(write, made, value.type, origin)
+def _squared(write: Writer, value: Value, dtype: torch.dtype, origin: Origin) -> Value:
+    """Add the sum of a gradient's squares on this rank, in the type of the norm."""
+    squared = torch.promote_types(value.type.dtype, torch.float32)
+    placement = Placement.of(write.mesh, dict.fromkeys(value.type.placement.split_axes(), "P"))
+    partial = replace(whole_type(write.mesh, squared), placement=placement)
+    square = write.emit("parc.square_sum.default", (Ref(value.name),), partial, origin)
+    if squared == dtype:
+        return square
+    wide = replace(partial, dtype=dtype)
+    return write.emit("aten._to_copy.default", (Ref(square.name),), wide, origin, "widen", dtype=dtype)
 
 
 def _reduce(
     graph: fx.Graph, mesh: Mesh, gradients: Mapping[str, Value | None], loss: Value | None, role: str, scaled: bool,
-    across: Across | None = None,
+    compressor: Compressor, across: Across | None = None,
 ) -> Program:  # fmt: skip
     """Write the sums of gradients and of the loss over the axes on which they are partial, and over the roles that have
     a part of them; and the global norm. A gradient that this role's stages do not make is None."""
@@ -75,16 +80,22 @@ def _reduce(
     squares: dict[tuple[str, ...], list[Value]] = {}
     types = {name: stored_type(node) for name, node in stored.items()}
     dtype = norm_dtype(graph)
+    divides = scaled and (loss is not None or any(value is not None for value in gradients.values()))
+    unscale = write.take("unscale", whole_type(mesh, torch.float32), UNSCALE) if divides else None
     # all sums first: on a real network they run side by side
     reduced = []
     for name, gradient in gradients.items():
         origin = Origin(name, "", noted(stored[name]).line)
-        reduced.append((name, write.gradient(name, gradient, types[name], origin), origin))
-    divides = scaled and (loss is not None or any(value is not None for value in gradients.values()))
-    unscale = write.take("unscale", whole_type(mesh, torch.float32), UNSCALE) if divides else None
+        tied = gradient is None or (across is not None and name in across.tied)
+        value, *left = compressor.sums(write, name, None if tied else gradient, types[name], unscale, origin) or [
+            write.gradient(name, gradient, types[name], origin)
+        ]
+        reduced.append((name, value, origin))
+        returns += [(residual(name), one.name) for one in left]
+    kept = {key for key, _ in returns}
     for at, (name, value, origin) in enumerate(reduced):
-        if unscale is not None and gradients[name] is not None:
-            value = _times(write, value, unscale, origin)
+        if unscale is not None and gradients[name] is not None and residual(name) not in kept:
+            value = write.times(value, unscale, origin)
             reduced[at] = name, value, origin
         if across is not None and name in across.tied:
             reduced[at] = name, write.among(value, across.tied[name], origin), origin
@@ -92,14 +103,7 @@ def _reduce(
     for name, value, origin in reduced:
         if across is not None and name in across.elsewhere:
             continue
-        split = value.type.placement.split_axes()
-        squared = torch.promote_types(value.type.dtype, torch.float32)
-        partial = replace(whole_type(mesh, squared), placement=Placement.of(mesh, dict.fromkeys(split, "P")))
-        square = write.emit("parc.square_sum.default", (Ref(value.name),), partial, origin)
-        if squared != dtype:
-            wide = replace(partial, dtype=dtype)
-            square = write.emit("aten._to_copy.default", (Ref(square.name),), wide, origin, "widen", dtype=dtype)
-        squares.setdefault(split, []).append(square)
+        squares.setdefault(value.type.placement.split_axes(), []).append(_squared(write, value, dtype, origin))
     whole = whole_type(mesh, node_type(outputs(graph)[0]).dtype)
     if loss is None:
         mean = write.zeros(whole)

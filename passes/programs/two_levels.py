@@ -17,14 +17,11 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, Split, TensorType, along
 from ...compiler.program.program import Function, Line, Program, Ref, Value
 from ...compiler.program.roles import Programs
-from ..choices import Choices
+from ..choices import Choices, ShardDims
 from .emit import FreshNames
 
 Levels = Mapping[str, int]
 """The number of sub-axes, major first, of each axis in two levels that lie across nodes; the others lie inside."""
-CutDims = dict[tuple[str, str], tuple[int, bool] | None]
-"""The dim along which each sum is cut over the axes inside, by the place of its line and by the axes; False says that
-nothing is padded for it."""
 Step = tuple[str, tuple[Any, ...], TensorType]
 """A line without its names: operator, arguments behind the operand, and the result's type."""
 Choose = Callable[[Sequence[int], str], int | None]
@@ -57,7 +54,7 @@ _Way = Iterator[tuple[Sequence[str], Placement]]
 
 def _all_reduce(before: TensorType, after: TensorType, inside: Sequence[str], across: Sequence[str], mesh: Mesh,
                 choose: Choose) -> _Way:  # fmt: skip
-    cuts = dict(_cuts(before, inside, mesh))
+    cuts = dict(cuts_over(before, inside, mesh))
     dim = choose([*cuts], ",".join(inside))
     if dim is None or dim not in cuts:
         return
@@ -83,7 +80,7 @@ _WAYS = {
 }  # fmt: skip
 
 
-def _cuts(type_: TensorType, axes: Sequence[str], mesh: Mesh) -> Iterator[tuple[int, Placement]]:
+def cuts_over(type_: TensorType, axes: Sequence[str], mesh: Mesh) -> Iterator[tuple[int, Placement]]:
     """Yield the dims of a value that can be cut over more axes, with the placement after the cut."""
     for dim, size in enumerate(type_.shape):
         try:
@@ -101,9 +98,9 @@ class TwoLevels:
 
     mesh: Mesh
     levels: Levels
-    larger: Mapping[tuple[str, str], tuple[int, bool] | None] | None = None
+    larger: ShardDims | None = None
     choices: Choices | None = None
-    dims: CutDims = field(default_factory=dict)
+    dims: dict[tuple[str, str], tuple[int, bool] | None] = field(default_factory=dict)
     before: dict[str, Programs] = field(default_factory=dict)
     """The programs of the roles with every collective in one level."""
 

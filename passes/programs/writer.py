@@ -92,6 +92,14 @@ class Writer:
         wanted = replace(stored, placement=made.type.placement.replace(cut))
         return self.total(emit_conversions(self, value, wanted, origin), origin)
 
+    def times(self, value: Value, number: Value, origin: Origin) -> Value:
+        """Add the product with a number of float32, of the value's type: beside a single number of a narrower type,
+        torch gives the wider one."""
+        dtype = value.type.dtype if value.type.shape else torch.promote_types(value.type.dtype, number.type.dtype)
+        args = Ref(value.name), Ref(number.name)
+        made = self.emit("aten.mul.Tensor", args, replace(value.type, dtype=dtype), origin, "unscaled")
+        return emit_conversions(self, made, value.type, origin)
+
     def program(self, role: str, action: str, returns: Sequence[tuple[Binding, str]]) -> Program:
         """Return the program of an action, with all that was written as its one function."""
         function = Function(action.lower(), tuple(self.parameters), tuple(self.lines), tuple(returns))

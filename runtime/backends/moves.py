@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ...compiler.layout.collectives import WAIT, join_dim, slice_dim
+from ...compiler.layout.collectives import WAIT, join_dim, round_parts, slice_dim
+from ...compiler.layout.int8 import pack, unpack
 from ...compiler.layout.mesh import Mesh, Shape
 
 
@@ -60,6 +61,28 @@ def _reduce_scatter(backend: Peers, piece: torch.Tensor, args: Sequence[Any], ax
         backend.meet(dist.reduce_scatter, result, parts, axes=axes)
         return result
     return _exchange(backend, parts, axes).sum(0)
+
+
+def _round_int8(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+    return round_parts(piece, _ranks_of(axes, backend.mesh), *args[1:])
+
+
+def _reduce_scatter_int8(
+    backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]
+) -> torch.Tensor:
+    """Exchange packed parts, and sum them locally in rank order, as float32."""
+    _, dim, outer = args
+    ranks = _ranks_of(axes, backend.mesh)
+    parts = [slice_dim(piece, ranks, index, dim, outer) for index in range(ranks)]
+    received, like = _exchange(backend, [pack(part) for part in parts], axes), parts[0].float()
+    return torch.stack([unpack(packed, like) for packed in received.unbind(0)]).sum(0).to(piece.dtype)
+
+
+def _all_gather_int8(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+    packed = pack(piece)
+    received = [torch.empty_like(packed) for _ in range(_ranks_of(axes, backend.mesh))]
+    backend.meet(dist.all_gather, received, packed, axes=axes)
+    return join_dim([unpack(one, piece) for one in received], *args[1:])
 
 
 def _all_to_all(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
@@ -118,6 +141,9 @@ RUN: Mapping[str, Run] = {
     "parc.row_max": _row_max,
     "parc.shard": _local("parc.shard"),
     "parc.pad": _local("parc.pad"),
+    "parc.round_int8": _round_int8,
+    "parc.reduce_scatter_int8": _reduce_scatter_int8,
+    "parc.all_gather_int8": _all_gather_int8,
     WAIT: lambda backend, piece, args, axes: piece,
 }
 

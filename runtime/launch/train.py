@@ -165,6 +165,7 @@ def _at_the_start(session: Session, options: Options) -> Iterator[str]:
         done = f"`{options.resume}` is at step {session.step_number}, and the last is {options.steps}"
         yield f"{done}: nothing is left to train; `--steps K` trains on until step K"
         return
+    yield from session.notes
     if said := rate_ends(session.build, options.steps):
         yield said
     if idle := session.offloaded.idle:

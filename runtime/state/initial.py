@@ -79,11 +79,12 @@ class Initial:
         Raises:
             RunError: a file can no longer be read.
         """
+        role = self._build.role_at(self._coordinates)
         try:
             return RankState(
                 {name: keep(self._piece(name, type_)) for name, type_ in parameters.items()},
                 {name: self._piece(name, type_) for name, type_ in buffers.items()},
-                first_state(self._build.programs, self._build.manifest["state"], self._device),
+                first_state(role.programs, self._build.manifest["state"], self._device),
             )
         except WeightsError as error:
             raise RunError(BAD_WEIGHTS, str(error), _PUT_BACK) from None

@@ -1,4 +1,5 @@
-"""The state of steps on a rank: the numbers of a loss scale, which are the same on all ranks, and how they are told."""
+"""The state of steps on a rank: the numbers of a loss scale, which are the same on all ranks, and how they are told;
+and what is left of gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ...compiler.program.loss_scale import LOSS_SCALE, SKIPPED_STEPS
+from ...compiler.program.binding import Binding
+from ...compiler.program.loss_scale import LOSS_SCALE, SCALER, SKIPPED_STEPS
 from ...compiler.program.program import Program
 from .checkpoint import Checkpoint, refuse
 
@@ -21,11 +23,15 @@ number of float16, so a smaller scale makes no gradient finite."""
 def first_state(
     programs: Mapping[str, Program], values: Mapping[str, float], device: torch.device, float64: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the state of steps before the first one, of the types that programs read."""
-    types = {name: value.type.dtype for program in programs.values()
-             for name, value in program.main.bound("state").items()}  # fmt: skip
-    wide = {name: torch.float64 if float64 and dtype.is_floating_point else dtype for name, dtype in types.items()}
-    return {name: torch.tensor(values[name], dtype=dtype, device=device) for name, dtype in wide.items()}
+    """Return the state of steps before the first one, of the types that a role's programs read: zeros, where there are
+    no ``values``."""
+    found = {}
+    for program in programs.values():
+        for name, value in program.main.bound("state").items():
+            dtype = torch.float64 if float64 and value.type.dtype.is_floating_point else value.type.dtype
+            shape = value.type.local(program.mesh)
+            found[name] = torch.full(shape, values.get(name, 0), dtype=dtype, device=device)
+    return found
 
 
 def scale_figures(state: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -35,13 +41,18 @@ def scale_figures(state: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 def skips(state: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], norm: float) -> bool:
     """Return whether a step is skipped: its gradients are not finite, and a smaller loss scale may help."""
-    return bool(after) and not math.isfinite(norm) and float(state[LOSS_SCALE.name]) >= LEAST
+    return SKIPPED_STEPS.name in after and not math.isfinite(norm) and float(state[LOSS_SCALE.name]) >= LEAST
+
+
+def state_after(after: Mapping[str, torch.Tensor], skipped: bool) -> dict[str, torch.Tensor]:
+    """Return the state of steps that a step leaves: a ``skipped`` one changes that of its loss scale alone."""
+    return {name: value for name, value in after.items() if not skipped or Binding("state", name) in SCALER}
 
 
 def changed_state(state: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return the numbers that steps change, which a checkpoint holds among its facts: those of a dynamic loss scale. A
     float32 is itself in JSON."""
-    return {name: value.item() for name, value in state.items()} if SKIPPED_STEPS.name in state else {}
+    return {key.name: state[key.name].item() for key in SCALER} if SKIPPED_STEPS.name in state else {}
 
 
 def read_state(checkpoint: Checkpoint, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from parc.runtime.backends.in_process import InProcess
 from tests.runtime.ranks import run_ranks
 
 SHAPE = (8, 24, 8)
+_PACKED = ("round_int8", "reduce_scatter_int8", "all_gather_int8")
 
 
 def cases(mesh: Mesh) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -31,8 +32,8 @@ def cases(mesh: Mesh) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "parc.row_max", (axes,)
         for dim in range(len(SHAPE)):
             for outer in (1, 2):
-                for op in ("parc.all_gather", "parc.reduce_scatter", "parc.shard", "parc.pad"):
-                    yield op, (axes, dim, outer)
+                for op in ("all_gather", "reduce_scatter", "shard", "pad", *_PACKED):
+                    yield f"parc.{op}", (axes, dim, outer)
                 for to_dim in range(len(SHAPE)):
                     for to_outer in (1, 2):
                         yield "parc.all_to_all", (axes, dim, outer, to_dim, to_outer)

@@ -1,0 +1,134 @@
+"""Compression: gradients summed over an axis in fewer bytes, and what rounding leaves of them for the next step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ...compiler.layout.collectives import lower
+from ...compiler.layout.placement import Placement, Split, TensorType, along
+from ...compiler.program.binding import Binding
+from ...compiler.program.program import Origin, Ref, Value
+from ...compiler.program.residual import residual
+from ..choices import ShardDims
+from .conversions import emit_conversions
+from .emit import identifier
+from .two_levels import cuts_over
+from .writer import Writer
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """The demand of a ``compress`` line on one gradient: the axes, its format, and the line's number."""
+
+    axes: tuple[str, ...]
+    format: str
+    line: int
+
+
+@dataclass(slots=True)
+class Compressor:
+    """The writer of compressed sums. ``larger`` are the choices made for a larger model, whose twin this is."""
+
+    wanted: Mapping[str, Compression] = field(default_factory=dict)
+    larger: ShardDims | None = None
+    dims: dict[tuple[str, str], tuple[int, bool] | None] = field(default_factory=dict)
+    """The dim along which each gradient is cut for its sum, by name and axes."""
+    whole: dict[str, int] = field(default_factory=dict)
+    """The bytes of gradients that are sent as they are, by name."""
+
+    def sums(
+        self, write: Writer, name: str, made: Value | None, stored: TensorType, unscale: Value | None, origin: Origin
+    ) -> list[Value]:
+        """Add the sum of a gradient that is to be compressed, and return it, in the type in which its parameter is
+        stored, with what rounding leaves of it. Return nothing where it is not to be, or cannot be: None stands for a
+        gradient that several roles sum. What is left of one step meets the next one's gradient, so it is divided by
+        the loss scale before, if there is one."""
+        one = self.wanted.get(name)
+        if one is None or (made is not None and any(made.type.placement[axis] != "P" for axis in one.axes)):
+            return []
+        origin = replace(origin, plan=one.line)
+        # a parameter that is stored in parts within nodes: the sum inside is as it is, the one across is compressed
+        across = tuple(axis for axis in one.axes if not isinstance(stored.placement[axis], Split))
+        one = replace(one, axes=across or one.axes)
+        type_ = replace(stored, placement=stored.placement.replace(dict.fromkeys(one.axes, "P")))
+        cut = self._cut(name, one, type_, stored, write)
+        if cut is None or made is None:
+            self.whole[name] = math.prod(stored.local(write.mesh)) * stored.dtype.itemsize
+            return []
+        value = write.take(identifier(name), made.type, Binding("gradient", name))
+        split = {axis: kind for axis, kind in stored.placement.items()
+                 if isinstance(kind, Split) and axis not in one.axes}  # fmt: skip
+        value = emit_conversions(write, value, replace(stored, placement=made.type.placement.replace(split)), origin)
+        if others := [axis for axis in value.type.placement.partial if axis not in one.axes]:
+            value = write.emit("parc.all_reduce", (Ref(value.name), ",".join(others)), type_, origin)
+        value = value if unscale is None else write.times(value, unscale, origin)
+        left = write.take(f"left_of_{identifier(name)}", value.type, residual(name))
+        value = write.emit("aten.add.Tensor", (Ref(value.name), Ref(left.name)), value.type, origin)
+        way = _as_float16 if one.format == "fp16" else _as_int8
+        return [*way(write, value, stored, cut, one.axes, origin)]
+
+    def _cut(
+        self, name: str, one: Compression, type_: TensorType, stored: TensorType, write: Writer
+    ) -> Placement | None:
+        """Return the placement in which each rank sums its part, or the stored one where float16 is summed as it is;
+        None where the gradient cannot be compressed."""
+        kinds = {axis: stored.placement[axis] for axis in one.axes}
+        first = kinds[one.axes[0]]
+        if isinstance(first, Split) and kinds != along(one.axes, first, write.mesh):
+            return None
+        if one.format == "fp16":
+            return stored.placement if stored.dtype.itemsize > 2 else None
+        if stored.dtype.itemsize not in (2, 4):
+            return None
+        if isinstance(first, Split):
+            return stored.placement
+        return self._dim(name, one, dict(cuts_over(type_, one.axes, write.mesh)))
+
+    def _dim(self, name: str, one: Compression, cuts: Mapping[int, Placement]) -> Placement | None:
+        key, dim = (name, ",".join(one.axes)), next(iter(cuts), None)
+        if self.larger is not None:
+            dim, _ = self.larger.get(key) or (None, False)
+        self.dims[key] = None if dim is None else (dim, False)
+        return None if dim is None else cuts.get(dim)
+
+
+def _as_float16(
+    write: Writer, value: Value, stored: TensorType, cut: Placement, axes: Sequence[str], origin: Origin
+) -> tuple[Value, Value]:
+    """Return the sum in float16, and the difference that the cast of this rank's summand makes."""
+    half = replace(value.type, dtype=torch.float16)
+    sent = emit_conversions(write, value, half, origin)
+    back = emit_conversions(write, sent, value.type, origin)
+    left = write.emit("aten.sub.Tensor", (Ref(value.name), Ref(back.name)), value.type, origin, "left")
+    split = {axis: kind for axis, kind in cut.items() if isinstance(kind, Split)}
+    summed = emit_conversions(write, sent, replace(half, placement=value.type.placement.replace(split)), origin)
+    return emit_conversions(write, write.total(summed, origin), stored, origin), left
+
+
+def _as_int8(
+    write: Writer, value: Value, stored: TensorType, cut: Placement, axes: Sequence[str], origin: Origin
+) -> tuple[Value, Value]:
+    """Return the sum of what ranks send as int8, and what rounding leaves of this rank's summand, and of its part of
+    the sum where that is sent again."""
+    mesh, text, before = write.mesh, ",".join(axes), value.type.placement
+
+    def emit(op: str, operand: Value, args: tuple[object, ...], placement: Placement) -> Value:
+        return write.emit(op, (Ref(operand.name), *args), replace(value.type, placement=placement), origin)
+
+    def difference(whole: Value, rounded: Value) -> Value:
+        return write.emit("aten.sub.Tensor", (Ref(whole.name), Ref(rounded.name)), whole.type, origin, "left")
+
+    _, args = lower(text, before, cut, mesh) or ("", ())
+    sent = emit("parc.round_int8", value, args, before)
+    left = difference(value, sent)
+    part = emit("parc.reduce_scatter_int8", sent, args, cut)
+    if cut == stored.placement:
+        return part, left
+    again = emit("parc.round_int8", part, ("", args[1], 1), cut)
+    kept = emit("parc.pad", difference(part, again), args, before)
+    left = write.emit("aten.add.Tensor", (Ref(left.name), Ref(kept.name)), left.type, origin, "left")
+    return emit("parc.all_gather_int8", again, args, stored.placement), left

@@ -1,0 +1,202 @@
+"""Compressed gradients: the numbers of 8 bits, what their rounding leaves, and training with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import parc
+from parc.checking.checks import case_of, report_of, static_faults
+from parc.compiler.layout.int8 import BLOCK_ENTRIES, pack, packed_bytes, round_int8
+from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.residual import residual
+from parc.compiling.driver import Compiled, compile_plan
+from parc.grammar.diagnostics import PlanError
+from parc.grammar.source import Source
+from parc.runtime.compare.simulate import Simulation, compare
+from parc.runtime.data.random_batch import random_batch
+from tests.planted_builds import COMPRESSED_BUILD, good_build
+from tests.planted_compressed import compressed_rows
+from tests.runtime.ranks import run_ranks
+from tests.runtime.tiny import DATA, batch, build
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+GPT = """\
+model "./gpt.py:GPT" (layers=1, width=16, heads=4, vocab=24, length=4)
+input tokens int64 [B, S]
+input targets int64 [B, S]
+sizes B=16, S=4
+loss cross_entropy(output, targets)
+optimizer sgd lr 1e-2
+shard tokens, targets [B/dp, _]
+schedule microbatches 2
+"""
+STEPS = 12
+
+
+def compiled(lines: str) -> Compiled:
+    """Compile the small GPT with further lines."""
+    return compile_plan(read_plan(Source("compressed.parc", GPT + lines)), EXAMPLES)
+
+
+def gradient_bytes(report: dict[str, Any]) -> dict[str, int]:
+    """Return the bytes of gradients that a rank of each role sends in a step."""
+    found: dict[str, int] = {}
+    for row in report["communication"]:
+        if row["carries"] == "gradients":
+            found[row["role"]] = found.get(row["role"], 0) + row["wire_bytes"] * row["count_per_step"]
+    return found
+
+
+@given(st.integers(0, 3 * BLOCK_ENTRIES), st.integers(-40, 38), st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_rounded_numbers_round_to_themselves(entries: int, power: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.rand(entries, generator=generator) - 0.5) * 10.0**power
+    once = round_int8(x)
+    assert torch.equal(round_int8(once), once)
+    assert pack(x).numel() == packed_bytes(entries)
+    for block, exact in zip(once.split(BLOCK_ENTRIES), x.split(BLOCK_ENTRIES), strict=True):
+        largest = float(exact.abs().max()) if len(exact) else 0.0
+        assert float((block - exact).abs().max()) <= max(largest / 127, 2.0**-126) if len(exact) else True
+
+
+def test_a_number_that_is_not_finite_stays_so() -> None:
+    for bad in (float("inf"), float("nan")):
+        x = torch.ones(2 * BLOCK_ENTRIES)
+        x[3] = bad
+        assert round_int8(x)[:BLOCK_ENTRIES].isnan().all()
+        assert torch.equal(round_int8(x)[BLOCK_ENTRIES:], x[BLOCK_ENTRIES:])
+
+
+@pytest.mark.parametrize("lines", [
+    "mesh dp=4\ncompress gradients over dp using int8\n",
+    "mesh dp=4\nnode 2\nhierarchical over dp\nzero 1 over dp\ncompress gradients over dp using fp16\n",
+    "mesh dp=4\nnode 2\nhierarchical over dp\nzero 1 over dp within node\ncompress gradients over dp using int8\n",
+    "mesh dp=2\ncompress gradients over dp using int8\nzero 1 over dp on blocks\n",
+    "mesh dp=2, tp=2\ncolumn blocks.*.mlp.up over tp\nrow blocks.*.mlp.down over tp\nvocab embed, head over tp\n"
+    "compress gradients over dp using int8\nprecision fp16 loss_scale dynamic\n",
+    "mesh pp=2, dp=2\nstage before blocks.0 over pp\nschedule 1f1b\ncompress gradients over dp using int8\n",
+])  # fmt: skip
+def test_all_ranks_agree_with_the_model(lines: str) -> None:
+    text = GPT.replace("schedule microbatches 2\n", "") if "1f1b" in lines else GPT
+    plan = read_plan(Source("compressed.parc", text + lines.replace("1f1b", "1f1b microbatches 2")))
+    made = compile_plan(plan, EXAMPLES)
+    assert static_faults(made.build) == []
+    assert compare(case_of(made), 2).largest <= 1e-10
+    report = report_of(made)
+    (row,) = [row for row in report["numerics"] if "compress" in row["directive"]]
+    assert all(row["residuals"] > 0 for row in report["memory"])
+    without = text + "".join(line for line in lines.replace("1f1b", "1f1b microbatches 2").splitlines(keepends=True)
+                             if not line.startswith("compress"))  # fmt: skip
+    plain = report_of(compile_plan(read_plan(Source("plain.parc", without)), EXAMPLES))
+    assert row["saved_bytes"] == max(gradient_bytes(plain).values()) - max(gradient_bytes(report).values()) > 0
+
+
+@pytest.mark.parametrize(("form", "added"), [("int8", 1e-8), ("fp16", 3e-5)])
+def test_what_is_sent_and_what_is_left_are_the_whole_gradient(form: str, added: float) -> None:
+    """In the programs' own types: over two steps the sum of what was sent is that of all gradients, less what is left
+    at the end. float16 is ``added`` as it is, which rounds too."""
+    plain, made = (Simulation(case_of(compiled(f"mesh dp=4\n{line}")), float64=False)
+                   for line in ("", f"compress gradients over dp using {form}\n"))  # fmt: skip
+    batches = random_batch(plain.case.reference, 2, torch.Generator().manual_seed(5))
+    names = ["blocks.0.mlp.up.weight", "blocks.0.attn.out.bias"]
+    sent: dict[str, Any] = {}
+    exact: dict[str, Any] = {}
+    for simulation, total in ((made, sent), (plain, exact)):
+        for _ in range(2):  # with the same weights
+            results = simulation.run(lambda stepper, *given: stepper.gradients(*given), batches, 0)
+            for state, result in zip(simulation.states, results, strict=True):
+                state.steps.update(result.state)
+            for name in names:
+                total[name] = total.get(name, 0) + results[0].gradients[name].double()
+    for name in names:
+        left = torch.stack([state.steps[residual(name).name].double() for state in made.states]).sum(0)
+        assert float(left.abs().max()) > 0
+        torch.testing.assert_close(sent[name] + left, exact[name], rtol=1e-5 if form == "int8" else 2e-3, atol=added)
+
+
+@pytest.mark.parametrize(("lines", "message"), [
+    ("zero 2 over dp\ncompress gradients over dp using int8\n", "every backward sums"),
+    ("freeze norm\ncompress gradients over dp using fp16 on norm\n", "`norm.weight` is frozen: it has no gradient"),
+    ("compress gradients over dp using int8\ncompress gradients over dp using fp16 on norm\n", "two lines compress"),
+    ("compress gradients over dp using int4\n", "gradients are not sent as `int4`"),
+])  # fmt: skip
+def test_gradients_that_cannot_be_compressed_are_refused(lines: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        compiled(f"mesh dp=2\n{lines}")
+
+
+def test_every_rounding_of_which_nothing_is_kept_is_refused_by_the_texts_alone() -> None:
+    build = good_build(COMPRESSED_BUILD)
+    assert static_faults(build.build) == []
+    rows = compressed_rows()
+    assert {kind: row.accepted for kind, row in rows.items()} == {kind: [] for kind in rows}
+    assert len(rows) == 5 and sum(row.mutants for row in rows.values()) > 50
+
+
+def train(path: str, steps: int, saved: str) -> dict[str, Any]:
+    """Train on one rank, all steps on one batch, and save; or go on from there for a step. Return losses, weights,
+    residuals, and notes on what was restored."""
+    with parc.load(path) as session:
+        if steps == 1:
+            session.restore(saved)
+        start = {key: value.clone() for key, value in session.state.steps.items()}
+        losses = [session.step(batch(0)).loss for _ in range(steps)]
+        if steps > 1:
+            session.save(saved)
+        residuals = {key: value.clone() for key, value in session.state.steps.items()}
+        return {"losses": losses, "weights": session.state_dict(), "start": start, "residuals": residuals,
+                "notes": session.notes}  # fmt: skip
+
+
+def train_twice(path: str, saved: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train, and go on from what was saved."""
+    return train(path, STEPS, saved), train(path, 1, saved)
+
+
+def skip_and_train(path: str, saved: str, name: str) -> tuple[tuple[str, ...], float, list[torch.Tensor]]:
+    """Restore on one rank, and do a step whose gradients overflow, then a good one. Return the notes on what was
+    restored, the last loss, and a residual before, between and after."""
+    with parc.load(path) as session:
+        session.restore(saved)
+        residuals = [session.state.steps[name].clone()]
+        for scale, skips in ((2.0**90, True), (2.0**8, False)):
+            session.state.steps["loss_scale"].fill_(scale)
+            report = session.step(batch(0))
+            assert report.skipped == skips
+            residuals.append(session.state.steps[name].clone())
+        return session.notes, report.loss, residuals
+
+
+def test_real_ranks_train_as_well_with_int8_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    one = str(build(tmp_path, "", name="one"))
+    two = str(build(tmp_path, f"{DATA}compress gradients over dp using int8\n", name="two"))
+    checkpoint = str(tmp_path / "saved")
+    expected = train(one, STEPS, str(tmp_path / "plain"))["losses"]
+    made = run_ranks(train_twice, 2, two, checkpoint)
+    (first, again), (second, _) = made
+    assert first["losses"] != expected
+    assert first["losses"][-1] < 0.8 * expected[0]
+    assert first["losses"][-1] == pytest.approx(expected[-1], rel=0.05)
+    assert all(torch.equal(value, second["weights"][name]) for name, value in first["weights"].items())
+    for before, after in made:
+        assert after["notes"] == ()
+        assert before["residuals"].keys() == after["start"].keys() != set()
+        assert all(torch.equal(value, after["start"][name]) for name, value in before["residuals"].items())
+    # on four ranks each has a quarter of what is left in all, also after a step that is skipped
+    four = "mesh dp=4\nnode 2\nhierarchical over dp\nzero 1 over dp\nshard tokens, targets [B/dp, _]\n"
+    narrow = "compress gradients over dp using fp16\nprecision fp16 loss_scale dynamic\n"
+    wide = str(build(tmp_path, four + narrow, name="wide"))
+    name = residual("blocks.0.mlp.up.weight").name
+    total = first["residuals"][name] + second["residuals"][name]
+    for notes, loss, (start, skipped, end) in run_ranks(skip_and_train, 4, wide, checkpoint, name):
+        assert len(notes) == 1 and "divided equally over 4" in notes[0]
+        torch.testing.assert_close(start * 4, total)
+        assert torch.equal(start, skipped) and end.isfinite().all() and not torch.equal(start, end)
+        assert loss == pytest.approx(again["losses"][0], rel=1e-2)
