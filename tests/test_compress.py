@@ -132,6 +132,40 @@ def test_gradients_that_cannot_be_compressed_are_refused(lines: str, message: st
         compiled(f"mesh dp=2\n{lines}")
 
 
+WHOLE = """\
+import torch
+from torch import nn
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.digits = nn.Linear(4, 4), nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, x):
+        return self.line(x) * self.digits
+"""
+WHOLE_PLAN = """\
+model "./whole.py:Scaled"
+input x float32 [B, 4]
+sizes B=4
+loss "./planted_models.py:square"(output, x)
+optimizer sgd lr 1e-2
+mesh dp=2
+shard x [B/dp, _]
+compress gradients over dp using int8{where}
+"""
+
+
+def test_a_parameter_of_whole_numbers_is_left_out_or_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "whole.py").write_text(WHOLE)
+    (tmp_path / "planted_models.py").write_text((EXAMPLES.parent / "tests" / "planted_models.py").read_text())
+    made = compile_plan(read_plan(Source("whole.parc", WHOLE_PLAN.format(where=""))), tmp_path)
+    assert compare(case_of(made), 2).largest <= 1e-10
+    with pytest.raises(PlanError, match="`digits` holds whole numbers: it has no gradient"):
+        compile_plan(read_plan(Source("whole.parc", WHOLE_PLAN.format(where=" on digits"))), tmp_path)
+
+
 def test_every_rounding_of_which_nothing_is_kept_is_refused_by_the_texts_alone() -> None:
     build = good_build(COMPRESSED_BUILD)
     assert static_faults(build.build) == []

@@ -150,6 +150,7 @@ def estimate_memory(
             held.put(sent[key], *there, m)
     residuals = sum(local_bytes(value.type, program) for program in programs.values()
                     for value in program.main.parameters if residual_of(value.binding))  # fmt: skip
+    most = max(most, residuals)  # REDUCE makes new ones beside the old, which a step that is skipped keeps
     return Memory(sum(sizes.values()) + sum(weights.values()), sum(gradients.values()), optimizer, most, residuals)
 
 
