@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from parc.compiler.build.build import Build, BuildError
@@ -15,7 +15,8 @@ from parc.compiler.build.communication import communication_table
 from parc.compiler.build.directory import again, json_text
 from parc.compiler.padding.pads import real_shape
 from parc.compiler.plan.plan import Plan, read_plan
-from parc.compiler.program.cost import Memory, estimate_memory
+from parc.compiler.program.binding import PARAMETERS
+from parc.compiler.program.cost import Memory, estimate_memory, state_bytes
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.roles import Role
 from parc.compiler.program.room import room_bytes, room_of
@@ -27,28 +28,42 @@ LINES = re.compile(r" plan:\d+|(?<=\.py):\d+\b")
 
 def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
     """Return mesh, sizes, roles, memory and communication in the report's form."""
-    types, pads = build.types, build.pads
     return {
         "mesh": dict(build.mesh.declared.axes),
         "world": build.mesh.world,
         "sizes": {name: str(size) for name, size in plan.sizes.items()},
         "roles": list(build.roles),
-        "parameters": sum(math.prod(real_shape(t.shape, pads.get(name, ()))) for name, t in types.items()),
-        "memory": [_memory_row(name, memory_of(build, plan, role)) for name, role in build.roles.items()],
+        "parameters": sum(_count(build, name) for name in build.types),
+        "memory": [_memory_row(build, plan, role) for role in build.roles.values()],
         "communication": [row for role in build.roles.values() for row in communication_table(role)],
     }
 
 
 def memory_of(build: Build, plan: Plan, role: Role) -> Memory:
-    """Return the memory of a rank of a role; frozen parameters have no optimizer state."""
-    moments = dict.fromkeys(build.types.keys() - set(build.manifest["frozen"]), plan.optimizer.moments)
-    memory, offload = estimate_memory(role.programs, role.actions, build.types, moments), plan.offloaded
-    room = room_of(role.programs, role.actions, build.types, moments, offload)
-    return memory.without({word: room_bytes(room[word]) for word in offload})
+    """Return the memory of a rank of a role."""
+    moments = _moments(build, plan)
+    arguments = role.programs, role.actions, build.types, moments, plan.offloaded
+    room = room_of(*arguments)
+    return replace(estimate_memory(*arguments), offloaded={word: room_bytes(room[word]) for word in plan.offloaded})
 
 
-def _memory_row(role: str, memory: Memory) -> dict[str, Any]:
-    return {"role": role, "peak_bytes": memory.peak_bytes, **asdict(memory)}
+def _moments(build: Build, plan: Plan) -> dict[str, int]:
+    """Return the number of optimizer tensors of each parameter; frozen parameters have none."""
+    return dict.fromkeys(build.types.keys() - set(build.manifest["frozen"]), plan.optimizer.moments)
+
+
+def _memory_row(build: Build, plan: Plan, role: Role) -> dict[str, Any]:
+    memory = memory_of(build, plan, role)
+    own = {name for program in role.programs.values() for name in program.main.bound(*PARAMETERS)}
+    return {
+        "role": role.name, "peak_bytes": memory.peak_bytes, **asdict(memory),
+        "state": state_bytes(role.programs, build.types, _moments(build, plan)),
+        "of": sum(_count(build, name) for name in own & build.types.keys()),
+    }  # fmt: skip
+
+
+def _count(build: Build, name: str) -> int:
+    return math.prod(real_shape(build.types[name].shape, build.pads.get(name, ())))
 
 
 def plan_of(build: Build) -> Plan:

@@ -15,7 +15,7 @@ from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..program.actions import ACTIONS, PHASES, REDUCE, step_kinds
 from ..program.binding import PARAMETERS
-from ..program.cost import local_bytes
+from ..program.liveness import local_bytes
 from ..program.program import Function, Origin, Program, Ref
 from ..program.roles import Role, stage_key
 

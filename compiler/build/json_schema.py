@@ -97,7 +97,8 @@ REPORT_FORM: Form = {
     "parameters": int,
     "memory": [{
         "role": str, "peak_bytes": _NUMBER, "parameters": _NUMBER, "gradients": _NUMBER, "optimizer": _NUMBER,
-        "activations": _NUMBER, "residuals": _NUMBER, "offloaded": Each(int),
+        "activations": _NUMBER, "messages": _NUMBER, "residuals": _NUMBER, "offloaded": Each(int), "state": Each(int),
+        "of": int,
     }],
     "communication": [{
         "number": int, "op": str, "axis": str, "phase": Among(PHASES), "count_per_step": int, "bytes": int,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .buffers import Buffers, exchange_buffers, gather_buffers, scatter_buffers
 from .int8 import packed_bytes, round_int8
 from .mesh import Mesh, Shape
 from .placement import AxisType, Placement, Split, TensorType, along
@@ -34,6 +35,8 @@ class Collective:
     optimal all-reduce algorithms for clusters of workstations", 2009)."""
     packed: Callable[[int], int] | None = None
     """Return the number of parts of an operand that travels as int8, each packed alone, among some ranks."""
+    buffers: Callable[[int, int, Sequence[Any]], Buffers] = lambda operand, result, args: Buffers()
+    """Return what is needed beside an operand and a result of so many bytes."""
     members: Callable[[Sequence[Any]], tuple[int, ...] | None] = lambda args: None
     """Return the places of a group that take part, if not all do: the other ranks do not run the line."""
 
@@ -256,13 +259,15 @@ COLLECTIVES: dict[str, Collective] = {
         lambda pieces, args: [join_dim(pieces, args[1], args[2])] * len(pieces),
         keeps=True,
         sent=lambda payload, ranks: payload * (ranks - 1),
+        buffers=gather_buffers,
     ),
     "parc.reduce_scatter": Collective(
         axes_of,
         _cut("reduce_scatter", "P"),
         lambda pieces, args: [slice_dim(_sum(pieces), len(pieces), i, *args[1:]) for i in range(len(pieces))],
+        buffers=scatter_buffers,
     ),
-    "parc.all_to_all": Collective(axes_of, _all_to_all, _group_all_to_all, keeps=True),
+    "parc.all_to_all": Collective(axes_of, _all_to_all, _group_all_to_all, keeps=True, buffers=exchange_buffers),
     "parc.row_max": Collective(_some_axes, _row_max, _group_row_max, sent=_around_twice),
     # these two move no bytes between ranks, but a rank must know where it stands
     "parc.shard": Collective(

@@ -2,156 +2,201 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..layout.placement import TensorType
-from ..ops.rules import facts
 from .actions import ACTIONS, AHEAD, Action, receive_kind, send_kind
-from .binding import PARAMETERS
-from .program import Function, Program
+from .binding import BUFFERS, PARAMETERS, Binding, Kind
+from .liveness import Liveness, Peak, local_bytes
+from .program import Program
 from .residual import residual_of
-from .totals import addable, lasting
-
-_Peaks = dict[str, tuple[int, int]]
+from .totals import addable
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of one rank in bytes. ``parameters`` are those that it stores, and what a step makes of them once;
-    ``activations`` is the most that is alive beside the rest, during forward and backward; ``residuals`` are what
-    rounding leaves of gradients for the next step."""
+    """The memory of one rank in bytes, at the moment of a step in which it is largest. ``parameters`` are those that it
+    stores, and what a step makes of them once; ``gradients`` the sums of the microbatches so far; ``messages`` what is
+    gathered or on its way between ranks; ``residuals`` what rounding left of gradients in the last step;
+    ``activations`` all the rest, the batch and the model's buffers too."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
+    messages: int = 0
     residuals: int = 0
     offloaded: Mapping[str, int] = field(default_factory=dict)
     """The bytes that are kept outside this memory, by the word of their ``offload`` line; no other number has them."""
 
     @property
+    def shares(self) -> dict[str, int]:
+        """The bytes of each part."""
+        return {word: getattr(self, word) for word in MEMORY_KINDS}
+
+    @property
     def peak_bytes(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.residuals
-
-    def without(self, offloaded: Mapping[str, int]) -> Memory:
-        """Return this memory where so many bytes are kept outside it. ``activations`` never had theirs."""
-        kept = {word: getattr(self, word) - offloaded.get(word, 0) for word in ("parameters", "optimizer")}
-        return replace(self, **kept, offloaded=dict(offloaded))
+        return sum(self.shares.values())
 
 
-MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "residuals")
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "messages", "residuals")
 """The parts of a rank's memory, by the names that ``Memory`` has for them."""
-
-
-def local_bytes(type_: TensorType, program: Program) -> int:
-    """Return the bytes of one rank's piece."""
-    return math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
-
-
-def owners(function: Function) -> dict[str, str]:
-    """Return, for each value that is a view, the value whose storage it shares."""
-    owner_of: dict[str, str] = {}
-    for line in function.lines:
-        if facts(line.op).storage == "view":  # it holds nothing of its own
-            source = next(line.uses())
-            owner_of.update((value.name, owner_of.get(source, source)) for value in line.made)
-    return owner_of
-
-
-def _peak(program: Program, function: Function, late: Mapping[str, frozenset[str]], peaks: _Peaks) -> tuple[int, int]:
-    """Return the most bytes that a function's own values hold at once, with results and without parameters. The second
-    number is the bytes that stay until the function has ended, because values made ``late``, by function, need them.
-    ``peaks`` keeps the answers."""
-    if function.name in peaks:
-        return peaks[function.name]
-    added, end = late.get(function.name, frozenset()), len(function.lines)
-    last: dict[str, int] = {name: end for _, name in function.returns}
-    for index, line in enumerate(function.lines):
-        for name in line.uses():
-            last[name] = max(last.get(name, 0), index)
-    source = owners(function)
-    for name, owner in source.items():  # a view keeps it alive
-        last[owner] = max(last.get(owner, 0), last.get(name, 0))
-    held = {source.get(name, name) for name in lasting(function, added)}
-    held = {name for name in held if last.get(name, 0) < end}
-    last.update(dict.fromkeys(held, end))
-    live = most = kept = 0
-    dying: dict[int, int] = {}
-    for index, line in enumerate(function.lines):
-        inner = left = 0
-        if line.calls_function:
-            inner, left = _peak(program, program.function(line.op), late, peaks)
-        made, kept = left, kept + left
-        for value in line.made if facts(line.op).carries != "away" else ():
-            if value.name not in source and value.name not in added:
-                size = local_bytes(value.type, program)
-                made += size
-                kept += size if value.name in held else 0
-                at = last.get(value.name, index)
-                dying[at] = dying.get(at, 0) + size
-        most = max(most, live + max(made, inner))
-        live += made - dying.get(index, 0)
-    peaks[function.name] = most, kept
-    return peaks[function.name]
 
 
 def estimate_memory(
     programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
-    moments: Mapping[str, int],
+    moments: Mapping[str, int], offload: Collection[str] = (),
 ) -> Memory:  # fmt: skip
-    """Estimate the memory of a rank of a role: its own parameters among ``stored``, and the values kept between its
-    actions as they run one after the other. These are saved for backward, received, or sent and kept until the next
-    such message. ``moments`` is the number of optimizer tensors of each parameter."""
-    work = [program for program in programs.values() if ACTIONS[program.action].works]
+    """Estimate the memory of a rank of a role: its own parameters among ``stored``, with ``moments`` optimizer tensors
+    of each, and the values of its actions as they run one after the other. Between actions it keeps what is saved for
+    backward, received, or sent and kept until the next such message, and sums of gradients. What the words of
+    ``offload`` lines name lies elsewhere, but for single numbers."""
+    here = {
+        word: {name: type_ for name, type_ in stored.items() if word not in offload or not type_.shape}
+        for word in ("parameters", "optimizer")
+    }
+    parameters = state_bytes(programs, here["parameters"], moments)["parameters"]
+    optimizer = state_bytes(programs, here["optimizer"], moments)["optimizer"]
+    return _Step(programs, actions, parameters, optimizer).memory()
+
+
+def state_bytes(
+    programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the bytes of a rank's training state, wherever they lie: its own parameters among ``stored``, the weights
+    that a step makes of them once, their gradients between microbatches, and ``moments`` optimizer tensors of each."""
+    any_program = next(iter(programs.values()))
     own = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
-    sizes = {name: local_bytes(type_, work[0]) for name, type_ in stored.items() if name in own}
-    weights = {name: local_bytes(value.type, work[0])
-               for program in work for name, value in program.main.bound("weight").items()}  # fmt: skip
-    optimizer = sum(moments.get(name, 0) * size for name, size in sizes.items())
-    gradients: dict[str, int] = {}
-    saved: dict[str, int] = {}
-    sent: dict[str, int] = {}
-    received: dict[str, int] = {}
-    peaks: dict[str, int] = {}
-    for key, program in programs.items():
-        values = program.main.values()
-        if program in work:
+    sizes = {name: local_bytes(type_, any_program) for name, type_ in stored.items() if name in own}
+    weights, gradients = dict[str, int](), dict[str, int]()
+    for program in programs.values():
+        if ACTIONS[program.action].works:
+            values = program.main.values()
+            weights.update(
+                {name: local_bytes(value.type, program) for name, value in program.main.bound("weight").items()}
+            )
             made = program.main.returned("gradient")
-            gradients.update((name, local_bytes(values[value].type, program)) for name, value in made.items())
-        keeps, sends = {*program.main.returned("saved").values()}, {*program.main.returned("sent").values()}
-        keeps -= {value.name for line in program.main.lines if facts(line.op).carries for value in line.made}
-        saved[key] = sum(local_bytes(values[name].type, program) for name in keeps)
-        sent[key] = sum(local_bytes(values[name].type, program) for name in sends - keeps)
-        received[key] = sum(local_bytes(value.type, program) for value in program.main.bound("received").values())
-        peaks[key] = _peak(program, program.main, {}, {})[0] if program in work else 0
-        if (
-            program in work and program.main.returned("gradient") and sent[key]
-        ):  # with the weights' gradients made one by one after it sends
-            late = addable(program)
-            one = max((local_bytes(values[name].type, program) for name in late[program.main.name]), default=0)
-            peaks[key] = max(peaks[key], _peak(program, program.main, late, {})[0] + one)
-    held, most, own_stages = _Held(), 0, {action.stage for action in actions if action.works}
-    for index, action in enumerate(actions):
-        for coming in actions[index : index + 1 + AHEAD]:
-            message = coming.message
-            if message is not None and not message.sends:
-                held.put(received[f"{coming.stage}{message.work}"], coming.kind, coming.stage, coming.microbatch)
-        key, stage, m = action.program_in(programs), action.stage, action.microbatch
-        most = max(most, held.total + peaks.get(key, 0))
+            gradients.update({name: local_bytes(values[value].type, program) for name, value in made.items()})
+    return {
+        "parameters": sum(sizes.values()), "weights": sum(weights.values()), "gradients": sum(gradients.values()),
+        "optimizer": sum(moments.get(name, 0) * size for name, size in sizes.items()),
+    }  # fmt: skip
+
+
+class _Step:
+    """The memory of a role's step, action by action."""
+
+    def __init__(
+        self, programs: Mapping[str, Program], actions: Sequence[Action], parameters: int, optimizer: int
+    ) -> None:
+        self.programs, self.actions = programs, actions
+        self.parameters, self.optimizer = parameters, optimizer
+        microbatches = 1 + max((action.microbatch for action in actions), default=0)
+        self.inputs = _bound_bytes(programs, *BUFFERS) + microbatches * _bound_bytes(programs, "input")
+        self.residuals = sum(
+            local_bytes(value.type, program)
+            for program in programs.values() for value in program.main.parameters if residual_of(value.binding)
+        )  # fmt: skip
+        self.live = {key: Liveness(program) for key, program in programs.items()}
+        self.addable = {key: addable(program) for key, program in programs.items()}
+        self.totals: dict[Binding, int] = {}
+        self.kept: dict[tuple[int, int], dict[str, int]] = {}
+        self.held = _Held()
+        self.most = Memory(0, 0, 0, 0)
+        self.own_stages = {action.stage for action in actions if action.works}
+
+    def memory(self) -> Memory:
+        """Follow the actions, and return the memory at the peak."""
+        for index, action in enumerate(self.actions):
+            for coming in self.actions[index : index + 1 + AHEAD]:
+                message = coming.message
+                if message is not None and not message.sends:
+                    size = self._received(coming)
+                    self.held.put(size, coming.kind, coming.stage, coming.microbatch)
+            following = self.actions[index + 1] if index + 1 < len(self.actions) else None
+            self._action(action, following)
+        return self.most
+
+    def _received(self, action: Action) -> int:
+        assert action.message is not None
+        program = self.programs[f"{action.stage}{action.message.work}"]
+        return sum(local_bytes(value.type, program) for value in program.main.bound("received").values())
+
+    def _action(self, action: Action, following: Action | None) -> None:
+        held, stage, m = self.held, action.stage, action.microbatch
+        key = action.program_in(self.programs)
         if action.message is not None and action.message.sends:
+            self._note(Peak({}, {}, 0))
             held.put(held.put(0, "made", action.kind, stage, m), action.kind, stage)
-        elif action.works:
+        if action.message is not None or key not in self.programs:
+            return
+        main, live = self.programs[key].main, self.live[key]
+        given: dict[str, int] = {}
+        if action.works:
             held.put(0, receive_kind(action.kind), stage, m)
-            held.put(saved[key], "saved", stage, m)
-            to = stage + ACTIONS[action.kind].to
-            there = (receive_kind(action.kind), to) if to in own_stages else ("made", send_kind(action.kind), stage)
-            held.put(sent[key], *there, m)
-    residuals = sum(local_bytes(value.type, program) for program in programs.values()
-                    for value in program.main.parameters if residual_of(value.binding))  # fmt: skip
-    most = max(most, residuals)  # REDUCE makes new ones beside the old, which a step that is skipped keeps
-    return Memory(sum(sizes.values()) + sum(weights.values()), sum(gradients.values()), optimizer, most, residuals)
+            held.put(0, "saved", stage, m)
+            saved = self.kept.pop((stage, m), {})
+            for value in main.parameters:
+                if value.binding is not None and value.binding.home in ("stage", "neighbour"):
+                    size = saved.get(value.binding.name, 0) if value.binding.kind == "saved" else None
+                    given[value.name] = local_bytes(value.type, self.programs[key]) if size is None else size
+        totals = any(Binding("gradient", name) in self.totals for name in main.returned("gradient")) and action.works
+        sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
+        added = self.addable[key] if totals else {}
+        peak = live.peak(main, given, *(({}, added) if sends else (added, {})))
+        self._note(peak)
+        self._keep(action, peak)
+
+    def _note(self, peak: Peak) -> None:
+        """Note the memory while a program runs that has this peak."""
+        shares = {
+            kind: sum(size for key, size in self.totals.items() if key.kind == kind) for kind in ("weight", "gradient")
+        }
+        memory = Memory(
+            parameters=self.parameters + shares["weight"],
+            gradients=shares["gradient"] + peak.shares.get("gradients", 0),
+            optimizer=self.optimizer,
+            activations=self.inputs + self.held.total + peak.shares.get("values", 0),
+            messages=peak.shares.get("messages", 0),
+            residuals=self.residuals,
+        )
+        self.most = max(self.most, memory, key=lambda memory: memory.peak_bytes)
+
+    def _keep(self, action: Action, peak: Peak) -> None:
+        """Keep the results of a program for later actions, each storage once."""
+        key, stage, m = action.program_in(self.programs), action.stage, action.microbatch
+        root, left = self.live[key].storages(self.programs[key].main).root, dict(peak.kept)
+        saved, sent = dict[str, int](), 0
+        for binding, name in self.programs[key].main.returns:
+            size = left.pop(root[name], 0)
+            if binding.kind == "saved":
+                saved[binding.name] = size
+            elif binding.kind == "sent":
+                sent += size
+            elif binding.home == "step":
+                self.totals[binding] = (
+                    self.totals.get(binding, 0) + size
+                    if ACTIONS[action.kind].place == "after"
+                    else max(size, self.totals.get(binding, 0))
+                )
+        if not action.works:
+            return
+        if saved:
+            self.kept[stage, m] = saved
+        self.held.put(sum(saved.values()), "saved", stage, m)
+        to = stage + ACTIONS[action.kind].to
+        there = (receive_kind(action.kind), to) if to in self.own_stages else ("made", send_kind(action.kind), stage)
+        self.held.put(sent, *there, m)
+
+
+def _bound_bytes(programs: Mapping[str, Program], *kinds: Kind) -> int:
+    """Return the bytes of all that programs read of some kinds."""
+    sizes = {
+        (value.binding, name): local_bytes(value.type, program)
+        for program in programs.values() for name, value in program.main.bound(*kinds).items()
+    }  # fmt: skip
+    return sum(sizes.values())
 
 
 class _Held:

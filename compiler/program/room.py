@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ..layout.placement import TensorType
 from .actions import BACKWARD, FORWARD, Action
 from .binding import PARAMETERS
-from .cost import local_bytes
+from .liveness import local_bytes
 from .places import kept_away
 from .program import Program
 

@@ -12,7 +12,8 @@ from parc.compiler.layout.placement import TensorType
 from parc.compiler.ops.rules import facts
 from parc.compiler.plan.limits import Promise
 from parc.compiler.program.actions import ACTIONS, BACKWARD, FORWARD, step_kinds
-from parc.compiler.program.cost import MEMORY_KINDS, local_bytes
+from parc.compiler.program.cost import MEMORY_KINDS
+from parc.compiler.program.liveness import local_bytes
 from parc.compiler.resolve.names import find_modules
 from parc.compiler.schedules import EARLY, problem
 from parc.compiler.sizes.size_range import BATCH
@@ -174,7 +175,7 @@ def _budget(compiled: Compiled) -> Iterator[Diagnostic]:
     over = memory.peak_bytes - line.memory
     if over <= 0:
         return
-    kinds = {name: int(getattr(memory, name)) for name in MEMORY_KINDS if memory.residuals or name != "residuals"}
+    kinds = {name: size for name, size in memory.shares.items() if size or name in MEMORY_KINDS[:4]}
     notes = [", ".join(f"{name} {size_text(size)}" for name, size in kinds.items())]
     held = sorted([*_parameters(compiled, types), *_values(compiled)], key=lambda tensor: -tensor.bytes)
     notes += [f"{tensor.name} {tensor.text}, {size_text(tensor.bytes)}" for tensor in held[:_SHOWN]]

@@ -73,10 +73,11 @@ def report_text(report: Mapping[str, Any]) -> str:
     if any(".." in size for size in report["sizes"].values()):
         rows.append(("sizes", f"{sizes_text(report['sizes'])}; bytes are those of the largest"))
     for entry in report["memory"]:
-        held = ", ".join(f"{k} {size_text(entry[k])}" for k in MEMORY_KINDS if entry[k] or k != "residuals")
+        held = ", ".join(f"{k} {size_text(entry[k])}" for k in MEMORY_KINDS if entry[k] or k in MEMORY_KINDS[:4])
         rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))
         if away := entry["offloaded"]:
             rows.append(("", "beside it " + ", ".join(f"{word} {size_text(size)}" for word, size in away.items())))
+    rows += [("a parameter" if at == 0 else "", text) for at, text in enumerate(_state_texts(report["memory"]))]
     rows += [("padding" if at == 0 else "", text) for at, text in enumerate(_padding_texts(report["padding"]))]
     if whole := report["stored_whole"]:
         names = f"{len(whole)} parameter{'s' * (len(whole) != 1)}"
@@ -110,6 +111,18 @@ def report_text(report: Mapping[str, Any]) -> str:
         lines.append(f"{'':13}numbers: {numbers['steps']} steps of all ranks on {numbers['on']}, "
                      f"largest relative error {worst:.1e} (at most {numbers['tolerance']:.0e})")  # fmt: skip
     return "\n".join(lines)
+
+
+def _state_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    """Return lines about the bytes of a rank's training state for each parameter that its role has; roles that are
+    alike share a line."""
+    alike: dict[str, list[str]] = {}
+    for entry in (entry for entry in entries if entry["of"]):
+        parts = {word: size / entry["of"] for word, size in entry["state"].items() if size}
+        words = ", ".join(f"{word} {share:.4g}" for word, share in parts.items())
+        text = f"{sum(parts.values()):.4g} bytes of state a rank ({words}), {sum(entry['state'].values()):,} in all"
+        alike.setdefault(text, []).append(entry["role"])
+    return [text if len(alike) == 1 else f"{', '.join(roles)}: {text}" for text, roles in alike.items()]
 
 
 def schedule_words(pipeline: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...compiler.layout.collectives import WAIT
-from ...compiler.program.cost import local_bytes
+from ...compiler.program.liveness import local_bytes
 from ...compiler.program.program import Function, Line, Program, Ref
 from .emit import FreshNames
 

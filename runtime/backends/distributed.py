@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -88,6 +89,7 @@ class Distributed:
         self.coordinates = mesh.coordinates(rank)
         self.native_reduce_scatter = device.type != "cpu"
         self._groups: dict[GroupPlace, Any] = {}
+        self._tags: Counter[tuple[str, ...]] = Counter()
         places = _used_places(programs) | ({((axis,), None)} if axis else set())
         for axes, members in sorted({self._place(*place) for place in places}, key=str):
             for group in mesh.groups(axes):
@@ -194,6 +196,11 @@ class Distributed:
         """Run one of torch's collectives with the other ranks of a group; its error says what was waited for."""
         with _naming(self._what):
             return run(*args, group=self.group(axes, members), **options)
+
+    def tag(self, axes: tuple[str, ...]) -> int:
+        """Return the tag of the next tensors that ranks of a group send each other: all of them count alike."""
+        self._tags[axes] += 1
+        return self._tags[axes] % 2**31
 
     def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
         """Start to send tensors."""

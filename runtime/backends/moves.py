@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ...compiler.layout.buffers import parts_in_order
 from ...compiler.layout.collectives import WAIT, join_dim, round_parts, slice_dim
 from ...compiler.layout.int8 import pack, unpack
 from ...compiler.layout.mesh import Mesh, Shape
@@ -25,6 +26,9 @@ class Peers(Protocol):
 
     def meet(self, run: Callable[..., Any], *args: Any, axes: tuple[str, ...], **options: Any) -> Any:
         """Run one of torch's collectives with the other ranks of a group."""
+
+    def tag(self, axes: tuple[str, ...]) -> int:
+        """Return the tag of the next tensors that ranks of a group send each other."""
 
 
 Run = Callable[[Peers, torch.Tensor, Sequence[Any], tuple[str, ...]], torch.Tensor]
@@ -155,15 +159,85 @@ Started = tuple[list[torch.Tensor], Callable[[], None]]
 def _start_gather(
     backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...]
 ) -> Started:
-    """Exchange copies of the packed pieces: on gloo this is faster than its own all_gather."""
     ranks = _ranks_of(axes, backend.mesh)
-    packed = torch.cat([piece.reshape(-1) for piece in pieces])
-    received = packed.new_empty(ranks, len(packed))
-    if backend.native_reduce_scatter:
-        work = backend.meet(dist.all_gather_into_tensor, received, packed, axes=axes, async_op=True)
-    else:
-        work = backend.meet(dist.all_to_all_single, received, packed.repeat(ranks), axes=axes, async_op=True)
     results = [piece.new_empty(_grown(piece.shape, own[1], ranks)) for piece, own in zip(pieces, args, strict=True)]
+    if backend.native_reduce_scatter:
+        return results, _packed_gather(backend, pieces, args, axes, results)
+    sent = [[piece.contiguous()] * ranks for piece in pieces]
+    # where the parts of a result lie one behind the other, they arrive in their places
+    rows = [
+        list(result.chunk(ranks)) if parts_in_order(*own[1:]) else [torch.empty_like(piece[0]) for _ in range(ranks)]
+        for result, piece, own in zip(results, sent, args, strict=True)
+    ]
+    wait = _exchanged(backend, sent, rows, axes)
+
+    def arrive() -> None:
+        wait()
+        for result, parts, (_, dim, outer) in zip(results, rows, args, strict=True):
+            if not parts_in_order(dim, outer):
+                result.copy_(join_dim(parts, dim, outer))
+            parts.clear()
+
+    return results, arrive
+
+
+def _start_scatter(
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...]
+) -> Started:
+    """Exchange the parts, and sum them locally in rank order when they are there."""
+    ranks = _ranks_of(axes, backend.mesh)
+    parts = [
+        [slice_dim(piece, ranks, index, *own[1:]) for index in range(ranks)]
+        for piece, own in zip(pieces, args, strict=True)
+    ]
+    if backend.native_reduce_scatter:
+        results = [torch.empty_like(row[0]) for row in parts]
+        return results, _packed_scatter(backend, parts, axes, results)
+    rows = [[torch.empty_like(part) for part in row] for row in parts]
+    wait = _exchanged(backend, parts, rows, axes)
+    results = [row[0] for row in rows]
+
+    def arrive() -> None:
+        wait()
+        for result, received in zip(results, rows, strict=True):
+            for part in received[1:]:
+                result.add_(part)
+            received.clear()
+
+    return results, arrive
+
+
+def _exchanged(
+    backend: Peers, sent: list[list[torch.Tensor]], received: list[list[torch.Tensor]], axes: tuple[str, ...]
+) -> Callable[[], None]:
+    """Start to exchange tensors, part i with the group's i-th rank, and return the function that waits for it. Each
+    travels from where it is to where it is wanted: packed, it would need memory twice more."""
+    own, works = backend.index(axes), []
+    for to_send, to_fill in zip(sent, received, strict=True):
+        tag = backend.tag(axes)
+        for peer in range(len(to_send)):
+            if peer != own and to_fill[peer].numel():
+                works.append(backend.meet(dist.irecv, to_fill[peer], axes=axes, group_src=peer, tag=tag))
+                works.append(backend.meet(dist.isend, to_send[peer], axes=axes, group_dst=peer, tag=tag))
+        to_fill[own].copy_(to_send[own])
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+        for tensors in sent:
+            tensors.clear()
+
+    return wait
+
+
+def _packed_gather(
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
+    results: Sequence[torch.Tensor],
+) -> Callable[[], None]:  # fmt: skip
+    """Gather the packed pieces at once, and return the function that waits for them and fills the results."""
+    packed = torch.cat([piece.reshape(-1) for piece in pieces])
+    received = packed.new_empty(_ranks_of(axes, backend.mesh), len(packed))
+    work = backend.meet(dist.all_gather_into_tensor, received, packed, axes=axes, async_op=True)
 
     def arrive() -> None:
         work.wait()
@@ -171,38 +245,27 @@ def _start_gather(
         for result, piece, part, (_, dim, outer) in zip(results, pieces, parts, args, strict=True):
             result.copy_(join_dim([row.view(piece.shape) for row in part], dim, outer))
 
-    return results, arrive
+    return arrive
 
 
 def _grown(shape: Shape, dim: int, ranks: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :])
 
 
-def _start_scatter(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...]
-) -> Started:
-    """Exchange the packed parts, and sum them locally in rank order when they are there."""
-    ranks = _ranks_of(axes, backend.mesh)
-    parts = [
-        [slice_dim(piece, ranks, index, *own[1:]) for piece, own in zip(pieces, args, strict=True)]
-        for index in range(ranks)
-    ]
-    packed = torch.cat([part.reshape(-1) for rank in parts for part in rank])
-    results = [torch.empty_like(part) for part in parts[0]]
-    if backend.native_reduce_scatter:
-        received = packed.new_empty(len(packed) // ranks)
-        work = backend.meet(dist.reduce_scatter_tensor, received, packed, axes=axes, async_op=True)
-    else:
-        received = torch.empty_like(packed)
-        work = backend.meet(dist.all_to_all_single, received, packed, axes=axes, async_op=True)
+def _packed_scatter(
+    backend: Peers, parts: Sequence[Sequence[torch.Tensor]], axes: tuple[str, ...], results: Sequence[torch.Tensor]
+) -> Callable[[], None]:
+    """Sum the packed parts at once, and return the function that waits for them and fills the results."""
+    packed = torch.cat([part.reshape(-1) for of_rank in zip(*parts, strict=True) for part in of_rank])
+    received = packed.new_empty(len(packed) // len(parts[0]))
+    work = backend.meet(dist.reduce_scatter_tensor, received, packed, axes=axes, async_op=True)
 
     def arrive() -> None:
         work.wait()
-        total = received if len(received) < len(packed) else received.view(ranks, -1).sum(0)
-        for result, part in zip(results, total.split([part.numel() for part in results]), strict=True):
+        for result, part in zip(results, received.split([part.numel() for part in results]), strict=True):
             result.copy_(part.view(result.shape))
 
-    return results, arrive
+    return arrive
 
 
 START: Mapping[str, Callable[..., Started]] = {

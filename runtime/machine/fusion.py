@@ -11,7 +11,7 @@ import torch
 
 from ...compiler.layout.collectives import COLLECTIVES
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.cost import owners
+from ...compiler.program.liveness import owners
 from ...compiler.program.program import Function, Line, Ref, Value
 from ...compiler.program.totals import uses_of
 from .kernels import ADD_PRODUCT

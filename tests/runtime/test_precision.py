@@ -14,7 +14,8 @@ import parc
 from parc.advice import warnings_of
 from parc.checking.checks import case_of, prove
 from parc.compiler.ops.precision import base_name
-from parc.compiler.program.cost import Memory, local_bytes
+from parc.compiler.program.cost import Memory
+from parc.compiler.program.liveness import local_bytes
 from parc.compiler.program.program import Line, Program
 from parc.compiling.driver import Compiled
 from parc.report import memory_of
@@ -79,9 +80,8 @@ def test_what_is_kept_for_backward_takes_half_and_the_rest_as_much() -> None:
         forward = made.build.programs["F"]
         values = forward.main.values()
         saved = [values[name].type for name in forward.main.returned("saved").values()]
-        return sum(local_bytes(type_, forward) for type_ in saved), memory_of(
-            made.build, made.plan, next(iter(made.build.roles.values()))
-        )
+        memory = memory_of(made.build, made.plan, next(iter(made.build.roles.values())))
+        return sum(local_bytes(type_, forward) for type_ in saved), memory
 
     (half, less), (whole, more) = held(BF16), held("")
     assert half < 0.56 * whole  # statistics of norms, attention and loss are as they were

@@ -1,0 +1,202 @@
+"""``make bench-peaks``: the memory of a rank, as reports give it, and as a step takes it, followed tensor by tensor
+(``storages.py``).
+
+The first table has the bytes of training state that a rank holds for each parameter, by level of ZeRO and precision, as
+builds report them. The next has ZeRO 3 beside torch's FSDP2 with each layer a unit, on four gloo ranks, for the Llama
+of 20 M parameters of ``peers.py``. The last has builds of a Llama of 5 M parameters, each beside the estimate in its
+report: the role whose estimate is furthest from what the largest of its ranks takes. Steps before the measured one have
+made the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.peers import PLAN as LLAMA
+from benchmarks.peers import fsdp_step
+from benchmarks.storages import Storages
+from benchmarks.turns import LAUNCHED, ROOT
+
+WARM_UP = 2
+MODEL = """\
+model     "{examples}/llama.py:llama" (layers=4, width=256, heads=8, kv_heads=4, ffn=704, vocab=4096, length=128)
+verify    layers=2, width=64, heads=8, kv_heads=4, ffn=96, vocab=128
+input     input_ids int64 [B, S]
+input     targets int64 [B, S]
+sizes     B=16, S=128
+loss      cross_entropy(output.logits, targets)
+optimizer adamw lr 3e-4 weight_decay 0.1 clip 1.0
+seed      1
+data      synthetic
+"""
+SPLIT = """\
+column    model.layers.*.self_attn.{q,k,v}_proj over tp
+row       model.layers.*.self_attn.o_proj over tp
+column    model.layers.*.mlp.{gate,up}_proj over tp
+row       model.layers.*.mlp.down_proj over tp
+vocab     model.embed_tokens, lm_head over tp
+"""
+BATCH = "shard     input_ids, targets [B/dp, _]\n"
+PIPELINE = "stage     before model.layers.2 over pp\nschedule  1f1b microbatches 4\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration: its name, its ranks, and its lines beside the model's."""
+
+    name: str
+    ranks: int
+    lines: str
+
+
+CASES = (
+    Case("plain", 1, ""),
+    Case("4 microbatches", 1, "schedule microbatches 4\n"),
+    Case("tp=2", 2, "mesh tp=2\n" + SPLIT),
+    Case("dp=2", 2, "mesh dp=2\n" + BATCH),
+    Case("dp=2, zero 1", 2, "mesh dp=2\n" + BATCH + "zero 1 over dp\n"),
+    Case("dp=2, zero 2, 2 microbatches", 2, "mesh dp=2\n" + BATCH + "zero 2 over dp\nschedule microbatches 2\n"),
+    Case("dp=4, zero 3", 4, "mesh dp=4\n" + BATCH + "zero 3 over dp\n"),
+    Case("dp=2, zero 3, bf16", 2, "mesh dp=2\n" + BATCH + "zero 3 over dp\nprecision bf16\n"),
+    Case("dp=2, tp=2, zero 3", 4, "mesh dp=2, tp=2\n" + BATCH + SPLIT + "zero 3 over dp\n"),
+    Case("pp=2, dp=2, zero 1, 4 microbatches", 4, "mesh pp=2, dp=2\n" + BATCH + PIPELINE + "zero 1 over dp\n"),
+    Case("offload of all three", 1, 'offload optimizer, parameters, activations to "{folder}/state"\n'),
+    Case("dp=2, zero 1, fp16", 2, "mesh dp=2\n" + BATCH + "zero 1 over dp\nprecision fp16 loss_scale dynamic\n"),
+    Case("bf16", 1, "precision bf16\n"),
+)  # fmt: skip
+
+
+def worker(side: str, build: str) -> None:
+    """Train on one rank; the first prints the peak of each."""
+    torch.set_num_threads(1)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    with Storages() as storages:
+        step = fsdp_step() if side == "FSDP2" else parc_step(Path(build))
+        for _ in range(WARM_UP):
+            step()
+        gc.collect()
+        storages.peak = storages.bytes
+        step()
+    peaks = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size() if dist.is_initialized() else 1)]
+    peaks[0].fill_(storages.peak)
+    if dist.is_initialized():
+        dist.all_gather(peaks, torch.tensor(storages.peak))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps([int(peak) for peak in peaks]), flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+    os._exit(0)  # as in benchmarks/peers.py
+
+
+def parc_step(build: Path) -> Callable[[], float]:
+    """Return a step of a build on its own data. What is loaded from files takes memory, as on an accelerator: a CPU
+    reads it where it lies."""
+    import parc
+    from parc.runtime.state.offload import MappedFiles
+
+    MappedFiles.load = lambda place, value, device: value.clone()  # type: ignore[method-assign]
+    session = parc.load(build)
+    return lambda: session.step().loss
+
+
+def measured(side: str, ranks: int, build: str = "") -> list[int]:
+    """Return the peak of each rank in bytes."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *start, "-m", "benchmarks.peaks", "--worker", side, build]
+    done = subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **LAUNCHED}, stdout=subprocess.PIPE)
+    peaks: list[int] = json.loads(done.stdout.decode().strip().splitlines()[-1])
+    return peaks
+
+
+def built(plan: Path, out: Path, *words: str) -> Path:
+    """Build a plan."""
+    command = [sys.executable, "-m", "parc", "build", str(plan), "-o", str(out), *words]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return out
+
+
+def by_role(build: Path, peaks: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield, for each role, its estimate and the peak of the largest of its ranks, in bytes."""
+    from parc.runtime.opening import build_mesh, open_build
+
+    opened = open_build(build)
+    mesh = build_mesh(opened)
+    for row in opened.report["memory"]:
+        own = [peak for rank, peak in enumerate(peaks) if opened.role_at(mesh.coordinates(rank)).name == row["role"]]
+        yield row["peak_bytes"], max(own)
+
+
+def beside_fsdp(folder: Path) -> None:
+    """Print the table of ZeRO 3 and FSDP2."""
+    plan = folder / "llama20m.parc"
+    text = LLAMA.read_text(encoding="utf-8").replace("../examples", str(ROOT / "examples"))
+    plan.write_text(text + "data      synthetic\n", encoding="utf-8")
+    build = built(plan, folder / "llama20m", "-D", "dp=4", "-D", "zero=3")
+    ours, theirs = max(measured("parc", 4, str(build))), max(measured("FSDP2", 4))
+    print("| dp=4 | peak, MB |\n|---|---:|")
+    print(f"| parc, zero 3 | {ours / 1e6:.1f} |\n| FSDP2 | {theirs / 1e6:.1f} |\n| ratio | {ours / theirs:.2f} |\n")
+
+
+def beside_estimates(folder: Path, wanted: str) -> None:
+    """Print the table of builds."""
+    print("| | ranks | estimate, MB | peak, MB | off by |\n|---|---:|---:|---:|---:|", flush=True)
+    for number, case in enumerate(case for case in CASES if wanted in case.name):
+        plan = folder / f"case{number}.parc"
+        model, lines = MODEL.replace("{examples}", str(ROOT / "examples")), case.lines.replace("{folder}", str(folder))
+        plan.write_text(model + lines, encoding="utf-8")
+        build = built(plan, folder / f"case{number}")
+        rows = by_role(build, measured("parc", case.ranks, str(build)))
+        estimate, peak = max(rows, key=lambda row: abs(row[0] / row[1] - 1))
+        print(
+            f"| {case.name} | {case.ranks} | {estimate / 1e6:.2f} | {peak / 1e6:.2f} | {estimate / peak - 1:+.1%} |",
+            flush=True,
+        )
+
+
+def by_level(folder: Path) -> None:
+    """Print the table of levels and precisions."""
+    from parc.checking.checks import report_of
+    from parc.compiler.plan.plan import read_plan
+    from parc.compiling.driver import compile_plan
+
+    model = MODEL.replace("{examples}", str(ROOT / "examples"))
+    print("| bytes a parameter at dp=4 | zero 0 | zero 1 | zero 2 | zero 3 |\n|---|---:|---:|---:|---:|")
+    for precision in ("", "precision bf16", "precision fp16 loss_scale dynamic"):
+        cells = []
+        for level in range(4):
+            plan = folder / "level.parc"
+            plan.write_text(f"{model}mesh dp=4\n{BATCH}zero {level} over dp\n{precision}\n", encoding="utf-8")
+            (row,) = report_of(compile_plan(read_plan(plan, {}), folder))["memory"]
+            parts = [
+                f"{row['state'][word] / row['of']:.3g}" for word in ("parameters", "weights", "gradients", "optimizer")
+            ]
+            cells.append(f"{sum(row['state'].values()) / row['of']:.3g} ({' + '.join(parts)})")
+        print(f"| {precision or 'precision fp32'} | {' | '.join(cells)} |")
+    print("\nin brackets: parameters as stored, weights that a step makes of them once, gradients, optimizer\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wanted", nargs="?", default="", help="only the builds whose name has this in it")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        worker(*given.worker)
+    with tempfile.TemporaryDirectory() as name:
+        if not given.wanted:
+            by_level(Path(name))
+            beside_fsdp(Path(name))
+        beside_estimates(Path(name), given.wanted)

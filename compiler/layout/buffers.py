@@ -1,0 +1,42 @@
+"""Buffers: the memory that collectives take beside their operands and results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .stretches import Outer
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """The bytes that a collective needs beside its operand and its result, over gloo: ``at_once`` where it is done at
+    once; as a message ``travelling``, until it is awaited, and ``on_arrival``, while the result is put together."""
+
+    at_once: int = 0
+    travelling: int = 0
+    on_arrival: int = 0
+
+
+def parts_in_order(dim: int, outer: Outer) -> bool:
+    """Return whether the parts of a dim lie one behind the other in memory."""
+    return dim == 0 and outer == 1
+
+
+def gather_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of a gather: the parts are received where they lie in the result, or apart and then joined."""
+    apart = 0 if parts_in_order(*args[1:]) else result
+    return Buffers(at_once=result, travelling=apart, on_arrival=apart)
+
+
+def scatter_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of a scattered sum: the parts of all ranks are received, to be summed into the first; what is
+    sent is the operand, or cut from it."""
+    cut = 0 if parts_in_order(*args[1:]) else operand
+    return Buffers(at_once=2 * operand + cut, travelling=operand - result + cut)
+
+
+def exchange_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of an all-to-all: what is sent is put together, and so is what is received."""
+    return Buffers(at_once=2 * operand + (0 if parts_in_order(*args[3:]) else operand))

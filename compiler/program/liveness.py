@@ -1,0 +1,297 @@
+"""Liveness: the bytes that one run of a program holds, line by line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ..layout.collectives import COLLECTIVES, SUMS, WAIT
+from ..layout.placement import TensorType
+from ..ops.rules import facts
+from .program import Function, Line, Program, Ref
+
+
+def local_bytes(type_: TensorType, program: Program) -> int:
+    """Return the bytes of one rank's piece."""
+    return math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
+
+
+def owners(function: Function) -> dict[str, str]:
+    """Return, for each value that is a view, the value whose storage it shares."""
+    owner_of: dict[str, str] = {}
+    for line in function.lines:
+        if facts(line.op).storage == "view":  # it holds nothing of its own
+            source = next(line.uses())
+            owner_of.update((value.name, owner_of.get(source, source)) for value in line.made)
+    return owner_of
+
+
+@dataclass(frozen=True, slots=True)
+class Storages:
+    """The storages of a function's values: the value that each shares one with (itself, if it is the first), and the
+    bytes of each storage by its first value."""
+
+    root: Mapping[str, str]
+    size: Mapping[str, int]
+
+
+Share = Literal["values", "messages", "gradients"]
+"""The use of bytes that a run holds: what is gathered or on its way between ranks, gradients that it returns, and all
+other values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes that a run holds at once, by their use. At its end it holds ``kept``, by storage, which are its
+    results, and ``left`` bytes more, because values that are added later need them."""
+
+    shares: Mapping[Share, int]
+    kept: Mapping[str, int]
+    left: int
+
+    @property
+    def most(self) -> int:
+        """All these bytes."""
+        return sum(self.shares.values())
+
+
+class _Alive:
+    """The bytes held now by storage, and by use, and the most so far."""
+
+    def __init__(self) -> None:
+        self.size: dict[str, int] = {}
+        self.share: dict[str, Share] = {}
+        self.shares: dict[Share, int] = {"values": 0, "messages": 0, "gradients": 0}
+        self.total = self.most = 0
+        self.peak = dict(self.shares)
+
+    def add(self, name: str, size: int, share: Share = "values") -> None:
+        self.size[name], self.share[name] = size, share
+        self.hold(size, share)
+
+    def hold(self, size: int, share: Share = "values") -> None:
+        """Hold bytes from now on that belong to no storage."""
+        self.shares[share] += size
+        self.total += size
+
+    def drop(self, name: str) -> int:
+        size = self.size.pop(name, 0)
+        self.hold(-size, self.share.pop(name, "values"))
+        return size
+
+    def note(self, more: int = 0) -> None:
+        """Note what is held at this moment, and so much more."""
+        if self.total + more > self.most:
+            self.most = self.total + more
+            self.peak = {**self.shares, "values": self.shares["values"] + more}
+
+
+class Liveness:
+    """The liveness of one program. ``added`` says for each function which values are added to totals, that are there,
+    as they are made; ``late`` which are added when the function has ended, so that their operands last."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._storages: dict[str, Storages] = {}
+        self._peaks: dict[object, Peak] = {}
+
+    def bytes_of(self, function: Function, name: str) -> int:
+        """Return the bytes of a value of a function."""
+        return local_bytes(function.values()[name].type, self.program)
+
+    def storages(self, function: Function) -> Storages:
+        """Return the storages of a function's values. What a call returns may share one with another result, or with an
+        operand."""
+        if (made := self._storages.get(function.name)) is not None:
+            return made
+        root = {value.name: value.name for value in function.parameters}
+        for line in function.lines:
+            if line.calls_function:
+                callee = self.program.function(line.op)
+                inner = self.storages(callee)
+                there = {value.name: item.name for value, item in zip(callee.parameters, line.args, strict=True)}
+                for value, (_, name) in zip(line.results, callee.returns, strict=True):
+                    if value is not None:
+                        first = there.setdefault(inner.root[name], value.name)
+                        root[value.name] = root.get(first, first)
+            else:
+                source = next(line.uses(), "")
+                shares = line.op == WAIT or (
+                    facts(line.op).storage == "view" and not self._copies(function, line, root)
+                )
+                root.update((value.name, root[source] if shares else value.name) for value in line.made)
+        size = {name: self.bytes_of(function, name) for name in dict.fromkeys(root.values())}
+        self._storages[function.name] = Storages(root, size)
+        return self._storages[function.name]
+
+    def _copies(self, function: Function, line: Line, root: Mapping[str, str]) -> bool:
+        """Return whether a line gives a value of repeated entries another shape, which no view of its storage has."""
+        source = next(line.uses())
+        repeats = self.bytes_of(function, source) > self.bytes_of(function, root[source])
+        return facts(line.op).moves == "shape" and repeats
+
+    def lasting(self, function: Function, late: Mapping[str, frozenset[str]]) -> set[str]:
+        """Return the storages that are read when the function has ended, to make the values that are added ``late``."""
+        root, names = self.storages(function).root, set[str]()
+        for line in function.lines:
+            if line.calls_function:
+                callee = self.program.function(line.op)
+                inner, there = self.lasting(callee, late), self.storages(callee).root
+                names.update(
+                    item.name for value, item in zip(callee.parameters, line.args, strict=True) if value.name in inner
+                )
+                results = zip(line.results, callee.returns, strict=True)
+                names.update(value.name for value, (_, name) in results if value is not None and there[name] in inner)
+            elif any(value.name in late.get(function.name, ()) for value in line.made):
+                names.update(line.uses())
+        return {root[name] for name in names}
+
+    def peak(
+        self, function: Function, given: Mapping[str, int], added: Mapping[str, frozenset[str]],
+        late: Mapping[str, frozenset[str]],
+    ) -> Peak:  # fmt: skip
+        """Return the peak of a run that is ``given`` parameters of so many bytes to let go of; others are its
+        caller's."""
+        key = function.name, tuple(given.items()), added.get(function.name), late.get(function.name)
+        if key not in self._peaks:
+            self._peaks[key] = _Run(self, function, given, added, late).peak()
+        return self._peaks[key]
+
+
+class _Run:
+    """One run of a function."""
+
+    def __init__(
+        self, liveness: Liveness, function: Function, given: Mapping[str, int],
+        added: Mapping[str, frozenset[str]], late: Mapping[str, frozenset[str]],
+    ) -> None:  # fmt: skip
+        self.liveness, self.function, self.added, self.late = liveness, function, added, late
+        self.storages = liveness.storages(function)
+        self.own_added, self.own_late = (table.get(function.name, frozenset[str]()) for table in (added, late))
+        self.written = {value.name for value in function.bound("gradient").values() if function.returned("gradient")}
+        self.gradients = {self.storages.root[name] for name in function.returned("gradient").values()}
+        self.alive = _Alive()
+        for name, size in given.items():
+            self.alive.add(name, size)
+        self.alive.note()
+        self.left = 0
+        self.last = self._last()
+        self.dying: dict[int, list[str]] = {}
+        for name, index in self.last.items():
+            self.dying.setdefault(index, []).append(name)
+
+    def _last(self) -> dict[str, int]:
+        """Return the last line that reads each storage. What travels is read until it has arrived, and some values
+        last to the end."""
+        lines, root, last = self.function.lines, self.storages.root, dict[str, int]()
+        for index, line in enumerate(lines):
+            for name in (*line.uses(), *(value.name for value in line.made)):
+                last[root[name]] = index
+        self.travels = {line.made[0].name: line for line in lines if "message" in dict(line.kwargs)}
+        for index, line in enumerate(lines):
+            if line.op == WAIT and (started := self.travels.get(next(line.uses()))) is not None:
+                for name in started.uses():
+                    last[root[name]] = max(last[root[name]], index)
+        self.lasting = self.liveness.lasting(self.function, self.late) if self.own_late else set[str]()
+        last.update(dict.fromkeys(self.lasting, len(lines)))
+        last.update((root[name], len(lines)) for _, name in self.function.returns)
+        return last
+
+    def peak(self) -> Peak:
+        """Follow the lines."""
+        for index, line in enumerate(self.function.lines):
+            if line.calls_function:
+                self._call(index, line)
+            elif line.op == WAIT:
+                self._arrival(self.storages.root[line.made[0].name])
+            elif facts(line.op).carries != "away":
+                self._line(index, line)
+            self.alive.note()
+            for name in self.dying.get(index, ()):
+                self.alive.drop(name)
+        returned = dict.fromkeys(self.storages.root[name] for _, name in self.function.returns)
+        kept = {name: self.alive.size[name] for name in returned if name in self.alive.size}
+        left = sum(self.alive.size.get(name, 0) for name in self.lasting - kept.keys())
+        return Peak(self.alive.peak, kept, self.left + left)
+
+    def _call(self, index: int, line: Line) -> None:
+        callee = self.liveness.program.function(line.op)
+        root, alive = self.storages.root, self.alive
+        read = [root[name] for name in line.uses()]
+        given = {
+            value.name: alive.size[name]
+            for value, name in zip(callee.parameters, read, strict=True)
+            if name in alive.size and self.last[name] == index and read.count(name) == 1
+        }
+        inner = self.liveness.peak(callee, given, self.added, self.late)
+        alive.note(inner.most - sum(given.values()))
+        for parameter, name in zip(callee.parameters, read, strict=True):
+            if parameter.name in given:
+                alive.drop(name)
+        self.left += inner.left
+        alive.hold(inner.left)
+        sizes = self.liveness.storages(callee)
+        for value, (_, name) in zip(line.results, callee.returns, strict=True):
+            if value is not None and root[value.name] == value.name and not self._elsewhere(value.name):
+                first = sizes.root[name]
+                alive.add(value.name, given.get(first, sizes.size[first]), self._share(value.name))
+
+    def _elsewhere(self, name: str) -> bool:
+        """Return whether a value goes to a total that is there."""
+        return name in self.own_added or name in self.own_late
+
+    def _line(self, index: int, line: Line) -> None:
+        own = [value for value in line.made if self.storages.root[value.name] == value.name]
+        made = [value for value in own if not self._elsewhere(value.name)]
+        if line.op in COLLECTIVES:
+            self._collective(index, line)
+            return
+        if len(made) == 1 and (over := self._written_over(index, line)):
+            self.alive.add(made[0].name, self.alive.drop(over), self._share(made[0].name))
+            return
+        for value in made:
+            self.alive.add(value.name, self.storages.size[value.name], self._share(value.name))
+
+    def _share(self, name: str, otherwise: Share = "values") -> Share:
+        return "gradients" if name in self.gradients else otherwise
+
+    def _collective(self, index: int, line: Line) -> None:
+        name, (source, *_) = line.made[0].name, line.uses()
+        if line.op in SUMS and self._dies(index, source):
+            self.alive.add(name, self.alive.drop(self.storages.root[source]), self._share(name))
+            return
+        result, operand = self.storages.size[name], self.liveness.bytes_of(self.function, source)
+        buffers, message = COLLECTIVES[line.op].buffers(operand, result, line.args[1:]), name in self.travels
+        self.alive.add(name, result + buffers.travelling * message, self._share(name, "messages"))
+        self.alive.note(buffers.at_once * (not message))
+
+    def _arrival(self, name: str) -> None:
+        """Let go of what a message needs beside its result until it is there."""
+        result, line = self.storages.size[name], self.travels[name]
+        operand = self.liveness.bytes_of(self.function, next(line.uses()))
+        self.alive.note(COLLECTIVES[line.op].buffers(operand, result, line.args[1:]).on_arrival)
+        self.alive.drop(name)
+        self.alive.add(name, result, self._share(name, "messages"))
+
+    def _dies(self, index: int, name: str) -> bool:
+        """Return whether a storage is this run's own, and is last read here."""
+        first = self.storages.root[name]
+        own = first in self.alive.size or first in self.written
+        bound = {value.name for value in self.function.parameters} - self.written
+        return own and first not in bound and self.last[first] == index
+
+    def _written_over(self, index: int, line: Line) -> str:
+        """Return the storage of an operand that the result of a line is written over, or ""."""
+        row, values = facts(line.op), self.function.values()
+        if not row.elementwise:
+            return ""
+        result = line.made[0].type
+        for item in line.args[: 2 if row.computes in ("total", "multiple") and not line.kwargs else 1]:
+            if isinstance(item, Ref) and list(line.uses()).count(item.name) == 1 and self._dies(index, item.name):
+                type_ = values[item.name].type
+                mesh = self.liveness.program.mesh
+                if (type_.dtype, type_.local(mesh)) == (result.dtype, result.local(mesh)):
+                    return self.storages.root[item.name]
+        return ""
