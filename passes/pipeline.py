@@ -166,7 +166,6 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         typed = in_stages(typed, request.pipeline)
         noted(typed.output_node()).updates = captured.updates
     assembled = assemble(typed, mesh, request.seed, sums, request.pipeline)
-    compressor = Compressor(request.compress, request.shard_dims)
     levels = TwoLevels(mesh, request.levels, request.shard_dims, request.choices)
     compressor = Compressor(request.compress, request.shard_dims)
     step = StepParts(mesh, typed, counted, parts, assembled, request.pipeline, request.loss_scale, compressor)

@@ -136,6 +136,14 @@ def test_collectives_in_two_levels_cross_nodes_once(lines: str) -> None:
     assert sent(made) == sent(flat)  # as much in all, but less of it across
 
 
+def test_stages_of_a_pipeline_send_in_two_levels() -> None:
+    text = GPT.replace("schedule ", "schedule 1f1b ") + "mesh pp=2, dp=4\nstage before blocks.1 over pp\n"
+    made = compile_plan(
+        read_plan(Source("nodes.parc", text + "node 2\nhierarchical over dp\nzero 3 over dp\n")), EXAMPLES
+    )
+    assert agreement_of(made).largest <= 1e-10
+
+
 def test_large_builds_in_two_levels_have_twins() -> None:
     """The vocabulary of 25 divides nowhere, so the table is cut along its other dim: also that of the twin."""
     text = GPT.replace("vocab=24", "vocab=25") + "mesh dp=16\nnode 4\nhierarchical over dp\nverify vocab=24\n"

@@ -132,7 +132,7 @@ class TwoLevels:
                 steps = steps_of(line.op, line.args[1:], *types, self.mesh, self.levels, choose)
             operand = line.args[0] if line.args else None
             for op, args, type_ in steps[:-1]:
-                value = Value(names.fresh(op.removeprefix("parc.")), type_)
+                value = Value(names.fresh(f"{op.removeprefix('parc.')}_{line.made[0].name}"), type_)
                 lines.append(Line((value,), op, (operand, *args), (), line.origin))
                 operand = Ref(value.name)
             lines.append(replace(line, op=steps[-1][0], args=(operand, *steps[-1][1])) if steps else line)
