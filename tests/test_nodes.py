@@ -144,10 +144,11 @@ def test_stages_of_a_pipeline_send_in_two_levels() -> None:
     assert agreement_of(made).largest <= 1e-10
 
 
-def test_large_builds_in_two_levels_have_twins() -> None:
+@pytest.mark.parametrize("lines", ["", "zero 1 over dp within node\ncompress gradients over dp using int8\n"])
+def test_large_builds_in_two_levels_have_twins(lines: str) -> None:
     """The vocabulary of 25 divides nowhere, so the table is cut along its other dim: also that of the twin."""
     text = GPT.replace("vocab=24", "vocab=25") + "mesh dp=16\nnode 4\nhierarchical over dp\nverify vocab=24\n"
-    made = compile_plan(read_plan(Source("nodes.parc", text)), EXAMPLES)
+    made = compile_plan(read_plan(Source("nodes.parc", text + lines)), EXAMPLES)
     twin, differences = find_twin(made, made.build.programs)
     assert (str(made.mesh), str(twin.mesh), differences) == ("dp=4*4", "dp=2*2", [])
     assert agreement_of(twin).largest <= 1e-10

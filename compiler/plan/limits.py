@@ -15,8 +15,8 @@ from .directive import Directive, Scope, argument
 ANY = "any"
 COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("all_reduce", "row_max", "all_reduce_among"),
-    "all_gather": ("all_gather",),
-    "reduce_scatter": ("reduce_scatter",),
+    "all_gather": ("all_gather", "all_gather_int8"),
+    "reduce_scatter": ("reduce_scatter", "reduce_scatter_int8"),
     "all_to_all": ("all_to_all",),
 }
 """The words of a line for collectives, and the collectives of programs that each means. A row's maximum is an

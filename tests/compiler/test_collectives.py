@@ -15,6 +15,7 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.placement import AxisType, Placement, Split, TensorType, parse_type, put_together
 from parc.compiler.layout.stretches import Outer, nest
 from parc.compiler.ops.torch_ops import OPS
+from parc.compiler.plan.limits import COLLECTIVE_WORDS
 
 from .drawn import meshes, numbered, pieces_of, placed
 
@@ -240,3 +241,8 @@ def test_the_bytes_of_a_message() -> None:
     assert payload_bytes("parc.all_reduce", (2, 3), 4) == 24
     assert payload_bytes("parc.row_max", (2, 3), 4) == 8
     assert payload_bytes("parc.all_gather", (), 8) == 8
+
+
+def test_lines_about_collectives_mean_each_of_them() -> None:
+    meant = {f"parc.{op}" for ops in COLLECTIVE_WORDS.values() for op in ops}
+    assert meant == {op for op, row in COLLECTIVES.items() if row.communicates}
