@@ -136,6 +136,14 @@ NOT_COMPRESSED = Code(
     example="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 2 over dp\ncompress gradients over dp using int8",
     instead="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 1 over dp\ncompress gradients over dp using int8",
 )
+SMALL_BUCKET = shown(
+    name="P0133",
+    title="a bucket that is smaller than tensors",
+    why="a tensor travels whole: one that is larger than the bucket is a message of its own, so `bucket` bounds the"
+    " messages of several tensors alone.",
+    example="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 1KB",
+    instead="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 1MB",
+)
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from parc.compiler.capture.model_calls import forward_text, passed_on
 from parc.compiler.layout.placement import Split
 from parc.compiler.ops.precision import is_narrow
+from parc.compiler.program.liveness import local_bytes
 from parc.compiling.driver import Compiled
 from parc.compiling.size_ranges import line_span
 from parc.grammar.codes_build import AVERAGED, ROUNDED_UPDATES, UNASKED_RESHARD, WITHOUT_RULE
 from parc.grammar.codes_model import MEANT_OTHERWISE, NUMBER_CHANGED, PASSED_ON
+from parc.grammar.codes_placement import SMALL_BUCKET
 from parc.grammar.diagnostics import Diagnostic, Label, Severity
 from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Span
@@ -23,7 +25,7 @@ from parc.placement_words import in_words
 
 def warnings_of(compiled: Compiled) -> tuple[Diagnostic, ...]:
     """Return every warning of a compiled plan: of its lines, reshards, operators without a rule, loss, and weights."""
-    warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled))
+    warnings = (*_reshards(compiled), *_rules(compiled), *_averaged(compiled), *_rounded(compiled), *_large(compiled))
     warnings = (*compiled.copies.notes, *_passed_on(compiled), *_changed(compiled), *warnings)
     return (*compiled.plan.warnings, *compiled.resolved.warnings, *warnings)
 
@@ -147,4 +149,26 @@ def _rounded(compiled: Compiled) -> Iterator[Diagnostic]:
             ROUNDED_UPDATES, f"{which} updated in {dtype}",
             Label(compiled.plan.optimizer.arguments.statement.span),
             help="`precision bf16` keeps a float32 copy of every weight, which is updated", severity=Severity.WARNING,
+        )  # fmt: skip
+
+
+def _large(compiled: Compiled) -> Iterator[Diagnostic]:
+    """Warn of tensors that are larger than the plan's bucket."""
+    line = next((line for line in compiled.plan.statements if line.verb.text == "bucket"), None)
+    if line is None:
+        return
+    sizes: dict[str, int] = {}
+    for program in compiled.build.programs.values():
+        values = program.main.values()
+        for sent in (sent for sent in program.main.lines if "message" in dict(sent.kwargs)):
+            size = max(local_bytes(values[name].type, program) for name in (*sent.uses(), sent.made[0].name))
+            if size > compiled.plan.bucket:
+                sizes[sent.origin.module] = max(size, sizes.get(sent.origin.module, 0))
+    if sizes:
+        module, size = max(sizes.items(), key=lambda item: item[1])
+        many = f"tensors of {len(sizes)} modules are" if len(sizes) > 1 else "a tensor is"
+        yield Diagnostic(
+            SMALL_BUCKET, f"{many} larger than the bucket: up to {size_text(size)}, of `{module}`", Label(line.span),
+            help="each of them is a message of its own; a larger bucket lets it travel with others",
+            severity=Severity.WARNING,
         )  # fmt: skip

@@ -180,6 +180,7 @@ COMMANDS = {
     "P0024": Case(lines="# one more line\n" * 10_000),
     "P0025": Case(lines='include "models.py"\n'),
     "P0112": Case(lines=TENSOR.replace("tp=2", "tp=4")),
+    "P0133": Case(lines="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 4KB\n"),
     "P0201": Case(change=("gpt.py:GPT", "gpt.py:GTP")),
     "P0202": Case("branch", lines=ONE),
     "P0203": Case("cache", lines=ONE),
