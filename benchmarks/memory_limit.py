@@ -160,12 +160,12 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
     return good
 
 
-def main(limit: int, most: int, timeout_s: float) -> None:
-    """Print a row for each way as it is found."""
+def main(limit: int, most: int, timeout_s: float, wanted: str) -> None:
+    """Print a row for each way with ``wanted`` in its name, as it is found."""
     print(f"the most layers within {limit >> 20} MiB a rank; megabytes are a rank's, as estimated\n")
     print("| way | ranks | layers | parameters (M) | MB in memory | MB in files | s a step | limited by |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |", flush=True)
-    for way in WAYS:
+    for way in (way for way in WAYS if wanted in way.name):
         rows: dict[int, str] = {0: f"| {way.name} | {way.ranks} | 0 | | | | | |"}
         with tempfile.TemporaryDirectory(dir=ROOT / "build") as name:
 
@@ -184,6 +184,7 @@ def main(limit: int, most: int, timeout_s: float) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wanted", nargs="?", default="", help="only the ways whose name has this in it")
     parser.add_argument("--limit", type=int, default=512, help="MiB a rank")
     parser.add_argument("--most", type=int, default=256, help="the most layers to try")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a model counts as too large")
@@ -192,4 +193,4 @@ if __name__ == "__main__":
     (ROOT / "build").mkdir(exist_ok=True)
     if given.worker:
         worker(Path(given.worker[0]), int(given.worker[1]))
-    main(given.limit << 20, given.most, given.timeout)
+    main(given.limit << 20, given.most, given.timeout, given.wanted)

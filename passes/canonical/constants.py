@@ -185,6 +185,9 @@ def _square(mask: fx.Node) -> bool:
 
 def _is_causal(mask: torch.Tensor) -> bool:
     size = mask.shape[-1]
+    for dim, stride in enumerate(mask.stride()[:-2]):
+        if stride == 0:  # it is repeated for every sample
+            mask = mask.narrow(dim, 0, 1)
     return bool((mask == torch.ones(size, size, dtype=torch.bool).tril()).all())
 
 
