@@ -41,6 +41,7 @@ from .placing.weight_uses import names_of
 from .programs.assemble import assemble
 from .programs.compress import Compression, Compressor
 from .programs.cut import Pipeline, in_stages
+from .programs.early import sum_early
 from .programs.makers import StepParts, make_roles
 from .programs.model_program import reference_program
 from .programs.offload import offload
@@ -170,7 +171,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     compressor = Compressor(request.compress, request.shard_dims)
     step = StepParts(mesh, typed, counted, parts, assembled, request.pipeline, request.loss_scale, compressor)
     roles = levels.roles(make_roles(step))
-    roles = {role: {key: overlapped(program, request.overlap) for key, program in programs.items()}
+    roles = {role: overlapped(sum_early(programs, request.microbatches), request.overlap)
              for role, programs in roles.items()}  # fmt: skip
     roles = offload(roles, request.offload)
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))

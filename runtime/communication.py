@@ -14,6 +14,8 @@ from ..compiler.program.binding import Binding
 
 Environment = dict[str, Any]
 """The values of a running program by name: tensors, and totals to which something is added."""
+Arrival = Callable[[], object]
+"""A function that waits until a value that is on its way is there."""
 BoundTensors = dict[Binding, Any]
 """Tensors by their binding: the inputs and the results of a program."""
 
@@ -81,15 +83,17 @@ class Backend(Protocol):
 
     def collective(
         self, op: str, args: Sequence[Any], pieces: Sequence[torch.Tensor], spare: bool = False
-    ) -> tuple[list[torch.Tensor], Callable[[], object] | None]:
+    ) -> tuple[list[torch.Tensor], Arrival | None]:
         """Start a collective over all ranks of its groups. Return the results, and a function to call before they are
         read, or None. ``spare``: the pieces may be written over."""
 
     def message(
-        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[torch.Tensor]]
-    ) -> tuple[list[list[torch.Tensor]], Callable[[], object] | None]:
+        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[torch.Tensor]],
+        spare: Sequence[bool] = (),
+    ) -> tuple[list[list[torch.Tensor]], Arrival | None]:  # fmt: skip
         """Start one message of several tensors, each with its own arguments of the collective. Return the results of
-        each, and a function to call before they are read, or None."""
+        each, and a function to call before they are read, or None. ``spare`` says of each tensor whether it may be
+        written over."""
 
     def send(self, message: Message, pieces: Sequence[Sequence[torch.Tensor]]) -> Sending:
         """Start to send the tensors of each rank, without waiting for the receivers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -24,9 +24,9 @@ from ..compiler.program.actions import (
     send_kind,
 )
 from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, SCALE, UNSCALE, Binding
-from ..compiler.program.program import Program
-from .communication import Backend, BoundTensors, Environment, PeerLost
-from .machine.execute import Machine, Ready
+from ..compiler.program.program import Function, Program
+from .communication import Backend, BoundTensors, PeerLost
+from .machine.execute import Machine
 from .mail import Mail
 from .trace import Recorder
 from .work import Batch, RankState, Work, bind, named
@@ -83,24 +83,11 @@ class Stepper:
         """The action that runs now, or ran last."""
         self._following: Action | None = None
         self._later: list[Callable[[], torch.Tensor]] = []
-        self._completing: Collection[Binding] = ()
         options.setdefault("reuse", options.get("watch") is None)  # who watches may keep
         self.machines = {name: machine(program, backend, device, **options) for name, program in programs.items()}
         self._mail = Mail(self.machines, backend, axis, self.actions)
-        self._complete = self._completed()
-
-    def _completed(self) -> dict[Action, set[Binding]]:
-        """The gradients that each backward completes, if their sums over ranks can begin then."""
-        reduce = self.machines.get(REDUCE)
-        able = {key for key in reduce.ahead if key.kind == "gradient"} if reduce is not None else set[Binding]()
-        last: dict[Binding, Action] = {}
-        for action in self.actions:
-            if action.works and able:
-                machine = self.machines[self._mail.machine(action, action.kind)]
-                made = {key for key, _ in machine.program.main.returns if key.kind == "gradient"}
-                able -= made - machine.addable
-                last.update(dict.fromkeys(made, action))
-        return {action: {key for key in able if last[key] == action} for action in last.values()}
+        self._last = {action.stage: action for action in self.actions if action.kind == BACKWARD}
+        """The backward of each stage's last microbatch."""
 
     @property
     def counts_apart(self) -> bool:
@@ -123,8 +110,7 @@ class Stepper:
 
     def share_counts(self, work: Work, rank: int, counts: Sequence[torch.Tensor]) -> None:
         """Give the counts of all ranks to the step of one of them, so that its SCALE needs no collective."""
-        if COUNT in self.machines[SCALING].ahead:
-            work.begun[SCALING] = self.machines[SCALING].summed(COUNT, counts, rank)
+        work.counted = self.machines[SCALING].summed(COUNT, counts, rank)
 
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Return loss and gradients of a step."""
@@ -171,7 +157,7 @@ class Stepper:
                     handler(self, action, step, work)
                 if message is not None and self._later:
                     with self.recorded(str(replace(action, kind=message.work)), "work", step):
-                        self._finish_later(work)
+                        self._finish_later()
             except PeerLost as error:
                 raise error.during(f"action {action} of step {step + 1}") from error
             except RuntimeError as error:
@@ -195,22 +181,11 @@ class Stepper:
         if (stage := self._mail.hand_on(action, work)) is not None:
             self._note_saved(stage, work)
 
-    def _finish_later(self, work: Sequence[Work]) -> None:
+    def _finish_later(self) -> None:
         """Add up the gradients that a backward left for the time after its sends."""
-        keys = {id(w.totals[key]): key for w in work for key in self._completing}
-        added: dict[Binding, list[torch.Tensor]] = {}
         for call in self._later:
-            total = call()
-            if (key := keys.get(id(total))) is not None:
-                pieces = added.setdefault(key, [])
-                pieces.append(total)
-                if len(pieces) == len(work):
-                    self._begin(key, pieces, work)
+            call()
         self._later.clear()
-
-    def _begin(self, gradient: Binding, pieces: Sequence[torch.Tensor], work: Sequence[Work]) -> None:
-        """Start the sum of a gradient over ranks; REDUCE waits for it."""
-        self.machines[REDUCE].begin(gradient, pieces, [w.begun[REDUCE] for w in work])
 
     def _settle(self, step: int) -> None:
         """Wait until all messages are taken."""
@@ -239,22 +214,23 @@ class Stepper:
         extra: Sequence[BoundTensors] = (),
         totals: Sequence[BoundTensors] = (),
         later: list[Callable[[], torch.Tensor]] | None = None,
-        ready: Ready | None = None,
-        begun: Sequence[Environment] = (),
+        main: Function | None = None,
     ) -> Iterator[tuple[Work, BoundTensors]]:
         """Run a program, and yield each rank's work with the results on it. ``extra`` are values to bind beside those
-        that the rank holds. Results are added to ``totals``, by calls put into ``later`` if that is a list; ``ready``
-        is told of them. ``begun`` are the sums that were begun ahead."""
+        that the rank holds. Results are added to ``totals``, by calls put into ``later`` if that is a list. ``main`` is
+        the main function that runs, if it is not that of most microbatches."""
         machine = self.machines[name]
+        main = main or machine.program.main
         given = [
-            {value.name: bind(value.binding, w, more) for value in machine.program.main.parameters if value.binding}
+            {value.name: bind(value.binding, w, more) for value in main.parameters if value.binding}
             for w, more in zip(work, extra or [{}] * len(work), strict=True)
         ]
-        for environment, ahead in zip(given, begun, strict=bool(begun)):
-            environment |= ahead
+        if name == SCALING:
+            for environment, w in zip(given, work, strict=True):
+                environment |= w.counted
         for more in extra:
             more.clear()  # values die within the program, after their last use
-        return zip(work, machine.run(given, totals=totals, later=later, ready=ready), strict=True)
+        return zip(work, machine.run(given, main.name, totals, later, work[0].arriving), strict=True)
 
     def _inputs(self, action: Action, step: int, work: Sequence[Work], *kinds: str) -> list[BoundTensors]:
         """Return the inputs of a microbatch's work: the numbers that key its random stream, its inputs, and the values
@@ -272,7 +248,7 @@ class Stepper:
         rest of the step; those of a program after the work are results of the step."""
         row = ACTIONS[action.kind]
         inputs = self._inputs(action, step, work) if row.each else ()
-        for w, made in self._run(action.kind, work, inputs, begun=[w.begun[action.kind] for w in work]):
+        for w, made in self._run(action.kind, work, inputs):
             if row.place == "after":
                 w.results |= made
                 continue
@@ -294,25 +270,23 @@ class Stepper:
 
     def _backward(self, action: Action, step: int, work: Sequence[Work]) -> None:
         name = self._mail.machine(action, BACKWARD)
-        addable = self.machines[name].addable
-        totals = [w.own_totals(addable) for w in work]
+        machine = self.machines[name]
+        last = machine.program.last if self._last[action.stage] == action else None
+        totals = [w.own_totals(machine.addable) for w in work]
         inputs = self._inputs(action, step, work, "saved", BACKWARD)
         sends = self._following is not None and self._following.kind == send_kind(BACKWARD)
         # a stage waits for what is sent, nobody for the weights' gradients; where other microbatches wait for their
         # backward, there may be no memory to keep what these are made of
-        later = self._later if sends and not any(w.kept for w in work) else None
-        complete = self._complete.get(action, set[Binding]())
-        self._completing = complete.intersection(totals[0]) if later is not None else ()
-
-        def ready(key: Binding, pieces: list[torch.Tensor]) -> None:
-            if key in complete and key not in self._completing:
-                self._begin(key, pieces, work)
-
-        for w, made in self._run(name, work, inputs, totals, later, ready if complete else None):
+        later = self._later if sends and last is None and not any(w.kept for w in work) else None
+        usual = dict(machine.program.main.returns)
+        whole = {key for key, name in last.returns if name != usual[key]} if last is not None else set[Binding]()
+        for w, made in self._run(name, work, inputs, totals, later, last):
             w.hand_over((action.stage, BACKWARD, action.microbatch), made)
             for key, value in made.items():
-                if key.kind == "gradient":
-                    w.total(key, value, key in addable)
+                if key in whole:
+                    w.totals[key] = value
+                elif key.kind == "gradient":
+                    w.total(key, value, key in machine.addable)
         self._hand_on(action, work)
 
     def _reduce(self, action: Action, step: int, work: Sequence[Work]) -> None:

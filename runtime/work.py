@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..compiler.program.binding import BUFFERS, PARAMETERS, Binding, Kind
-from .communication import BoundTensors, Environment
+from .communication import Arrival, BoundTensors, Environment
 
 WorkKey = tuple[int, str, int]
 """The key of values that are kept between actions: a stage, its ``F`` or ``B``, and a microbatch."""
@@ -39,8 +38,10 @@ class Work:
     kept: dict[WorkKey, BoundTensors] = field(default_factory=dict)
     sent: dict[WorkKey, list[torch.Tensor]] = field(default_factory=dict)
     results: BoundTensors = field(default_factory=dict)
-    begun: dict[str, Environment] = field(default_factory=lambda: defaultdict(dict))
-    """The sums that were begun ahead, by action: for REDUCE those of gradients, for SCALE the count of all ranks."""
+    counted: Environment = field(default_factory=dict)
+    """The count of all ranks, by the name that SCALE has for it, where it is known without a collective."""
+    arriving: dict[Binding, Arrival] = field(default_factory=dict)
+    """The functions that wait for the gradients whose sums are on their way."""
     owned: set[Binding] = field(default_factory=set)
     """The totals with storage of their own, to which later parts are added."""
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from parc.compiler.program.actions import BACKWARD
 from parc.compiler.verify.precision import check_precision
 from tests.planted_builds import BUILDS, OFFLOADED, GoodBuild, good_build, judge
 from tests.planted_compressed import compressed_rows
 from tests.planted_conversions import CONVERSIONS
+from tests.planted_early import EARLY
 from tests.planted_integers import bounded, shortened
 from tests.planted_large import refusals
 from tests.planted_norms import wrong_norms
@@ -67,6 +69,18 @@ def place_rows() -> dict[str, Row]:
     return rows
 
 
+def early_rows() -> dict[str, Row]:
+    """Judge wrong sums of gradients in the last microbatch's backward."""
+    rows: dict[str, Row] = {}
+    for name in (BUILDS[0], BUILDS[-2]):
+        build = good_build(name, early=True)
+        for make in EARLY if build.case.programs[BACKWARD].last is not None else ():
+            for mutant in make(build):
+                verdict = judge(build, mutant.programs)
+                rows.setdefault(mutant.kind, Row()).note(mutant.what, verdict.check, verdict.by_types)
+    return rows
+
+
 def rounding_rows(ways: Sequence[str] = HOW) -> dict[str, Row]:
     """Judge roundings of tables in narrow builds, which float64 does not see."""
     row = Row()
@@ -94,5 +108,6 @@ if __name__ == "__main__":
     found = table() | place_rows() | rounding_rows()
     print(f"{table_text(found)}\n{share_text(found)}")
     print(table_text(compressed_rows(), "compressed gradients, by texts alone"))
+    print(table_text(early_rows(), "sums that backward starts"))
     print(table_text(refusals(60), "large builds, by texts alone"))
     print(table_text(size_refusals(60), "ranges of sizes, by texts alone"))

@@ -13,7 +13,7 @@ from parc.compiler.build.build import Build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import Action
 from parc.compiler.program.program import Program
-from parc.compiler.program.roles import SINGLE
+from parc.compiler.program.roles import SINGLE, JoinFault, join_roles
 from parc.compiler.program.text import ProgramError, parse_program
 from parc.compiling.driver import compile_plan
 from parc.grammar.source import Source
@@ -179,11 +179,14 @@ class GoodBuild:
 
 
 @cache
-def good_build(name: str) -> GoodBuild:
-    """Return one of ``BUILDS``, or the offloaded one."""
+def good_build(name: str, early: bool = False) -> GoodBuild:
+    """Return one of ``BUILDS``, or the offloaded one; ``early`` leaves sums of gradients where backward starts them."""
     folder, text = _PLANS[name]
     compiled = compile_plan(read_plan(Source("planted.parc", text)), ROOT / folder)
-    return GoodBuild(name, case_of(compiled), compiled.build)
+    build = compiled.build
+    if not early:  # most bugs are planted where the sums of gradients stand in REDUCE, as checks read them
+        build = replace(build, roles={SINGLE: replace(build.roles[SINGLE], programs=build.programs)})
+    return GoodBuild(name, replace(case_of(compiled), programs=build.roles[SINGLE].programs), build)
 
 
 def reread(programs: Programs, good: Programs) -> dict[str, Program]:
@@ -212,8 +215,12 @@ def judge(
         read = reread(programs, case.programs)
     except ProgramError as error:
         return Verdict("parse", str(error), False)
-    roles = {SINGLE: replace(build.build.roles[SINGLE], actions=tuple(actions))}
-    faults = static_faults(replace(build.build, programs=read, roles=roles))
+    role = build.build.roles[SINGLE]
+    roles = {SINGLE: replace(role, actions=tuple(actions), programs={**role.programs, **read})}
+    try:
+        faults = static_faults(replace(build.build, programs=join_roles({SINGLE: read}), roles=roles))
+    except JoinFault as fault:
+        return Verdict("types", str(fault), True)
     for check in CHECKS:
         found = [fault for fault in faults if fault.check == check]
         if found:

@@ -117,12 +117,15 @@ def unawaited(build: GoodBuild) -> Iterator[Mutant]:
 
 def _alone(site: Site, number: int, other: int) -> bool:
     """Return whether the change only moves a tensor to a neighbouring message of its kind, which is no bug."""
+    every = [dict(line.kwargs).get("message") for line in site.function.lines]
     lines = [line for line in site.function.lines if dict(line.kwargs).get("message") in (number, other)]
     kinds = {(line.op, line.args[1], line.made[0].type.dtype) for line in lines}
     at = lines.index(site.line)
     numbers = [dict(line.kwargs)["message"] for line in (*lines[:at], *lines[at + 1 :])]
     numbers.insert(at, other)
-    return len(kinds) == 1 and numbers == sorted(numbers) and set(numbers) == {number, other}
+    last = number == max(found for found in every if found is not None)  # it may be left out, or begin another one
+    both = {number, other} if not last or other > number else {min(number, other)}
+    return len(kinds) == 1 and numbers == sorted(numbers) and set(numbers) >= both
 
 
 STORED = (exchanged, renamed, early, stale, unawaited)

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from parc.runtime.compare.simulate import TOLERANCE, compare
-from tests.planted_bugs import place_rows, table, type_share
+from tests.planted_bugs import early_rows, place_rows, table, type_share
 from tests.planted_builds import BUILDS, OFFLOADED, good_build, judge
 from tests.planted_integers import shortened
 from tests.planted_norms import wrong_norms
@@ -44,6 +44,15 @@ def test_values_in_the_wrong_place_are_refused_before_anything_runs() -> None:
     found = place_rows()
     assert len(found) == 5 and all(row.mutants > 5 and not row.accepted for row in found.values()), found
     assert all(row.first["types"] + row.first["parse"] == row.mutants for row in found.values())
+
+
+def test_wrong_sums_in_the_last_backward_are_refused_before_anything_runs() -> None:
+    for name in BUILDS:
+        build = good_build(name, early=True)
+        assert not (verdict := judge(build, build.case.programs)).check, verdict.reason
+    found = early_rows()
+    assert len(found) == 7 and all(row.mutants > 15 and not row.accepted for row in found.values()), found
+    assert not any(row.first["numbers"] for row in found.values())
 
 
 @pytest.mark.parametrize("kind", [*PLACEMENT, "split a tied weight's gradient", "leave out a gradient"])

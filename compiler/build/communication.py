@@ -27,7 +27,7 @@ Carried = Literal["weights", "gradients", "activations", "numbers"]
 class Communication:
     """A collective as it runs. All ranks of its group must run the same one at the same place. ``bytes`` is a rank's
     operand, ``wire_bytes`` what the rank sends in a ring. It is ``hidden`` if a product or an attention lies between
-    its line and the one that waits for it."""
+    its line and the one that waits for it, or the end of the program."""
 
     op: str
     axes: tuple[str, ...]
@@ -38,11 +38,13 @@ class Communication:
     origin: Origin
     carries: Carried
     hidden: bool = False
+    once: bool = False
+    """True where only the last microbatch has it: a sum of whole gradients."""
 
 
 def messages(program: Program) -> list[Communication]:
-    """The collectives of one run of a program, in order."""
-    return list(_walk(program, program.main, None))
+    """The collectives of one run of a program, in order; for backward, of that of the last microbatch."""
+    return list(_walk(program, program.mains[0], None))
 
 
 def _walk(program: Program, function: Function, caller: Origin | None) -> Iterator[Communication]:
@@ -65,10 +67,11 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
         if caller is not None and ".*" in origin.module:
             origin = replace(origin, module=caller.module + origin.module.split(".*", 1)[1])
         dtype = "int8" if row.packed else str(type_.dtype).removeprefix("torch.")
+        once = function is program.last and line.made[0].name not in program.main.values()
         yield Communication(
             line.op.removeprefix("parc."), program.mesh.joined(axes), dtype, size, row.sent(size, ranks),
-            ACTIONS[program.action].phase, origin, _carried(caller, source, type_, weights),
-            line.made[0].name in hidden,
+            ACTIONS[REDUCE if once else program.action].phase, origin, _carried(caller, source, type_, weights),
+            line.made[0].name in hidden, once,
         )  # fmt: skip
 
 
@@ -104,7 +107,7 @@ def _hidden(program: Program, function: Function) -> set[str]:
                 hidden.add(name)
         if line.op in COLLECTIVES and COLLECTIVES[line.op].communicates:
             travelling[line.made[0].name] = False
-    return hidden
+    return hidden.union(name for name, worked in travelling.items() if worked)
 
 
 def _products(program: Program) -> dict[str, bool]:
@@ -119,7 +122,7 @@ def communication_table(role: Role) -> list[dict[str, Any]]:
     """The report's rows of a role, by phase: each collective once, with how often a step runs it."""
     times = {name: sum(a.program_in(role.programs) == name for a in role.actions) for name in role.programs}
     counted = [
-        (times[name], message)
+        (1 if message.once else times[name], message)
         for name, program in sorted(role.programs.items(), key=_place)
         for message in (*messages(program), *_sent(name, program, role))
     ]

@@ -306,6 +306,9 @@ COLLECTIVES: dict[str, Collective] = {
 """``op(x, axes, …)`` as programs spell them; dims and ``outer`` of their arguments count *local* entries."""
 WAIT = "parc.wait"
 """The line that waits for a value on its way: the result of a collective with the number of a ``message``."""
+MESSAGE = "message"
+"""The keyword of a line that starts a message: its number. Lines that follow one another with one number travel
+together."""
 SUMS = ("parc.all_reduce", "parc.all_reduce_among")
 """The sums, which may run while other lines do, and may write their result over their operand."""
 

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +24,8 @@ from .binding import Binding, Kind
 
 REFERENCE_FILE = "programs/model.py"
 """The captured graph's program in a build."""
+LAST = "_last"
+"""The end of the name of the last microbatch's own main function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,15 @@ class Line:
         """The results of the line, without those that nobody wants."""
         return [value for value in self.results if value is not None]
 
+    def renamed(self, names: Mapping[str, str]) -> Line:
+        """Return the line with other names for the values that it reads; a name that is not given stays."""
+
+        def new(name: str) -> Ref:
+            return Ref(names.get(name, name))
+
+        args = tuple(map_references(item, new) for item in self.args)
+        return replace(self, args=args, kwargs=tuple((key, map_references(item, new)) for key, item in self.kwargs))
+
     def uses(self) -> Iterator[str]:
         """Names of the values that the line reads, in order."""
         for item in (*self.args, *(value for _, value in self.kwargs)):
@@ -181,7 +192,9 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The work of one role in one action. The last function is the one that runs; it may call the others."""
+    """The work of one role in one action. The last function is the one that runs; it may call the others. Where the
+    last microbatch does more, such as the sums of gradients over ranks, a second main function, ``backward_last``, runs
+    for that one instead."""
 
     role: str
     action: str
@@ -191,6 +204,22 @@ class Program:
     @property
     def main(self) -> Function:
         return self.functions[-1]
+
+    @property
+    def last(self) -> Function | None:
+        """The main function of the last microbatch, where it has its own."""
+        before = self.functions[-2] if len(self.functions) > 1 else None
+        return before if before is not None and before.name == f"{self.main.name}{LAST}" else None
+
+    @property
+    def mains(self) -> tuple[Function, ...]:
+        """The main functions: the last microbatch's own one, where there is one, and that of all others."""
+        return self.functions[-1:] if self.last is None else self.functions[-2:]
+
+    @property
+    def blocks(self) -> tuple[Function, ...]:
+        """The functions that main functions call."""
+        return self.functions[: -len(self.mains)]
 
     def function(self, name: str) -> Function:
         return next(function for function in self.functions if function.name == name)

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
+from ..layout.collectives import MESSAGE
 from ..ops.rules import facts
 from .actions import ACTIONS, FORWARD, REDUCE, Action, StageRanks, step_kinds
 from .binding import Binding
+from .early import EarlyFault, in_reduce
 from .program import Function, Line, Program, Ref, Value, map_references
 
 Programs = Mapping[str, Program]
@@ -96,7 +98,8 @@ def ranks_of(roles: Mapping[str, Programs]) -> StageRanks:
 
 
 def join_roles(roles: Mapping[str, Programs]) -> dict[str, Program]:
-    """Return the programs of a step as if one role ran it: stages one after the other, with nothing sent.
+    """Return the programs of a step as if one role ran it: stages one after the other, with nothing sent, and all sums
+    of gradients over ranks in REDUCE.
 
     A gradient of several stages is their sum, and what roles sum among themselves once a step is a sum there. What is
     wrong with what stages hand one another is not seen here.
@@ -104,6 +107,10 @@ def join_roles(roles: Mapping[str, Programs]) -> dict[str, Program]:
     Raises:
         JoinFault: the programs are no pieces of one step.
     """
+    try:
+        roles = {name: in_reduce(programs) for name, programs in roles.items()}
+    except EarlyFault as fault:
+        raise JoinFault(str(fault)) from None
     if len(roles) == 1:
         return dict(next(iter(roles.values())))
     work, joined = list(work_programs(roles).values()), dict[str, Program]()
@@ -132,7 +139,7 @@ def _chain(programs: Sequence[Program]) -> Program:
     makers: dict[str, Value | Line] = {}
     returns: dict[Binding, str] = {}
     for program in programs:
-        for function in program.functions[:-1]:
+        for function in program.blocks:
             if functions.setdefault(function.name, function) != function:
                 raise JoinFault(f"`{function.name}` of {program.role} is another function in an earlier stage")
         for value in program.main.parameters:
@@ -190,7 +197,7 @@ def _joined_once(programs: Sequence[Program]) -> Program:
             results = tuple(v and replace(v, name=f"{v.name}_{index}") for v in line.results)
             names.update((v.name, f"{v.name}_{index}") for v in line.results if v is not None)
             values.update((v.name, v) for v in results if v is not None)
-            lines.append(_renamed(replace(line, results=results), names))
+            lines.append(replace(line, results=results).renamed(names))
             roots.update((v.name, lines[-1]) for v in lines[-1].made if facts(line.op).power == 0.5)
         for key, name in program.main.returns:
             if key.kind not in ("gradient", "state", "weight"):
@@ -220,7 +227,7 @@ def _way(function: Function, name: str) -> object:
     """Return an expression of how a value is made of a function's parameters. It is independent of values' names."""
     known: dict[str, object] = {value.name: value.binding for value in function.parameters}
     for line in function.lines:
-        options = (item for item in line.kwargs if item[0] != "message")
+        options = (item for item in line.kwargs if item[0] != MESSAGE)
         made = line.op, map_references([*line.args, *options], known.__getitem__)
         known.update((v.name, (index, made)) for index, v in enumerate(line.results) if v is not None)
     return known[name]
@@ -236,14 +243,6 @@ def _read(lines: Sequence[Line], returned: Iterable[str]) -> tuple[Line, ...]:
             wanted.update(line.uses())
             kept.append(line)
     return tuple(reversed(kept))
-
-
-def _renamed(line: Line, names: Mapping[str, str]) -> Line:
-    def new(name: str) -> Ref:
-        return Ref(names[name])
-
-    args = tuple(map_references(item, new) for item in line.args)
-    return replace(line, args=args, kwargs=tuple((key, map_references(item, new)) for key, item in line.kwargs))
 
 
 def _added(names: Sequence[str], values: dict[str, Value], lines: list[Line], base: str) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from ..ops.rules import facts
-from .program import Function, Line, Program, Value
+from .program import Function, Line, Program, Ref, Value
 
 
 def uses_of(function: Function) -> Counter[str]:
@@ -18,12 +18,14 @@ def uses_of(function: Function) -> Counter[str]:
 def addable(program: Program, operators: Collection[str] | None = None) -> dict[str, frozenset[str]]:
     """Return, for each function, the values that may be added to a total as they are made. Such a value is made by one
     of these ``operators`` (or by any whose row allows it), here or in a called function. It is returned and not sent,
-    and nothing else reads it."""
-    read = {(program.main.name, name) for name in program.main.returned("sent").values()}
+    and nothing else reads it. In a last backward, what it returns elsewhere may be read once: to be summed."""
+    read = {(main.name, name) for main in program.mains for name in main.returned("sent").values()}
+    mains = {main.name: program.main for main in program.mains}
     while True:
         able: dict[str, frozenset[str]] = {}
         for function in program.functions:
-            uses, returned = uses_of(function), Counter(name for _, name in function.returns)
+            uses = uses_of(function)
+            returned = Counter(name for _, name in mains.get(function.name, function).returns)
             able[function.name] = frozenset(
                 value.name for line in function.lines for value, inner in _made(program, line)
                 if (inner in able[line.op] if line.calls_function else _adds(line.op, operators))
@@ -37,6 +39,13 @@ def addable(program: Program, operators: Collection[str] | None = None) -> dict[
         if not more:
             return able
         read |= more
+
+
+def adds_up(function: Function, line: Line) -> bool:
+    """Return whether a line of a last backward adds a microbatch's gradient to the total of earlier ones."""
+    if line.op != "aten.add.Tensor" or not isinstance(line.args[0], Ref):
+        return False
+    return function.values()[line.args[0].name].kind == "gradient"
 
 
 def _adds(op: str, operators: Collection[str] | None) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from ..layout.collectives import MESSAGE
 from ..ops.rules import facts
 from ..program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
 from ..program.program import Line, LocalSize, Program, Ref
@@ -166,7 +167,7 @@ def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
     plain = not line.kwargs and not any(not isinstance(item, list) for item in args)
     if plain and (row.computes == "total" or row.moves == "join" or row.reduces == "sum"):
         return tuple(term for operand in operands for term in operand)
-    words = ", ".join(_word(item) for item in (*line.args, *(item for item in line.kwargs if item[0] != "message")))
+    words = ", ".join(_word(item) for item in (*line.args, *(item for item in line.kwargs if item[0] != MESSAGE)))
     types = "; ".join(sizeless(value, program.mesh) for value in line.made)
     return tuple(
         (term, (*way, f"{line.op}({words}) {at} of {'many' if len(operand) > 1 else 'one'}: {types}"))

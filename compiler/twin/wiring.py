@@ -144,7 +144,7 @@ class Forward:
         self, program: Program, backward: Program | None, graph: Graph, kinds: Kinds, weights: WeightSources
     ) -> None:
         self.program, self.graph = program, graph
-        self.bodies = {f.name: function_body(f, program.mesh) for f in program.functions[:-1]}
+        self.bodies = {f.name: function_body(f, program.mesh) for f in program.blocks}
         self.backward = _backward_bodies(backward, self.bodies) if backward is not None else {}
         self.functions = {f.name: f for f in program.functions}
         kind = {
@@ -264,7 +264,7 @@ def _backward_bodies(backward: Program, forward: dict[str, Body]) -> dict[str, B
     """Return the bodies of B's functions by the functions of F that they undo. Values that F's function has too keep
     their names there."""
     bodies = {}
-    for function in backward.functions[:-1]:
+    for function in backward.blocks:
         name = function.name.removesuffix("_backward")
         if name == function.name or name not in forward:
             raise WiringFault(f"B has a function `{function.name}`, which is of none of F's")

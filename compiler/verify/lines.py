@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..layout.collectives import COLLECTIVES
+from ..layout.collectives import COLLECTIVES, MESSAGE
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.factors import OpCall, Operand, fill_operands
@@ -55,7 +55,7 @@ def check_program(program: Program) -> list[Fault]:
         where = f"{program.role}.{program.action} {function.name}"
         faults += [Fault("types", f"{where}: {name}", "is made and never read") for name in _unread(function)]
     called = {line.op for function in program.functions for line in function.lines if line.calls_function}
-    for function in program.functions[:-1]:
+    for function in program.blocks:
         if function.name not in called:
             faults.append(Fault("types", f"{program.role}.{program.action} {function.name}", "is never called"))
     return faults
@@ -166,10 +166,6 @@ def follow(
         return memory[key]
 
     return walk(function, tuple(given))
-
-
-MESSAGE = "message"
-"""The option of a collective with the number of the message in which its operand travels."""
 
 
 @lru_cache(maxsize=8192)

@@ -3,21 +3,35 @@ travel together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from ..layout.collectives import COLLECTIVES, WAIT
+from ..layout.collectives import COLLECTIVES, MESSAGE, WAIT
+from ..program.actions import REDUCE
+from ..program.binding import Binding
+from ..program.early import on_their_way
 from ..program.faults import Fault
-from ..program.program import Function, Program
-from .lines import MESSAGE
+from ..program.program import Function
+from ..program.roles import Programs
 
 
-def check_messages(program: Program) -> Iterator[Fault]:
-    """Find messages out of order or out of one piece, and values that are read on their way, or awaited without
-    being on it."""
-    for function in program.functions:
-        where = f"{program.role}.{program.action} {function.name}"
-        for name, problem in (*_number_faults(function), *_await_faults(function)):
-            yield Fault("communication", f"{where}: {name}", problem)
+def check_messages(programs: Programs, microbatches: int) -> Iterator[Fault]:
+    """Find messages of a role out of order or out of one piece, and values that are read on their way, or awaited
+    without being on it. Only the gradients that a last backward returns may be awaited elsewhere, in REDUCE; it must
+    have added them to those of the other microbatches, if there are several."""
+    coming = {key for program in programs.values() for key in on_their_way(program)}
+    for program in programs.values():
+        for function in program.functions:
+            where = f"{program.role}.{program.action} {function.name}"
+            left = coming if function is program.last else ()
+            given = coming if program.action == REDUCE else ()
+            for name, problem in (*_number_faults(function), *_await_faults(function, given, left)):
+                yield Fault("communication", f"{where}: {name}", problem)
+        if (last := program.last) is not None:
+            before = last.bound("gradient").keys()
+            summed = {key.name for key, name in last.returns if name != dict(program.main.returns).get(key)}
+            for name in sorted(before if microbatches == 1 else summed - before):
+                where = f"{program.role}.{program.action} {last.name}: {name}"
+                yield Fault("types", where, f"is not summed over {microbatches} microbatches")
 
 
 def _number_faults(function: Function) -> Iterator[tuple[str, str]]:
@@ -35,8 +49,13 @@ def _number_faults(function: Function) -> Iterator[tuple[str, str]]:
         last, open_message = number, alike
 
 
-def _await_faults(function: Function) -> Iterator[tuple[str, str]]:
+def _await_faults(
+    function: Function, given: Collection[Binding], left: Collection[Binding]
+) -> Iterator[tuple[str, str]]:
+    """Find wrong awaits in a function. The parameters bound to ``given`` are on their way when it begins, and results
+    bound to ``left`` may be when it ends."""
     coming = {line.made[0].name for line in function.lines if MESSAGE in dict(line.kwargs)}
+    coming.update(value.name for value in function.parameters if value.binding in given)
     awaited: set[str] = set()
     for line in function.lines:
         for name in line.uses():
@@ -45,6 +64,7 @@ def _await_faults(function: Function) -> Iterator[tuple[str, str]]:
             elif line.op != WAIT and name in coming:
                 yield name, f"is read by `{line.op}` on its way"
             awaited.update([name] if line.op == WAIT else [])
-    returned = {name for _, name in function.returns}
-    for name in sorted(coming - awaited | (coming & returned)):
+    elsewhere = {name for key, name in function.returns if key in left} - awaited
+    returned = {name for _, name in function.returns} - elsewhere
+    for name in sorted((coming - awaited - elsewhere) | (coming & returned)):
         yield name, "is never awaited"

@@ -140,7 +140,7 @@ def _saved_faults(programs: Mapping[str, Program]) -> Iterator[Fault]:
         if label != value.name:
             yield Fault("types", f"B {value.name}", f"is not `{value.binding}`")
     for program in (programs[FORWARD], programs[BACKWARD]):
-        for function in program.functions[:-1]:
+        for function in program.blocks:
             for key, name in function.returns:
                 if key != Binding("value", name):
                     yield Fault("types", f"{program.action} {function.name}", f"returns `{name}` as `{key}`")

@@ -67,12 +67,10 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
     the captured graph alone."""
     programs, roles, reference = build.programs, build.roles, build.reference
     faults = mesh_faults(programs, build.mesh)
-    for program in programs.values():
+    for program in {id(program): program for program in (*programs.values(), *build.files())}.values():
         faults += check_program(program)
     axis = "" if faults else build.axis
     if axis:
-        for program in build.files():
-            faults += check_program(program)
         faults += check_stages({name: role.programs for name, role in roles.items()}, build.mesh, axis)
     if not faults:
         faults += check_bindings(programs, build.types)
@@ -86,8 +84,8 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
         faults += check_precision(programs, reference, build.rounding)
         faults += check_padding(programs, build.pads, build.types)
         faults += check_schedule(roles, build.microbatches)
-        for program in build.files() if build.axis else programs.values():
-            faults += check_messages(program)
+        for role in roles.values():
+            faults += check_messages(role.programs, build.microbatches)
     return faults
 
 
@@ -262,7 +260,8 @@ def case_of(compiled: Compiled) -> Case:
                for name in build.programs[FORWARD].main.bound(*BUFFERS)}  # fmt: skip
     roles = build.roles if build.axis else {}
     return Case(
-        build.programs, build.reference, () if roles else build.roles[SINGLE].actions, build.mesh, build.microbatches,
+        build.programs if roles else build.roles[SINGLE].programs, build.reference,
+        () if roles else build.roles[SINGLE].actions, build.mesh, build.microbatches,
         build.manifest["optimizer"], {name: recipes[name].whole() for name in build.types}, buffers,
         build.manifest["parameters"], build.pads, roles, build.manifest["state"],
     )  # fmt: skip

@@ -23,7 +23,8 @@ def offload(roles: Mapping[str, Programs], lines: Mapping[str, int]) -> dict[str
         return dict(roles)
     taken = {name for programs in roles.values() for program in programs.values() for name in program.main.values()}
     return {
-        role: {key: replace(program, functions=(*program.functions[:-1], _carried(program.main, lines, taken)))
+        role: {key: replace(program, functions=(*program.blocks,
+                                                *(_carried(main, lines, taken) for main in program.mains)))
                for key, program in programs.items()}
         for role, programs in roles.items()
     }  # fmt: skip

@@ -7,15 +7,19 @@ unit runs. Tensors of one start travel in one message: lines that follow one ano
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...compiler.layout.collectives import WAIT
+from ...compiler.layout.collectives import MESSAGE, WAIT
+from ...compiler.program.actions import ACTIONS
 from ...compiler.program.liveness import local_bytes
 from ...compiler.program.program import Function, Line, Program, Ref
+from ...compiler.program.roles import Programs
+from .early import wait_late
 from .emit import FreshNames
 
 _APART = ("parc.all_gather", "parc.reduce_scatter")
+_SUM = "parc.all_reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +39,26 @@ class _Unit:
     behind: list[Line] = field(default_factory=list)
 
 
-def overlapped(program: Program, choices: OverlapChoices) -> Program:
-    """Return the program with a start and an await for each gather and each scattered sum of its main function."""
-    main = program.main
-    if not any(_apart(line) for line in main.lines):
-        return program
-    writer = _Overlap(program, choices)
-    function = replace(main, lines=tuple(writer.lines()))
-    return replace(program, functions=(*program.functions[:-1], function))
+def overlapped(programs: Programs, choices: OverlapChoices) -> Programs:
+    """Return the programs of a role with a start and an await for each gather and each sum of gradients of their main
+    functions."""
+    return wait_late({key: _overlapped(program, choices) for key, program in programs.items()})
 
 
-def _apart(line: Line) -> bool:
-    return line.op in _APART
+def _overlapped(program: Program, choices: OverlapChoices) -> Program:
+    apart = frozenset((*_APART, _SUM) if ACTIONS[program.action].works else _APART)
+    mains = (
+        replace(main, lines=tuple(_Overlap(program, main, choices, apart).lines()))
+        if any(line.op in apart for line in main.lines) else main
+        for main in program.mains
+    )  # fmt: skip
+    return replace(program, functions=(*program.blocks, *mains))
 
 
 class _Overlap:
-    def __init__(self, program: Program, choices: OverlapChoices) -> None:
-        self.program, self.choices = program, choices
-        self.values = program.main.values()
+    def __init__(self, program: Program, main: Function, choices: OverlapChoices, apart: Collection[str]) -> None:
+        self.program, self.main, self.choices, self.apart = program, main, choices, apart
+        self.values = main.values()
         self.names = FreshNames()
         for name in self.values:
             self.names.fresh(name)
@@ -60,7 +66,7 @@ class _Overlap:
 
     def lines(self) -> Iterator[Line]:
         """Yield the lines in their new order."""
-        units = _units(self.program.main)
+        units = _units(self.main)
         starts: list[list[Line]] = []
         rest: list[list[Line]] = []
         for unit in units:
@@ -87,33 +93,42 @@ class _Overlap:
 
     def _started(self, lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
         """Return the lines up to the starts of a unit's first messages, and the others: awaits, and what reads them."""
-        started: dict[str, Line] = {}
         first: list[Line] = []
         later: list[Line] = []
         late: set[str] = set()
-        needed = _feeding(lines)
+        needed = self._feeding(lines)
         for line in lines:
             feeds = any(value.name in needed for value in line.made)
-            if late.intersection(line.uses()) or not (_apart(line) or feeds):
+            if late.intersection(line.uses()) or not (self._apart(line) or feeds):
                 later.append(line)
                 late.update(value.name for value in line.made)
-            elif _apart(line):
+            elif self._apart(line):
                 coming = replace(line.made[0], name=self.names.fresh(f"{line.made[0].name}_on_its_way"))
                 first.append(replace(line, results=(coming,)))
-                started[line.made[0].name] = Line(line.results, WAIT, (Ref(coming.name),), (), line.origin)
-                later.append(started[line.made[0].name])
+                later.append(Line(line.results, WAIT, (Ref(coming.name),), (), line.origin))
                 late.add(line.made[0].name)
             else:
                 first.append(line)
         return first, later
 
+    def _apart(self, line: Line) -> bool:
+        return line.op in self.apart
+
+    def _feeding(self, lines: Sequence[Line]) -> set[str]:
+        """Return the values from which the operands of collectives are made."""
+        needed: set[str] = set()
+        for line in reversed(lines):
+            if self._apart(line) or any(value.name in needed for value in line.made):
+                needed.update(line.uses())
+        return needed
+
     def _numbered(self, lines: Sequence[Line]) -> Iterator[Line]:
         """Yield lines with the numbers of their messages: tensors that travel alike, up to a bucket's bytes, behind the
         casts that make them."""
-        yield from (line for line in lines if not _apart(line))
+        yield from (line for line in lines if not self._apart(line))
         groups: dict[tuple[object, ...], list[list[Line]]] = {}
         sizes: dict[int, int] = {}
-        for line in (line for line in lines if _apart(line)):
+        for line in (line for line in lines if self._apart(line)):
             source = next(line.uses())
             size = max(
                 local_bytes(self.values[source].type, self.program), local_bytes(line.made[0].type, self.program)
@@ -126,34 +141,24 @@ class _Overlap:
             sizes[id(found[-1])] = sizes.get(id(found[-1]), 0) + size
         for group in (group for found in groups.values() for group in found):
             self.message += 1
-            yield from (replace(line, kwargs=(("message", self.message),)) for line in group)
-
-
-def _feeding(lines: Sequence[Line]) -> set[str]:
-    """Return the values from which the operands of collectives are made."""
-    needed: set[str] = set()
-    for line in reversed(lines):
-        if _apart(line) or any(value.name in needed for value in line.made):
-            needed.update(line.uses())
-    return needed
+            yield from (replace(line, kwargs=((MESSAGE, self.message),)) for line in group)
 
 
 def _units(main: Function) -> list[_Unit]:
-    """Return a main function as units in order. A line behind a call that reads its results, or what these become,
-    belongs to that call; any other belongs to the call that comes next."""
+    """Return a main function as units in order. A line that reads results of calls, or what these become, belongs to
+    the call ahead of it; any other belongs to the call that comes next."""
     units, made = [_Unit()], set[str]()
     for line in main.lines:
         if line.calls_function:
             if units[-1].call is not None:
                 units.append(_Unit())
             units[-1].call = line
-            made = {value.name for value in line.made}
+            made.update(value.name for value in line.made)
         elif units[-1].call is not None and made.intersection(line.uses()):
             units[-1].behind.append(line)
             made.update(value.name for value in line.made)
         else:
             if units[-1].call is not None:
                 units.append(_Unit())
-                made = set()
             units[-1].before.append(line)
     return units

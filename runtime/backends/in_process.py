@@ -147,10 +147,12 @@ class InProcess:
         return results, None
 
     def message(
-        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[torch.Tensor]]
-    ) -> tuple[list[list[torch.Tensor]], None]:
+        self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[torch.Tensor]],
+        spare: Sequence[bool] = (),
+    ) -> tuple[list[list[torch.Tensor]], None]:  # fmt: skip
         """Return the results of every tensor of a message."""
-        return [self.collective(op, own, tensors)[0] for own, tensors in zip(args, pieces, strict=True)], None
+        over = spare or [False] * len(pieces)
+        return [self.collective(op, *one)[0] for one in zip(args, pieces, over, strict=True)], None
 
     def _results(self, op: str, args: Sequence[Any], pieces: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the results of a collective in the groups whose ranks are in ``pieces``. A rank in no group keeps its

@@ -152,13 +152,16 @@ RUN: Mapping[str, Run] = {
 }
 
 
+_SMALL = 1 << 16
+"""The bytes from which a tensor is summed by itself."""
 Started = tuple[list[torch.Tensor], Callable[[], None]]
 """Results that are on their way, and the function that waits for them and fills them."""
 
 
 def _start_gather(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...]
-) -> Started:
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
+    spare: Sequence[bool],
+) -> Started:  # fmt: skip
     ranks = _ranks_of(axes, backend.mesh)
     results = [piece.new_empty(_grown(piece.shape, own[1], ranks)) for piece, own in zip(pieces, args, strict=True)]
     if backend.native_reduce_scatter:
@@ -182,8 +185,9 @@ def _start_gather(
 
 
 def _start_scatter(
-    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...]
-) -> Started:
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
+    spare: Sequence[bool],
+) -> Started:  # fmt: skip
     """Exchange the parts, and sum them locally in rank order when they are there."""
     ranks = _ranks_of(axes, backend.mesh)
     parts = [
@@ -268,8 +272,34 @@ def _packed_scatter(
     return arrive
 
 
+def _start_sum(
+    backend: Peers, pieces: Sequence[torch.Tensor], args: Sequence[Sequence[Any]], axes: tuple[str, ...],
+    spare: Sequence[bool],
+) -> Started:  # fmt: skip
+    """Sum large tensors where they are, and small ones packed: copies of large ones take longer than another sum."""
+    results = [
+        piece if own and piece.is_contiguous() else piece.clone(memory_format=torch.contiguous_format)
+        for piece, own in zip(pieces, spare, strict=True)
+    ]
+    small = [result for result in results if result.nbytes < _SMALL]
+    packed = [torch.cat([result.reshape(-1) for result in small])] if len(small) > 1 else small
+    large = [result for result in results if result.nbytes >= _SMALL]
+    works = [backend.meet(dist.all_reduce, tensor, axes=axes, async_op=True) for tensor in (*packed, *large)]
+
+    def arrive() -> None:
+        for work in works:
+            work.wait()
+        if len(small) > 1:
+            parts = packed[0].split([result.numel() for result in small])
+            for result, part in zip(small, parts, strict=True):
+                result.copy_(part.view(result.shape))
+
+    return results, arrive
+
+
 START: Mapping[str, Callable[..., Started]] = {
     "parc.all_gather": _start_gather,
     "parc.reduce_scatter": _start_scatter,
+    "parc.all_reduce": _start_sum,
 }
 """The collectives that may be a message of several tensors."""

@@ -26,6 +26,7 @@ from ...compiler.layout.placement import TensorType
 from ...compiler.ops.rules import facts
 from ...compiler.program.actions import ACTIONS
 from ...compiler.program.program import Function, Line, Program, Ref, argument_text, map_references
+from ...compiler.program.totals import adds_up
 from ...compiler.torch_private import CompiledGraph, compile_graph, compiler_cache, fake_mode, missing_compiler
 from ...grammar.codes_build import NO_COMPILER, NOT_COMPILED
 from ..communication import Backend, Environment
@@ -157,7 +158,7 @@ class CompiledMachine(Machine):
         steps = []
         for group, dead in zip(groups, last_uses(function, groups), strict=True):
             awaited = tuple(sums.intersection(_read(group)))
-            if len(group) == 1 and not _is_local(group[0]):
+            if len(group) == 1 and (not _is_local(group[0]) or adds_up(function, group[0])):
                 steps.append(self._step(group[0], function, _NOTHING_SPARE, awaited, dead))
                 continue
             outputs = tuple(name for name in made_by(group) if name not in dead)
@@ -242,12 +243,13 @@ def _cut(function: Function) -> list[tuple[Line, ...]]:
     region: list[Line] = []
     under_way = set[str]()
     for line in function.lines:
+        local = _is_local(line) and not adds_up(function, line)
         if region and not under_way.isdisjoint(line.uses()):
             groups.append(tuple(region))
             region = []
         under_way.difference_update(line.uses())
         under_way.update(summed([line]))
-        if _is_local(line):
+        if local:
             region.append(line)
             continue
         if region and (facts(line.op).compiled or not set(made_by(region)).isdisjoint(line.uses())):

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...compiler.layout.collectives import COLLECTIVES
+from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, SUMS
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.binding import Binding
+from ...compiler.program.early import on_their_way
 from ...compiler.program.program import Function, Line, LocalSize, Program, Ref, map_references, operator
-from ...compiler.program.totals import addable, lasting, uses_of
-from ..communication import Backend, BoundTensors, Environment
+from ...compiler.program.totals import addable, adds_up, lasting, uses_of
+from ..communication import Arrival, Backend, BoundTensors, Environment
 from .fusion import fused
 from .kernels import KERNELS, Site
-from .reuse import in_place, last_uses, spare_operands, summed
+from .reuse import in_place, last_uses, own_in_main, spare_operands, summed
 from .ways import Kernel, binding, code_for
 
 
@@ -30,10 +31,6 @@ class _Step:
     run: Callable[[Sequence[Environment]], None]
     awaited: tuple[str, ...]
     dead: tuple[str, ...]
-
-
-Ready = Callable[[Binding, list[torch.Tensor]], None]
-"""A function that is told the binding of a finished result, and its pieces on the ranks of this process."""
 
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64}
@@ -66,39 +63,21 @@ class Machine:
         self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
         self._addable = addable(program, self._adding)
         self._later: list[Callable[[], torch.Tensor]] | None = None
-        self._ready: Callable[[str, list[torch.Tensor]], None] | None = None  # by the name that a value has
+        self._own = own_in_main(program)
+        self._on_their_way = frozenset(on_their_way(program).values())
         self._steps = {function.name: self._prepare(function) for function in program.functions}
-        self._ahead = self._sums_ahead(program.main)
-
-    @property
-    def ahead(self) -> Collection[Binding]:
-        """The bindings of parameters whose sums ``begin`` can start."""
-        return self._ahead.keys()
-
-    def begin(self, key: Binding, pieces: Sequence[torch.Tensor], begun: Sequence[Environment]) -> None:
-        """Start the sum that alone reads a parameter, ahead of ``run``, and put it into ``begun``, which ``run`` gets
-        beside its inputs."""
-        name, step = self._ahead[key]
-        for environment, piece in zip(begun, pieces, strict=True):
-            environment[name] = piece
-        step.run(begun)
 
     def summed(self, key: Binding, pieces: Sequence[torch.Tensor], rank: int) -> Environment:
-        """Return the sum that ``begin`` would start, for one rank, given the pieces of all ranks of the mesh."""
-        line = self._ahead[key][1].line
+        """Return the result of the sum that alone reads a parameter, for one rank, given the pieces of all ranks of the
+        mesh; nothing, if there is no such sum. ``run`` takes it among its inputs, and does not sum again."""
+        main = self.program.main
+        name, uses = next((value.name for value in main.parameters if value.binding == key), ""), uses_of(main)
+        line = next((line for line in main.lines if line.op == SUMS[0] and name in line.uses()), None)
+        if line is None or uses[name] > 1:
+            return {}
         row, args = COLLECTIVES[line.op], line.args[1:]
         group = next(group for group in row.groups(self.mesh, args) if rank in group)
         return {line.made[0].name: row.group([pieces[other] for other in group], args)[group.index(rank)]}
-
-    def _sums_ahead(self, main: Function) -> dict[Binding, tuple[str, _Step]]:
-        bound, uses = {value.name: value.binding for value in main.parameters}, uses_of(main)
-        ahead = {}
-        for step in self._steps[main.name]:
-            if step.line.op == "parc.all_reduce":
-                (name,) = step.line.uses()
-                if (key := bound.get(name)) is not None and uses[name] == 1:
-                    ahead[key] = name, step
-        return ahead
 
     @property
     def addable(self) -> frozenset[Binding]:
@@ -113,42 +92,45 @@ class Machine:
         function: str | None = None,
         totals: Sequence[BoundTensors] = (),
         later: list[Callable[[], torch.Tensor]] | None = None,
-        ready: Ready | None = None,
+        arriving: dict[Binding, Arrival] | None = None,
     ) -> list[BoundTensors]:
         """Run the main function, or another one, and return its results on each rank of this process. If a result is in
         ``addable`` and has a total in ``totals``, it is added to the total, now or by calls put into ``later``; both
-        return the total. ``ready`` is told of each result in ``addable`` that nothing here reads or writes any more,
-        except those calls.
+        return the total. ``arriving`` has the waits for inputs on their way, and gets those for such results.
 
         ``inputs`` are taken apart while the program runs, so that values die after their last use.
         """
         main = self.program.main if function is None else self.program.function(function)
         environments = [dict(given) for given in inputs]
-        names, self._later = dict(main.returns), later
+        names, self._later = dict(self.program.main.returns), later
         for environment, table in zip(environments, totals, strict=bool(totals)):
             environment.update((f"total of {names[key]}", total) for key, total in table.items())
         for given in inputs:
             given.clear()
-        keys = {name: key for key, name in main.returns}
-        self._ready = None if ready is None else lambda name, pieces: ready(keys[name], pieces)
-        return self._call(main, environments)
+        sums = {} if arriving is None else arriving
+        for value in main.parameters:
+            if value.binding in sums:
+                environments[0][_arrival(value.name)] = sums.pop(value.binding)
+        results = self._call(main, environments)
+        for key, name in main.returns:
+            if (arrival := environments[0].pop(_arrival(name), None)) is not None:
+                sums[key] = arrival
+        return results
 
     def _call(self, function: Function, environments: list[Environment]) -> list[BoundTensors]:
         for step in self._steps[function.name]:
             for name in step.awaited:
-                environments[0].pop(f"arrival of {name}", _here)()
+                environments[0].pop(_arrival(name), _here)()
             step.run(environments)
             if self.watch is not None:
                 self.watch(step.line, environments)
-            if self._ready is not None and not step.line.calls_function:
-                for value in step.line.made:
-                    if value.name in self._addable[function.name]:
-                        self._ready(value.name, [environment[value.name] for environment in environments])
             for name in step.dead:
                 for environment in environments:
                     del environment[name]
+        left = self._on_their_way if function is self.program.last else ()
         for _, name in function.returns:
-            environments[0].pop(f"arrival of {name}", _here)()
+            if name not in left:
+                environments[0].pop(_arrival(name), _here)()
         return [{key: environment[name] for key, name in function.returns} for environment in environments]
 
     def _prepare(self, function: Function) -> list[_Step]:
@@ -175,8 +157,10 @@ class Machine:
     def _compile(
         self, line: Line, function: Function, spare: frozenset[str]
     ) -> Callable[[Sequence[Environment]], None]:
-        if "message" in dict(line.kwargs):
+        if MESSAGE in dict(line.kwargs):
             return self._message(function, line)
+        if adds_up(function, line):
+            return self._added_up(line)
         if line.op in COLLECTIVES:
             return self._collective(line, bool(spare))
         call = self._kernel(line, function) if line.op in self.kernels else self._aten(line)
@@ -216,11 +200,8 @@ class Machine:
                 for name in given:
                     del environment[name]
                 into.update((to, environment.pop(name)) for to, name in added if name in environment)
-            if (ready := self._ready) is not None:
-                self._ready = lambda name, pieces: ready(outer[name], pieces)
             for environment, results in zip(environments, self._call(function, inner), strict=True):
                 environment.update(zip(names, results.values(), strict=True))
-            self._ready = ready
 
         return run
 
@@ -231,13 +212,13 @@ class Machine:
 
         def run(environments: Sequence[Environment]) -> None:
             if result.name in environments[0]:
-                return  # it was begun
+                return  # its result was given
             pieces = [environment[source.name] for environment in environments]
             results, arrival = self.backend.collective(line.op, options, pieces, spare)
             for environment, piece in zip(environments, results, strict=True):
                 environment[result.name] = piece
             if arrival is not None:
-                environments[0][f"arrival of {result.name}"] = arrival
+                environments[0][_arrival(result.name)] = arrival
 
         return run
 
@@ -246,16 +227,28 @@ class Machine:
         together = [line for line in function.lines if line.op == first.op and line.kwargs == first.kwargs]
         sources, options = [next(line.uses()) for line in together], [line.args[1:] for line in together]
         results = [line.made[0].name for line in together]
+        spare = [self.reuse and name in self._own for name in sources]
 
         def run(environments: Sequence[Environment]) -> None:
             if first is not together[0]:
-                return  # it was begun
+                return  # the first line began all
             pieces = [[environment[name] for environment in environments] for name in sources]
-            made, arrival = self.backend.message(first.op, options, pieces)
+            made, arrival = self.backend.message(first.op, options, pieces, spare)
             for name, of_ranks in zip(results, made, strict=True):
                 for environment, piece in zip(environments, of_ranks, strict=True):
                     environment[name] = piece
-                environments[0][f"arrival of {name}"] = arrival or _here
+                environments[0][_arrival(name)] = arrival or _here
+
+        return run
+
+    def _added_up(self, line: Line) -> Callable[[Sequence[Environment]], None]:
+        """Return the call of a line that adds a gradient to a total, unless it was added as it was made."""
+        total, part = line.uses()
+
+        def run(environments: Sequence[Environment]) -> None:
+            for environment in environments:
+                before, own = environment[total], environment[part]
+                environment[line.made[0].name] = own if own is before else before + own
 
         return run
 
@@ -336,6 +329,11 @@ class Machine:
         results = [value.type for value in line.results if value is not None]
         sites = [self.site(self.mesh, at, operands, results, self.device) for at in self.coordinates]
         return lambda lane, environment: kernel(sites[lane], *arguments(environment))
+
+
+def _arrival(name: str) -> str:
+    """Return the name under which an environment has the function that waits for a value."""
+    return f"arrival of {name}"
 
 
 def _here() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ...compiler.layout.collectives import COLLECTIVES
+from ...compiler.layout.collectives import COLLECTIVES, MESSAGE, WAIT
 from ...compiler.layout.mesh import Mesh
 from ...compiler.ops.rules import facts
-from ...compiler.program.program import Function, Line, Ref, operator
+from ...compiler.program.program import Function, Line, Program, Ref, operator
 from .kernels import ADD_PRODUCT, KERNELS
 from .ways import code_for
 
@@ -21,8 +22,10 @@ def made_by(lines: Iterable[Line]) -> list[str]:
 
 
 def summed(lines: Iterable[Line]) -> set[str]:
-    """Return the names of collectives' results, which may arrive later."""
-    return set(made_by(line for line in lines if line.op in COLLECTIVES))
+    """Return the names of values that may arrive later: collectives' results, and what lines wait for."""
+    lines = list(lines)
+    given = {name for line in lines if line.op == WAIT for name in line.uses()}
+    return given.union(made_by(line for line in lines if line.op in COLLECTIVES))
 
 
 def last_uses(function: Function, groups: Sequence[Sequence[Line]]) -> list[tuple[str, ...]]:
@@ -51,9 +54,37 @@ def spare_operands(function: Function, owned: Collection[str], late: Collection[
             name for name, root in zip(line.uses(), roots, strict=True)
             if group.last[root] == index and roots.count(root) == 1
         ))  # fmt: skip
-        if _may_alias(line):
+        if may_alias(line):
             group.join([*made_by([line]), *line.uses()])
     return spare
+
+
+def own_in_main(program: Program) -> frozenset[str]:
+    """Return the values of the last microbatch's main function that messages may write over."""
+    own: dict[str, Collection[int]] = {}
+    for function in program.functions:
+        names = _own_results(function, own)
+        own[function.name] = {at for at, (_, name) in enumerate(function.returns) if name in names}
+    return _own_results(program.mains[0], own)
+
+
+def _own_results(function: Function, own: Mapping[str, Collection[int]]) -> frozenset[str]:
+    """Return the values that a function returns, or sends as a message, in storage that no parameter and no other such
+    value shares. ``own`` has the places of such results of the functions that it calls."""
+    group = _Groups({})
+    for line in function.lines:
+        if MESSAGE in dict(line.kwargs):
+            continue
+        made = [value for value in line.results if value is not None]
+        if line.calls_function:
+            made = [value for at, value in enumerate(line.results) if value is not None and at not in own[line.op]]
+        if made and may_alias(line):
+            group.join([*(value.name for value in made), *line.uses()])
+    sent = {name for line in function.lines if MESSAGE in dict(line.kwargs) for name in line.uses()}
+    names = [*sent, *(name for _, name in function.returns)]
+    leaving = Counter(map(group.root, names))
+    given = {group.root(value.name) for value in function.parameters}
+    return frozenset(name for name in names if leaving[group.root(name)] == 1 and group.root(name) not in given)
 
 
 def in_place(line: Line, function: Function, spare: Collection[str], mesh: Mesh) -> tuple[Any, list[Any]] | None:
@@ -91,7 +122,7 @@ def _takes_the_same(overload: Any, target: Any) -> bool:
     return bool(first == second)
 
 
-def _may_alias(line: Line) -> bool:
+def may_alias(line: Line) -> bool:
     """Return whether a result may share an operand's storage."""
     if line.calls_function or line.op in COLLECTIVES:
         return True
@@ -115,5 +146,5 @@ class _Groups:
 
     def join(self, names: Iterable[str]) -> None:
         roots = [self.root(name) for name in names]
-        self.last[roots[0]] = max(self.last[root] for root in roots)
+        self.last[roots[0]] = max(self.last.get(root, 0) for root in roots)
         self.parent.update((root, roots[0]) for root in roots)

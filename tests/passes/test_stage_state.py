@@ -13,6 +13,7 @@ import parc
 from parc.checking.checks import check_build
 from parc.cli import main
 from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.early import in_reduce
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import join_roles
 from parc.compiler.verify.stages import check_stages
@@ -89,7 +90,7 @@ def test_a_program_that_reads_a_buffer_after_its_update_is_refused(tmp_path: Pat
     made = compiled(tmp_path, lines)
     roles = made.build.roles
     read = roles["pp0"].programs["0F"].main.bound("buffer")["state"]
-    changed: dict[str, dict[str, Program]] = {name: dict(role.programs) for name, role in roles.items()}
+    changed: dict[str, dict[str, Program]] = {name: in_reduce(role.programs) for name, role in roles.items()}
     own = next(programs for programs in changed.values() if key in programs)
     parameters = (*(v for v in own[key].main.parameters if v.name != read.name), read)
     own |= with_main(own, key, parameters=parameters)

@@ -136,19 +136,6 @@ def test_a_gradient_is_added_to_its_total_at_once_or_after_the_program(late: boo
     torch.testing.assert_close(found[Binding("sent", "h")], 2 * g * x)
 
 
-def test_a_gradient_is_told_of_where_a_function_makes_it() -> None:
-    inner = replace(BACKWARD.main, name="block")
-    call = Line(tuple(replace(inner.values()[name], name=f"{name}_1") for name in ("dw", "h")), "block",
-                tuple(Ref(value.name) for value in inner.parameters))  # fmt: skip
-    main = replace(BACKWARD.main, lines=(call,), returns=((W, "dw_1"), (Binding("sent", "h"), "h_1")))
-    machine = Machine(replace(BACKWARD, functions=(inner, main)), InProcess(Mesh()), CPU, reuse=True)
-    seen: list[str] = []
-    machine.watch = lambda line, environments: seen.append(line.op.split(".")[-2] if "." in line.op else line.op)
-    given = {"g": torch.randn(2, 4), "x": torch.randn(2, 4), "w": torch.randn(4, 4)}
-    machine.run([given], ready=lambda key, pieces: seen.append(f"{key.name} is ready"))
-    assert seen == ["t", "mul", "mm", "w is ready", "mul", "block"]
-
-
 def test_what_is_read_elsewhere_or_given_back_twice_is_not_added() -> None:
     assert code_for("adding").keys() == {op for op, row in TABLE.items() if row.addable}
     words = ("x:input x", "t = t(x)", "dw = mm(t, x)")

@@ -1,0 +1,140 @@
+"""Early sums: sums of gradients over ranks that the last microbatch's backward starts, while REDUCE waits for them.
+
+B then has two main functions. ``backward_last`` has every line of ``backward``, and lines between them that add a
+gradient to those of earlier microbatches and start its sum. Checks read such a step with the sums in REDUCE: there they
+mean the same, because they read nothing but whole gradients, and nothing in B reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..layout.collectives import MESSAGE
+from .actions import REDUCE
+from .binding import Binding
+from .program import Function, Line, Program, Ref, Value
+
+
+class EarlyFault(ValueError):
+    """The error of a last backward that is not the backward of other microbatches with sums of its gradients."""
+
+
+def in_reduce(programs: Mapping[str, Program]) -> dict[str, Program]:
+    """Return the programs of a role with its early sums at the beginning of REDUCE, and one main function in each.
+
+    Raises:
+        EarlyFault: the lines of a last backward mean something else.
+    """
+    made = dict(programs)
+    for key, program in programs.items():
+        if program.last is None:
+            continue
+        if REDUCE not in made:
+            raise EarlyFault(f"{program.role} has no {REDUCE}")
+        made[key] = replace(program, functions=(*program.blocks, program.main))
+        made[REDUCE] = _with_sums(made[REDUCE], _Sums(program))
+    return made
+
+
+@dataclass(slots=True)
+class _Sums:
+    """The lines of a last backward that the backward of other microbatches does not have."""
+
+    program: Program
+    lines: list[Line] = field(default_factory=list)
+    gradients: dict[Binding, tuple[str, str]] = field(default_factory=dict)
+    """The names of a microbatch's gradient and of its sum, for each gradient that is summed."""
+    so_far: dict[str, Binding] = field(default_factory=dict)
+    """The parameters that hold the gradients of earlier microbatches."""
+
+    def __post_init__(self) -> None:
+        main, last = self.program.main, self.program.last
+        assert last is not None
+        values, common = main.values(), list[Line]()
+        for line in last.lines:
+            (common if any(value.name in values for value in line.made) else self.lines).append(line)
+        added = [value for value in last.parameters if value.name not in values]
+        same = (
+            _by_results(common) == _by_results(main.lines)
+            and [value for value in last.parameters if value not in added] == list(main.parameters)
+            and [key for key, _ in last.returns] == [key for key, _ in main.returns]
+        )
+        ends = {
+            key: (own, end) for (key, own), (_, end) in zip(main.returns, last.returns, strict=True) if own != end
+        } if same else {}  # fmt: skip
+        self.so_far = {value.name: value.binding for value in added if value.binding is not None}
+        if not same or any(key.kind != "gradient" for key in ends) or not set(self.so_far.values()) <= ends.keys():
+            raise EarlyFault(f"{self.where} does other work than `{main.name}`")
+        self.gradients = ends
+
+    @property
+    def where(self) -> str:
+        """The name of the function."""
+        last = self.program.last
+        return f"{self.program.role}.{self.program.action} {'' if last is None else last.name}"
+
+    def total(self, line: Line) -> Binding | None:
+        """Return the gradient that a line adds to that of earlier microbatches, if it does that."""
+        if line.op != "aten.add.Tensor" or line.kwargs or not all(isinstance(item, Ref) for item in line.args):
+            return None
+        before, own = line.uses()
+        key = self.so_far.get(before)
+        return key if key is not None and self.gradients[key][0] == own else None
+
+
+def _with_sums(reduce: Program, sums: _Sums) -> Program:
+    """Return REDUCE with these sums ahead of its lines."""
+    taken = {*reduce.main.values()}
+    names: dict[str, str] = {}
+    starts: dict[Binding, Value] = {}
+    values = sums.program.main.values()
+    summed = {*sums.so_far.values()}
+    for key, (own, _) in sums.gradients.items():
+        starts[key] = Value(_fresh(own, taken), values[own].type, key)
+        if key not in summed:
+            names[own] = starts[key].name
+    lines: list[Line] = []
+    for line in sums.lines:
+        if (added := sums.total(line)) is not None:
+            names[line.made[0].name] = starts[added].name
+            continue
+        if unknown := [name for name in line.uses() if name not in names]:
+            raise EarlyFault(f"{sums.where}: `{unknown[0]}` is read, which is no whole gradient or its sum")
+        made = [value and replace(value, name=_fresh(value.name, taken)) for value in line.results]
+        lines.append(replace(line, results=tuple(made)).renamed(names))
+        names.update((v.name, fresh.name) for v, fresh in zip(line.results, made, strict=True) if v and fresh)
+    main, parameters, given = reduce.main, list[Value](), {value.binding: value for value in reduce.main.parameters}
+    ends = (sums.program.last or sums.program.main).values()
+    replaced: dict[str, str] = {}
+    for key, (_, end) in sums.gradients.items():
+        if end not in names or key not in given or given[key].type != ends[end].type:
+            raise EarlyFault(f"{sums.where}: `{end}` is not the gradient `{key.name}` as {REDUCE} reads it")
+        replaced[given[key].name] = names[end]
+    parameters = [value if value.name not in replaced else starts[value.binding or key] for value in main.parameters]
+    rest = [line.renamed(replaced) for line in main.lines]
+    returns = tuple((key, replaced.get(name, name)) for key, name in main.returns)
+    return replace(reduce, functions=(Function(main.name, tuple(parameters), (*lines, *rest), returns),))
+
+
+def on_their_way(program: Program) -> dict[Binding, str]:
+    """Return the gradients that a program's last backward returns while their sums are made, by the values' names."""
+    if program.last is None:
+        return {}
+    lines = program.last.lines
+    sent = {value.name for line in lines if MESSAGE in dict(line.kwargs) for value in line.made}
+    return {key: name for key, name in program.last.returns if name in sent and key.kind == "gradient"}
+
+
+def _by_results(lines: Sequence[Line]) -> dict[tuple[Value | None, ...], Line]:
+    """Return lines by what they make, without the numbers of their messages. Their order carries no meaning."""
+    return {
+        line.results: replace(line, kwargs=tuple(item for item in line.kwargs if item[0] != MESSAGE)) for line in lines
+    }
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
