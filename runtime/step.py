@@ -20,6 +20,7 @@ from ..compiler.program.actions import (
     REDUCE,
     SCALING,
     STEP,
+    UNSHARD,
     Action,
     send_kind,
 )
@@ -28,6 +29,7 @@ from ..compiler.program.program import Function, Program
 from .communication import Backend, BoundTensors, PeerLost
 from .machine.execute import Machine
 from .mail import Mail
+from .state.homes import Homes
 from .trace import Recorder
 from .work import Batch, RankState, Work, bind, named
 
@@ -88,6 +90,8 @@ class Stepper:
         self._mail = Mail(self.machines, backend, axis, self.actions)
         self._last = {action.stage: action for action in self.actions if action.kind == BACKWARD}
         """The backward of each stage's last microbatch."""
+        gathers = self.machines.get(UNSHARD)
+        self._homes = [Homes(gathers.program, at) for at in gathers.coordinates] if gathers is not None else []
 
     @property
     def counts_apart(self) -> bool:
@@ -255,6 +259,11 @@ class Stepper:
             for key, value in made.items():
                 w.total(key, value)
 
+    def _unshard(self, action: Action, step: int, work: Sequence[Work]) -> None:
+        self.run_program(action, step, work)
+        for homes, w in zip(self._homes, work, strict=True):
+            homes.move(w.state.parameters, w.totals)
+
     def _forward(self, action: Action, step: int, work: Sequence[Work]) -> None:
         for w, made in self._run(self._mail.machine(action, FORWARD), work, self._inputs(action, step, work, FORWARD)):
             if LOSS in made:
@@ -317,6 +326,7 @@ class Stepper:
 Handler = Callable[[Stepper, Action, int, Sequence[Work]], None]
 """A function that does an action of a step, given the step's number, on the ranks of a process."""
 HANDLERS: dict[str, Handler] = {
+    UNSHARD: Stepper._unshard,
     FORWARD: Stepper._forward,
     BACKWARD: Stepper._backward,
     REDUCE: Stepper._reduce,
