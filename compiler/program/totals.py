@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from ..ops.rules import facts
-from .program import Function, Line, Program, Ref, Value
+from .program import LAST, Function, Line, Program, Ref, Value
 
 
 def uses_of(function: Function) -> Counter[str]:
@@ -43,7 +43,7 @@ def addable(program: Program, operators: Collection[str] | None = None) -> dict[
 
 def adds_up(function: Function, line: Line) -> bool:
     """Return whether a line of a last backward adds a microbatch's gradient to the total of earlier ones."""
-    if line.op != "aten.add.Tensor" or not isinstance(line.args[0], Ref):
+    if not function.name.endswith(LAST) or line.op != "aten.add.Tensor" or not isinstance(line.args[0], Ref):
         return False
     return function.values()[line.args[0].name].kind == "gradient"
 
