@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..layout.placement import TensorType
-from .actions import ACTIONS, AHEAD, Action, receive_kind, send_kind
+from .actions import ACTIONS, AHEAD, UNSHARD, Action, receive_kind, send_kind
 from .binding import BUFFERS, PARAMETERS, Binding, Kind
 from .liveness import Liveness, Peak, local_bytes
-from .program import Program
+from .program import Function, Program
 from .residual import residual_of
 from .totals import addable
+from .weights import parts_in_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,13 @@ def estimate_memory(
 def state_bytes(
     programs: Mapping[str, Program], stored: Mapping[str, TensorType], moments: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the bytes of a rank's training state, wherever they lie: its own parameters among ``stored``, the weights
-    that a step makes of them once, their gradients between microbatches, and ``moments`` optimizer tensors of each."""
+    """Return the bytes of a rank's training state, wherever they lie: its own parameters among ``stored`` that do not
+    lie in weights, the weights that a step makes of them once, their gradients between microbatches, and ``moments``
+    optimizer tensors of each."""
     any_program = next(iter(programs.values()))
     own = {name for program in programs.values() for name in program.main.bound(*PARAMETERS)}
+    gathers = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs else {}
+    inside = {name for name, _ in gathers.values()}
     sizes = {name: local_bytes(type_, any_program) for name, type_ in stored.items() if name in own}
     weights, gradients = dict[str, int](), dict[str, int]()
     for program in programs.values():
@@ -79,7 +83,8 @@ def state_bytes(
             made = program.main.returned("gradient")
             gradients.update({name: local_bytes(values[value].type, program) for name, value in made.items()})
     return {
-        "parameters": sum(sizes.values()), "weights": sum(weights.values()), "gradients": sum(gradients.values()),
+        "parameters": sum(size for name, size in sizes.items() if name not in inside),
+        "weights": sum(weights.values()), "gradients": sum(gradients.values()),
         "optimizer": sum(moments.get(name, 0) * size for name, size in sizes.items()),
     }  # fmt: skip
 
@@ -131,7 +136,7 @@ class _Step:
             held.put(held.put(0, "made", action.kind, stage, m), action.kind, stage)
         if action.message is not None or key not in self.programs:
             return
-        main, live = self.programs[key].main, self.live[key]
+        main, live = self._main(action, key), self.live[key]
         given: dict[str, int] = {}
         if action.works:
             held.put(0, receive_kind(action.kind), stage, m)
@@ -146,7 +151,7 @@ class _Step:
         added = self.addable[key] if totals else {}
         peak = live.peak(main, given, *(({}, added) if sends else (added, {})))
         self._note(peak)
-        self._keep(action, peak)
+        self._keep(action, main, peak)
 
     def _note(self, peak: Peak) -> None:
         """Note the memory while a program runs that has this peak."""
@@ -163,17 +168,26 @@ class _Step:
         )
         self.most = max(self.most, memory, key=lambda memory: memory.peak_bytes)
 
-    def _keep(self, action: Action, peak: Peak) -> None:
+    def _main(self, action: Action, key: str) -> Function:
+        """Return the main function that an action runs."""
+        program = self.programs[key]
+        more = [other for other in self.actions if (other.stage, other.kind) == (action.stage, action.kind)]
+        return program.main if program.last is None or more[-1] != action else program.last
+
+    def _keep(self, action: Action, main: Function, peak: Peak) -> None:
         """Keep the results of a program for later actions, each storage once."""
         key, stage, m = action.program_in(self.programs), action.stage, action.microbatch
-        root, left = self.live[key].storages(self.programs[key].main).root, dict(peak.kept)
+        root, left = self.live[key].storages(main).root, dict(peak.kept)
+        usual = dict(self.programs[key].main.returns)
         saved, sent = dict[str, int](), 0
-        for binding, name in self.programs[key].main.returns:
+        for binding, name in main.returns:
             size = left.pop(root[name], 0)
             if binding.kind == "saved":
                 saved[binding.name] = size
             elif binding.kind == "sent":
                 sent += size
+            elif name != usual[binding]:  # a sum over ranks, which may have been made in place
+                self.totals[binding] = size or self.totals[binding]
             elif binding.home == "step":
                 self.totals[binding] = (
                     self.totals.get(binding, 0) + size

@@ -11,6 +11,7 @@ from ..layout.collectives import COLLECTIVES, SUMS, WAIT
 from ..layout.placement import TensorType
 from ..ops.rules import facts
 from .program import Function, Line, Program, Ref
+from .totals import adds_up
 
 
 def local_bytes(type_: TensorType, program: Program) -> int:
@@ -118,8 +119,10 @@ class Liveness:
                         root[value.name] = root.get(first, first)
             else:
                 source = next(line.uses(), "")
-                shares = line.op == WAIT or (
-                    facts(line.op).storage == "view" and not self._copies(function, line, root)
+                shares = (
+                    line.op == WAIT
+                    or adds_up(function, line)
+                    or (facts(line.op).storage == "view" and not self._copies(function, line, root))
                 )
                 root.update((value.name, root[source] if shares else value.name) for value in line.made)
         size = {name: self.bytes_of(function, name) for name in dict.fromkeys(root.values())}
@@ -204,6 +207,8 @@ class _Run:
         for index, line in enumerate(self.function.lines):
             if line.calls_function:
                 self._call(index, line)
+            elif line.op == WAIT and next(line.uses()) not in self.travels:
+                pass  # on its way since another program, which has no more than the result of it
             elif line.op == WAIT:
                 self._arrival(self.storages.root[line.made[0].name])
             elif facts(line.op).carries != "away":

@@ -1,10 +1,10 @@
-"""WeightSources: what the programs of a step make of stored parameters by conversions alone."""
+"""Weights: the values that the programs of a step make of stored parameters by conversions alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..layout.collectives import COLLECTIVES
+from ..layout.collectives import COLLECTIVES, WAIT, axes_of
 from ..ops.rules import facts
 from .actions import UNSHARD
 from .binding import PARAMETERS, Binding
@@ -30,6 +30,25 @@ def weight_sources(programs: Mapping[str, Program]) -> dict[Binding, Binding]:
         return {}
     known = stored_sources(programs[UNSHARD], {})
     return {key: known[name] for key, name in programs[UNSHARD].main.returns if name in known}
+
+
+def parts_in_weights(program: Program) -> dict[Binding, tuple[str, tuple[str, ...]]]:
+    """Return the weights of UNSHARD in which a stored parameter lies as some of their rows, by their bindings: the
+    parameter's name, and the axes over which its rows are gathered, by one line. It needs no memory of its own."""
+    main = program.main
+    makers = {value.name: line for line in main.lines for value in line.made}
+    stored = {value.name: value for value in main.parameters if value.kind == "parameter"}
+    parts: dict[Binding, tuple[str, tuple[str, ...]]] = {}
+    for key, name in main.returns:
+        line = makers.get(name)
+        if line is not None and line.op == WAIT:
+            line = makers.get(next(line.uses()))
+        if line is None or line.op != "parc.all_gather" or line.args[2:] != (0, 1):
+            continue
+        source = stored.get(next(line.uses()))
+        if source is not None and source.binding is not None:
+            parts[key] = source.binding.name, axes_of(line.args[1:])
+    return parts
 
 
 def stored_sources(program: Program, weights: WeightSources) -> dict[str, Binding]:

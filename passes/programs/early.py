@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...compiler.layout.collectives import COLLECTIVES, WAIT
+from ...compiler.layout.collectives import COLLECTIVES, SUMS, WAIT
 from ...compiler.program.actions import ACTIONS, REDUCE
 from ...compiler.program.binding import Binding
 from ...compiler.program.program import LAST, Function, Line, Program, Ref, Value
@@ -109,14 +109,16 @@ def _without(reduce: Program, moved: Sequence[_Chain]) -> Program:
 
 def wait_late(programs: Programs) -> Programs:
     """Return the programs of a role in which REDUCE, and not the last backward, waits for the sums that this returns:
-    each right before its first reader."""
+    each right before its first reader. Where parts of gradients are summed, backward waits: the whole ones can go."""
     made, coming = dict(programs), set[Binding]()
     for key, program in programs.items():
         if (last := program.last) is None:
             continue
         waits = {line.made[0].name: line for line in last.lines if line.op == WAIT}
         usual = {name for _, name in program.main.returns}
-        late = {name: next(waits[name].uses()) for _, name in last.returns if name in waits and name not in usual}
+        whole = {value.name for line in last.lines if line.op in SUMS for value in line.made}
+        late = {name: sent for _, name in last.returns if name in waits and name not in usual
+                and (sent := next(waits[name].uses())) in whole}  # fmt: skip
         lines = tuple(line for line in last.lines if line.op != WAIT or line.made[0].name not in late)
         coming.update(gradient for gradient, name in last.returns if name in late)
         returns = tuple((gradient, late.get(name, name)) for gradient, name in last.returns)

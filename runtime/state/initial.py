@@ -82,7 +82,8 @@ class Initial:
         role = self._build.role_at(self._coordinates)
         try:
             return RankState(
-                {name: keep(self._piece(name, type_)) for name, type_ in parameters.items()},
+                # the data alone: a view of another tensor would keep its storage when it gets another one
+                {name: keep(self._piece(name, type_).data) for name, type_ in parameters.items()},
                 {name: self._piece(name, type_) for name, type_ in buffers.items()},
                 first_state(role.programs, self._build.manifest["state"], self._device),
             )
