@@ -27,9 +27,9 @@ from ..compiler.program.actions import (
 from ..compiler.program.binding import COUNT, GRAD_NORM, LOSS, RNG, SCALE, UNSCALE, Binding
 from ..compiler.program.program import Function, Program
 from .communication import Backend, BoundTensors, PeerLost
+from .homes import Homes
 from .machine.execute import Machine
 from .mail import Mail
-from .state.homes import Homes
 from .trace import Recorder
 from .work import Batch, RankState, Work, bind, named
 
