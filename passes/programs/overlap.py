@@ -67,39 +67,48 @@ class _Overlap:
     def lines(self) -> Iterator[Line]:
         """Yield the lines in their new order."""
         units = _units(self.main)
-        starts: list[list[Line]] = []
-        rest: list[list[Line]] = []
-        for unit in units:
-            start, after = self._started(unit.before)
-            starts.append(start)
-            rest.append(after)
-        ahead = self.choices.ahead
+        before = [self._steps(unit.before) for unit in units]
         waiting: list[Line] = []
         for at, unit in enumerate(units):
-            for coming in range(at, min(at + ahead, len(units) - 1) + 1):
-                yield from self._numbered(starts[coming])
-                starts[coming] = []
+            for distance, steps in enumerate(before[at:]):
+                while len(steps) > 1 and distance <= self.choices.ahead * (len(steps) - 1):
+                    yield from self._numbered(steps.pop(0))
+            (rest,) = before[at]
             calls = [unit.call] if unit.call is not None else []
-            read = {name for line in (*rest[at], *calls) for name in line.uses()}
+            read = {name for line in (*rest, *calls) for name in line.uses()}
             if any(value.name in read for line in waiting for value in line.made):
                 yield from waiting
                 waiting = []
-            yield from rest[at]
+            yield from rest
             yield from calls
-            yield from waiting
+            due, again = self._started(waiting, now=True)
+            yield from self._numbered(due)
             sent, waiting = self._started(unit.behind)
             yield from self._numbered(sent)
-        yield from waiting
+            waiting = again + waiting
+        while waiting:
+            due, waiting = self._started(waiting, now=True)
+            yield from self._numbered(due)
 
-    def _started(self, lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
-        """Return the lines up to the starts of a unit's first messages, and the others: awaits, and what reads them."""
+    def _steps(self, lines: Sequence[Line]) -> list[list[Line]]:
+        """Return lines as steps: the starts of messages, with what goes before them; the awaits of these, with the
+        starts of messages that carry on, as in two levels; and so on, and the rest."""
+        steps, rest = list[list[Line]](), list(lines)
+        while any(map(self._apart, rest)):
+            first, rest = self._started(rest)
+            steps.append(first)
+        return [*steps, rest]
+
+    def _started(self, lines: Sequence[Line], now: bool = False) -> tuple[list[Line], list[Line]]:
+        """Return the lines up to the starts of the first messages, and the others: awaits of these, what reads them,
+        and, unless they are due ``now``, what no message needs."""
         first: list[Line] = []
         later: list[Line] = []
         late: set[str] = set()
         needed = self._feeding(lines)
         for line in lines:
             feeds = any(value.name in needed for value in line.made)
-            if late.intersection(line.uses()) or not (self._apart(line) or feeds):
+            if late.intersection(line.uses()) or not (self._apart(line) or feeds or now):
                 later.append(line)
                 late.update(value.name for value in line.made)
             elif self._apart(line):

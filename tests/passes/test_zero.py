@@ -61,6 +61,18 @@ def test_weights_are_gathered_a_block_ahead_and_gradients_summed_beside_the_next
     )
 
 
+def test_both_levels_of_what_is_sent_hide() -> None:
+    programs = built("zero 3 over dp\nnode 2\nhierarchical over dp", dp=4).built.programs
+    assert told(programs["F"].main) == (
+        "all_gather 1, wait 1, all_gather 2, all_gather 3, wait 3, all_gather 4, all_gather 5, wait 2, part, wait 5, "
+        "all_gather 6, all_gather 7, wait 4, blocks, wait 7, all_gather 8, wait 6, blocks, wait 8, part_1"
+    )
+    assert told(programs["B"].main).endswith(
+        "wait 7, blocks_backward, wait 8, wait 9, reduce_scatter 10, reduce_scatter 11, part_backward, wait 10, "
+        "wait 11, reduce_scatter 12, reduce_scatter 13, wait 12, wait 13, reduce_scatter 14, wait 14"
+    )
+
+
 def test_prefetch_and_buckets_say_when_messages_start_and_how_large_they_are() -> None:
     late = built("zero 3 over dp\nprefetch 0").built.programs["F"].main
     assert told(late) == (
