@@ -7,7 +7,7 @@ mean the same, because they read nothing but whole gradients, and nothing in B r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..layout.collectives import MESSAGE
@@ -114,7 +114,20 @@ def _with_sums(reduce: Program, sums: _Sums) -> Program:
     parameters = [value if value.name not in replaced else starts[value.binding or key] for value in main.parameters]
     rest = [line.renamed(replaced) for line in main.lines]
     returns = tuple((key, replaced.get(name, name)) for key, name in main.returns)
-    return replace(reduce, functions=(Function(main.name, tuple(parameters), (*lines, *rest), returns),))
+    function = Function(main.name, tuple(parameters), tuple(_numbered_anew([lines, rest])), returns)
+    return replace(reduce, functions=(function,))
+
+
+def _numbered_anew(parts: Sequence[Sequence[Line]]) -> Iterator[Line]:
+    """Yield the lines of several parts with their messages numbered through."""
+    numbers: dict[tuple[int, object], int] = {}
+    for part, lines in enumerate(parts):
+        for line in lines:
+            kwargs = tuple(
+                (key, numbers.setdefault((part, value), len(numbers) + 1) if key == MESSAGE else value)
+                for key, value in line.kwargs
+            )
+            yield replace(line, kwargs=kwargs)
 
 
 def on_their_way(program: Program) -> dict[Binding, str]:
