@@ -101,9 +101,10 @@ class StateFiles:
             if key.startswith(KEY):
                 continue
             shape = self._stored[key].shape
-            parts[key.partition(".")[2]] = LocalPart(
-                piece.cut(piece.tensor.detach()), shape, tuple(map(ranges_of, piece.runs))
-            )
+            part = piece.cut(piece.tensor.detach())
+            if part.untyped_storage().nbytes() > part.nbytes:  # rows of a whole weight, which is not this rank's part
+                part = part.clone()
+            parts[key.partition(".")[2]] = LocalPart(part, shape, tuple(map(ranges_of, piece.runs)))
         parts |= {alias: parts[name] for alias, name in aliases.items() if name in parts}
         return {name: parts[name] for name in names if name in parts}
 

@@ -46,11 +46,8 @@ class Work:
     """The totals with storage of their own, to which later parts are added."""
 
     def total(self, key: Binding, value: torch.Tensor, own: bool = False) -> None:
-        """Add a microbatch's part to its total, unless it was added as it was made. ``own`` says that nothing else
-        shares its storage."""
+        """Add a microbatch's part to its total. ``own`` says that nothing else shares its storage."""
         total = self.totals.get(key)
-        if total is value:
-            return
         if total is None:
             self.totals[key] = value
         elif key in self.owned:

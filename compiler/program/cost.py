@@ -103,6 +103,11 @@ class _Step:
             local_bytes(value.type, program)
             for program in programs.values() for value in program.main.parameters if residual_of(value.binding)
         )  # fmt: skip
+        weights = parts_in_weights(programs[UNSHARD]) if UNSHARD in programs else {}
+        self.inside = sum(
+            local_bytes(programs[UNSHARD].main.values()[name].type, programs[UNSHARD])
+            for key, name in (programs[UNSHARD].main.returns if weights else ()) if key in weights
+        )  # fmt: skip
         self.live = {key: Liveness(program) for key, program in programs.items()}
         self.addable = {key: addable(program) for key, program in programs.items()}
         self.totals: dict[Binding, int] = {}
@@ -150,16 +155,18 @@ class _Step:
         sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
         added = self.addable[key] if totals else {}
         peak = live.peak(main, given, *(({}, added) if sends else (added, {})))
-        self._note(peak)
+        before = self.inside if action.kind == UNSHARD else 0  # the last step's weights, in which parts lie
+        self._note(peak, before)
         self._keep(action, main, peak)
 
-    def _note(self, peak: Peak) -> None:
-        """Note the memory while a program runs that has this peak."""
+    def _note(self, peak: Peak, before: int = 0) -> None:
+        """Note the memory while a program runs that has this peak, beside so many bytes of parameters of the last
+        step."""
         shares = {
             kind: sum(size for key, size in self.totals.items() if key.kind == kind) for kind in ("weight", "gradient")
         }
         memory = Memory(
-            parameters=self.parameters + shares["weight"],
+            parameters=self.parameters + before + shares["weight"],
             gradients=shares["gradient"] + peak.shares.get("gradients", 0),
             optimizer=self.optimizer,
             activations=self.inputs + self.held.total + peak.shares.get("values", 0),

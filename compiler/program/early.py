@@ -7,11 +7,12 @@ mean the same, because they read nothing but whole gradients, and nothing in B r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..layout.collectives import MESSAGE
-from .actions import REDUCE
+from .actions import ACTIONS, REDUCE
 from .binding import Binding
 from .program import Function, Line, Program, Ref, Value
 
@@ -27,13 +28,18 @@ def in_reduce(programs: Mapping[str, Program]) -> dict[str, Program]:
         EarlyFault: the lines of a last backward mean something else.
     """
     made = dict(programs)
+    work = [program for program in programs.values() if program.action in ACTIONS and ACTIONS[program.action].works]
+    makers = Counter(key for program in work for key, _ in program.main.returns)
     for key, program in programs.items():
         if program.last is None:
             continue
         if REDUCE not in made:
             raise EarlyFault(f"{program.role} has no {REDUCE}")
+        sums = _Sums(program)
+        if several := [key for key in sums.gradients if makers[key] > 1]:
+            raise EarlyFault(f"{sums.where} sums `{several[0]}`, of which another stage makes a part")
         made[key] = replace(program, functions=(*program.blocks, program.main))
-        made[REDUCE] = _with_sums(made[REDUCE], _Sums(program))
+        made[REDUCE] = _with_sums(made[REDUCE], sums)
     return made
 
 
@@ -99,6 +105,8 @@ def _with_sums(reduce: Program, sums: _Sums) -> Program:
         if (added := sums.total(line)) is not None:
             names[line.made[0].name] = starts[added].name
             continue
+        if line.calls_function:
+            raise EarlyFault(f"{sums.where} calls `{line.op}`, which `{sums.program.main.name}` does not")
         if unknown := [name for name in line.uses() if name not in names]:
             raise EarlyFault(f"{sums.where}: `{unknown[0]}` is read, which is no whole gradient or its sum")
         made = [value and replace(value, name=_fresh(value.name, taken)) for value in line.results]

@@ -20,6 +20,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts, has_rule
 from ..ops.torch_ops import OPS
+from .actions import BACKWARD
 from .binding import Binding, Kind
 
 REFERENCE_FILE = "programs/model.py"
@@ -208,7 +209,7 @@ class Program:
     @property
     def last(self) -> Function | None:
         """The main function of the last microbatch, where it has its own."""
-        before = self.functions[-2] if len(self.functions) > 1 else None
+        before = self.functions[-2] if len(self.functions) > 1 and self.action == BACKWARD else None
         return before if before is not None and before.name == f"{self.main.name}{LAST}" else None
 
     @property

@@ -174,8 +174,7 @@ class Distributed:
         self, op: str, args: Sequence[Sequence[Any]], pieces: Sequence[Sequence[torch.Tensor]],
         spare: Sequence[bool] = (),
     ) -> tuple[list[list[torch.Tensor]], Callable[[], object]]:  # fmt: skip
-        """Start a message of several tensors: packed one behind the other, exchanged at once, taken apart when it is
-        awaited."""
+        """Start a message of several tensors. Its results are there once it is awaited."""
         axes = COLLECTIVES[op].axes(args[0])
         self._what = f"rank {self.rank} waited for the other ranks of `{op}` over `{','.join(axes)}`"
         made, arrive = START[op](self, [tensors[0] for tensors in pieces], args, axes, spare)

@@ -63,6 +63,7 @@ class Machine:
         self._adding = {op: self._adder(op, add) for op, add in self.adding.items() if reuse}
         self._addable = addable(program, self._adding)
         self._later: list[Callable[[], torch.Tensor]] | None = None
+        self._given: set[str] = set()
         self._own = own_in_main(program)
         self._on_their_way = frozenset(on_their_way(program).values())
         self._steps = {function.name: self._prepare(function) for function in program.functions}
@@ -105,6 +106,7 @@ class Machine:
         names, self._later = dict(self.program.main.returns), later
         for environment, table in zip(environments, totals, strict=bool(totals)):
             environment.update((f"total of {names[key]}", total) for key, total in table.items())
+        self._given = {names[key] for table in totals for key in table}
         for given in inputs:
             given.clear()
         sums = {} if arriving is None else arriving
@@ -122,7 +124,7 @@ class Machine:
             for name in step.awaited:
                 environments[0].pop(_arrival(name), _here)()
             step.run(environments)
-            if self.watch is not None:
+            if self.watch is not None and MESSAGE not in dict(step.line.kwargs):  # it may not be there yet
                 self.watch(step.line, environments)
             for name in step.dead:
                 for environment in environments:
@@ -248,7 +250,7 @@ class Machine:
         def run(environments: Sequence[Environment]) -> None:
             for environment in environments:
                 before, own = environment[total], environment[part]
-                environment[line.made[0].name] = own if own is before else before + own
+                environment[line.made[0].name] = own if part in self._given else before + own
 
         return run
 

@@ -60,7 +60,8 @@ def spare_operands(function: Function, owned: Collection[str], late: Collection[
 
 
 def own_in_main(program: Program) -> frozenset[str]:
-    """Return the values of the last microbatch's main function that messages may write over."""
+    """Return the values of the main function that messages may write over; for backward, of that of the last
+    microbatch."""
     own: dict[str, Collection[int]] = {}
     for function in program.functions:
         names = _own_results(function, own)
@@ -80,7 +81,11 @@ def _own_results(function: Function, own: Mapping[str, Collection[int]]) -> froz
             made = [value for at, value in enumerate(line.results) if value is not None and at not in own[line.op]]
         if made and may_alias(line):
             group.join([*(value.name for value in made), *line.uses()])
-    sent = {name for line in function.lines if MESSAGE in dict(line.kwargs) for name in line.uses()}
+    sent, read = set[str](), set[str]()  # what is read behind a message may not be written over by it
+    for line in reversed(function.lines):
+        if MESSAGE in dict(line.kwargs):
+            sent.update(name for name in line.uses() if group.root(name) not in read)
+        read.update(map(group.root, line.uses()))
     names = [*sent, *(name for _, name in function.returns)]
     leaving = Counter(map(group.root, names))
     given = {group.root(value.name) for value in function.parameters}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from parc.compiler.layout.collectives import WAIT
 from parc.compiler.program.early import EarlyFault, in_reduce
 from parc.compiler.program.roles import SINGLE, Programs
 
+from ..checked_plans import checked, compiled_net
 from ..planted_sites import reading, with_function
 from .test_zero import built, told
 
@@ -62,3 +66,72 @@ def test_a_last_backward_that_does_other_work_is_no_build() -> None:
     other = next(value.name for value in last.parameters if value.kind == "saved" and value.name != given)
     with pytest.raises(EarlyFault, match="does other work than `backward`"):
         in_reduce(with_function(programs, "B", reading(last, given, other, call)))
+
+
+_MADE = """
+import torch
+from torch import nn
+
+
+class Made(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self):
+        return self.p.tanh()
+
+
+class Used(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, made):
+        return x @ (self.p + made)
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Made(), Used()])
+
+    def forward(self, x):
+        return self.layers[1](x, self.layers[0]())
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.forward_last = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x):
+        return self.forward_last[0](x).square().mean()
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.p = nn.Linear(8, 8), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.a(x).mean(0) + self.p
+"""
+
+
+@pytest.mark.parametrize(("model", "lines"), [
+    ("Shared", ""),  # the gradient of one weight is what the block before reads
+    ("Named", ""),
+    ("Bare", "schedule microbatches 2\n"),  # every microbatch has the same tensor for a gradient
+])  # fmt: skip
+def test_sums_write_over_nothing_that_is_read_and_add_each_microbatch(tmp_path: Path, model: str, lines: str) -> None:
+    checked(compiled_net(tmp_path, _MADE, f'{model}" ()', lines=lines))
+
+
+def test_a_sum_of_one_stage_alone_is_refused_where_another_has_a_part() -> None:
+    programs = own("", microbatches=2)
+    last = programs["B"].last
+    assert last is not None
+    other = replace(programs["B"], functions=(*programs["B"].blocks, programs["B"].main))
+    with pytest.raises(EarlyFault, match="of which another stage makes a part"):
+        in_reduce({"0B": other, "1B": programs["B"], "REDUCE": programs["REDUCE"]})
