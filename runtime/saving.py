@@ -29,7 +29,7 @@ from .state.index import Index, shard_name, write_index
 from .state.layouts import FileLayout, StoredTensor, layouts_of
 from .state.residuals import KEY, check_residuals, read_residual, stored_residuals
 from .state.scaler import read_state
-from .state.shards import Piece, Shard, write_shard
+from .state.shards import Piece, ShardFile, write_shard
 from .work import RankState
 
 Slots = Mapping[str, Mapping[str, torch.Tensor | None]]
@@ -190,7 +190,7 @@ class StateFiles:
             }
         return pieces
 
-    def _write(self, folder: Path, fresh: str, pieces: Mapping[str, Piece]) -> Shard | None:
+    def _write(self, folder: Path, fresh: str, pieces: Mapping[str, Piece]) -> ShardFile | None:
         place = self._found(folder, fresh)
         if not pieces:
             return None
@@ -198,7 +198,7 @@ class StateFiles:
         with _writes(folder, name):
             return write_shard(place / name, pieces)
 
-    def index(self, shards: Sequence[Shard | None], slots: Slots) -> Index:
+    def index(self, shards: Sequence[ShardFile | None], slots: Slots) -> Index:
         """Return the index of a checkpoint, from what each rank has written."""
         layouts, dtypes = {}, {}
         for key, stored in self._stored.items():

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..ops.rules import facts
 from . import counter
-from .evaluate import Node, Read, contiguous_strides, dense
+from .evaluate import Read, RecipeNode, contiguous_strides, dense
 from .nodes import Count, Elementwise, Fill, Write
 
 Bound = dict[str, Any]
@@ -108,7 +108,7 @@ def law_of(func: Any, bound: Bound, dtype: torch.dtype) -> Law | None:
     return (lambda key, index: torch.complex(draw(key, 2 * index), draw(key, 2 * index + 1))), None
 
 
-def elements_of(call: Elements) -> Node | None:
+def elements_of(call: Elements) -> RecipeNode | None:
     """The node of an operator whose element i needs only element i of each operand; None for any other."""
     row = facts(call.func)
     if row.creates:
@@ -120,29 +120,29 @@ def elements_of(call: Elements) -> Node | None:
     return _pointwise(call)
 
 
-def _filled(call: Elements, number: Any) -> Node | None:
+def _filled(call: Elements, number: Any) -> RecipeNode | None:
     """A tensor that holds one number everywhere, which may be the one entry of another tensor."""
     return _copied(call, number) if isinstance(number, Read) else Fill(call.count, call.dtype, number)
 
 
-def _copied(call: Elements, source: Read) -> Node:
+def _copied(call: Elements, source: Read) -> RecipeNode:
     return call.each(lambda entry: entry, source.expand(call.sizes))
 
 
-def _arange(call: Elements) -> Node | None:
+def _arange(call: Elements) -> RecipeNode | None:
     start, step = call.bound.get("start") or 0, call.bound.get("step") or 1
     if not isinstance(start, int) or not isinstance(step, int):
         return None
     return Count(call.count, call.dtype, start, step)
 
 
-def _joined(call: Elements) -> Node:
+def _joined(call: Elements) -> RecipeNode:
     """Tensors joined along a dim; a stack makes that dim, a concatenation has it."""
     stacks = call.name == "stack"
     dim = call.bound["dim"] % max(len(call.sizes), 1)
     strides = contiguous_strides(call.sizes)
     inner = strides[:dim] + strides[dim + 1 :] if stacks else strides
-    node: Node = Fill(call.count, call.dtype, 0)
+    node: RecipeNode = Fill(call.count, call.dtype, 0)
     start = 0
     for piece in call.bound["tensors"]:
         if math.prod(piece.sizes):
@@ -151,7 +151,7 @@ def _joined(call: Elements) -> Node:
     return node
 
 
-ELEMENT_MOVES: dict[str, Callable[[Elements], Node | None]] = {
+ELEMENT_MOVES: dict[str, Callable[[Elements], RecipeNode | None]] = {
     "copy": lambda call: _copied(call, call.bound["src"]),
     "fill": lambda call: _filled(call, call.bound["value"]),
     "arange": _arange,
@@ -160,7 +160,7 @@ ELEMENT_MOVES: dict[str, Callable[[Elements], Node | None]] = {
 }
 
 
-def _pointwise(call: Elements) -> Node | None:
+def _pointwise(call: Elements) -> RecipeNode | None:
     if torch.Tag.pointwise not in call.func.tags and call.name != "masked_fill":
         return None
     leaves = pytree.tree_leaves(call.reads)

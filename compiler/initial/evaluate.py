@@ -40,7 +40,7 @@ class Replay:
         """The elements of ``read`` at one block of flat indices."""
         return self.at(read.node, index if read.is_whole else read.locate(index))
 
-    def at(self, node: Node, index: Tensor) -> Tensor:
+    def at(self, node: RecipeNode, index: Tensor) -> Tensor:
         """The elements of ``node`` at one block of storage indices; a second request is answered from memory."""
         key = (id(node), id(index))
         if key not in self._block:
@@ -69,7 +69,7 @@ class Replay:
 
 
 @dataclass(frozen=True, eq=False)
-class Node(ABC):
+class RecipeNode(ABC):
     """The values of one storage: ``count`` elements of one dtype."""
 
     count: int
@@ -79,7 +79,7 @@ class Node(ABC):
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         """The elements at flat storage indices, of one dim."""
 
-    def sources(self) -> Iterator[Node]:
+    def sources(self) -> Iterator[RecipeNode]:
         """The nodes whose elements this one reads."""
         return iter(())
 
@@ -88,7 +88,7 @@ class Node(ABC):
 class Read:
     """A tensor as a strided look at a node."""
 
-    node: Node
+    node: RecipeNode
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
@@ -123,33 +123,33 @@ class Read:
 
 
 @dataclass(frozen=True, eq=False)
-class PartsNode(Node):
+class PartsNode(RecipeNode):
     """A storage of complex numbers, seen as one of reals: real and imaginary parts in turn."""
 
-    whole: Node
+    whole: RecipeNode
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         pairs = torch.view_as_real(replay.at(self.whole, index // 2))
         return pairs.gather(1, (index % 2)[:, None])[:, 0]
 
-    def sources(self) -> Iterator[Node]:
+    def sources(self) -> Iterator[RecipeNode]:
         yield self.whole
 
 
 @dataclass(frozen=True, eq=False)
-class Joined(Node):
+class Joined(RecipeNode):
     """A storage of reals seen as one of complex numbers."""
 
-    parts: Node
+    parts: RecipeNode
 
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         return torch.complex(replay.at(self.parts, index * 2), replay.at(self.parts, index * 2 + 1))
 
-    def sources(self) -> Iterator[Node]:
+    def sources(self) -> Iterator[RecipeNode]:
         yield self.parts
 
 
-def seen_as(node: Node, dtype: torch.dtype) -> Node | None:
+def seen_as(node: RecipeNode, dtype: torch.dtype) -> RecipeNode | None:
     """Return the same storage in another dtype: complex numbers as their parts, or parts as complex numbers; None for
     others."""
     if node.dtype == dtype:
@@ -169,14 +169,14 @@ def in_reals(read: Read) -> Read:
     return Read(parts, (*read.sizes, 2), (*(2 * stride for stride in read.strides), 1), 2 * read.offset)
 
 
-def dense(node: Node, sizes: Sequence[int]) -> Read:
+def dense(node: RecipeNode, sizes: Sequence[int]) -> Read:
     """A node as a dense tensor in C order."""
     return Read(node, tuple(sizes), contiguous_strides(sizes), 0)
 
 
-def reachable(node: Node) -> list[Node]:
+def reachable(node: RecipeNode) -> list[RecipeNode]:
     """Return a node and all nodes that it reads, directly or not, each once."""
-    seen: dict[int, Node] = {}
+    seen: dict[int, RecipeNode] = {}
     todo = [node]
     while todo:
         one = todo.pop()

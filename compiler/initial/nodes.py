@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import counter
-from .evaluate import VECTOR, Node, Read, Replay, cast, dense
+from .evaluate import VECTOR, Read, RecipeNode, Replay, cast, dense
 
 # The last elements of a run, or of a thread's part of it, may be computed by other code than the rest, with another
 # last bit where a function is not exactly rounded: of operators with more than one right result, those see whole
@@ -22,7 +22,7 @@ ONE_THREAD_RUN = 1 << 14  # elements; torch's kernels give no thread less than t
 
 
 @dataclass(frozen=True, eq=False)
-class Fill(Node):
+class Fill(RecipeNode):
     """One number everywhere. Memory that nobody wrote counts as zeros."""
 
     value: float | int | bool | complex
@@ -32,7 +32,7 @@ class Fill(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class LiteralNode(Node):
+class LiteralNode(RecipeNode):
     """Numbers that were written in the module's code."""
 
     flat: Tensor
@@ -42,7 +42,7 @@ class LiteralNode(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Count(Node):
+class Count(RecipeNode):
     """``start + step * index`` in integers."""
 
     start: int
@@ -53,7 +53,7 @@ class Count(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Draw(Node):
+class Draw(RecipeNode):
     """Random numbers: ``law(key, index)`` returns them in float64, and rounding must not reach the bound ``below``."""
 
     law: Callable[[int, Tensor], Tensor]
@@ -76,7 +76,7 @@ class Draw(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Elementwise(Node):
+class Elementwise(RecipeNode):
     """An operator whose element i needs only element i of its operands (a ``Read`` each, broadcast to ``sizes``)."""
 
     function: Callable[..., Tensor]
@@ -102,15 +102,15 @@ class Elementwise(Node):
             return replay.read(read, torch.zeros(VECTOR, dtype=torch.int64))[0]
         return replay.read(read if read.sizes == self.sizes else read.expand(self.sizes), index)
 
-    def sources(self) -> Iterator[Node]:
+    def sources(self) -> Iterator[RecipeNode]:
         return (leaf.node for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Read))
 
 
 @dataclass(frozen=True, eq=False)
-class Write(Node):
+class Write(RecipeNode):
     """A storage after an operator wrote ``source`` over the entries of a tensor with given sizes and strides."""
 
-    before: Node
+    before: RecipeNode
     source: Read
     strides: tuple[int, ...]
     offset: int
@@ -118,7 +118,7 @@ class Write(Node):
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         out = torch.empty(index.shape, dtype=self.dtype)
         todo, places = index, torch.arange(index.numel())  # storage indices not yet found, and where they go in `out`
-        node: Node = self
+        node: RecipeNode = self
         while isinstance(node, Write):  # a loop, not recursion: code that writes row by row makes long chains
             hit, logical = node.find(todo)
             hits = hit.nonzero().squeeze(1)
@@ -146,7 +146,7 @@ class Write(Node):
             logical += place * below[dim]
         return hit & (rest == 0), logical
 
-    def sources(self) -> Iterator[Node]:
+    def sources(self) -> Iterator[RecipeNode]:
         yield self.before
         yield self.source.node
 
@@ -176,7 +176,7 @@ class CallNode:
 
 
 @dataclass(frozen=True, eq=False)
-class Result(Node):
+class Result(RecipeNode):
     """One result of an operator that is computed whole."""
 
     call: CallNode
@@ -185,7 +185,7 @@ class Result(Node):
     def at(self, index: Tensor, replay: Replay) -> Tensor:
         return replay.once(self.call, lambda: self.call.run(replay))[self.place].reshape(-1)[index].to(self.dtype)
 
-    def sources(self) -> Iterator[Node]:
+    def sources(self) -> Iterator[RecipeNode]:
         if self.call.draw is not None:
             yield self.call.draw
         for leaf in pytree.tree_leaves((self.call.args, self.call.kwargs)):

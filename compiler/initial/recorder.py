@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import counter
 from .elementwise import Elements, bind_arguments, elements_of, law_of
-from .evaluate import Node, Read, Replay, dense, is_contiguous, seen_as
+from .evaluate import Read, RecipeNode, Replay, dense, is_contiguous, seen_as
 from .nodes import CallNode, Draw, Fill, LiteralNode, Result, Write
 
 _MOST = 200_000
@@ -42,7 +42,7 @@ class RecipeRecorder(TorchDispatchMode):
         super().__init__()
         self._mode = mode
         self._seed = seed
-        self._nodes: dict[int, tuple[object, Node]] = {}  # by storage; holding it keeps its number from reuse
+        self._nodes: dict[int, tuple[object, RecipeNode]] = {}  # by storage; holding it keeps its number from reuse
         self._draws = self._operators = 0
 
     def __torch_dispatch__(
@@ -146,7 +146,7 @@ class RecipeRecorder(TorchDispatchMode):
             if any(tensor is target for target in targets) and not (place < len(results) and written):
                 self._store(tensor, Result(tensor.numel(), tensor.dtype, call, place))
 
-    def _elements(self, func: Any, given: tuple[Any, Any], reads: tuple[Any, Any], target: Tensor) -> Node | None:
+    def _elements(self, func: Any, given: tuple[Any, Any], reads: tuple[Any, Any], target: Tensor) -> RecipeNode | None:
         """Return the node of an operator that makes each element by itself, or None for other operators."""
         name = func.overloadpacket.__name__.removesuffix("_")
         bound = bind_arguments(func, *reads)
@@ -163,7 +163,7 @@ class RecipeRecorder(TorchDispatchMode):
         self._draws += 1
         return Draw(count, dtype, law, self._draws, below)
 
-    def _store(self, tensor: Tensor, node: Node) -> None:
+    def _store(self, tensor: Tensor, node: RecipeNode) -> None:
         """Set the elements of ``tensor`` to those of ``node``, from now on."""
         storage = tensor.untyped_storage()
         if not tensor.numel() and storage._cdata in self._nodes:

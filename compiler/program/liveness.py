@@ -207,8 +207,6 @@ class _Run:
         for index, line in enumerate(self.function.lines):
             if line.calls_function:
                 self._call(index, line)
-            elif line.op == WAIT and next(line.uses()) not in self.travels:
-                pass  # on its way since another program, which has no more than the result of it
             elif line.op == WAIT:
                 self._arrival(self.storages.root[line.made[0].name])
             elif facts(line.op).carries != "away":
@@ -273,7 +271,10 @@ class _Run:
         self.alive.note(buffers.at_once * (not message))
 
     def _arrival(self, name: str) -> None:
-        """Let go of what a message needs beside its result until it is there."""
+        """Let go of what a message needs beside its result until it is there. One that another program sent is its
+        result alone."""
+        if name not in self.travels:
+            return
         result, line = self.storages.size[name], self.travels[name]
         operand = self.liveness.bytes_of(self.function, next(line.uses()))
         self.alive.note(COLLECTIVES[line.op].buffers(operand, result, line.args[1:]).on_arrival)

@@ -22,7 +22,7 @@ from ...compiler.layout.placement import DTYPES
 from ...compiler.padding.runs import EntryRanges
 from ...grammar.bounded import MOST_JSON, parse_json, read_bounded
 from .layouts import FileLayout
-from .shards import Shard
+from .shards import ShardFile
 
 TENSORS, FACTS, INDEX_FILE = "state.safetensors", "state.json", "index.json"
 _FORM: Form = {
@@ -44,7 +44,7 @@ class Index:
     """Files by their numbers, what was written of them, and layouts and dtypes of tensors by name."""
 
     files: Sequence[str]
-    shards: Mapping[int, Shard]
+    shards: Mapping[int, ShardFile]
     layouts: Mapping[str, FileLayout]
     dtypes: Mapping[str, torch.dtype | None]
 
@@ -139,7 +139,7 @@ def read_index(folder: Path, digest: str) -> Index:
         raise ValueError(f"its {INDEX_FILE} has a layout in files that it does not name")
     return Index(
         [file["name"] for file in files],
-        {number: Shard(file["bytes"], file["header"]) for number, file in enumerate(files)},
+        {number: ShardFile(file["bytes"], file["header"]) for number, file in enumerate(files)},
         {name: layouts[row["layout"]] for name, row in tensors.items()},
         {name: DTYPES[row["dtype"]] for name, row in tensors.items()},
     )

@@ -33,7 +33,7 @@ class ShardFault(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ShardFile:
     """A shard as it was written: its size, and the hash of its header, in which the checksums of all tensors stand."""
 
     bytes: int
@@ -72,7 +72,7 @@ class Piece:
         return tensor
 
 
-def write_shard(path: Path, pieces: Mapping[str, Piece]) -> Shard:
+def write_shard(path: Path, pieces: Mapping[str, Piece]) -> ShardFile:
     """Write pieces of tensors, without their padding.
 
     Raises:
@@ -93,7 +93,7 @@ def write_shard(path: Path, pieces: Mapping[str, Piece]) -> Shard:
         file.write(header)
         file.flush()
         os.fsync(file.fileno())
-    return Shard(size, hashlib.sha256(header).hexdigest())
+    return ShardFile(size, hashlib.sha256(header).hexdigest())
 
 
 def _header(pieces: Mapping[str, Piece], sums: Mapping[str, int]) -> bytes:
@@ -110,7 +110,7 @@ def _header(pieces: Mapping[str, Piece], sums: Mapping[str, int]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def check_shard(path: Path, shard: Shard, expected: Mapping[str, tuple[torch.dtype | None, Shape]]) -> list[str]:
+def check_shard(path: Path, shard: ShardFile, expected: Mapping[str, tuple[torch.dtype | None, Shape]]) -> list[str]:
     """Return which of the tensors in a file have other numbers than were written, and where these stand.
 
     Raises:
@@ -136,7 +136,7 @@ def check_shard(path: Path, shard: Shard, expected: Mapping[str, tuple[torch.dty
         ]
 
 
-def _read_header(file: BinaryIO, shard: Shard) -> bytes:
+def _read_header(file: BinaryIO, shard: ShardFile) -> bytes:
     size = os.fstat(file.fileno()).st_size
     if size != shard.bytes:
         raise ShardFault(f"has {size} bytes, and {shard.bytes} were written")
