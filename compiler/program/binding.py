@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 Kind = Literal[
     "parameter", "frozen", "buffer", "constant", "input", "rng", "key", "weight", "saved", "received", "sent", "count",
@@ -103,10 +103,10 @@ class Binding(NamedTuple):
             ValueError: the text is of no kind.
         """
         word, _, name = text.partition(" ")
-        kind = next((kind for kind in KINDS if kind == word), None)
-        if kind is None or str(cls(kind, name)) != text:
+        found = cls(cast(Kind, word), name)
+        if word not in KINDS or str(found) != text:
             raise ValueError(f"`{text}` is nothing that a value can be bound to")
-        return cls(kind, name)
+        return found
 
     def key_in(self, action: str) -> str:
         """Return the text under which an action's program returns it. B returns gradients under their names alone."""

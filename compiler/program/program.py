@@ -94,7 +94,7 @@ def _word(text: str) -> str:
     return "%2D" if quoted == "-" else quoted or "-"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Line:
     """``results = op(args, kwargs)``; ``op`` is an operator such as ``aten.mm.default`` or a function's name.
 
@@ -106,16 +106,18 @@ class Line:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
     origin: Origin = Origin()
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Facts computed from the line, by kind. They are kept, because a line never changes."""
 
-    @property
+    @cached_property
     def calls_function(self) -> bool:
         """True where the line calls another function of its program."""
         return "." not in self.op
 
-    @property
-    def made(self) -> list[Value]:
+    @cached_property
+    def made(self) -> tuple[Value, ...]:
         """The results of the line, without those that nobody wants."""
-        return [value for value in self.results if value is not None]
+        return tuple(value for value in self.results if value is not None)
 
     def renamed(self, names: Mapping[str, str]) -> Line:
         """Return the line with other names for the values that it reads; a name that is not given stays."""
@@ -126,10 +128,27 @@ class Line:
         args = tuple(map_references(item, new) for item in self.args)
         return replace(self, args=args, kwargs=tuple((key, map_references(item, new)) for key, item in self.kwargs))
 
+    @cached_property
+    def _uses(self) -> tuple[str, ...]:
+        return tuple(references((self.args, [value for _, value in self.kwargs])))
+
     def uses(self) -> Iterator[str]:
         """Names of the values that the line reads, in order."""
-        for item in (*self.args, *(value for _, value in self.kwargs)):
-            yield from references(item)
+        return iter(self._uses)
+
+    def text(self, mesh: Mesh) -> str:
+        """The line as it stands in a function."""
+        if ("text", mesh) not in self.derived:
+            names = ", ".join("_" if value is None else value.name for value in self.results)
+            args = self.args
+            if self.op in COLLECTIVES and len(args) > 1 and isinstance(args[1], str):
+                args = (args[0], ",".join(mesh.joined(args[1].split(","))), *args[2:])
+            words = [argument_text(item, mesh) for item in args]
+            words += [f"{key}={argument_text(item, mesh)}" for key, item in self.kwargs]
+            types = "; ".join("-" if value is None else value.type.text(mesh) for value in self.results)
+            text = f"    {names} = {self.op}({', '.join(words)})  # {types} | {self.origin}"
+            self.derived["text", mesh] = text
+        return str(self.derived["text", mesh])
 
 
 def references(item: Any) -> Iterator[str]:
@@ -187,8 +206,7 @@ class Function:
         """The function as it stands in a program of an action."""
         if ("text", mesh, action) not in self.derived:
             self.derived["text", mesh, action] = _function_text(self, mesh, action)
-        text: str = self.derived["text", mesh, action]
-        return text
+        return str(self.derived["text", mesh, action])
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +252,8 @@ class Program:
     def text(self) -> str:
         """The program's one canonical text."""
         head = f'"""parc program: role {self.role}, action {self.action}"""\n\nmesh({self.mesh})\n'
-        if self.operators:
-            head += f"operators({', '.join(map(json.dumps, self.operators))})\n"
+        if operators := self.operators:
+            head += f"operators({', '.join(map(json.dumps, operators))})\n"
         return head + "".join(f"\n\n{function.text(self.mesh, self.action)}" for function in self.functions)
 
 
@@ -245,15 +263,7 @@ def _function_text(function: Function, mesh: Mesh, action: str) -> str:
         behind = f"  # {value.binding}" if value.binding is not None else ""
         rows.append(f'    {value.name}: "{value.type.text(mesh)}",{behind}')
     rows.append("):")
-    for line in function.lines:
-        names = ", ".join("_" if value is None else value.name for value in line.results)
-        args = line.args
-        if line.op in COLLECTIVES and len(args) > 1 and isinstance(args[1], str):
-            args = (args[0], ",".join(mesh.joined(args[1].split(","))), *args[2:])
-        words = [argument_text(item, mesh) for item in args]
-        words += [f"{key}={argument_text(item, mesh)}" for key, item in line.kwargs]
-        types = "; ".join("-" if value is None else value.type.text(mesh) for value in line.results)
-        rows.append(f"    {names} = {line.op}({', '.join(words)})  # {types} | {line.origin}")
+    rows += [line.text(mesh) for line in function.lines]
     rows.append("    return {")
     ends = [(key.key_in(action), name) for key, name in function.returns]
     rows += [f"        {json.dumps(key, ensure_ascii=not key.isprintable())}: {name}," for key, name in ends]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -63,7 +62,7 @@ def _first_difference(text: str, again: str) -> str:
 
 def _read(text: str, name: str) -> Program:
     """Read the head, then one function after the other."""
-    head, *texts = _BETWEEN.split(text)
+    head, *texts = text.replace("\n\n\ndef ", "\n\0def ").split("\0")  # which is not printable
     part = _Part(head, name=name)
     match part.tree().body:
         case [
@@ -92,7 +91,6 @@ def _read(text: str, name: str) -> Program:
     return Program(role, action, mesh, tuple(functions.values()))
 
 
-_BETWEEN = re.compile(r"(?<=\n)\n\n(?=def )")
 _ONLY_FUNCTIONS = "only functions stand here"
 
 
@@ -113,27 +111,37 @@ class _Part:
 
     def tree(self) -> ast.Module:
         try:
-            return ast.parse(self.text)
+            return _parsed(self.text)
         except SyntaxError as error:
             raise ProgramError(f"{self.name}:{self.row + (error.lineno or 1)}: {error.msg}") from None
 
-    def fail(self, at: ast.AST | None, why: str) -> ProgramError:
-        return ProgramError(f"{self.name}:{self.row + getattr(at, 'lineno', 1)}: {why}")
+    def fail(self, at: ast.AST | int | None, why: str) -> ProgramError:
+        """Return the error of a node, or of a row of the text."""
+        row = at if isinstance(at, int) else getattr(at, "lineno", 1)
+        return ProgramError(f"{self.name}:{self.row + row}: {why}")
+
+
+@lru_cache(maxsize=512)
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 @lru_cache(maxsize=512)
 def _read_function(part: _Part) -> Function:
-    node, *rest = part.tree().body
-    if rest:
-        raise part.fail(rest[0], _ONLY_FUNCTIONS)
-    return _Reader(part, part.text.split("\n")).function(node)
+    """Read a function: what stands around its lines as one text, and each line by itself."""
+    rows = part.text.split("\n")
+    start = rows.index("):") + 1 if "):" in rows else 0
+    end = rows.index(_RETURN) if start and _RETURN in rows else start
+    around = replace(part, text="\n".join([*rows[:start], *[""] * (end - start), *rows[end:]]))
+    match around.tree().body:
+        case [ast.FunctionDef(body=[returned]) as node]:
+            return _Reader(part, rows).function(node, range(start, end), returned)
+        case [_, node, *_]:
+            raise part.fail(node, _ONLY_FUNCTIONS)
+    raise part.fail(None, _ONLY_FUNCTIONS)
 
 
-@lru_cache(maxsize=1 << 14)
-def _type(text: str, mesh: Mesh) -> TensorType:
-    type_ = parse_type(text, mesh)
-    type_.local(mesh)
-    return type_
+_RETURN = "    return {"
 
 
 def _mesh(part: _Part, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
@@ -149,42 +157,55 @@ def _mesh(part: _Part, at: ast.AST, keywords: Sequence[ast.keyword]) -> Mesh:
 
 @dataclass
 class _Reader:
-    """The reader of one function's syntax tree. ``rows`` are the lines of its text, for the comments behind ``#``."""
+    """The reader of one function. ``rows`` are the lines of its text."""
 
     part: _Part
     rows: Sequence[str]
-    types: dict[str, TensorType] = field(default_factory=dict)
     defined: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.mesh, self.fail = self.part.mesh, self.part.fail
+        self.fail = self.part.fail
 
-    def type(self, text: str) -> TensorType:
-        """Read a type, of which a rank must be able to hold a piece."""
-        if text not in self.types:
-            self.types[text] = _type(text, self.mesh)
-        return self.types[text]
-
-    def behind(self, node: ast.expr | ast.stmt | ast.arg) -> str:
-        """Return the text behind a node, on its last line."""
-        assert node.end_lineno is not None and node.end_col_offset is not None
-        return self.rows[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
-
-    def function(self, node: ast.stmt) -> Function:
-        """Read the function whose tree is ``node``."""
-        if not isinstance(node, ast.FunctionDef):
-            raise self.fail(node, _ONLY_FUNCTIONS)
+    def function(self, node: ast.FunctionDef, lines: range, returned: ast.stmt) -> Function:
+        """Read the function whose tree, without the rows of its ``lines``, is ``node``."""
         for argument in node.args.args:
             match argument.annotation:
                 case ast.Constant(value=str() as text):
-                    _, _, binding = self.behind(argument).partition("  # ")
-                    self._define(argument, argument.arg, text, binding)
+                    _, _, binding = _behind(self.rows[(argument.end_lineno or 1) - 1], argument).partition("  # ")
+                    self._parameter(argument, text, binding)
                 case _:
                     raise self.fail(argument, f"`{argument.arg}` has no type")
         parameters = tuple(self.defined.values())
-        lines = tuple(self._line(statement) for statement in node.body[:-1])
+        read = tuple(map(self._line, lines))
         outside = self.part.main or any(value.binding is not None for value in parameters)
-        return Function(node.name, parameters, lines, self._returns(node.body[-1], outside))
+        return Function(node.name, parameters, read, self._returns(returned, outside))
+
+    def _parameter(self, at: ast.arg, text: str, binding: str) -> None:
+        try:
+            value = Value(at.arg, _type(text, self.part.mesh), Binding.parse(binding) if binding else None)
+        except ValueError as error:
+            raise self.fail(at, str(error)) from None
+        self._define(value, at.lineno)
+
+    def _define(self, value: Value, row: int) -> None:
+        if value.name in self.defined or value.name in _NUMBERS or value.name == "_":
+            raise self.fail(row, f"`{value.name}` is defined twice, or is no name for a value")
+        self.defined[value.name] = value
+
+    def _line(self, index: int) -> Line:
+        part, row = self.part, self.rows[index]
+        try:
+            line = _read_line(_Row(row.removeprefix("    "), part.mesh, part.custom, part.before))
+        except SyntaxError as error:
+            raise self.fail(index + 1, error.msg) from None
+        except ValueError as error:
+            raise self.fail(index + 1, str(error)) from None
+        for name in line.uses():
+            if name not in self.defined:
+                raise self.fail(index + 1, f"`{name}` is used before it is defined")
+        for value in line.made:
+            self._define(value, index + 1)
+        return line
 
     def _returns(self, node: ast.stmt, outside: bool) -> tuple[tuple[Binding, str], ...]:
         """Read a function's returns: bindings if it is the program's main function (``outside``), else names for the
@@ -209,55 +230,67 @@ class _Reader:
         except ValueError as error:
             raise self.fail(at, str(error)) from None
 
-    def _define(self, at: ast.AST, label: str, text: str, binding: str = "") -> Value:
-        if label in self.defined or label in _NUMBERS or label == "_":
-            raise self.fail(at, f"`{label}` is defined twice, or is no name for a value")
-        try:
-            value = Value(label, self.type(text), Binding.parse(binding) if binding else None)
-        except ValueError as error:
-            raise self.fail(at, str(error)) from None
-        self.defined[label] = value
-        return value
 
-    def _line(self, node: ast.stmt) -> Line:
-        fail = self.fail
-        match node:
-            case ast.Assign(targets=[target], value=ast.Call(func=func, args=args, keywords=keywords)):
+@lru_cache(maxsize=1 << 14)
+def _type(text: str, mesh: Mesh) -> TensorType:
+    """Read a type, of which a rank must be able to hold a piece."""
+    type_ = parse_type(text, mesh)
+    type_.local(mesh)
+    return type_
+
+
+def _behind(row: str, node: ast.stmt | ast.arg) -> str:
+    """Return the text behind a node that ends in a row."""
+    return row.encode()[node.end_col_offset :].decode()
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The text of one line, with all that its reading depends on: the mesh, the ``custom`` operators, and the functions
+    before its own. Equal rows are read once, wherever they stand."""
+
+    text: str
+    mesh: Mesh
+    custom: frozenset[str]
+    before: frozenset[str]
+
+    def line(self) -> Line:
+        """Read the line, whatever is defined where it stands.
+
+        Raises:
+            ValueError: it is none.
+            SyntaxError: it is not even Python.
+        """
+        match ast.parse(self.text).body:
+            case [ast.Assign(targets=[target], value=ast.Call(func=func, args=args, keywords=keywords)) as node]:
                 names = target.elts if isinstance(target, ast.Tuple) else [target]
             case _:
-                raise fail(node, "a line is `results = operator(arguments)`")
+                raise ValueError("a line is `results = operator(arguments)`")
         op = ast.unparse(func)
-        if op not in self.part.before and not allowed(op, self.part.custom):
-            unknown = "; is the module that registers it imported?" if op in self.part.custom else ""
-            raise fail(node, f"`{op}` is not an operator that a program may use{unknown}")
+        if op not in self.before and not allowed(op, self.custom):
+            unknown = "; is the module that registers it imported?" if op in self.custom else ""
+            raise ValueError(f"`{op}` is not an operator that a program may use{unknown}")
         given = tuple(self._argument(item) for item in args)
         if op in COLLECTIVES and len(given) > 1 and isinstance(given[1], str):
             given = (given[0], ",".join(self.mesh.spread(given[1].split(","))), *given[2:])
         named = tuple((str(item.arg), self._argument(item.value)) for item in keywords)
-        if op in self.part.before and (named or not all(isinstance(item, Ref) for item in given)):
-            raise fail(node, f"`{op}` is a function and takes values alone")
-        types, _, origin = self.behind(node).removeprefix("  # ").partition(" | ")
+        if op in self.before and (named or not all(isinstance(item, Ref) for item in given)):
+            raise ValueError(f"`{op}` is a function and takes values alone")
+        types, _, origin = _behind(self.text, node).removeprefix("  # ").partition(" | ")
         texts = types.split("; ")
         if len(texts) != len(names):
-            raise fail(node, "results and types differ in number")
+            raise ValueError("results and types differ in number")
         results: list[Value | None] = []
         for name, text in zip(names, texts, strict=True):
             if not isinstance(name, ast.Name):
-                raise fail(node, f"`{ast.unparse(name)}` is no name for a value")
-            results.append(None if (name.id, text) == ("_", "-") else self._define(node, name.id, text))
-        try:
-            return Line(tuple(results), op, given, named, Origin.parse(origin))
-        except ValueError as error:
-            raise fail(node, str(error)) from None
+                raise ValueError(f"`{ast.unparse(name)}` is no name for a value")
+            results.append(None if (name.id, text) == ("_", "-") else Value(name.id, _type(text, self.mesh)))
+        return Line(tuple(results), op, given, named, Origin.parse(origin))
 
     def _argument(self, item: ast.expr) -> Any:
         match item:
-            case ast.Name(id=name) if name in _NUMBERS:
-                return _NUMBERS[name]
             case ast.Name(id=name):
-                if name not in self.defined:
-                    raise self.fail(item, f"`{name}` is used before it is defined")
-                return Ref(name)
+                return _NUMBERS[name] if name in _NUMBERS else Ref(name)
             case ast.List(elts=elements):
                 return [self._argument(element) for element in elements]
             case ast.Tuple(elts=elements):
@@ -272,7 +305,7 @@ class _Reader:
                     return -value
             case ast.Constant(value=None | bool() | int() | float() | str() as value):
                 return value
-        raise self.fail(item, f"`{ast.unparse(item)}` cannot stand in a program")
+        raise ValueError(f"`{ast.unparse(item)}` cannot stand in a program")
 
     def _cut(self, at: ast.expr, whole: Any, axis: str) -> LocalSize:
         size, axes = (whole.size, whole.axes) if isinstance(whole, LocalSize) else (whole, ())
@@ -280,8 +313,11 @@ class _Reader:
         cut_axes = (*axes, *mesh.parts(axis))
         known = len(set(cut_axes)) == len(cut_axes) and set(cut_axes) <= set(mesh.names)
         if not known or isinstance(size, bool) or not isinstance(size, int):
-            raise self.fail(at, f"`{ast.unparse(at)}` does not cut a size over axes of the mesh")
+            raise ValueError(f"`{ast.unparse(at)}` does not cut a size over axes of the mesh")
         cut = LocalSize(size, cut_axes)
         if size % math.prod(mesh.size(name) for name in cut.axes):
-            raise self.fail(at, f"`{ast.unparse(at)}` does not divide")
+            raise ValueError(f"`{ast.unparse(at)}` does not divide")
         return cut
+
+
+_read_line = lru_cache(maxsize=1 << 14)(_Row.line)

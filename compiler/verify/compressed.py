@@ -15,7 +15,7 @@ from ..ops.rules import facts
 from ..program.actions import REDUCE
 from ..program.binding import UNSCALE, Binding
 from ..program.faults import Fault
-from ..program.program import Line, Program, Ref, Value
+from ..program.program import Line, Program, Ref
 from ..program.residual import residual, residual_of
 
 Sent = frozenset[tuple[str, str]]
@@ -125,10 +125,9 @@ class _Reduce:
         return None
 
     def _narrows(self, line: Line, names: Sequence[str]) -> bool:
-        made: list[Value] = line.made
         if line.op in COLLECTIVES or not facts(line.op).casts or not names:
             return False
-        return made[0].type.dtype.itemsize < self.types[names[0]].dtype.itemsize
+        return line.made[0].type.dtype.itemsize < self.types[names[0]].dtype.itemsize
 
     def _rounded(self, line: Line, operand: str, part: _Part | None) -> _Part:
         axes = str(line.args[1]).split(",") if line.op in COLLECTIVES and line.args[1] else []
