@@ -54,11 +54,15 @@ class Body:
 def function_body(function: Function, mesh: Mesh, names: Mapping[str, str] | None = None) -> Body:
     """Return a function's body. Parameters have the ``names``, or are numbered."""
     names = names or {value.name: f"x{index}" for index, value in enumerate(function.parameters)}
-    values = function.values()
-    head = [f"{names[v.name]}: {sizeless(v, mesh)}" for v in function.parameters]
-    body = lines_body(function.lines, names, values, mesh)
-    end = f"return {', '.join(body.names[name] for _, name in function.returns)}"
-    return Body((*head, *body.rows, end), body.numbers, body.names)
+    key = "body", mesh, tuple(names.items())
+    if key not in function.derived:
+        values = function.values()
+        head = [f"{names[v.name]}: {sizeless(v, mesh)}" for v in function.parameters]
+        body = lines_body(function.lines, names, values, mesh)
+        end = f"return {', '.join(body.names[name] for _, name in function.returns)}"
+        function.derived[key] = Body((*head, *body.rows, end), body.numbers, body.names)
+    stored: Body = function.derived[key]
+    return stored
 
 
 def lines_body(lines: Iterable[Line], names: Mapping[str, str], values: Mapping[str, Value], mesh: Mesh) -> Body:

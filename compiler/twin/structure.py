@@ -14,7 +14,7 @@ from ..program.roles import Programs
 from ..program.weights import weight_sources
 from .backward import Backward, reduce_facts
 from .bodies import Pairs, function_body, number_problem
-from .wiring import Forward, Graph, Kinds, PieceCall, PieceFact, WiringFault
+from .wiring import Forward, Kinds, PieceCall, PieceFact, WiringFault
 
 
 def compare_structure(full: Programs, captured: Program, twin: Programs, twin_captured: Program) -> list[Fault]:
@@ -43,7 +43,7 @@ def repetition_fault(programs: Programs, captured: Program) -> Fault | None:
     """Return the first fault that shows in a build alone: backward undoes another call than forward made, or one
     repetition of a block is wired otherwise than the others."""
     try:
-        facts = list(_Step(programs, captured, Kinds()).facts())
+        facts = list(_Step(programs, captured, Kinds.alone(captured)).facts())
     except WiringFault as problem:
         return Fault("types", "step", str(problem))
     fault = _fact_fault(facts, facts)
@@ -56,10 +56,10 @@ class _Step:
     def __init__(self, programs: Programs, captured: Program, kinds: Kinds) -> None:
         self.programs = programs
         self.weights = weight_sources(programs)
-        graph = Graph(captured.main, kinds)
+        graph = kinds.graph(captured.main)
         self.forwards = {FORWARD: Forward(programs[FORWARD], programs[BACKWARD], graph, kinds, self.weights)}
         if COUNTING in programs and len(captured.functions) > 1:
-            self.forwards[COUNTING] = Forward(programs[COUNTING], None, Graph(captured.functions[0], kinds), kinds, {})
+            self.forwards[COUNTING] = Forward(programs[COUNTING], None, kinds.graph(captured.functions[0]), kinds, {})
 
     def facts(self) -> Iterator[PieceFact]:
         """Yield all facts about the places of the step."""

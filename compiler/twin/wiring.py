@@ -56,6 +56,19 @@ class Kinds:
         """The number of a text."""
         return self._known.setdefault(text, len(self._known))
 
+    @staticmethod
+    def alone(captured: Program) -> Kinds:
+        """Return the kinds of a build that is compared with itself alone: whoever asks again gets the same."""
+        kinds: Kinds = captured.main.derived.setdefault("kinds", Kinds())
+        return kinds
+
+    def graph(self, captured: Function) -> Graph:
+        """Return the pieces of a captured graph, which is cut once."""
+        if ("graph", self) not in captured.derived:
+            captured.derived["graph", self] = Graph(captured, self)
+        graph: Graph = captured.derived["graph", self]
+        return graph
+
 
 @dataclass(slots=True)
 class GraphPiece:

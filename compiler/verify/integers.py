@@ -160,6 +160,19 @@ class _Parts(TorchDispatchMode):
 
 def check_integers(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
     """Find arithmetic of whole numbers in COUNT, F and B that the captured graph does not have."""
+    if "integers" not in reference.main.derived:
+        reference.main.derived["integers"] = _of_model(reference)
+    express, known = reference.main.derived["integers"]
+    saved: dict[str, int] = {}
+    for program in [programs[row.kind] for row in step_kinds() if row.each and row.kind in programs]:
+        expressions, faults = _held(program, express, known, saved)
+        ends = zip(program.main.returns, expressions, strict=True)
+        saved.update((key.name, expression) for (key, _), expression in ends if key.kind == "saved")
+        yield from faults
+
+
+def _of_model(reference: Program) -> tuple[_Expressions, set[int]]:
+    """Return the expressions of the captured graph, and those of its arithmetic."""
     express = _Expressions()
     known: set[int] = set()
 
@@ -170,12 +183,7 @@ def check_integers(programs: Mapping[str, Program], reference: Program) -> Itera
 
     for function in reference.functions:
         follow(reference, function, [express.source(value, {}) for value in function.parameters], noted)
-    saved: dict[str, int] = {}
-    for program in [programs[row.kind] for row in step_kinds() if row.each and row.kind in programs]:
-        expressions, faults = _held(program, express, known, saved)
-        ends = zip(program.main.returns, expressions, strict=True)
-        saved.update((key.name, expression) for (key, _), expression in ends if key.kind == "saved")
-        yield from faults
+    return express, known
 
 
 def _held(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from ..program.faults import Fault
 from ..program.program import Function, Line, LocalSize, Program, Ref, Value, argument_text, map_references, operator
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Question:
     """A line without its names, with the types of its operands. Equal lines are checked once."""
 
@@ -35,6 +35,13 @@ class Question:
     declared: tuple[TensorType | None, ...]
     mesh: Mesh
     line: Line = field(compare=False)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.text, self.operands, self.declared))
 
     @property
     def results(self) -> list[TensorType]:
@@ -118,16 +125,19 @@ def questions(function: Function, mesh: Mesh) -> Sequence[tuple[Line, Question |
     """Return a function's lines, each with its question, or None where it calls another function."""
     key = "questions", mesh
     if key not in function.derived:
-        values = function.values()
+        types = {name: value.type for name, value in function.values().items()}
         function.derived[key] = [
-            (line, None if line.calls_function else _question(line, values, mesh)) for line in function.lines
+            (line, None if line.calls_function else _question(line, types, mesh)) for line in function.lines
         ]
     stored: Sequence[tuple[Line, Question | None]] = function.derived[key]
     return stored
 
 
-def _question(line: Line, values: Mapping[str, Value], mesh: Mesh) -> Question:
-    operands = tuple(values[name].type for name in line.uses())
+def _question(line: Line, types: Mapping[str, TensorType], mesh: Mesh) -> Question:
+    operands = tuple(types[name] for name in line.uses())
+    known: Question | None = line.derived.get("question")  # lines are shared by functions that are almost equal
+    if known is not None and (known.operands, known.mesh) == (operands, mesh):
+        return known
     declared = tuple(None if value is None else value.type for value in line.results)
     names = iter(f"%{index}" for index in range(len(operands)))
 
@@ -135,7 +145,9 @@ def _question(line: Line, values: Mapping[str, Value], mesh: Mesh) -> Question:
         return argument_text(map_references(item, lambda _: Ref(next(names))), mesh)
 
     words = [*map(word, line.args), *(f"{key}={word(item)}" for key, item in line.kwargs)]
-    return Question(f"{line.op}({', '.join(words)})", TABLE.get(line.op), operands, declared, mesh, line)
+    text = f"{line.op}({', '.join(words)})"
+    made = line.derived["question"] = Question(text, TABLE.get(line.op), operands, declared, mesh, line)
+    return made
 
 
 def follow(

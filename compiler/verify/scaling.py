@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isnan
 
 from ..layout.collectives import COLLECTIVES
@@ -90,7 +91,8 @@ def degrees(program: Program, given: Sequence[Degree]) -> list[Degree]:
     return follow(program, program.main, given, lambda _, line, operands: [_degree(line, operands)] * len(line.results))
 
 
-def _degree(question: Question, operands: Sequence[Degree]) -> Degree:
+@lru_cache(maxsize=8192)
+def _degree(question: Question, operands: tuple[Degree, ...]) -> Degree:
     line, row = question.line, facts(question.line.op)
     known = [degree for degree in operands if degree is not None]
     if len(known) != len(operands):

@@ -15,7 +15,7 @@ from ..program.faults import Fault
 from ..program.program import Program
 from ..program.weights import stored_sources, weight_sources
 from ..twin.structure import repetition_fault
-from ..twin.wiring import Forward, Graph, Kinds
+from ..twin.wiring import Forward, Kinds
 
 
 def check_stored(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
@@ -35,10 +35,9 @@ def check_stored(programs: Mapping[str, Program], reference: Program) -> Iterato
     if (fault := repetition_fault(programs, reference)) is not None:
         yield fault
         return
-    kinds = Kinds()
-    yield from _read_faults(
-        Forward(programs[FORWARD], programs[BACKWARD], Graph(reference.main, kinds), kinds, weights)
-    )
+    kinds = Kinds.alone(reference)
+    graph = kinds.graph(reference.main)
+    yield from _read_faults(Forward(programs[FORWARD], programs[BACKWARD], graph, kinds, weights))
 
 
 def _read_faults(forward: Forward) -> Iterator[Fault]:
