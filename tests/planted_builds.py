@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from parc.checking.checks import case_of, static_faults
+from parc.checking.checks import case_of, faults_by_check
 from parc.compiler.build.build import Build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import Action
+from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import Program
 from parc.compiler.program.roles import SINGLE, JoinFault, join_roles
 from parc.compiler.program.text import ProgramError, parse_program
@@ -218,13 +219,17 @@ def judge(
     role = build.build.roles[SINGLE]
     roles = {SINGLE: replace(role, actions=tuple(actions), programs={**role.programs, **read})}
     try:
-        faults = static_faults(replace(build.build, programs=join_roles({SINGLE: read}), roles=roles))
+        faults: list[Fault] = []
+        for found in faults_by_check(replace(build.build, programs=join_roles({SINGLE: read}), roles=roles)):
+            faults += found
+            if any(fault.check == "types" for fault in found):
+                break  # shapes are checked before, and all else counts less
     except JoinFault as fault:
         return Verdict("types", str(fault), True)
+    by_types = any(fault.check == "types" for fault in faults)
     for check in CHECKS:
-        found = [fault for fault in faults if fault.check == check]
-        if found:
-            return Verdict(check, str(found[0]), any(fault.check == "types" for fault in faults))
+        if first := next((fault for fault in faults if fault.check == check), None):
+            return Verdict(check, str(first), by_types)
     try:
         for steps in (1, 2):
             agreement = compare(replace(case, programs=read, actions=actions), steps)

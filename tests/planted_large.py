@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from parc.checking.checks import static_faults
+from parc.checking.checks import faults_by_check
 from parc.checking.twins import find_twin
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.faults import Fault
@@ -118,8 +118,8 @@ class LargeBuild:
         except ProgramError as error:
             return "parse", [Fault("parse", "", str(error))]
         build = self.compiled.build
-        found = static_faults(replace(build, programs=read))  # a pipeline's roles are as they were
-        if found:
+        # a pipeline's roles are as they were
+        if found := next((each for each in faults_by_check(replace(build, programs=read)) if each), []):
             return found[0].check, found
         found = compare_structure(read, build.reference, self.twin.build.programs, self.twin.build.reference)
         return "twin" if found else "", found

@@ -65,6 +65,11 @@ class Checked:
 def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
     """Return the faults of shapes, types, communication, padding and roundings in a build's programs, from these and
     the captured graph alone."""
+    return [fault for faults in faults_by_check(build, summed) for fault in faults]
+
+
+def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[Fault]]:
+    """Yield the same faults, of one check after the other: who wants the first alone need not wait for the last."""
     programs, roles, reference = build.programs, build.roles, build.reference
     faults = mesh_faults(programs, build.mesh)
     for program in {id(program): program for program in (*programs.values(), *build.files())}.values():
@@ -72,21 +77,23 @@ def static_faults(build: Build, summed: bool | None = None) -> list[Fault]:
     axis = "" if faults else build.axis
     if axis:
         faults += check_stages({name: role.programs for name, role in roles.items()}, build.mesh, axis)
-    if not faults:
-        faults += check_bindings(programs, build.types)
-        faults += check_reference(programs, reference, build.microbatches, build.pads, summed)
-        faults += check_reduce(programs[SCALING], programs[REDUCE])
-        faults += check_rescale(programs, build.mesh)
-        faults += (*check_integers(programs, reference), *check_bounds(programs, reference))
-        faults += check_compressed(programs, build.rounding.sent)
-        faults += check_stored(programs, reference)
-        faults += check_places(programs, build.manifest.get("offload", {}))
-        faults += check_precision(programs, reference, build.rounding)
-        faults += check_padding(programs, build.pads, build.types)
-        faults += check_schedule(roles, build.microbatches)
-        for role in roles.values():
-            faults += check_messages(role.programs, build.microbatches)
-    return faults
+    yield faults
+    if faults:
+        return
+    yield check_bindings(programs, build.types)
+    yield check_reference(programs, reference, build.microbatches, build.pads, summed)
+    yield [*check_reduce(programs[SCALING], programs[REDUCE])]
+    yield [*check_rescale(programs, build.mesh)]
+    yield [*check_integers(programs, reference)]
+    yield [*check_bounds(programs, reference)]
+    yield [*check_compressed(programs, build.rounding.sent)]
+    yield [*check_stored(programs, reference)]
+    yield [*check_places(programs, build.manifest.get("offload", {}))]
+    yield check_precision(programs, reference, build.rounding)
+    yield [*check_padding(programs, build.pads, build.types)]
+    yield check_schedule(roles, build.microbatches)
+    for role in roles.values():
+        yield [*check_messages(role.programs, build.microbatches)]
 
 
 def check_schedule(roles: Mapping[str, Role], microbatches: int) -> list[Fault]:
