@@ -144,6 +144,15 @@ SMALL_BUCKET = shown(
     example="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 1KB",
     instead="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 1MB",
 )
+SHARED_OVER_UNITS = shown(
+    name="P0134",
+    title="a unit that cuts through a shared parameter",
+    why="a unit's weights are gathered for it, and freed behind it. One that operators outside the unit read too would"
+    " be gathered and summed twice, which is what naming a unit is to avoid. Blocks that no line names share"
+    " parameters freely: each gathers what it reads.",
+    example="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp unit head   # head.weight is tokens.weight",
+    instead="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp",
+)
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",

@@ -84,6 +84,8 @@ class Request:
     """The gradients that are summed in fewer bytes, by the parameters' names."""
     shard_dims: ShardDims | None = None
     """The dims along which the parameters and the sums of a larger model are cut, whose twin this is."""
+    units: frozenset[str] = frozenset()
+    """The modules that are called as one, beside numbered modules outside them."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     stop_gradients(loss.graph)
     for part in (loss.graph, loss.count):
         if part is not None:
-            mark_blocks(part)
+            mark_blocks(part, request.units)
     return loss, reference
 
 
@@ -202,8 +204,8 @@ def freeze_parameters(graph: fx.Graph, names: frozenset[str]) -> None:
                 noted(node).binding = Binding("frozen", name)
 
 
-def mark_blocks(graph: fx.Graph) -> None:
-    """Note on every operator the numbered module of the model that it belongs to."""
+def mark_blocks(graph: fx.Graph, units: frozenset[str] = frozenset()) -> None:
+    """Note on every operator the block of the model that it belongs to."""
     for node in graph.nodes:
         if computes(node):
-            noted(node).block = block_of(noted(node).origin.module)
+            noted(node).block = block_of(noted(node).origin.module, units)

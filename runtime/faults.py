@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 
 from ..compiler.program.actions import ACTIONS, SCALING, Action, work_kinds
+from ..compiler.program.blocks import complete
 from ..compiler.program.loss_scale import SKIPPED_STEPS
 from ..compiler.program.program import Line
 from ..grammar.code import Code
@@ -128,7 +129,7 @@ class Watcher:
             return Bad(order, self.rank, "every target of the batch is ignored, so the loss divides by nothing")
         module = line.origin.module
         if "*" in module and self._called_by:
-            module = complete_module(module, self._called_by)
+            module = complete(module, self._called_by)
         phase = ACTIONS[action].phase if ACTIONS[action].works else "reduction"
         source = line.origin.source
         where = f"`{module}`" if module else "the model's own code or the loss" if source else "the loss"
@@ -184,10 +185,3 @@ def _any(values: Sequence[Any], test: Callable[[torch.Tensor], torch.Tensor]) ->
 def _writes_infinity(line: Line) -> bool:
     values = [*line.args, *(value for _, value in line.kwargs)]
     return any(isinstance(value, float) and math.isinf(value) for value in values)
-
-
-def complete_module(module: str, caller: str) -> str:
-    """Complete a module's name with the block's number: ``blocks.*.attn`` called as ``blocks.3`` is
-    ``blocks.3.attn``."""
-    names, given = module.split("."), caller.split(".")
-    return ".".join(given[at] if name == "*" and at < len(given) else name for at, name in enumerate(names))

@@ -167,6 +167,7 @@ def storing_lines(draw: st.DrawFn, spec: ModelSpec, mesh: dict[str, int], lines:
     found = [f"node {ranks}"] * bool(both) + [f"hierarchical over {axis}" for axis in both if draw(st.booleans())]
     for axis in free:
         within = " within node" if axis in both and draw(st.booleans()) else ""
+        within += draw(st.sampled_from(["", "", *(place.replace(" on ", " unit ") for place in places)]))
         found.append(f"zero {draw(st.sampled_from([0, 1, 2, 3]))} over {axis}{within}{draw(st.sampled_from(places))}")
     late = [axis for axis in mesh if not any(f"zero {level} over {axis}" in line for line in found for level in (2, 3))]
     if late and draw(st.sampled_from([False, False, True])):

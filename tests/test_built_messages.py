@@ -180,6 +180,7 @@ COMMANDS = {
     "P0024": Case(lines="# one more line\n" * 10_000),
     "P0025": Case(lines='include "models.py"\n'),
     "P0112": Case(lines=TENSOR.replace("tp=2", "tp=4")),
+    "P0134": Case(lines="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp unit blocks.*.mlp, head\n"),
     "P0133": Case(lines="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 4KB\n"),
     "P0201": Case(change=("gpt.py:GPT", "gpt.py:GTP")),
     "P0202": Case("branch", lines=ONE),
@@ -230,8 +231,7 @@ def altered(folder: Path) -> list[str]:
     program, manifest = made / "programs" / "stage0.F.py", made / "manifest.json"
     good = program.read_text()
     program.write_text(good.replace("aten.gelu.default(", "aten.silu.default("))
-    commands = [("verify", "build"), ("run", "build")]
-    said = [command(*words) for words in commands]
+    said = [command(word, "build") for word in ("verify", "run")]
     program.write_text(good)
     manifest.write_text(re.sub(r'("torch": ")[^"]*', r"\g<1>2.0.0", manifest.read_text()))
     return [*said, command("run", "build")]

@@ -49,7 +49,8 @@ def plan(chosen: Collection[str]) -> str:
     elif "microbatches" in chosen:
         text += "schedule microbatches 2\n"
     if "zero" in chosen:
-        text += f"zero {1 if 'compress' in chosen else 4 - inner if inner < 4 else 2} over dp\n"
+        units = " unit a, b" if "tp" in chosen else ""
+        text += f"zero {1 if 'compress' in chosen else 4 - inner if inner < 4 else 2} over dp{units}\n"
     if "precision" in chosen:
         text += "precision bf16\n" if "offload" in chosen else "precision fp16 loss_scale dynamic\n"
     return text + "".join(lines for name, lines in _LINES.items() if name in chosen)

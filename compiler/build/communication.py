@@ -15,6 +15,7 @@ from ..layout.placement import TensorType
 from ..ops.rules import facts
 from ..program.actions import ACTIONS, PHASES, REDUCE, step_kinds
 from ..program.binding import PARAMETERS
+from ..program.blocks import complete, working
 from ..program.liveness import local_bytes
 from ..program.program import Function, Origin, Program, Ref
 from ..program.roles import Role, stage_key
@@ -64,8 +65,8 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
         ranks = len(row.members(options) or ()) or math.prod(program.mesh.size(axis) for axis in axes)
         size = payload_bytes(line.op, type_.local(program.mesh), type_.dtype.itemsize, ranks)
         origin = line.origin
-        if caller is not None and ".*" in origin.module:
-            origin = replace(origin, module=caller.module + origin.module.split(".*", 1)[1])
+        if caller is not None:
+            origin = replace(origin, module=complete(origin.module, caller.module))
         dtype = "int8" if row.packed else str(type_.dtype).removeprefix("torch.")
         once = function is program.last and line.made[0].name not in program.main.values()
         yield Communication(
@@ -96,7 +97,7 @@ def _weights(function: Function) -> set[str]:
 
 def _hidden(program: Program, function: Function) -> set[str]:
     """Return the values that travel while a product or an attention runs, as the lines say."""
-    works = {name for name, part in _products(program).items() if part}
+    works = working(program)
     travelling: dict[str, bool] = {}
     hidden: set[str] = set()
     for line in function.lines:
@@ -108,14 +109,6 @@ def _hidden(program: Program, function: Function) -> set[str]:
         if line.op in COLLECTIVES and COLLECTIVES[line.op].communicates:
             travelling[line.made[0].name] = False
     return hidden.union(name for name, worked in travelling.items() if worked)
-
-
-def _products(program: Program) -> dict[str, bool]:
-    """Return, for each function, whether it has a product or an attention."""
-    return {
-        function.name: any(facts(line.op).precision == "product" for line in function.lines)
-        for function in program.functions
-    }
 
 
 def communication_table(role: Role) -> list[dict[str, Any]]:

@@ -87,7 +87,7 @@ class NodeFacts:
     storage = Fact[StoredAs | None](None)
     """The types of a parameter before it is as its readers compute with it, where these differ."""
     block = Fact[str | None](None)
-    """The model's numbered module that the node belongs to."""
+    """The block of the model that the node belongs to."""
     stage = Fact(0)
     """The pipeline stage that computes the node."""
 

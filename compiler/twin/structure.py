@@ -56,10 +56,11 @@ class _Step:
     def __init__(self, programs: Programs, captured: Program, kinds: Kinds) -> None:
         self.programs = programs
         self.weights = weight_sources(programs)
-        graph = kinds.graph(captured.main)
+        graph = kinds.graph(captured.main, programs[FORWARD])
         self.forwards = {FORWARD: Forward(programs[FORWARD], programs[BACKWARD], graph, kinds, self.weights)}
         if COUNTING in programs and len(captured.functions) > 1:
-            self.forwards[COUNTING] = Forward(programs[COUNTING], None, kinds.graph(captured.functions[0]), kinds, {})
+            graph = kinds.graph(captured.functions[0], programs[COUNTING])
+            self.forwards[COUNTING] = Forward(programs[COUNTING], None, graph, kinds, {})
 
     def facts(self) -> Iterator[PieceFact]:
         """Yield all facts about the places of the step."""

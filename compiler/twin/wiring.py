@@ -1,7 +1,7 @@
 """The wiring of a step: the piece of the captured graph that each call of F stands for, and the origins of the values
 that it reads.
 
-The captured graph is cut where the model's numbered modules begin and end, as calls are. What a call reads is then
+The captured graph is cut where the modules that F calls as one (blocks) begin and end. What a call reads is then
 told without saying which repetition it is: the n-th value that its own piece of the graph reads, made by such and such
 a function. Facts that are told so are what a build and its twin have in common.
 """
@@ -9,7 +9,7 @@ a function. Facts that are told so are what a build and its twin have in common.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
 from ..program.binding import Binding
+from ..program.blocks import innermost
 from ..program.program import Function, Line, Program, Value
 from ..program.weights import WeightSources, stored_sources
 from .bodies import Body, Numbers, function_body, lines_body, sizeless, star
 
-_BLOCK = re.compile(r"((?:[^.]+\.)*?\d+)(?:\.|$)")
 _NUMBER = re.compile(r"\d+")
 _KEY = "parc.stream_key.default"
 
@@ -62,11 +62,14 @@ class Kinds:
         kinds: Kinds = captured.main.derived.setdefault("kinds", Kinds())
         return kinds
 
-    def graph(self, captured: Function) -> Graph:
-        """Return the pieces of a captured graph, which is cut once."""
-        if ("graph", self) not in captured.derived:
-            captured.derived["graph", self] = Graph(captured, self)
-        graph: Graph = captured.derived["graph", self]
+    def graph(self, captured: Function, program: Program) -> Graph:
+        """Return the pieces of a captured graph where a program that computes it by calls has its blocks; it is cut
+        once for all programs with the same blocks."""
+        blocks = frozenset(line.origin.module for line in program.main.lines if line.calls_function) - {""}
+        key = "graph", self, blocks
+        if key not in captured.derived:
+            captured.derived[key] = Graph(captured, blocks, self)
+        graph: Graph = captured.derived[key]
         return graph
 
 
@@ -100,14 +103,14 @@ class PieceCall:
         return self.piece.kind if self.piece else -1, self.kind
 
 
-def places(modules: Sequence[str], once: frozenset[str] = frozenset()) -> list[str]:
-    """Return the place of each line: the numbered module that it is in, or "after" that module. If a place comes again
-    later, its further runs are numbered, except for places that are in ``once``."""
+def places(modules: Sequence[str], blocks: Collection[str], once: Collection[str] = ()) -> list[str]:
+    """Return the place of each line: the block that it is in, or "after" that block. If a place comes again later, its
+    further runs are numbered, except for places that are in ``once``."""
     names, before = [], ""
     for module in modules:
-        match = _BLOCK.match(module)
-        before = match[1] if match else before
-        names.append(before if match else f"after {before}")
+        block = innermost(module, blocks)
+        before = block or before
+        names.append(block or f"after {before}")
     labels: list[str] = []
     runs: dict[str, int] = {}
     for name, run in groupby(names):
@@ -118,15 +121,16 @@ def places(modules: Sequence[str], once: frozenset[str] = frozenset()) -> list[s
 
 
 class Graph:
-    """The captured graph as pieces by their place."""
+    """The captured graph as pieces by their place, cut where ``blocks`` and numbered modules begin and end."""
 
-    def __init__(self, captured: Function, kinds: Kinds) -> None:
+    def __init__(self, captured: Function, blocks: frozenset[str], kinds: Kinds) -> None:
+        self.blocks = blocks
         lines = [line for line in captured.lines if line.op != _KEY]
         self.sources: dict[str, PieceSource] = {v.name: ("bound", v.binding) for v in captured.parameters}
         for line in captured.lines:
             self.sources.update((v.name, ("stream", *line.args[1:])) for v in line.made if line.op == _KEY)
         runs: dict[str, list[Line]] = {}
-        for line, place in zip(lines, places([line.origin.module for line in lines]), strict=True):
+        for line, place in zip(lines, places([line.origin.module for line in lines], self.blocks), strict=True):
             run = runs.setdefault(place, [])
             for at, result in enumerate(line.results):
                 if result is not None:
@@ -171,7 +175,7 @@ class Forward:
         self.calls: list[PieceCall] = []
         self.values = program.main.values()
         called = [line for line in program.main.lines if line.calls_function]
-        where = iter(places([line.origin.module for line in called], graph.once))
+        where = iter(places([line.origin.module for line in called], graph.blocks, graph.once))
         for line in program.main.lines:
             if line.op == _KEY:
                 self.sources[line.made[0].name] = ("stream", *line.args[1:])

@@ -36,7 +36,7 @@ def check_stored(programs: Mapping[str, Program], reference: Program) -> Iterato
         yield fault
         return
     kinds = Kinds.alone(reference)
-    graph = kinds.graph(reference.main)
+    graph = kinds.graph(reference.main, programs[FORWARD])
     yield from _read_faults(Forward(programs[FORWARD], programs[BACKWARD], graph, kinds, weights))
 
 

@@ -11,11 +11,11 @@ import torch
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.rules import facts
 from parc.compiler.program.actions import FORWARD
+from parc.compiler.program.blocks import complete
 from parc.compiler.program.program import Line
 from parc.runtime.compare.model_run import Case, ReferenceRun
 from parc.runtime.compare.simulate import TOLERANCE, Simulation
 from parc.runtime.data.random_batch import random_batch
-from parc.runtime.faults import complete_module
 from parc.runtime.owners import whole_tensor
 from parc.runtime.step import Stepper
 
@@ -58,7 +58,7 @@ class _Watch:
     def __call__(self, line: Line, environments: Sequence[Mapping[str, Any]]) -> None:
         if line.calls_function:
             for seen in self.seen[self._open :]:
-                seen.module = complete_module(seen.module, line.origin.module)
+                seen.module = complete(seen.module, line.origin.module)
             self._open = len(self.seen)
             return
         if not line.origin.source:

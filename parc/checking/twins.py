@@ -10,15 +10,18 @@ from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.directive import Literal
 from parc.compiler.plan.directives.stage import Stage
 from parc.compiler.plan.plan import Plan
+from parc.compiler.program.blocks import block_of, innermost
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import Program
 from parc.compiler.resolve.balance import numbers_of, products_of
+from parc.compiler.resolve.names import find_modules
 from parc.compiler.sizes.size_range import BATCH, SizeRange
 from parc.compiler.sizes.template import sizes_text
 from parc.compiler.twin.structure import compare_structure
 from parc.compiling.driver import Compiled, compile_plan
 from parc.grammar.codes_build import MANY_AXES, NO_TWIN
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.passes.pipeline import names_of
 
 _SMALL_WORK = 200_000_000  # multiply-adds of a step's forward: half a second of tests, less than a twin costs
 _LARGE_WORK = 2_000_000_000
@@ -103,7 +106,25 @@ def find_twin(compiled: Compiled, programs: Mapping[str, Program]) -> tuple[Comp
             first = first or (twin, differences)
     if first is None:
         raise problem or _many_axes(compiled)
+    if (wide := _wide_unit(compiled)) is not None:
+        raise PlanError([wide])
     return first
+
+
+def _wide_unit(compiled: Compiled) -> Diagnostic | None:
+    """Return the error of a unit with blocks inside it: a twin may have fewer of them."""
+    names = names_of(compiled.captured)
+    for word in (word for line in compiled.plan.zero for word in line.units):
+        found = find_modules(word, names)
+        for unit in found if not isinstance(found, Diagnostic) else ():
+            inside = sorted(
+                name for name in names.modules if innermost(name, [unit]) == unit and block_of(name) == name != unit
+            )
+            if inside and block_of(unit) is None:
+                message = f"`{word.text}` is one unit of {len(inside)} blocks, such as `{inside[0]}`"
+                help_ = "name blocks as units, or parts of them: numbers are tested on a model of fewer blocks"
+                return Diagnostic(NO_TWIN, message, Label(word.span), help=help_)
+    return None
 
 
 def _many_axes(compiled: Compiled) -> PlanError:

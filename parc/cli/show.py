@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from parc.cli.plan_arguments import add_defines, is_plan, read
 from parc.cli.terminal import print_json, say, stages, text_table
 from parc.compiler.program.actions import FORWARD
+from parc.compiler.program.blocks import starred
 from parc.grammar.syntax import size_text
 from parc.placement_words import in_words
 
@@ -189,7 +190,7 @@ def _modules(build: Build) -> list[tuple[object, ...]]:
     rows: dict[tuple[str, ...], list[str]] = {}
     modules = sorted(filter(None, weights), key=natural)
     for module in modules:
-        rows.setdefault((folded(module), ", ".join(weights[module])), []).append(module)
+        rows.setdefault((starred(module), ", ".join(weights[module])), []).append(module)
     return [(pattern_of(names, modules), f"x{len(names)}" if len(names) > 1 else "", text)
             for (_, text), names in rows.items()]  # fmt: skip
 
@@ -198,7 +199,7 @@ def _folded(parameters: list[dict[str, Any]], lines: dict[str, str]) -> list[tup
     """Return rows of a table. Alike parameters of numbered modules share a row, with their count."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in parameters:
-        key = folded(row["name"]), row["type"], _placement(row["placement"]), lines.get(row["name"], "-")
+        key = starred(row["name"]), row["type"], _placement(row["placement"]), lines.get(row["name"], "-")
         groups.setdefault(key, []).append(row)
     every = [row["name"] for row in parameters]
     return [(pattern_of([row["name"] for row in rows], every), f"x{len(rows)}" if len(rows) > 1 else "", type_,
@@ -206,19 +207,14 @@ def _folded(parameters: list[dict[str, Any]], lines: dict[str, str]) -> list[tup
             for (_, type_, placement, line), rows in groups.items()]  # fmt: skip
 
 
-def folded(name: str) -> str:
-    """Return a dotted name with `*` for its numbers."""
-    return ".".join("*" if word.isdigit() else word for word in name.split("."))
-
-
 def pattern_of(names: Sequence[str], every: Sequence[str]) -> str:
     """Return the pattern of names that differ only in numbers, as a line of a plan may have it. It is `blocks.*.up` if
     these are all of ``every`` that it means, else `stem.{0,3}`."""
     columns = [sorted(set(words), key=natural) for words in zip(*(name.split(".") for name in names), strict=True)]
-    starred = [words[0] if len(words) == 1 else "*" for words in columns]
-    means = re.compile(r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in starred))
+    kept = [words[0] if len(words) == 1 else "*" for words in columns]
+    means = re.compile(r"\.".join(r"\d+" if word == "*" else re.escape(word) for word in kept))
     if len(list(filter(means.fullmatch, every))) == len(names):
-        return ".".join(starred)
+        return ".".join(kept)
     return ".".join(_any_of(words) for words in columns)
 
 

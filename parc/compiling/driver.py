@@ -30,6 +30,7 @@ from parc.compiler.program.actions import Action, schedule_text
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.resolve.resolve import Resolved, resolve
+from parc.compiler.resolve.units import units_of
 from parc.compiler.sizes.polynomials import check_points, moving
 from parc.compiler.sizes.template import Template
 from parc.compiling.axes import at_nodes, compressions_of, levels_of, shardings_of
@@ -241,7 +242,7 @@ def ask(
         shardings_of(resolved, mesh, copies), plan.loss_scale, plan.unbatched, choices,
         OverlapChoices(plan.bucket, plan.prefetch),
         {word: line.span.root.line for word, line in plan.offloaded.items()}, levels_of(plan, mesh, copies),
-        compressions_of(resolved, mesh, captured, frozen),
+        compressions_of(resolved, mesh, captured, frozen), units=units_of(plan, names, captured),
     ))  # fmt: skip
 
 

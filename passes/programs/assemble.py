@@ -14,6 +14,7 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD
 from ...compiler.program.binding import COUNT, LOSS, RNG, SCALE, Binding
+from ...compiler.program.blocks import starred
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ...compiler.program.roles import StageWork
 from ..calls import outputs
@@ -124,25 +125,22 @@ class _Main:
         return value
 
 
-def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[str, BlockPair]]:
+def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[tuple[str, str], BlockPair]]:
     """Write F's main function as calls of segments; equal segments are traced and emitted once."""
     segments = cut_segments(graph, mesh)
     main = _Main(mesh, seed)
-    pairs: dict[str, BlockPair] = {}
-    counts: dict[str, int] = {}
-    for segment in segments:
-        counts[segment.signature] = counts.get(segment.signature, 0) + 1
+    pairs: dict[tuple[str, str], BlockPair] = {}
+    counts = Counter(map(_kind, segments))
     functions = FreshNames()
     prefixes = FreshNames()
     for segment in segments:
         main.forward.stage = segment.stage
-        if segment.signature not in pairs:
-            stem = identifier(segment.block.rsplit(".", 1)[0]) if segment.block else "part"
-            shared = segment.block if counts[segment.signature] > 1 else None
-            pairs[segment.signature] = emit_pair(
-                trace_joint(segment, mesh), segment, functions.fresh(stem), mesh, shared
-            )
-        pair = pairs[segment.signature]
+        kind = _kind(segment)
+        if kind not in pairs:
+            shared = segment.block if counts[kind] > 1 else None
+            name = functions.fresh(identifier(kind[0].replace(".*", "") or "part"))
+            pairs[kind] = emit_pair(trace_joint(segment, mesh), segment, name, mesh, shared)
+        pair = pairs[kind]
         arguments = tuple(Ref(main.bind(node).name) for node in segment.inputs)
         prefix = prefixes.fresh(identifier(segment.block) if segment.block else "part")
         table = {name: main.bind(node) for name, node in zip(pair.inputs, segment.inputs, strict=True)}
@@ -158,6 +156,11 @@ def call_segments(graph: fx.Graph, mesh: Mesh, seed: int) -> tuple[_Main, dict[s
             main.values[node] = table[label]
         main.calls.append((segment, pair, prefix, table))
     return main, pairs
+
+
+def _kind(segment: Segment) -> tuple[str, str]:
+    """Return the identity of segments that share a function: their blocks' names but for numbers, and their work."""
+    return starred(segment.block or ""), segment.signature
 
 
 def _backward(main: _Main, loss: fx.Node) -> tuple[_Lines, dict[str, Value], list[tuple[int, str, Value]]]:

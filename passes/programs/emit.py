@@ -19,6 +19,7 @@ from ...compiler.ops.factors import OpCall, fill_operands
 from ...compiler.ops.rules import facts, localize
 from ...compiler.ops.torch_ops import OPS
 from ...compiler.program.binding import Binding
+from ...compiler.program.blocks import starred
 from ...compiler.program.program import Function, Line, LocalSize, Origin, Ref, Value
 from ...compiler.program.program import operator as torch_operator
 from ..calls import call_of, operands_of
@@ -277,11 +278,10 @@ def _shared(lines: Sequence[Line], block: str | None) -> list[Line]:
     """Return a line of a function that several blocks use, with its module as ``layers.*.mlp``."""
     if block is None:
         return list(lines)
-    stem = block.rsplit(".", 1)[0]
 
     def general(origin: Origin) -> Origin:
         if origin.module == block or origin.module.startswith(f"{block}."):
-            return replace(origin, module=f"{stem}.*{origin.module[len(block) :]}")
+            return replace(origin, module=f"{starred(block)}{origin.module[len(block) :]}")
         return origin
 
     return [replace(line, origin=general(line.origin)) for line in lines]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ...compiler.layout.collectives import MESSAGE, WAIT
 from ...compiler.program.actions import ACTIONS
+from ...compiler.program.blocks import working
 from ...compiler.program.liveness import local_bytes
 from ...compiler.program.program import Function, Line, Program, Ref
 from ...compiler.program.roles import Programs
@@ -36,6 +37,8 @@ class _Unit:
 
     before: list[Line] = field(default_factory=list)
     call: Line | None = None
+    counts: bool = True
+    """False for a call without a product of what is left of a block around smaller units: nothing hides beside it."""
     behind: list[Line] = field(default_factory=list)
 
 
@@ -66,13 +69,15 @@ class _Overlap:
 
     def lines(self) -> Iterator[Line]:
         """Yield the lines in their new order."""
-        units = _units(self.main)
+        units = _units(self.main, working(self.program))
         before = [self._steps(unit.before) for unit in units]
         waiting: list[Line] = []
         for at, unit in enumerate(units):
-            for distance, steps in enumerate(before[at:]):
+            distance = 0
+            for near, steps in zip(units[at:], before[at:], strict=True):
                 while len(steps) > 1 and distance <= self.choices.ahead * (len(steps) - 1):
                     yield from self._numbered(steps.pop(0))
+                distance += near.counts
             (rest,) = before[at]
             calls = [unit.call] if unit.call is not None else []
             read = {name for line in (*rest, *calls) for name in line.uses()}
@@ -81,7 +86,7 @@ class _Overlap:
                 waiting = []
             yield from rest
             yield from calls
-            due, again = self._started(waiting, now=True)
+            due, again = self._started(waiting, now=True) if unit.counts else ([], waiting)
             yield from self._numbered(due)
             sent, waiting = self._started(unit.behind)
             yield from self._numbered(sent)
@@ -153,15 +158,16 @@ class _Overlap:
             yield from (replace(line, kwargs=((MESSAGE, self.message),)) for line in group)
 
 
-def _units(main: Function) -> list[_Unit]:
+def _units(main: Function, works: Collection[str]) -> list[_Unit]:
     """Return a main function as units in order. A line that reads results of calls, or what these become, belongs to
     the call ahead of it; any other belongs to the call that comes next."""
     units, made = [_Unit()], set[str]()
+    around = {outer for line in main.lines if line.calls_function for outer in _around(line.origin.module)}
     for line in main.lines:
         if line.calls_function:
             if units[-1].call is not None:
                 units.append(_Unit())
-            units[-1].call = line
+            units[-1].call, units[-1].counts = line, line.op in works or line.origin.module not in around
             made.update(value.name for value in line.made)
         elif units[-1].call is not None and made.intersection(line.uses()):
             units[-1].behind.append(line)
@@ -171,3 +177,9 @@ def _units(main: Function) -> list[_Unit]:
                 units.append(_Unit())
             units[-1].before.append(line)
     return units
+
+
+def _around(module: str) -> Iterator[str]:
+    """Yield the modules around a module."""
+    while module := module.rpartition(".")[0]:
+        yield module

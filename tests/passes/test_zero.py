@@ -90,6 +90,26 @@ def test_prefetch_and_buckets_say_when_messages_start_and_how_large_they_are() -
     assert max(sizes.values()) == 4 * 64 * 16  # one tensor that is larger than a bucket
 
 
+def test_units_that_a_line_names_are_gathered_and_summed_by_themselves() -> None:
+    programs = built("zero 3 over dp unit blocks.*.attn, blocks.*.mlp").built.programs
+    assert told(programs["F"].main).startswith(
+        "all_gather 1, all_gather 2, all_gather 3, wait 1, part, all_gather 4, all_gather 5, wait 2, blocks, wait 3, "
+        "blocks_attn, all_gather 6, all_gather 7, wait 4, blocks_1, wait 5, blocks_mlp, all_gather 8"
+    )
+    assert told(programs["B"].main).startswith(  # what is left of a block has no product for messages to hide beside
+        "all_gather 1, all_gather 2, wait 1, part_1_backward, reduce_scatter 3, all_gather 4, all_gather 5, "
+        "blocks_2_backward, wait 2, blocks_mlp_backward, wait 3, reduce_scatter 6"
+    )
+    modules = {line.origin.module for line in programs["F"].function("blocks_attn").lines}
+    assert modules == {"blocks.*.attn", "blocks.*.attn.qkv", "blocks.*.attn.out"}
+
+
+def test_a_line_that_does_nothing_names_no_units() -> None:
+    plain = built("zero 1 over dp").built.programs["F"].text()
+    assert built("zero 1 over dp unit blocks.*.mlp").built.programs["F"].text() != plain
+    assert built("zero 0 over dp unit blocks.*.mlp").built.programs["F"].text() == built("").built.programs["F"].text()
+
+
 def stored_bytes(program: Program) -> int:
     """Return the bytes of all parameters, whole, that a program is given."""
     return sum(4 * math.prod(value.type.shape) for value in program.main.bound("parameter").values())
@@ -147,3 +167,5 @@ def test_mistakes_are_told_at_their_line() -> None:
     assert "first: level 1" in twice
     split = message("column blocks.*.mlp.up over dp\nzero 3 over dp")
     assert "`blocks.0.mlp.up.weight` is split over `dp` already" in split
+    unknown = message("zero 3 over dp unit blocks.*.mpl")
+    assert "did you mean `blocks.*.mlp`" in unknown

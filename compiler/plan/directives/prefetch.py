@@ -14,7 +14,7 @@ class Prefetch(Directive):
     """The number of blocks ahead of its use at which a block's weights are gathered under `zero 3`; 1 without a line.
 
     While a block computes, the weights of the next N are on their way: each takes its memory that much longer. With
-    `prefetch 0` a block's weights are gathered when it is its turn.
+    `prefetch 0` a block's weights are gathered when it is its turn. Where `zero` names units, it is these that count.
     """
 
     USAGE = "prefetch N"

@@ -26,16 +26,21 @@ class Zero(Directive):
     `within node` splits only over those ranks of the axis that share a node (hybrid sharding, HSDP): gathers stay
     inside nodes, and what crosses them are sums of the parts of gradients.
 
+    What is gathered and freed together is a unit: a numbered module (`layers.3`), or each module that `unit` names. A
+    module inside two units belongs to the inner one. `unit layers.*.attn, layers.*.mlp` gathers halves of a layer one
+    after the other, in less memory and more messages. A named unit has its parameters for itself.
+
     A parameter is split along its first dim that the ranks divide. `WHERE` names modules, with all their parameters, or
     parameters; without it, all are meant. Losses, gradients and checkpoints are the same at every level.
     """
 
-    USAGE = "zero LEVEL over AXIS [within node] [on WHERE]"
+    USAGE = "zero LEVEL over AXIS [within node] [unit WHERE] [on WHERE]"
     ONCE = False
 
     level: int = argument(lambda given: int(given.number("level", 0)))
     axis: Word = argument(lambda given: given.word("over"))
     within: bool = argument(lambda given: "within node" in given)
+    units: tuple[Word, ...] = argument(lambda given: given.words("unit"))
     where: tuple[Word, ...] = argument(lambda given: given.words("on"))
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:
