@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from ...grammar.codes_language import BAD_VALUE
 from ...grammar.codes_placement import SHARED_OVER_UNITS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.syntax import Word
@@ -14,6 +15,7 @@ from ..capture.node_facts import noted
 from ..plan.plan import Plan
 from ..program.blocks import innermost
 from .names import PlanNames, find_modules
+from .pattern import ANY_DEPTH
 
 
 def units_of(plan: Plan, names: PlanNames, captured: Captured) -> frozenset[str]:
@@ -27,6 +29,11 @@ def units_of(plan: Plan, names: PlanNames, captured: Captured) -> frozenset[str]
     active: set[str] = set()
     for line in plan.zero:
         for word in line.units:
+            if word.text == ANY_DEPTH:
+                message, help_ = "the whole model is no unit", "name modules, as `model.layers.*`"
+                why = "its weights would be gathered before the step, and freed behind it"
+                errors.append(Diagnostic(BAD_VALUE, message, Label(word.span), help=help_, notes=(why,)))
+                continue
             found = find_modules(word, names)
             if isinstance(found, Diagnostic):
                 errors.append(found)

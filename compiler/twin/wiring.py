@@ -17,7 +17,7 @@ from typing import Any
 from ..layout.mesh import Mesh
 from ..ops.rules import facts
 from ..program.binding import Binding
-from ..program.blocks import innermost
+from ..program.blocks import block_of
 from ..program.program import Function, Line, Program, Value
 from ..program.weights import WeightSources, stored_sources
 from .bodies import Body, Numbers, function_body, lines_body, sizeless, star
@@ -104,11 +104,11 @@ class PieceCall:
 
 
 def places(modules: Sequence[str], blocks: Collection[str], once: Collection[str] = ()) -> list[str]:
-    """Return the place of each line: the block that it is in, or "after" that block. If a place comes again later, its
-    further runs are numbered, except for places that are in ``once``."""
+    """Return the place of each line: the block that it is in, one of ``blocks`` or a numbered module, or "after" that
+    block. If a place comes again later, its further runs are numbered, except for places that are in ``once``."""
     names, before = [], ""
     for module in modules:
-        block = innermost(module, blocks)
+        block = block_of(module, blocks)
         before = block or before
         names.append(block or f"after {before}")
     labels: list[str] = []

@@ -169,3 +169,4 @@ def test_mistakes_are_told_at_their_line() -> None:
     assert "`blocks.0.mlp.up.weight` is split over `dp` already" in split
     unknown = message("zero 3 over dp unit blocks.*.mpl")
     assert "did you mean `blocks.*.mlp`" in unknown
+    assert "the whole model is no unit" in message("zero 3 over dp unit **")
