@@ -9,6 +9,7 @@ a function. Facts that are told so are what a build and its twin have in common.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -88,19 +89,21 @@ class GraphPiece:
 @dataclass(slots=True, eq=False)
 class PieceCall:
     """One call of F: its place, the piece of the captured graph at that place if there is one, the ``kind`` of the
-    function with its backward, and the origins of the values that it reads."""
+    function with its backward, the number of calls of this kind before it at its place (stages may cut a piece), and
+    the origins of the values that it reads."""
 
     line: Line
     place: str
     piece: GraphPiece | None
     kind: int
+    before: int
     reads: list[PieceSource] = field(default_factory=list)
 
     @property
-    def sort(self) -> tuple[int, int]:
-        """The identity that repetitions of a block share: the kind of the captured graph's piece, and of the
-        function."""
-        return self.piece.kind if self.piece else -1, self.kind
+    def sort(self) -> tuple[int, int, int]:
+        """The identity that repetitions of a block share: the kind of the captured graph's piece, that of the function,
+        and the number of such calls before."""
+        return self.piece.kind if self.piece else -1, self.kind, self.before
 
 
 def places(modules: Sequence[str], blocks: Collection[str], once: Collection[str] = ()) -> list[str]:
@@ -173,6 +176,7 @@ class Forward:
             value.name: ("bound", stored.get(value.name, value.binding)) for value in program.main.parameters
         }
         self.calls: list[PieceCall] = []
+        called_before = Counter[tuple[str, int]]()
         self.values = program.main.values()
         called = [line for line in program.main.lines if line.calls_function]
         where = iter(places([line.origin.module for line in called], graph.blocks, graph.once))
@@ -181,7 +185,9 @@ class Forward:
                 self.sources[line.made[0].name] = ("stream", *line.args[1:])
             elif line.calls_function:
                 place = next(where)
-                call = PieceCall(line, place, graph.pieces.get(place), kind[line.op])
+                before = called_before[place, kind[line.op]]
+                called_before[place, kind[line.op]] += 1
+                call = PieceCall(line, place, graph.pieces.get(place), kind[line.op], before)
                 call.reads = [self.sources[name] for name in line.uses()]
                 self._take_results(call)
                 self.calls.append(call)
