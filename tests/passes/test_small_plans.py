@@ -154,9 +154,13 @@ CASES: dict[str, tuple[ModelSpec, dict[str, int], list[str]]] = {
          "schedule 1f1b microbatches 2"],
     ),
     "two embeddings, one of which is in each of two stages": (
-        ModelSpec(SIZES, "tokens", (Layer("linear", (False,)),), "cross_entropy", 3, "places"),
-        {"pp": 3},
-        ["stage balanced over pp", "schedule interleaved microbatches 3 chunks 2"],
+        ModelSpec(
+            Sizes(batch=4, length=4, heads=2, head=2, vocab=8), "tokens", (Layer("linear", (False,)),),
+            "cross_entropy", 3, "places",
+        ),
+        {"dp": 2, "pp": 3},
+        ["shard x, y, z [B/dp, _]", "stage balanced over pp", "schedule interleaved microbatches 3 chunks 2",
+         "precision fp16 loss_scale dynamic"],
     ),
     "a norm of what is as small as its eps adds the eps that torch adds": (
         ModelSpec(
