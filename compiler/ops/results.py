@@ -1,7 +1,8 @@
 """Results of operators on tensors without numbers: dtypes, shapes and strides, remembered.
 
-An operator on operands of the same layouts is run once in a process: on torch's meta device, or on fake tensors of a
-CPU, where it has no kernel there, or numbers are narrow, which some operators (norms) keep narrow on a CPU alone.
+An operator on operands of the same layouts is run once in a process: on torch's meta device, or, where it has no kernel
+there, on fake tensors of a CPU. These take five times as long. Operators of several results are asked on a CPU too if
+numbers are narrow: some (norms) keep their statistics narrow on a CPU alone.
 Models repeat operators, and a build asks for the same ones in its passes and in its checks.
 """
 
@@ -84,7 +85,8 @@ def _key(item: Any) -> Any:
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Results:
-    if not any(is_narrow(leaf.dtype) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    if len(func._schema.returns) == 1 or not any(is_narrow(tensor.dtype) for tensor in tensors):
         try:
             return _run_on(func, args, kwargs, "meta", torch.Tensor.detach)
         except Exception:  # no kernel for it; or what it does not take, which fake tensors say as well
