@@ -100,10 +100,10 @@ class PieceCall:
     reads: list[PieceSource] = field(default_factory=list)
 
     @property
-    def sort(self) -> tuple[int, int, int]:
+    def sort(self) -> tuple[int, int, int, str]:
         """The identity that repetitions of a block share: the kind of the captured graph's piece, that of the function,
-        and the number of such calls before."""
-        return self.piece.kind if self.piece else -1, self.kind, self.before
+        the number of such calls before, and the place but for its numbers."""
+        return self.piece.kind if self.piece else -1, self.kind, self.before, star(self.place)
 
 
 def places(modules: Sequence[str], blocks: Collection[str], once: Collection[str] = ()) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from parc.compiler.program.program import Function, Program
 from parc.compiling.driver import Compiled
 from parc.grammar.diagnostics import PlanError, render
 
-from ..checked_plans import compiled
+from ..checked_plans import checked, compiled, compiled_net
 
 PLAN = """\
 model "./gpt.py:GPT" (layers=2, width={width}, heads=2, vocab=24, length=4)
@@ -102,6 +103,32 @@ def test_units_that_a_line_names_are_gathered_and_summed_by_themselves() -> None
     )
     modules = {line.origin.module for line in programs["F"].function("blocks_attn").lines}
     assert modules == {"blocks.*.attn", "blocks.*.attn.qkv", "blocks.*.attn.out"}
+
+
+TAPERING = """
+import torch
+from torch import nn
+
+class Step(nn.Module):
+    def __init__(self, before, after):
+        super().__init__()
+        self.wide = nn.Linear(before, after)
+
+    def forward(self, x):
+        return torch.tanh(self.wide(x))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.out = Step(8, 12), Step(12, 8), Step(8, 4), nn.Linear(4, 10)
+
+    def forward(self, x):
+        return self.out(self.c(self.b(self.a(x))))
+"""
+
+
+def test_units_of_like_modules_with_names_for_numbers_are_each_themselves(tmp_path: Path) -> None:
+    checked(compiled_net(tmp_path, TAPERING, 'Net" ()', lines="zero 3 over dp unit *.wide\n"))
 
 
 def test_a_line_that_does_nothing_names_no_units() -> None:
