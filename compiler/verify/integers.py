@@ -5,7 +5,7 @@ steps, so no test of small numbers sees one that is clamped, taken modulo someth
 integer or boolean, and each table that is made of these and of buffers, gets an expression of what it is made of,
 whatever moves it between dims and ranks; arithmetic in a program is to be arithmetic of the captured graph, whose
 operators are taken apart by torch as they were for the programs. What depends on an activation or a weight is left to
-the numbers.
+the numbers, but for the arithmetic of whole numbers that an activation chose, such as the experts of a token.
 """
 
 from __future__ import annotations
@@ -70,11 +70,13 @@ class _Expressions:
             return [self.stream], [], []
         if self.rng in given or (self.stream in given and row.key_at is None):
             return [_ACTIVATION] * len(line.made), [self("random", base_name(line.op))], []
-        if line.op in COLLECTIVES or row.keeps_values or (given and not any(given)):
+        chosen = _counts(row.casts, question.operands, question.results)
+        if line.op in COLLECTIVES or row.keeps_values or (given and not any(given) and not chosen):
             return [given[0]] * len(line.made), [], []
         # made of floating numbers alone, or into them: also the comparison of an activation with a constant
         floats = any(all(t.dtype.is_floating_point for t in types) for types in (question.operands, question.results))
-        if floats and not {_ACTIVATION, self.stream}.isdisjoint(given) and not is_composite(operator(line.op)):
+        drawn = not {_ACTIVATION, self.stream}.isdisjoint(given)
+        if floats and drawn and not chosen and not is_composite(operator(line.op)):
             return [_ACTIVATION] * len(line.made), [], []
         key = question, given
         if key not in self._answers:
@@ -138,6 +140,8 @@ class _Parts(TorchDispatchMode):
         if row.keeps_values and numbers:
             return numbers[0]
         if _ACTIVATION in varying and (not any(varying) or all(x.is_floating_point() for x in results)):
+            if _counts(row.casts, operands, results):  # arithmetic of what an activation chose
+                self.arithmetic.append(self.express("chosen", name, str(tree_map(_plain, list(args)))))
             return _ACTIVATION
         dtypes = [str(x.dtype) for x in results if not x.is_floating_point()]
         if name == "_to_copy":
@@ -156,6 +160,19 @@ class _Parts(TorchDispatchMode):
 
     def _word(self, item: Any) -> Any:
         return f"%{self.known.get(id(item), _ACTIVATION)}" if isinstance(item, torch.Tensor) else item
+
+
+def _counts(casts: bool, operands: Sequence[Any], results: Sequence[Any]) -> bool:
+    """Return whether an operator computes whole numbers of whole numbers, or casts something to them."""
+    return bool(operands) and all(map(_whole, results)) and (casts or all(map(_whole, operands)))
+
+
+def _whole(value: Any) -> bool:
+    return not value.dtype.is_floating_point and value.dtype != torch.bool
+
+
+def _plain(item: Any) -> Any:
+    return "%" if isinstance(item, torch.Tensor) else item
 
 
 def check_integers(programs: Mapping[str, Program], reference: Program) -> Iterator[Fault]:
