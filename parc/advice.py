@@ -19,7 +19,7 @@ from parc.grammar.nearest import did_you_mean, listed
 from parc.grammar.source import Span
 from parc.grammar.syntax import size_text
 from parc.meant import Meant, find_meant, is_gather
-from parc.passes.placing.partition import Reshard
+from parc.passes.placing.reshards import Reshard
 from parc.placement_words import in_words
 
 

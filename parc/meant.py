@@ -20,7 +20,7 @@ from parc.compiling.size_ranges import fixed, line_span
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source, Span
 from parc.passes.pipeline import reshards_of
-from parc.passes.placing.partition import Reshard
+from parc.passes.placing.reshards import Reshard
 
 _MOST_OPERATORS = 3000
 """The most operators of a graph for which changes are tried: each try takes as long as placing it."""
@@ -87,7 +87,12 @@ def _changes(plan: Plan, groups: set[int]) -> Iterator[tuple[int, str, Plan]]:
     the plan."""
     for line in plan.placements:
         span = line.arguments.statement.span
-        if not isinstance(line, SplitWeights) or line.style == "vocab" or line.pad or span.source is not plan.source:
+        if (
+            not isinstance(line, SplitWeights)
+            or line.style in ("vocab", "experts")
+            or line.pad
+            or span.source is not plan.source
+        ):
             continue
         for text in _mistakes(span.text, line, groups):
             whole = f"{plan.source.text[: span.start]}{text}{plan.source.text[span.end :]}"

@@ -11,7 +11,8 @@ from torch import fx
 
 from ..compiler.capture.node_facts import noted
 from ..compiler.ops.factors import OpCall, Operand, OpRule, RuleError, opaque
-from ..compiler.ops.rules import rule_for
+from ..compiler.ops.packed import packed_result
+from ..compiler.ops.rules import facts, rule_for
 
 ValueKey = tuple[fx.Node, int]
 """One tensor: a node, and the index of one of its results."""
@@ -49,6 +50,22 @@ def call_of(node: fx.Node) -> OpCall:
     operands = tuple(tuple(fake(key_of(n)).shape) for n in operands_of(node))
     results = tuple(tuple(value.shape) for value in tensors_of(node) if isinstance(value, torch.Tensor))
     return OpCall(str(node.target), args, dict(kwargs), operands, results)
+
+
+def mark_packed(graph: fx.Graph) -> None:
+    """Note on every operator whether its results are packed rows of tokens, and what says which.
+
+    Raises:
+        TypeFault: an operator would compute with rows that are not there.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function":
+            operands = operands_of(node)
+            packed = [noted(operand).packed for operand in operands]
+            noted(node).packed = packed_result(call_of(node), packed) if computes(node) else packed[0]
+            if noted(node).packed is not None:
+                chosen = [noted(operand).chosen for operand in operands if noted(operand).chosen is not None]
+                noted(node).chosen = operands[1] if computes(node) and facts(node.target).packs else chosen[0]
 
 
 def rule_of(node: fx.Node) -> tuple[OpRule, bool]:

@@ -21,7 +21,7 @@ from ..compiler.program.roles import SINGLE as ROLE
 from ..compiler.program.roles import Programs, join_roles
 from ..compiler.resolve.seeds import PlacementSeed
 from ..compiler.verify.samples import combination
-from .calls import computes
+from .calls import computes, mark_packed
 from .canonical.canonicalize import canonicalize
 from .canonical.constants import fold_constants
 from .canonical.draws import drop_unread, uncounted
@@ -33,9 +33,10 @@ from .pad import BoundPads, pad
 from .placing.fuse import fuse_bias
 from .placing.heads import few_heads
 from .placing.lift import lift_parameters
-from .placing.partition import Partition, Reshard
+from .placing.partition import Partition
 from .placing.propagate import Claim, Placed, propagate
 from .placing.registered import check_registered, explained
+from .placing.reshards import Reshard
 from .placing.stored import Sharding, Stored, store_parameters
 from .placing.weight_uses import names_of
 from .programs.assemble import assemble
@@ -142,12 +143,14 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     freeze_parameters(graph, request.frozen)
     loss = split_loss(graph)
     noted(loss.graph.output_node()).updates = captured.updates
+    mark_packed(loss.graph)
     reference = reference_program(loss.graph, loss.count, captured.updates, request.seed)
     narrow(loss.graph, request.precision)
     pad(loss.graph, request.pads)
     stop_gradients(loss.graph)
     for part in (loss.graph, loss.count):
         if part is not None:
+            mark_packed(part)
             mark_blocks(part, request.units)
     return loss, reference
 

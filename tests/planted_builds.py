@@ -139,6 +139,18 @@ row down over tp pad
 vocab embed, head over tp pad
 """
 
+_EXPERTS = """\
+model "./moe_families.py:family" (name="Mixtral")
+input input_ids int64 [B, S]
+input targets int64 [B, S]
+sizes B=4, S=4
+loss cross_entropy(output.logits, targets)
+optimizer sgd lr 0.1
+mesh ep=2
+shard input_ids, targets [B/ep, _]
+experts model.layers.*.mlp.experts over ep dropless
+"""
+
 _PLANS = {
     "gpt dp=2, tp=2, two microbatches": ("examples", _GPT + _GPT_LINES),
     "llama dp=2, tp=2": ("examples", _LLAMA),
@@ -160,6 +172,7 @@ _PLANS = {
         _STACK[: _STACK.index("mesh")] + _NODES + "zero 3 over dp within node\nhierarchical over dp\n",
     ),
 }
+_PLANS["experts ep=2"] = ("tests", _EXPERTS)
 COMPRESSED_BUILD = "stack dp=2, compressed"
 _PLANS[COMPRESSED_BUILD] = ("tests", _STACK[: _STACK.index("mesh")] + _COMPRESSED)
 BUILDS = tuple(_PLANS)

@@ -23,144 +23,13 @@ from parc.runtime.faults import RunError
 from parc.runtime.state.checkpoint import target_held
 from tests.runtime.tiny import EXAMPLES, ONE, PLAN, TENSOR, build
 
-MODELS = """
-import itertools
-import math
-import types
-
-import torch
-from torch import nn
-
-import parc
-
-
-@torch.library.custom_op("said::scale", mutates_args=())
-def scale(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@torch.library.custom_op("said::double", mutates_args=())
-def double(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-for op in (scale, double):
-    op.register_fake(torch.empty_like)
-    op.register_autograd(lambda ctx, grad: grad * 2)
-parc.register_rule("said.double.default", "a b -> a b")
-
-COUNTER = itertools.count(1)
-WAYS = {
-    "branch": lambda x: x * 2 if x.sum() > 0 else x,
-    "cache": lambda x: types.SimpleNamespace(past_key_values=(x,)),
-    "numpy": lambda x: torch.from_numpy(x.detach().numpy() * 2),
-    "scale": torch.ops.said.scale,
-    "double": torch.ops.said.double,
-    "again": lambda x: torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False),
-    "halves": lambda x: nn.functional.avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2),
-    "pairs": lambda x: torch.tanh(x.unflatten(1, (-1, 2))).flatten(1, 2),
-    "shuffled": lambda x: x[:, torch.randperm(x.shape[1])],
-    "counter": lambda x: x * next(COUNTER),
-    "root": lambda x: x / math.sqrt(x.shape[1]),
-    "plain": lambda x: x, "solved": lambda x: x * torch.linalg.inv(torch.fft.fft(x[..., :8])).abs().sum(),
-    "rounded": lambda x: Round.apply(x), "chaos": lambda x: chaos(x.sigmoid()),
-}
-
-
-def chaos(x):
-    for _ in range(50):
-        x = 3.9 * x * (1 - x)
-    return x
-
-
-class Round(torch.autograd.Function):
-    @staticmethod
-    def forward(context, x):
-        return x.round()
-
-    @staticmethod
-    def backward(context, grad):
-        return grad
-
-
-class Model(nn.Module):
-    def __init__(self, way):
-        super().__init__()
-        self.table, self.head = nn.Embedding(256, 16), nn.Linear(16, 256, bias=False)
-        self.way = WAYS[way]
-
-    def forward(self, tokens):
-        x = self.way(self.table(tokens))
-        return x if hasattr(x, "past_key_values") else self.head(x)
-
-
-class Open(Model):
-    def forward(self, tokens, mask=None, **kwargs):
-        return super().forward(tokens)
-
-
-class Warming(Model):
-    calls = 0
-
-    def forward(self, tokens):
-        self.calls += 1
-        return super().forward(tokens) * (1 if self.calls < 1000 else 2)
-
-
-class Late(Model):
-    def forward(self, tokens):
-        return self.way(self.head(self.table(tokens)))
-
-
-class Narrow(Model):
-    def __init__(self, way):
-        super().__init__(way)
-        self.to(torch.bfloat16)
-
-
-class Grouped(Model):
-    def __init__(self, way):
-        super().__init__(way)
-        self.q, self.k, self.v = (nn.Linear(16, rows, bias=False) for rows in (16, 8, 8))
-
-    def forward(self, tokens):
-        x = self.table(tokens)
-        q, k, v = (f(x).unflatten(2, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        return self.head(y.transpose(1, 2).flatten(2))
-
-
-class Normed(Model):
-    def __init__(self, way):
-        super().__init__(way)
-        self.norm, self.mid, self.drop = nn.BatchNorm1d(8), nn.Linear(16, 16), nn.Dropout(0.0)
-
-    def forward(self, tokens):
-        x = self.mid(self.norm(self.table(tokens)))
-        return self.head(self.drop(self.norm(x)))
-
-
-def each(output, targets):
-    return nn.functional.cross_entropy(output.transpose(1, 2), targets, reduction="none")
-
-
-def squares(output, targets):
-    return output.square().sum() + 0 * targets.sum()
-
-
-def masked(output, targets):
-    return (output.square().mean(-1) * (targets > 99)).sum() / (targets > 99).sum()
-
-
-def logged(output, targets):
-    return output.log().sum() + 0 * targets.sum()
-"""
+MODELS = (Path(__file__).parent / "message_models.txt").read_text()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command on the tiny plan, which is changed, has lines added, or has one of the models above instead of the
-    GPT."""
+    """A command on the tiny plan, which is changed, has lines added, or has one of ``message_models.txt`` instead of
+    the GPT."""
 
     model: str = ""
     change: tuple[str, str] = ("", "")
@@ -181,6 +50,7 @@ COMMANDS = {
     "P0025": Case(lines='include "models.py"\n'),
     "P0112": Case(lines=TENSOR.replace("tp=2", "tp=4")),
     "P0134": Case(lines="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp unit blocks.*.mlp, head\n"),
+    "P0135": Case("plain", lines="mesh ep=2\nexperts moe.experts over ep dropless\n", of="Routed"),
     "P0133": Case(lines="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 4KB\n"),
     "P0201": Case(change=("gpt.py:GPT", "gpt.py:GTP")),
     "P0202": Case("branch", lines=ONE),

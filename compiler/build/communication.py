@@ -63,7 +63,8 @@ def _walk(program: Program, function: Function, caller: Origin | None) -> Iterat
             continue
         type_ = values[source.name].type
         ranks = len(row.members(options) or ()) or math.prod(program.mesh.size(axis) for axis in axes)
-        size = payload_bytes(line.op, type_.local(program.mesh), type_.dtype.itemsize, ranks)
+        there, rows = type_.packed or (1, 1)
+        size = payload_bytes(line.op, type_.local(program.mesh), type_.dtype.itemsize, ranks) * there // rows
         origin = line.origin
         if caller is not None:
             origin = replace(origin, module=complete(origin.module, caller.module))

@@ -35,6 +35,7 @@ from .complex_numbers import real_form
 from .complex_pairs import as_pairs
 from .composites import functional
 from .every_slice import EverySlice
+from .experts import with_experts
 from .faults import CaptureError, explain_failure
 from .no_grad import detach_without_gradients
 from .node_facts import copy_facts, keep_value, noted
@@ -144,6 +145,7 @@ def capture(
             with_unread_draws(),
             without_checkpoints(no_checkpoint),
             without_validation(),
+            with_experts(),
             torch.backends.mkldnn.flags(enabled=False),
         ):
             exported = torch.export.export(step, values, strict=False)
@@ -244,7 +246,7 @@ def check_values(graph: fx.Graph) -> None:
         if facts(node.target).flops is not None:
             operands = node.args[:3] if "attention" in str(node.target) else node.args
             dtypes = [noted(n).value.dtype for n in operands if isinstance(n, fx.Node)]
-            if len(set(dtypes)) > 1:
+            if len({*dtypes} - {torch.bool}) > 1:  # a mask is no factor
                 names = " and ".join(dict.fromkeys(map(_name, dtypes)))
                 raise _at(node, f"{node.target} takes tensors of one dtype, not {names}")
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import fx
 
-from ..layout.placement import TensorType
+from ..layout.placement import Packed, TensorType
 from ..program.binding import Binding
 from ..program.program import Origin
 
@@ -86,6 +86,10 @@ class NodeFacts:
     """The plan's line that placed a placeholder."""
     storage = Fact[StoredAs | None](None)
     """The types of a parameter before it is as its readers compute with it, where these differ."""
+    packed = Fact[Packed](None)
+    """The rows of its results that are there, where these are packed."""
+    chosen = Fact[fx.Node | None](None)
+    """The node that says which they are."""
     block = Fact[str | None](None)
     """The block of the model that the node belongs to."""
     stage = Fact(0)

@@ -40,3 +40,9 @@ def scatter_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
 def exchange_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
     """Return the buffers of an all-to-all: what is sent is put together, and so is what is received."""
     return Buffers(at_once=2 * operand + (0 if parts_in_order(*args[3:]) else operand))
+
+
+def rows_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
+    """Return the buffers of an exchange of packed rows: those that are sent in the order of ranks, and those
+    received."""
+    return Buffers(at_once=operand + result)

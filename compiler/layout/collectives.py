@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .buffers import Buffers, exchange_buffers, gather_buffers, scatter_buffers
+from .buffers import Buffers, exchange_buffers, gather_buffers, rows_buffers, scatter_buffers
 from .int8 import packed_bytes, round_int8
 from .mesh import Mesh, Shape
+from .packed_rows import EXCHANGE, chosen_types, exchange_rows
 from .placement import AxisType, Placement, Split, TensorType, along
 from .stretches import Outer, joined_stretches, sizes_of, terms
 
@@ -37,6 +38,9 @@ class Collective:
     """Return the number of parts of an operand that travels as int8, each packed alone, among some ranks."""
     buffers: Callable[[int, int, Sequence[Any]], Buffers] = lambda operand, result, args: Buffers()
     """Return what is needed beside an operand and a result of so many bytes."""
+    beside: Callable[[TensorType, TensorType], tuple[TensorType, ...]] = lambda before, after: ()
+    """Return the types of the values at the end of the arguments, for an operand and its result; each rank's pieces
+    are then tuples of the operand and these."""
     members: Callable[[Sequence[Any]], tuple[int, ...] | None] = lambda args: None
     """Return the places of a group that take part, if not all do: the other ranks do not run the line."""
 
@@ -98,7 +102,7 @@ def _require(type_: TensorType, axis: str, kind: AxisType, mesh: Mesh, what: str
 
 
 def _moved(type_: TensorType, changes: dict[str, AxisType]) -> TensorType:
-    return TensorType(type_.dtype, type_.shape, type_.placement.replace(changes))
+    return replace(type_, placement=type_.placement.replace(changes))
 
 
 def _split_at(type_: TensorType, mesh: Mesh, axes: Sequence[str], dim: int, outer: Outer) -> dict[str, AxisType]:
@@ -156,7 +160,7 @@ def _cut(what: str, kind: AxisType) -> Callable[[TensorType, Mesh, Sequence[Any]
 def _all_to_all(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
     axes = _check_split(type_, mesh, args, "all_to_all")
     gathered = _moved(type_, dict.fromkeys(axes, "I"))
-    return _moved(gathered, _split_at(gathered, mesh, axes, *args[3:]))
+    return _moved(gathered, _split_at(gathered, mesh, axes, *args[3:5]))
 
 
 def _row_max(type_: TensorType, mesh: Mesh, args: Sequence[Any]) -> TensorType:
@@ -268,6 +272,7 @@ COLLECTIVES: dict[str, Collective] = {
         buffers=scatter_buffers,
     ),
     "parc.all_to_all": Collective(axes_of, _all_to_all, _group_all_to_all, keeps=True, buffers=exchange_buffers),
+    EXCHANGE: Collective(axes_of, _all_to_all, exchange_rows, keeps=True, buffers=rows_buffers, beside=chosen_types),
     "parc.row_max": Collective(_some_axes, _row_max, _group_row_max, sent=_around_twice),
     # these two move no bytes between ranks, but a rank must know where it stands
     "parc.shard": Collective(

@@ -244,14 +244,21 @@ def is_supported(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
+Packed = tuple[int, int] | None
+"""The rows of a packed value that are there, ``(2, 8)`` of every 8 two on the average; None for a value that is whole.
+See compiler/ops/expert_ops.py."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """The type of a value: dtype, global shape and placement. Its text is ``f32[8/dp, 64, (3 128/tp)] +tp``: global
-    sizes, each with the axes that split it, then the axes over which it is still to be summed."""
+    sizes, each with the axes that split it, then the axes over which it is still to be summed. A packed value holds
+    some rows of its first dim: `` 2 of 8`` at the end says how many of how many."""
 
     dtype: torch.dtype
     shape: Shape
     placement: Placement
+    packed: Packed = None
 
     def local(self, mesh: Mesh) -> Shape:
         """Shape of one rank's piece."""
@@ -266,7 +273,8 @@ class TensorType:
 def _type_text(type_: TensorType, mesh: Mesh) -> str:
     dims = ", ".join(_dim_text(size, type_.placement.splits(dim), mesh) for dim, size in enumerate(type_.shape))
     sums = "".join(f" +{axis}" for axis in mesh.joined(type_.placement.partial))
-    return f"{_NAMES[type_.dtype]}[{dims}]{sums}"
+    packed = " {} of {}".format(*type_.packed) if type_.packed else ""
+    return f"{_NAMES[type_.dtype]}[{dims}]{sums}{packed}"
 
 
 def _dim_text(size: int, splits: Sequence[tuple[Outer, str]], mesh: Mesh) -> str:
@@ -292,7 +300,7 @@ def _sub_dims(size: int, splits: Sequence[tuple[int, str]], mesh: Mesh) -> list[
     return ["/".join([str(number), *mesh.joined(names)]) for number, names in pieces]
 
 
-_TYPE = re.compile(r"(\w+)\[([^\]]*)\]((?: \+\w+)*)")
+_TYPE = re.compile(r"(\w+)\[([^\]]*)\]((?: \+\w+)*)(?: ([1-9]\d*) of ([1-9]\d*))?")
 
 
 def parse_type(text: str, mesh: Mesh) -> TensorType:
@@ -326,7 +334,8 @@ def parse_type(text: str, mesh: Mesh) -> TensorType:
         shape.append(sum(sizes))
     for axis in mesh.spread(word[1:] for word in match[3].split()):
         _claim(types, axis, "P", mesh, text)
-    return TensorType(DTYPES[match[1]], tuple(shape), Placement.of(mesh, types))
+    packed = (int(match[4]), int(match[5])) if match[4] else None
+    return TensorType(DTYPES[match[1]], tuple(shape), Placement.of(mesh, types), packed)
 
 
 def _claim(types: dict[str, AxisType], axis: str, kind: AxisType, mesh: Mesh, text: str) -> None:

@@ -34,6 +34,9 @@ Computes = Literal["", "total", "difference", "multiple", "ratio", "both", "eith
 | b` and the comparisons."""
 Carries = Literal["", "away", "back"]
 """The way of a value to a place beside the memory that computes (``away``), or from there (``back``)."""
+Packs = Literal["", "rows", "sums"]
+"""The part of an operator in packed rows of tokens: its results are packed *rows*, or it *sums* such rows to values
+that are whole. See compiler/ops/expert_ops.py."""
 LawName = Literal["", "uniform", "normal", "integers", "bernoulli", "exponential"]
 """The law of the numbers that an operator draws."""
 
@@ -96,6 +99,10 @@ class OpFacts:
     limits: tuple[float, ...] = ()
     """Bounds of that kind that no argument has."""
 
+    packs: Packs = ""
+    """The part of the operator in packed rows of tokens; "" computes each row by itself, or takes none."""
+    reroutes: bool = False
+    """True where packed rows may change what they are split over."""
     carries: Carries = ""
     """The way of the operand between the memory that computes and the place where an ``offload`` line keeps it."""
     reaches_outside: bool = False

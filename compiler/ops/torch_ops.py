@@ -52,7 +52,8 @@ _SCHEMAS = (
     "store(Tensor x, str what) -> Tensor",
     "load(Tensor x, str what) -> Tensor",
     # a typed conversion such as P -> I over "dp,tp", on the global shape; a collective when programs are emitted
-    "convert(Tensor x, str axes, str source, str result) -> Tensor",
+    # packed rows have what is chosen beside them, as they are split before and after
+    "convert(Tensor x, str axes, str source, str result, Tensor? before=None, Tensor? after=None) -> Tensor",
 )
 for _schema in _SCHEMAS:
     LIBRARY.define(_schema)
@@ -214,13 +215,15 @@ def _loss_backward(ctx: Any, grad: Any) -> Any:
 
 
 def _convert_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, ctx.axes, ctx.source, ctx.result = inputs
+    _, ctx.axes, ctx.source, ctx.result, *chosen = inputs
+    ctx.save_for_backward(*(mask for mask in chosen if mask is not None))
 
 
 def _convert_backward(ctx: Any, grad: Any) -> Any:
     """Return the dual conversion: source and result change places, R and P swap."""
     source, result = (str(dual(parse_kind(text))) for text in (ctx.result, ctx.source))
-    return OPS.convert.default(grad, ctx.axes, source, result), None, None, None
+    chosen = reversed(ctx.saved_tensors)
+    return OPS.convert.default(grad, ctx.axes, source, result, *chosen), None, None, None, None, None
 
 
 def _pad_gradient(name: str, backward: Any, *options: float) -> None:

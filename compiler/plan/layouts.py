@@ -76,7 +76,7 @@ class SplitWeights(Directive):
 
     @property
     def style(self) -> str:
-        """``column``, ``row`` or ``vocab``."""
+        """``column``, ``row``, ``vocab`` or ``experts``."""
         return self.arguments.statement.verb.text
 
     def check(self, scope: Scope) -> Iterator[Diagnostic]:

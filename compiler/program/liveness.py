@@ -15,8 +15,9 @@ from .totals import adds_up
 
 
 def local_bytes(type_: TensorType, program: Program) -> int:
-    """Return the bytes of one rank's piece."""
-    return math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
+    """Return the bytes of one rank's piece; of a packed one those of its rows, if all experts are chosen alike."""
+    there, rows = type_.packed or (1, 1)
+    return math.prod(type_.local(program.mesh)) * type_.dtype.itemsize * there // rows
 
 
 def owners(function: Function) -> dict[str, str]:

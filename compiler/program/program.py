@@ -18,8 +18,8 @@ import torch
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
+from ..ops.expert_ops import OPS
 from ..ops.rules import facts, has_rule
-from ..ops.torch_ops import OPS
 from .actions import BACKWARD
 from .binding import Binding, Kind
 

@@ -20,9 +20,9 @@ OPTIONAL = "a `?` at the end lets a pattern match nothing"
 @dataclass(frozen=True, slots=True)
 class WeightUse:
     """The use of a parameter as a linear weight or a lookup table: the dim of its outputs (in a table: of its
-    vocabulary), and the dim that is contracted."""
+    vocabulary), and the dim that is contracted. Of weights stacked over experts both are that of experts."""
 
-    kind: Literal["linear", "lookup", "other"]
+    kind: Literal["linear", "lookup", "experts", "other"]
     out_dim: int | None = None
     in_dim: int | None = None
 
@@ -120,6 +120,8 @@ def find_weights(line: SplitWeights, word: Word, names: PlanNames) -> tuple[tupl
     parameters = set(names.all_parameters)
     modules = pattern.of(sorted(names.modules, key=_natural))
     own = pattern.of(names.all_parameters)
+    if line.style == "experts":
+        return _find_stacks(word, names, modules)
     weights = [
         (f"{module}.weight", f"{module}.bias" if f"{module}.bias" in parameters else None)
         for module in modules
@@ -142,8 +144,30 @@ def find_weights(line: SplitWeights, word: Word, names: PlanNames) -> tuple[tupl
     return tuple(weights), ()
 
 
+def _find_stacks(
+    word: Word, names: PlanNames, modules: Sequence[str]
+) -> tuple[tuple[Weight, ...], tuple[Diagnostic, ...]]:
+    """Return the weights that are stacked over experts in modules that a word means, and the errors."""
+    inside = [name for name in names.all_parameters if any(name.startswith(f"{module}.") for module in modules)]
+    found = tuple((name, None) for name in inside if names.use(name).kind == "experts")
+    if found or names.smaller:
+        return found, ()
+    if not modules:
+        return (), (_nothing(word, "module", Pattern(word.text), sorted(names.modules, key=_natural), ""),)
+    held = f"its parameters are {listed(inside[:3], 'and')}" if inside else "it has no parameters"
+    known = sorted({name.rpartition(".")[0] for name, use in names.uses.items() if use.kind == "experts"}, key=_natural)
+    help_ = f"name the modules of experts, as {listed(known[:2], 'or')}" if known else (
+        "no module of this model is known to hold experts: those of transformers 5 that share its interface "
+        "`experts(hidden, index, weights)` are, unless they compute densely"
+    )  # fmt: skip
+    message = f"`{modules[0]}` holds no weights that are stacked over experts: {held}"
+    return (), (Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_),)
+
+
 def split_dim(style: str, use: WeightUse) -> int | None:
     """Return the dim of a weight that a style splits, or None if this use of a weight has no such dim."""
+    if style == "experts":
+        return 0
     if style == "vocab":
         return use.out_dim if use.kind in ("lookup", "linear") else None
     if use.kind != "linear":

@@ -20,6 +20,7 @@ from ...grammar.source import Span
 from ...grammar.syntax import Word
 from ..layout.mesh import Mesh
 from ..padding.pads import Pads, pads_by_value
+from ..plan.directives.experts import Experts
 from ..plan.directives.precision import TYPES, Precision
 from ..plan.layouts import DimLayout, Factor, Fix, SplitWeights
 from ..plan.plan import Plan
@@ -73,7 +74,8 @@ def resolve(
         PlanError: with every error of every line.
     """
     resolver = _Resolver(plan, names, {(name, pad.dim) for name, pads in (longer or {}).items() for pad in pads}, parts)
-    for line in plan.placements:
+    # experts first: lines that split tokens reach their weights too, where these are whole
+    for line in sorted(plan.placements, key=lambda line: not isinstance(line, Experts)):
         resolver.apply(line)
     precision = tuple(resolver.precision(line) for line in plan.precision)
     zero, errors = zero_lines(plan, names, resolver.seeds)
@@ -328,6 +330,8 @@ class _Resolver:
             what, mesh = f"dim {at} of `{name}`", self._mesh_of(value)
             result = cut_dims(rows, shape[at], mesh, what, label, pieces, pad=pad, loose=self._loose)
             if isinstance(result, Diagnostic):
+                if isinstance(line, Experts) and result.code is UNEVEN_SHARD:
+                    result = replace(result, help="choose a number of ranks that divides that of experts")
                 yield self._declared(result, rows)
                 return
             yield from (_seed(value, at, cut, word.span, fixed=False) for cut in result)

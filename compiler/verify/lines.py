@@ -19,6 +19,7 @@ from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.factors import OpCall, Operand, fill_operands
 from ..ops.infer import infer
+from ..ops.packed import packed_result
 from ..ops.results import example, results_of
 from ..ops.rules import TABLE, OpRow, facts, localize
 from ..program.faults import Fault
@@ -189,7 +190,7 @@ def _answer(question: Question) -> Answer:
 def collective_faults(q: Question) -> Iterator[tuple[str, str]]:
     line, mesh = q.line, q.mesh
     source, *options = line.args or (None,)
-    if not isinstance(source, Ref) or len(q.operands) != 1 or any(key != MESSAGE for key, _ in line.kwargs):
+    if not isinstance(source, Ref) or any(key != MESSAGE for key, _ in line.kwargs):
         yield "types", f"{line.op} takes one value, then axes and dims"
         return
     row = COLLECTIVES[line.op]
@@ -202,6 +203,8 @@ def collective_faults(q: Question) -> Iterator[tuple[str, str]]:
     except (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError) as problem:
         yield "types", str(problem)
         return
+    if q.operands[1:] != row.beside(q.operands[0], expected):
+        yield "types", f"{line.op} reads beside its operand what does not belong to it"
     if (expected,) != q.declared:
         yield "types", f"{line.op} makes `{expected.text(mesh)}`, not what is declared"
 
@@ -225,9 +228,12 @@ def _operator_faults(q: Question) -> Iterator[tuple[str, str]]:
         yield "types", f"{line.op} needs dim {dim} of its table whole"
     try:
         placements = infer(call, [t.placement for t in q.operands], mesh, [t.placement for t in results])
+        packed = packed_result(call, [t.packed for t in q.operands])
     except Exception as problem:  # a rule may stumble over arguments that it does not foresee
         yield "types", str(problem) or type(problem).__name__
         return
+    if any(type_.packed != packed for type_ in results):
+        yield "types", f"{line.op} does not make rows that are packed so"
     zeros = row.makes_zeros(line.args)
     for placement, type_ in zip(placements, results, strict=True):
         # zeros are partial sums of zero as well

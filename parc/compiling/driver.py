@@ -24,6 +24,7 @@ from parc.compiler.initial.recipes import Recorded
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.ops.precision import regions
 from parc.compiler.padding.pads import Pads, facts_of
+from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.directives.schedule import ACCUMULATE
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import Action, schedule_text
@@ -39,12 +40,13 @@ from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
-from parc.grammar.codes_placement import SPLIT_ALREADY
+from parc.grammar.codes_placement import EXPERTS_ALONE, SPLIT_ALREADY
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.choices import ShardDims
 from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
 from parc.passes.placing.registered import RuleMisfit
+from parc.passes.placing.reshards import RowsAlike
 from parc.passes.placing.stored import AlreadySplit
 from parc.passes.programs.cut import Pipeline
 from parc.passes.programs.overlap import OverlapChoices
@@ -183,6 +185,8 @@ def compile_captured(
         span = next(line.span for line in plan.zero if line.span.root.line == error.sharding.line)
         help_ = f"name other parameters by `on`, or an axis over which `{error.name}` is whole"
         raise PlanError([Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)]) from None
+    except RowsAlike as error:
+        raise PlanError([_experts_alone(plan, error)]) from None
     except RuleMisfit as error:
         source = [f"at {error.origin.source}"] if error.origin.source else []
         span = plan.model.arguments.statement.span
@@ -195,6 +199,14 @@ def compile_captured(
         plan, folder, asked.mesh, task_lines(plan), recorded, captured, asked.resolved, built, timelines, pipeline,
         sizes, frozen=asked.request.frozen, copies=asked.copies,
     )  # fmt: skip
+
+
+def _experts_alone(plan: Plan, error: RowsAlike) -> Diagnostic:
+    """Return the error of experts over an axis whose ranks have the same tokens, at the line that splits them."""
+    lines = (line for line in plan.placements if isinstance(line, Experts) and line.axis.text == error.axis)
+    span = next((line.span for line in lines), plan.model.span)
+    help_ = f"split the batch over it too, as `shard {plan.inputs[0].name} [B/{error.axis}, ...]`"
+    return Diagnostic(EXPERTS_ALONE, str(error), Label(span), help=help_)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from ...compiler.capture.node_facts import noted
 from ...compiler.capture.reach import FIXED, GradientFlow, made_of
 from ...compiler.layout.collectives import TypeFault
 from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.packed_rows import chosen_placement
 from ...compiler.layout.placement import AxisType, Placement, Split, TensorType
 from ...compiler.ops.infer import Part
+from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.ops.torch_ops import OPS
 from ...compiler.program.binding import Binding
@@ -28,22 +30,8 @@ from ..choices import Choices
 from .hoist import plan_hoist
 from .paths import Changes, cheapest_path
 from .propagate import Placed
+from .reshards import Reshard, RowsAlike
 from .vocab_loss import EXPANSIONS
-
-
-@dataclass(frozen=True, slots=True)
-class Reshard:
-    """A conversion that no line asked for explicitly: what it moves, and the operator ``reader`` that needed it.
-    ``heads``: it gathers few heads, about which there is a note of its own."""
-
-    value: str
-    source: AxisType
-    result: AxisType
-    axis: str
-    cause: Origin
-    bytes: int
-    reader: str
-    heads: bool
 
 
 class Partition:
@@ -59,7 +47,7 @@ class Partition:
         self.reshards: list[Reshard] = []
         self.origin = Origin()
         self.reader = "output"
-        self.kept = False
+        self.kept = self.with_rows = False
         self.block: str | None = None
         self.last_block: str | None = None
         self.hoisted = plan_hoist(graph, mesh, placed, self._find_gradients())
@@ -78,7 +66,7 @@ class Partition:
     def type_of(self, key: ValueKey, placement: Placement) -> TensorType:
         """Return the typed shape of a value in a placement."""
         value = fake(key)
-        return TensorType(value.dtype, tuple(value.shape), placement)
+        return TensorType(value.dtype, tuple(value.shape), placement, noted(key[0]).packed)
 
     # ---- conversions
 
@@ -139,10 +127,14 @@ class Partition:
             self.origin = replace(made, plan=self.placed.lines.get(key[0], made.plan))
             if self.last_block == noted(form).block:
                 self.block = noted(form).block
-        node = self.call(OPS.convert.default, (form, ",".join(axes), str(source), str(result)), {}, [(key, want)])
+        how = ",".join(axes), str(source), str(result)
+        rows = [isinstance(kind, Split) and kind.dim == 0 for kind in (source, result)]
+        if noted(key[0]).packed is not None and any(rows):
+            return self._exchange(key, have, want, how, all(rows))
+        node = self.call(OPS.convert.default, (form, *how), {}, [(key, want)])
         self.block, self.origin = block, origin
         cause = replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
-        if (source, result) != ("I", "R"):
+        if (source, result) != ("I", "R") and not self.with_rows:
             local = self.type_of(key, have).local(self.mesh)
             size = math.prod(local) * fake(key).dtype.itemsize
             for name in self.mesh.joined(axes):
@@ -151,6 +143,16 @@ class Partition:
                 named = noted(key[0]).binding.name if key[0].op == "placeholder" else key[0].name
                 self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, heads))
         return node
+
+    def _exchange(self, key: ValueKey, have: Placement, want: Placement, how: tuple[str, ...], fits: bool) -> fx.Node:
+        """Return packed rows that were split over tokens split over experts, or the other way round."""
+        chosen, packed = noted(key[0]).chosen, noted(key[0]).packed
+        if not fits or chosen is None:
+            raise RowsAlike(how[0], self.origin)
+        self.with_rows = True
+        masks = [self.convert(key_of(chosen), chosen_placement(placement, packed)) for placement in (have, want)]
+        self.with_rows = False
+        return self.call(OPS.convert.default, (self.forms[key][have], *how, *masks), {}, [(key, want)])
 
     def rebuild(self, key: ValueKey, want: Placement) -> fx.Node | None:
         """Make a value that depends only on creation operators and buffers again where it is wanted: it is never
@@ -194,6 +196,9 @@ class Partition:
         """Emit one operator: convert its operands to the types that it needs, and note the types of its results."""
         rule, parts = self.placed.rules[node], self.placed.parts[node]
         keys = [key_of(n) for n in operands_of(node)]
+        if facts(node.target).reroutes:
+            self.forms[node, 0], self.state[node, 0] = self.forms[keys[0]], self.state[keys[0]]
+            return
         wants: list[dict[str, AxisType]] = [{} for _ in keys]
         states: list[dict[str, AxisType]] = [{} for _ in rule.results]
         for axis in self.mesh.names:

@@ -68,6 +68,9 @@ def _uses(follower: Follower, name: str, rank: int) -> Iterator[tuple[fx.Node, W
             if all(i >= 0 for i in order):
                 pending.append(((node, 0), tuple(dims[i] for i in order)))
             continue
+        if row.packs == "rows":
+            yield node, WeightUse("experts", dims[0], dims[0])
+            continue
         others = (*rule.operands[:index], *rule.operands[index + 1 :])
         beside = {name for operand in others for names in operand for name in names}
         results = {name for result in rule.results[:1] for names in result for name in names}

@@ -14,6 +14,7 @@ from torch import fx
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.collectives import lower
 from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.packed_rows import EXCHANGE
 from ...compiler.layout.placement import TensorType
 from ...compiler.ops.factors import OpCall, fill_operands
 from ...compiler.ops.rules import facts, localize
@@ -121,8 +122,10 @@ class Emitter:
                 self.value_of[node] = self.value_of[node.args[0]]  # type: ignore[index]
                 return []
             op, options = lowered
-            source = Ref(self.value_of[node.args[0]].name)  # type: ignore[index]
-            return [Line((self.define(node, op.removeprefix("parc.")),), op, (source, *options), (), origin)]
+            source, *chosen = (Ref(self.value_of[operand].name) for operand in operands_of(node))
+            op = EXCHANGE if chosen else op
+            name = op.removeprefix("parc.")
+            return [Line((self.define(node, name),), op, (source, *options, *chosen), (), origin)]
         if node.target is OPS.row_max.default:
             source = Ref(self.value_of[node.args[0]].name)  # type: ignore[index]
             return [Line((self.define(node, "row_max"),), "parc.row_max", (source, node.args[1]), (), origin)]

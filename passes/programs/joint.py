@@ -13,11 +13,13 @@ from torch import fx
 
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
-from ...compiler.layout.placement import Placement, TensorType, along, parse_kind
+from ...compiler.layout.placement import Packed, Placement, TensorType, along, parse_kind
+from ...compiler.ops.expert_ops import OPS
 from ...compiler.ops.infer import infer, place_created
+from ...compiler.ops.packed import packed_result
 from ...compiler.ops.precision import is_narrow
 from ...compiler.ops.rules import facts
-from ...compiler.ops.torch_ops import OPS, aten
+from ...compiler.ops.torch_ops import aten
 from ...compiler.program.program import Origin
 from ...compiler.torch_private import quiet
 from ..calls import ancestors, call_of, operands_of, substitute_nodes, tensors_of
@@ -155,10 +157,13 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     inputs, tangents = placeholders[: len(flows)], placeholders[len(flows) :]
     types: dict[fx.Node, Placement] = {}
+    kept: dict[fx.Node, Packed] = {}
     for node, source in zip(inputs, segment.inputs, strict=True):
         types[node] = node_type(source).placement.data()
+        kept[node] = node_type(source).packed
     for node, index in zip(tangents, flowing, strict=True):
         types[node] = node_type(segment.outputs[index]).placement.dual().data()
+        kept[node] = node_type(segment.outputs[index]).packed
     write_functional(graph)
     backward = list(takewhile(lambda node: node is not record.forward_end, reversed(graph.nodes)))[1:]
     zeros = fold_zeros([node for node in reversed(backward) if node.op == "call_function"])
@@ -170,7 +175,7 @@ def _read(graph: fx.Graph, segment: Segment, record: _Record, flows: Sequence[bo
             record.known[made] = placement
     for node in graph.nodes:
         if node.op == "placeholder":
-            noted(node).types = [_typed(noted(node).value, types[node])]
+            noted(node).types = [_typed(noted(node).value, types[node], kept[node])]
         elif node.op == "call_function":
             noted(node).origin = record.owner.get(node, Origin())
             if node not in free:
@@ -210,8 +215,8 @@ def _place_free(node: fx.Node, free: set[fx.Node], mesh: Mesh) -> None:
             noted(operand).types = [_typed(noted(operand).value, placement)]
 
 
-def _typed(value: torch.Tensor, placement: Placement) -> TensorType:
-    return TensorType(value.dtype, tuple(value.shape), placement)
+def _typed(value: torch.Tensor, placement: Placement, packed: Packed = None) -> TensorType:
+    return TensorType(value.dtype, tuple(value.shape), placement, packed)
 
 
 def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> None:
@@ -221,9 +226,10 @@ def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> Non
         noted(node).types = [noted(source).types[index]]
         return
     values = [value for value in tensors_of(node) if isinstance(value, torch.Tensor)]
-    operands = [node_type(operand).placement for operand in operands_of(node)]
+    read = [node_type(operand) for operand in operands_of(node)]
+    operands, packed = [type_.placement for type_ in read], read[0].packed if read else None
     if node.target is OPS.convert.default:
-        axes, _, result = (str(text) for text in node.args[1:])
+        axes, _, result = (str(text) for text in node.args[1:4])
         placements = [operands[0].replace(along(axes.split(","), parse_kind(result), mesh)).data()]
     elif node.target is OPS.row_max.default:
         over = [axis for axis in str(node.args[1]).split(",") if axis]
@@ -232,12 +238,13 @@ def _type_node(node: Any, known: Mapping[fx.Node, Placement], mesh: Mesh) -> Non
         expected = [known[node]] if node in known else None
         try:
             placements = infer(call_of(node), operands, mesh, expected)
+            packed = packed_result(call_of(node), [type_.packed for type_ in read])
         except ValueError as fault:
             texts = ", ".join(node_type(operand).text(mesh) for operand in operands_of(node))
             raise InternalTypeFault(f"{node.format_node()} of ({texts}): {fault}") from fault
     if node in known and placements[0] != known[node]:
         raise InternalTypeFault(f"{node.format_node()} is {placements[0]}, but partition said {known[node]}")
-    all_types = iter(_typed(value, placement) for value, placement in zip(values, placements, strict=True))
+    all_types = iter(_typed(value, placement, packed) for value, placement in zip(values, placements, strict=True))
     noted(node).types = [next(all_types) if isinstance(v, torch.Tensor) else None for v in tensors_of(node)]
 
 

@@ -29,7 +29,9 @@ def _function(name: str, graph: fx.Graph, keys: tuple[Binding, ...], seed: int) 
     for node in graph.nodes:
         if node.op in ("placeholder", "call_function"):
             noted(node).types = [
-                None if value is None else TensorType(value.dtype, tuple(value.shape), Placement(()))
+                None
+                if value is None
+                else TensorType(value.dtype, tuple(value.shape), Placement(()), noted(node).packed)
                 for value in tensors_of(node)
             ]
         if node.op == "call_function":

@@ -13,6 +13,7 @@ from ...compiler.layout.buffers import parts_in_order
 from ...compiler.layout.collectives import WAIT, join_dim, round_parts, slice_dim
 from ...compiler.layout.int8 import pack, unpack
 from ...compiler.layout.mesh import Mesh, Shape
+from ...compiler.layout.packed_rows import Rows, rows_by_rank, sides
 
 
 class Peers(Protocol):
@@ -31,7 +32,7 @@ class Peers(Protocol):
         """Return the tag of the next tensors that ranks of a group send each other."""
 
 
-Run = Callable[[Peers, torch.Tensor, Sequence[Any], tuple[str, ...]], torch.Tensor]
+Run = Callable[[Peers, Any, Sequence[Any], tuple[str, ...]], torch.Tensor]
 
 
 def _ranks_of(axes: Sequence[str], mesh: Mesh) -> int:
@@ -118,6 +119,19 @@ def _regroup(
     return result.movedim(0, dim).contiguous()
 
 
+def _exchange_rows(backend: Peers, piece: Rows, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
+    rows, before, after = piece
+    ranks = _ranks_of(axes, backend.mesh)
+    own, others = sides(args, max(before.shape[0], after.shape[0]))
+    leaving, coming = rows_by_rank(before, ranks, *others), rows_by_rank(after, ranks, *own)
+    received = rows.new_empty(sum(map(len, coming)), *rows.shape[1:])
+    sizes = [len(part) for part in coming], [len(part) for part in leaving]
+    backend.meet(dist.all_to_all_single, received, rows[torch.cat(leaving)], *sizes, axes=axes)
+    made = torch.empty_like(received)
+    made[torch.cat(coming)] = received
+    return made
+
+
 def _row_max(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
     peak = piece.amax(-1, keepdim=True)
     if axes:
@@ -142,6 +156,7 @@ RUN: Mapping[str, Run] = {
     "parc.all_gather": _all_gather,
     "parc.reduce_scatter": _reduce_scatter,
     "parc.all_to_all": _all_to_all,
+    "parc.exchange": _exchange_rows,
     "parc.row_max": _row_max,
     "parc.shard": _local("parc.shard"),
     "parc.pad": _local("parc.pad"),

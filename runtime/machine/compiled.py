@@ -232,6 +232,8 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _is_local(line: Line) -> bool:
+    if any(value.type.packed for value in line.made):  # its size is another in every step
+        return False
     return not line.calls_function and line.op not in COLLECTIVES and facts(line.op).compiled
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -208,19 +209,18 @@ class Machine:
         return run
 
     def _collective(self, line: Line, spare: bool) -> Callable[[Sequence[Environment]], None]:
-        source, *options = line.args
-        (result,) = line.results
-        assert result is not None and isinstance(source, Ref)
+        options = [item for item in line.args if not isinstance(item, Ref)]
+        take, result = itemgetter(*line.uses()), line.made[0].name  # a tuple, if it reads several
 
         def run(environments: Sequence[Environment]) -> None:
-            if result.name in environments[0]:
+            if result in environments[0]:
                 return  # its result was given
-            pieces = [environment[source.name] for environment in environments]
+            pieces = [take(environment) for environment in environments]
             results, arrival = self.backend.collective(line.op, options, pieces, spare)
             for environment, piece in zip(environments, results, strict=True):
-                environment[result.name] = piece
+                environment[result] = piece
             if arrival is not None:
-                environments[0][_arrival(result.name)] = arrival
+                environments[0][_arrival(result)] = arrival
 
         return run
 

@@ -1,0 +1,57 @@
+"""Rows of operators on packed rows of tokens: the first dim of these holds (experts, tokens)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..factors import OpCall, OpRule, rule
+from ..op_row import OpRow, Ruling, contracted
+
+
+def _weighed(plain: str, transposed: str, linear: str) -> Ruling:
+    """Return the rule of an operator whose weights are [e, n, h], or [e, h, n] if it is ``transposed``."""
+
+    def apply(call: OpCall) -> OpRule:
+        return rule(transposed if call.args[3] else plain, linear=linear)(call)
+
+    return apply
+
+
+def _chosen_flops(ruling: Ruling) -> Callable[[OpCall], int]:
+    """Count the multiply-adds of rows that are there: those of ``top`` experts for each token."""
+    return lambda call: contracted(ruling)(call) * int(call.args[4]) // int(ruling(call).sizes.get("e", 1))
+
+
+_linear = _weighed("(e t) h, e t, e n h -> (e t) n", "(e t) h, e t, e h n -> (e t) n", "0|2")
+_outer = _weighed("(e t) h, (e t) n, e t -> e n h", "(e t) h, (e t) n, e t -> e h n", "0|1")
+
+
+def _routed(call: OpCall) -> OpRule:
+    rows = "e! t" if call.operands[0] == call.operands[1] else "(e! t) h"
+    return rule(f"{rows}, e! t -> {rows}")(call)
+
+
+EXPERTS_RULES: dict[str, OpRow] = {
+    "parc.pack.default": OpRow(rule("t h, e t -> (e t) h", linear="0"), packs="rows", storage="fresh", compiled=False),
+    "parc.unpack.default": OpRow(
+        rule("(e t) h, e t -> t h", linear="0"), packs="sums", storage="fresh", compiled=False
+    ),
+    "parc.pick.default": OpRow(rule("e t, e t -> (e t) 1", linear="0"), packs="rows", storage="fresh", compiled=False),
+    "parc.unpick.default": OpRow(
+        rule("(e t) 1, e t -> e t", linear="0"), packs="sums", storage="fresh", compiled=False
+    ),
+    "parc.spread.default": OpRow(
+        rule("e n, e t -> (e t) n", linear="0"), packs="rows", storage="fresh", compiled=False
+    ),
+    "parc.expert_sum.default": OpRow(
+        rule("(e t) n, e t -> e n", linear="0"), packs="sums", storage="fresh", compiled=False
+    ),
+    # experts' rows may not be split there: what they are split over changes here
+    "parc.route.default": OpRow(_routed, moves="copy", packs="rows", reroutes=True, compiled=False),
+    "parc.expert_linear.default": OpRow(
+        _linear, precision="product", packs="rows", flops=_chosen_flops(_linear), storage="fresh", compiled=False
+    ),
+    "parc.expert_outer.default": OpRow(
+        _outer, precision="product", packs="sums", flops=_chosen_flops(_outer), storage="fresh", compiled=False
+    ),
+}

@@ -1,0 +1,22 @@
+"""``experts``: experts of a layer split over ranks, to which tokens travel."""
+
+from __future__ import annotations
+
+from ..layouts import SplitWeights
+
+
+class Experts(SplitWeights):
+    """Splits the experts of mixture-of-experts layers over an axis: every rank has the same number of them, and tokens
+    go where their experts are (expert parallelism).
+
+    `WHERE` names the modules that hold experts, as `model.layers.*.mlp.experts` of a model of transformers; their
+    weights are stacked, [experts, ...]. The axis must also split the batch, as in `shard tokens [B/dp/ep, _]`: its
+    ranks route different tokens. `dropless`: no token is left out. Each rank packs its own tokens by expert, an
+    `exchange` (an all-to-all with the counts of each pair of ranks) brings them to their experts and another one brings
+    results back; backward does the same. A result is the model's own, whatever tokens choose.
+
+    Every other weight of such a layer (the router, shared experts) is placed as in dense layers. Without a line every
+    rank has all experts, and routes its own tokens.
+    """
+
+    USAGE = "experts WHERE over AXIS dropless"

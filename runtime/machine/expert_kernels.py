@@ -1,0 +1,104 @@
+"""Kernels of operators on packed rows of tokens: only the rows that ``chosen`` marks are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ...compiler.ops.torch_ops import aten
+from .ways import runs
+
+
+def _tokens(chosen: torch.Tensor) -> torch.Tensor:
+    """Return the token of each packed row."""
+    return chosen.nonzero()[:, 1]
+
+
+def _counts(chosen: torch.Tensor) -> list[int]:
+    """Return the number of rows of each expert."""
+    counts: list[int] = chosen.sum(1).tolist()
+    return counts
+
+
+def _groups(chosen: torch.Tensor, *packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the rows of each expert, of all packed values together."""
+    counts = _counts(chosen)
+    return zip(*(value.split(counts) for value in packed), strict=True)
+
+
+@runs("parc.pack.default")
+def _pack(site: object, x: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+    return x.index_select(0, _tokens(chosen))
+
+
+@runs("parc.unpack.default")
+def _unpack(site: object, rows: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+    # a token's rows one after the other, so that every sum has one order
+    tokens = _tokens(chosen)
+    return rows.new_zeros(chosen.shape[1], rows.shape[1]).index_add_(0, tokens, rows)
+
+
+@runs("parc.pick.default")
+def _pick(site: object, x: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+    return x[chosen][:, None]
+
+
+@runs("parc.unpick.default")
+def _unpick(site: object, rows: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+    return rows.new_zeros(chosen.shape).masked_scatter_(chosen, rows)
+
+
+@runs("parc.spread.default")
+def _spread(site: object, x: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+    return x.index_select(0, chosen.nonzero()[:, 0])
+
+
+@runs("parc.expert_sum.default")
+def _expert_sum(site: object, rows: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+    return torch.stack([part.sum(0) for (part,) in _groups(chosen, rows)])
+
+
+@runs("parc.route.default")
+def _route(site: object, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+@runs("parc.expert_linear.default")
+def _expert_linear(
+    site: object, rows: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor, transposed: bool, top: int
+) -> torch.Tensor:
+    made = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
+    for part, out, own in zip(*zip(*_groups(chosen, rows, made), strict=True), weight.unbind(), strict=True):
+        torch.mm(part, own if transposed else own.t(), out=out)
+    return made
+
+
+@runs("parc.expert_outer.default")
+def _expert_outer(
+    site: object, rows: torch.Tensor, grad: torch.Tensor, chosen: torch.Tensor, transposed: bool, top: int
+) -> torch.Tensor:
+    first, second = (rows, grad) if transposed else (grad, rows)
+    made = rows.new_empty(chosen.shape[0], first.shape[1], second.shape[1])
+    for (one, other), out in zip(_groups(chosen, first, second), made.unbind(), strict=True):
+        torch.mm(one.t(), other, out=out)
+    return made
+
+
+@runs("parc.expert_linear.default", "reference")
+def _plain_expert_linear(
+    site: object, rows: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor, transposed: bool, top: int
+) -> torch.Tensor:
+    """Compute each expert's product by itself, which autograd can follow; the other kernel is checked against it."""
+    parts = rows.split(chosen.sum(1).tolist())
+    return torch.cat(
+        [part @ (own if transposed else own.t()) for part, own in zip(parts, weight.unbind(), strict=True)]
+    )
+
+
+@runs("aten.slice_backward.default")
+def _slice_backward(site: Any, grad: torch.Tensor, sizes: Sequence[int], *options: int) -> torch.Tensor:
+    there = (len(grad), *sizes[1:]) if site.results[0].packed else sizes
+    gradient: torch.Tensor = aten.slice_backward.default(grad, there, *options)
+    return gradient

@@ -1,0 +1,199 @@
+"""Experts over ranks: models of transformers beside themselves, the exchange of packed rows, and its bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import parc
+from parc.checking.checks import report_of
+from parc.compiler.build.directory import write_build
+from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.packed_rows import exchange_rows
+from parc.compiler.layout.placement import parse_type
+from parc.compiler.ops.factors import OpCall, Operand
+from parc.compiler.ops.packed import packed_result
+from parc.compiler.plan.plan import read_plan
+from parc.grammar.diagnostics import PlanError, render
+from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS
+from tests.captured_once import compile_once
+from tests.checked_plans import checked, compiled
+from tests.moe_families import FAMILIES
+from tests.planted_builds import ROOT
+from tests.runtime.ranks import run_ranks
+from tests.runtime.tiny import EXAMPLES
+
+PLAN = """\
+model "./moe_families.py:family" (name="{family}"{sizes})
+input input_ids int64 [B, S]
+input targets int64 [B, S]
+sizes B=8, S=4
+loss cross_entropy(output.logits, targets)
+optimizer adamw lr 1e-2 clip 1.0
+mesh {mesh}
+shard input_ids, targets [B/dp/ep, _]
+experts model.layers.*.{{mlp,block_sparse_moe}}.experts? over ep dropless
+"""
+BESIDE = {
+    "zero 3": ("dp=2, ep=2", "zero 3 over dp\n"),
+    "zero 1, bf16": ("dp=2, ep=2", "zero 1 over dp\nprecision bf16\n"),
+    "microbatches": ("dp=1, ep=2", "schedule microbatches 2\n"),
+    "a pipeline": ("pp=2, dp=1, ep=2", "stage before model.layers.1 over pp\nschedule 1f1b microbatches 2\n"),
+    "experts split inside": (
+        "dp=1, ep=2, tp=2",
+        "shard model.layers.*.mlp.experts.gate_up_proj [_/ep, (2 _/tp), _]\n"
+        "shard model.layers.*.mlp.experts.down_proj [_/ep, _, _/tp]\n",
+    ),
+}
+FORWARD, BACKWARD = "forward", "backward"
+
+
+def plan(family: str = "Mixtral", mesh: str = "dp=2, ep=2", lines: str = "", **sizes: int) -> str:
+    """Return the text of a plan for a family with its experts over ``ep``."""
+    more = "".join(f", {name}={size}" for name, size in sizes.items())
+    return PLAN.format(family=family, mesh=mesh, sizes=more) + lines
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_with_its_experts_on_other_ranks_as_on_one(family: str) -> None:
+    report = checked(compiled(plan(family), ROOT / "tests")).report
+    assert report["checks"]["numbers"] == "tested"
+    sent = [row for row in report["communication"] if row["op"] == "exchange"]
+    assert {row["phase"] for row in sent} == {FORWARD, BACKWARD}
+
+
+@pytest.mark.parametrize("mesh", ["dp=2, ep=1", "dp=1, ep=4", "dp=1, ep=8"])
+def test_any_number_of_ranks_has_the_model_s_numbers(mesh: str) -> None:
+    report = checked(compiled(plan(mesh=mesh), ROOT / "tests")).report
+    ops = {row["op"] for row in report["communication"] if row["carries"] == "activations"}
+    assert ops == (set() if "ep=1" in mesh else {"exchange", "all_to_all"})  # one rank of ep routes its own tokens
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_experts_compose_with(beside: str) -> None:
+    mesh, lines = BESIDE[beside]
+    made = compiled(plan(mesh=mesh, lines=lines, num_hidden_layers=2 if "pp" in mesh else 1), ROOT / "tests")
+    assert checked(made).report["checks"]["numbers"] == "tested"
+
+
+def test_two_exchanges_forward_and_two_backward_send_what_the_closed_form_says() -> None:
+    """Each sends tokens * k * width * itemsize * (ep - 1) / ep, as all-to-alls of experts do (Lepikhin et al.,
+    "GShard", 2020)."""
+    ep, tokens, k, width = 4, 8 * 4 // 4, 2, 16
+    rows = report_of(compiled(plan(mesh=f"dp=1, ep={ep}"), ROOT / "tests"))["communication"]
+    for phase in (FORWARD, BACKWARD):
+        sent = [row for row in rows if row["op"] == "exchange" and row["phase"] == phase]
+        assert sum(row["count_per_step"] for row in sent) == 2
+        assert {row["wire_bytes"] for row in sent} == {tokens * k * width * 4 * (ep - 1) // ep}
+
+
+@given(st.data())
+def test_an_exchange_brings_every_row_to_its_expert_and_back(data: st.DataObject) -> None:
+    """Ranks hold tokens [outer, ranks, rest], or experts [ranks, rest]; rows are counted."""
+    ranks, outer, rest, each = (data.draw(st.integers(1, most)) for most in (4, 3, 3, 3))
+    tokens, experts = outer * ranks * rest, ranks * each
+    bits = data.draw(st.lists(st.booleans(), min_size=tokens * experts, max_size=tokens * experts))
+    chosen = torch.tensor(bits).view(experts, tokens)
+    numbers = torch.arange(tokens * experts).view(experts, tokens)
+    by_token = [part.flatten(1, 2) for part in chosen.view(experts, outer, ranks, rest).unbind(2)]
+    own = [part.flatten(1, 2) for part in numbers.view(experts, outer, ranks, rest).unbind(2)]
+    by_expert, theirs = chosen.chunk(ranks), numbers.chunk(ranks)
+    home = [part[mask][:, None] for part, mask in zip(own, by_token, strict=True)]
+    away = [part[mask][:, None] for part, mask in zip(theirs, by_expert, strict=True)]
+    there = list(zip(home, by_token, by_expert, strict=True))
+    back = list(zip(away, by_expert, by_token, strict=True))
+    tokens_at = experts * outer  # tokens lie behind experts
+    for found, expected in (
+        (exchange_rows(there, ["ep", 0, tokens_at, 0, 1]), away),
+        (exchange_rows(back, ["ep", 0, 1, 0, tokens_at]), home),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("chosen", ["some", "none of one expert", "one expert alone"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_kernels_compute_what_a_dense_product_of_all_experts_does(chosen: str, transposed: bool) -> None:
+    draw = torch.Generator().manual_seed(1)
+    mask = torch.rand(4, 6, generator=draw) < 0.5
+    mask[1] = mask[1] & (chosen == "some")
+    mask = mask & (torch.arange(4) == 2)[:, None] if chosen == "one expert alone" else mask
+    x, weight = torch.randn(6, 3, generator=draw), torch.randn(4, *((3, 5) if transposed else (5, 3)), generator=draw)
+    run = {name.split(".")[1]: kernel for name, kernel in KERNELS.items()}
+    rows = run["pack"](None, x, mask, 2)
+    made = run["expert_linear"](None, rows, mask, weight, transposed, 2)
+    dense = torch.einsum("th,ehn->etn", x, weight if transposed else weight.mT)
+    torch.testing.assert_close(made, dense[mask])
+    torch.testing.assert_close(run["unpack"](None, made, mask, 2), (dense * mask[..., None]).sum(0))
+    plain = REFERENCE_KERNELS["parc.expert_linear.default"](None, rows, mask, weight, transposed, 2)
+    torch.testing.assert_close(made, plain)
+    grad = torch.randn(made.shape, generator=draw)
+    whole = torch.zeros_like(dense).masked_scatter_(mask[..., None], grad)
+    outer = torch.einsum("th,etn->ehn" if transposed else "th,etn->enh", x, whole)
+    torch.testing.assert_close(run["expert_outer"](None, rows, grad, mask, transposed, 2), outer)
+    torch.testing.assert_close(run["expert_sum"](None, grad, mask, 2), whole.sum(1))
+    scores = torch.randn(4, 6, generator=draw)
+    picked = run["pick"](None, scores, mask, 2)
+    torch.testing.assert_close(run["unpick"](None, picked, mask, 2), scores * mask)
+    torch.testing.assert_close(run["spread"](None, weight[:, 0], mask, 2), weight[:, 0][mask.nonzero()[:, 0]])
+
+
+def test_the_text_of_a_type_says_how_many_rows_are_there() -> None:
+    mesh = Mesh((("dp", 2), ("ep", 2)))
+    for text in ("f32[(8 64/dp/ep), 32] 2 of 8", "f32[512/ep, 32] +dp 2 of 8"):
+        assert parse_type(text, mesh).text(mesh) == text
+        assert parse_type(text, mesh).packed == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "shapes"),
+    [
+        ("aten.sum.dim_IntList", (Operand(0), [0]), [(32,)]),
+        ("aten.softmax.int", (Operand(0), 0), [(64, 32)]),
+        ("aten.add.Tensor", (Operand(0), Operand(1)), [(64, 32)]),
+    ],
+)
+def test_what_would_read_rows_that_are_not_there_is_refused(op: str, args: Any, shapes: Any) -> None:
+    operands = ((64, 32),) * (2 if op.startswith("aten.add") else 1)
+    call = OpCall(op, args, {}, operands, tuple(shapes))
+    with pytest.raises(ValueError, match="row by row"):
+        packed_result(call, [(2, 8), None][: len(operands)])
+
+
+def message(text: str) -> str:
+    with pytest.raises(PlanError) as refusal:
+        compiled(text, ROOT / "tests")
+    return "\n".join(render(diagnostic) for diagnostic in refusal.value.diagnostics)
+
+
+def test_mistakes_are_told_at_their_line() -> None:
+    alike = message(plan().replace("B/dp/ep", "B/dp"))
+    assert "`ep` splits the experts of `model.layers.0.mlp.experts`, but not the tokens that go to them" in alike
+    assert "shard input_ids [B/ep, ...]" in alike
+    other = message(plan().replace("{mlp,block_sparse_moe}.experts?", "self_attn"))
+    assert "`model.layers.0.self_attn` holds no weights that are stacked over experts" in other
+    assert "name the modules of experts, as `model.layers.0.mlp.experts`" in other
+    uneven = message(plan(mesh="dp=1, ep=3").replace("B=8", "B=9"))
+    assert "`model.layers.0.mlp.experts.gate_up_proj` has 8 entries, which do not divide by ep=3" in uneven
+    assert "choose a number of ranks that divides that of experts" in uneven
+
+
+def ranks_train(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train on the ranks of this mesh. Return losses and whole weights."""
+    with parc.load(folder) as session:
+        return [session.step().loss for _ in range(3)], session.state_dict()
+
+
+def test_four_processes_train_a_mixture_of_experts_on_real_text_as_one_does(tmp_path: Path) -> None:
+    for name, words in (("one", {"dp": "1", "ep": "1"}), ("four", {})):
+        made = compile_once(read_plan(EXAMPLES / "moe.parc", {**words, "width": "32"}), EXAMPLES)
+        write_build(made.to_write(report_of(made)), tmp_path / name)
+    ((expected, weights),) = run_ranks(ranks_train, 1, str(tmp_path / "one"))
+    for losses, state in run_ranks(ranks_train, 4, str(tmp_path / "four")):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
