@@ -207,7 +207,11 @@ def _idle(
 def _nothing(word: Word, what: str, pattern: Pattern, known: Iterable[str], help_: str) -> Diagnostic:
     if not help_:
         nearest = pattern.nearest(known)
-        help_ = f"did you mean {listed(nearest, 'or')}?" if nearest else "names are those of the model's own modules"
+        help_ = (
+            f"did you mean {listed(nearest, 'or')}?"
+            if nearest
+            else "names are those of the model's own modules: `parc show PLAN --list` lists them"
+        )
     notes = (OPTIONAL,) if pattern.wild else ()
     message = f"`{word.text}` matches no {what}" if pattern.wild else f"no {what} is called `{word.text}`"
     return Diagnostic(NOTHING_MATCHED, message, Label(word.span), help=help_, notes=notes)

@@ -43,7 +43,10 @@ def capture_plan(
         PlanError: the model or its loss is at fault.
     """
     model_span = plan.model.arguments.statement.span
+    smaller = {name: value for name, value in plan.verify.values if name not in plan.sizes} if plan.verify else {}
     try:
+        if overrides is None:
+            model_builder(lines, folder, smaller)  # a name that no twin could be given is told now
         build = model_builder(lines, folder, overrides)
         recorded = record(build, plan.seed)
     except CallableError as error:

@@ -158,6 +158,7 @@ def test_check(capsys: Captured, plan: Path) -> None:
         (("let tp=2", "let tp=2, tp=2"), (), ["error[P0006]"]),
         (("mesh ", "mehs "), (), ["error[P0002]", "did you mean `mesh`?", "tiny.parc:"]),
         (None, ("-D", "pt=2"), ["error[P0008]: no `let` defines `pt`\n --> -D pt=2\nhelp: the plan's names are `tp`"]),
+        (("loss ", "verify layerz=1\nloss "), (), ["error[P0201]", "takes no `layerz`", "did you mean `layers`?"]),
         (("./gpt.py:GPT", "./gtp.py:GPT"), (), ["error[P0201]", "there is no file `gtp.py`", "did you mean `gpt.py`?"]),
         (("./gpt.py:GPT", "./gpt.py:GTP"), (), ["error[P0201]", "has no `GTP`", "did you mean `GPT`?"]),
         (("./gpt.py:GPT", "gtp:GPT"), (), ["error[P0201]", "there is no module `gtp`", "did you mean `gpt`?"]),
