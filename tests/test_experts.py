@@ -61,10 +61,9 @@ def plan(family: str = "Mixtral", mesh: str = "dp=2, ep=2", lines: str = "", **s
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_with_its_experts_on_other_ranks_as_on_one(family: str) -> None:
-    report = checked(compiled(plan(family), ROOT / "tests")).report
-    assert report["checks"]["numbers"] == "tested"
-    sent = [row for row in report["communication"] if row["op"] == "exchange"]
-    assert {row["phase"] for row in sent} == {FORWARD, BACKWARD}
+    lines = "expect 4 exchange in model.layers.*.{mlp,block_sparse_moe}.experts?\n"
+    report = checked(compiled(plan(family, lines=lines), ROOT / "tests")).report
+    assert report["checks"]["numbers"] == "tested"  # and the promise of `expect` is kept
 
 
 @pytest.mark.parametrize("mesh", ["dp=2, ep=1", "dp=1, ep=4", "dp=1, ep=8"])

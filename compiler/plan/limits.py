@@ -18,6 +18,7 @@ COLLECTIVE_WORDS: dict[str, tuple[str, ...]] = {
     "all_gather": ("all_gather", "all_gather_int8"),
     "reduce_scatter": ("reduce_scatter", "reduce_scatter_int8"),
     "all_to_all": ("all_to_all",),
+    "exchange": ("exchange",),
 }
 """The words of a line for collectives, and the collectives of programs that each means. A row's maximum is an
 all-reduce too, and so is a sum among some stages."""

@@ -8,9 +8,9 @@ from ..limits import Promise
 class Forbid(Promise):
     """A promise that a build keeps or is refused: no such collective in these modules and what is inside them.
 
-    `OP` is `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `any`; `over` counts those over one axis
-    alone. Looked at are forward and backward, or the one phase that `during` names: `forward`, `backward`, or `step`,
-    where gradients are summed once a step. `**` is the whole model.
+    `OP` is `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `exchange` (of experts) or `any`; `over` counts
+    those over one axis alone. Looked at are forward and backward, or the one phase that `during` names: `forward`,
+    `backward`, or `step`, where gradients are summed once a step. `**` is the whole model.
     """
 
     USAGE = "forbid OP in WHERE [over AXIS] [during NAME]"
