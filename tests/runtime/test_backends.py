@@ -11,6 +11,7 @@ import torch
 
 from parc.compiler.layout.collectives import COLLECTIVES
 from parc.compiler.layout.mesh import Mesh
+from parc.compiler.layout.packed_rows import EXCHANGE
 from parc.compiler.layout.placement import Placement, TensorType
 from parc.compiler.program.program import Function, Line, Program, Ref, Value
 from parc.runtime.backends.distributed import Distributed
@@ -81,7 +82,42 @@ def real(axes: tuple[tuple[str, int], ...]) -> list[torch.Tensor]:
 
 
 def test_every_collective_has_its_cases() -> None:
-    assert {op for op, _ in cases(Mesh((("dp", 2),)))} == set(COLLECTIVES)
+    assert {op for op, _ in cases(Mesh((("dp", 2),)))} | {EXCHANGE} == set(COLLECTIVES)
+
+
+_THERE, _BACK = ("ep", 0, 8, 0, 1), ("ep", 0, 1, 0, 8)  # 8 experts
+
+
+def rows(rank: int, ranks: int) -> Any:
+    """Return a rank's packed rows of its own tokens, and what is chosen of these and of its own experts."""
+    chosen = torch.rand(8, 12, generator=torch.Generator().manual_seed(3)) < 0.3
+    chosen[2:4] = False  # a rank whose experts have no token
+    own = chosen.chunk(ranks, 1)[rank]
+    values = torch.arange(96.0).view(8, 12).chunk(ranks, 1)[rank][own]
+    return values[:, None].expand(-1, 3).contiguous(), own, chosen.chunk(ranks)[rank]
+
+
+def exchanged(ranks: int) -> list[torch.Tensor]:
+    """Bring packed rows to experts and back, on one rank of a gloo group."""
+    mesh, rank = Mesh((("ep", ranks),)), torch.distributed.get_rank()
+    value = Value("x", TensorType(torch.float32, (96, 3), Placement.whole(mesh)))
+    lines = tuple(Line((value,), EXCHANGE, (Ref("x"), *args)) for args in (_THERE, _BACK))
+    made = Program("stage0", "F", mesh, (Function("f", (value,), lines, ()),))
+    backend = Distributed(mesh, [made], rank, torch.device("cpu"))
+    mine: Any = rows(rank, ranks)
+    (there,), _ = backend.collective(EXCHANGE, _THERE, [mine])
+    arrived: Any = there, mine[2], mine[1]
+    (back,), _ = backend.collective(EXCHANGE, _BACK, [arrived])
+    return [there, back]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gloo_exchanges_rows_as_the_in_process_backend_does(ranks: int) -> None:
+    pieces = [rows(rank, ranks) for rank in range(ranks)]
+    there = InProcess(Mesh((("ep", ranks),))).collective(EXCHANGE, _THERE, pieces)[0]
+    for rank, (arrived, returned) in enumerate(run_ranks(exchanged, ranks, ranks)):
+        assert torch.equal(arrived, there[rank])
+        assert torch.equal(returned, pieces[rank][0])
 
 
 @pytest.mark.parametrize("axes", [(("dp", 2),), (("dp", 2), ("tp", 2))], ids=["2 ranks", "4 ranks"])
