@@ -157,6 +157,7 @@ _PLANS = {
     "stack tp=2, two microbatches": ("tests", _STACK),
     "stack tp=2, fp16": ("tests", _STACK + "precision fp16 loss_scale dynamic\n"),
     "padded tp=4": ("tests", _PADDED),
+    "experts ep=2": ("tests", _EXPERTS),
     "gpt with batch over dp and sequence over tp": (
         "examples",
         _GPT.replace("layers=2", "layers=1") + "shard tokens, targets [B/dp, S/tp]\n",
@@ -172,7 +173,6 @@ _PLANS = {
         _STACK[: _STACK.index("mesh")] + _NODES + "zero 3 over dp within node\nhierarchical over dp\n",
     ),
 }
-_PLANS["experts ep=2"] = ("tests", _EXPERTS)
 COMPRESSED_BUILD = "stack dp=2, compressed"
 _PLANS[COMPRESSED_BUILD] = ("tests", _STACK[: _STACK.index("mesh")] + _COMPRESSED)
 BUILDS = tuple(_PLANS)
