@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from parc.compiler.layout.placement import parse_type
 from parc.compiler.ops.factors import OpCall, Operand
 from parc.compiler.ops.packed import packed_result
 from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.text import parse_program
+from parc.compiler.verify.lines import check_program
 from parc.grammar.diagnostics import PlanError, render
 from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS
 from tests.captured_once import compile_once
@@ -161,6 +164,16 @@ def test_what_would_read_rows_that_are_not_there_is_refused(op: str, args: Any, 
     call = OpCall(op, args, {}, operands, tuple(shapes))
     with pytest.raises(ValueError, match="row by row"):
         packed_result(call, [(2, 8), None][: len(operands)])
+
+
+def test_rows_that_travel_as_if_all_were_there_are_refused() -> None:
+    forward = compiled(plan(mesh="dp=1, ep=2"), ROOT / "tests").built.programs["F"]
+    plain = re.sub(
+        r"parc\.exchange\((\w+, '\w+', \d+, \d+, \d+, \d+), \w+, \w+\)", r"parc.all_to_all(\1)", forward.text()
+    )
+    assert plain != forward.text()
+    faults = check_program(parse_program(plain))
+    assert any("packed rows, and no others, are exchanged" in fault.message for fault in faults)
 
 
 def message(text: str) -> str:

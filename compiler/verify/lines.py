@@ -16,6 +16,7 @@ import torch
 
 from ..layout.collectives import COLLECTIVES, MESSAGE
 from ..layout.mesh import Mesh
+from ..layout.packed_rows import EXCHANGE
 from ..layout.placement import TensorType
 from ..ops.factors import OpCall, Operand, fill_operands
 from ..ops.infer import infer
@@ -200,10 +201,14 @@ def collective_faults(q: Question) -> Iterator[tuple[str, str]]:
             raise ValueError(f"`{','.join(axes)}` are not distinct axes of the mesh")
         expected = row.result(q.operands[0], mesh, options)
         expected.local(mesh)
+        moves_rows = q.operands[0].placement.splits(0) != expected.placement.splits(0)
+        if (line.op == EXCHANGE) != (q.operands[0].packed is not None and moves_rows):
+            raise ValueError(f"{line.op} of `{q.operands[0].text(mesh)}`: packed rows, and no others, are exchanged")
+        beside = row.beside(q.operands[0], expected)
     except (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError) as problem:
         yield "types", str(problem)
         return
-    if q.operands[1:] != row.beside(q.operands[0], expected):
+    if q.operands[1:] != beside:
         yield "types", f"{line.op} reads beside its operand what does not belong to it"
     if (expected,) != q.declared:
         yield "types", f"{line.op} makes `{expected.text(mesh)}`, not what is declared"
