@@ -117,11 +117,15 @@ def _show_timeline(given: argparse.Namespace, build: Build) -> int:
     from rich.console import Console
 
     from parc.cli.build import schedule_words
+    from parc.compiler.build.build import BuildError
     from parc.compiler.schedules.drawing import draw, paint, svg
     from parc.compiler.schedules.timeline import simulate
     from parc.runtime.faults import writing
 
-    timeline = simulate({name: role.actions for name, role in build.roles.items()})
+    try:
+        timeline = simulate({name: role.actions for name, role in build.roles.items()})
+    except ValueError as error:  # only a changed `schedule.txt` holds such an order
+        raise BuildError(f"`{build.folder / 'schedule.txt'}`: {error}") from None
     title = schedule_words(build.report["pipeline"])
     if given.svg:
         with writing(given.svg):
