@@ -14,6 +14,7 @@ from parc.runtime.faults import RunError
 from parc.runtime.state.checkpoint import read_checkpoint
 from parc.runtime.state.index import FACTS, INDEX_FILE, TENSORS
 from tests.cli.commands import Captured, parc
+from tests.hostile_changes import rehash
 from tests.runtime.tiny import PLAN, TENSOR, build
 
 SECRET = "root:$6$hunter2:19000:0:99999:7:::\n"
@@ -140,6 +141,15 @@ def test_a_build_without_sense_is_refused_soon(
     for words in (("verify", "--static"), ("show",)):
         code, _, err = parc(capsys, *words, tmp_path / "build")
         assert code == 1 and "error[P0211]" in err and "help: " in err and "parc's own" not in err, err
+
+
+def test_an_order_that_never_ends_is_not_drawn(capsys: Captured, made: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(made, tmp_path / "build"))
+    place = copy / "schedule.txt"
+    place.write_text(place.read_text().replace("0F0", "0RECV_B0 0F0", 1))
+    rehash(copy)
+    code, _, err = parc(capsys, "show", "--pipeline", copy)
+    assert code == 1 and "error[P0211]" in err and "schedule.txt`: the order never ends: " in err, err
 
 
 def spoil(place: Path, kind: str) -> None:
