@@ -153,13 +153,14 @@ SHARED_OVER_UNITS = shown(
     example="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp unit head   # head.weight is tokens.weight",
     instead="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp",
 )
-EXPERTS_ALONE = shown(
+UNEVEN_TOKENS = shown(
     name="P0135",
-    title="experts split over an axis whose ranks have the same tokens",
-    why="expert parallelism sends tokens between ranks that route different ones. Ranks that all have the same tokens"
-    " would each send the same.",
-    example="mesh ep=2\nexperts model.layers.*.mlp.experts over ep dropless",
-    instead="mesh ep=2\nshard input_ids, targets [B/ep, _]\nexperts model.layers.*.mlp.experts over ep dropless",
+    title="ranks that share experts cannot take equal parts of their tokens",
+    why="ranks that split experts route different tokens. Where all of them have the same tokens, each takes a part, so"
+    " their number must divide the tokens of a microbatch on a rank.",
+    example="sizes B=2, S=3\nmesh ep=4\nexperts model.layers.*.mlp.experts over ep dropless",
+    instead="sizes B=4, S=3\nmesh ep=4\nshard input_ids, targets [B/ep, _]\n"
+    "experts model.layers.*.mlp.experts over ep dropless",
 )
 IDLE_AXIS = Code(
     name="P0248",

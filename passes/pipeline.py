@@ -38,6 +38,7 @@ from .placing.propagate import Claim, Placed, propagate
 from .placing.registered import check_registered, explained
 from .placing.reshards import Reshard
 from .placing.stored import Sharding, Stored, store_parameters
+from .placing.token_slices import slice_tokens
 from .placing.weight_uses import names_of
 from .programs.assemble import assemble
 from .programs.compress import Compression, Compressor
@@ -188,7 +189,11 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
 def _place(graph: fx.Graph, mesh: Mesh, request: Request) -> tuple[fx.Graph, Placed, Sequence[Reshard]]:
     nodes = {noted(node).binding: node for node in graph.nodes if node.op == "placeholder"}
     claims = [Claim((nodes[key], 0), axis, split, line) for key, axis, split, line in request.claims if key in nodes]
-    placed = propagate(graph, mesh, claims, few_heads(graph, request.fused))
+    gathered = few_heads(graph, request.fused)
+    placed = propagate(graph, mesh, claims, gathered)
+    slices, behind = slice_tokens(graph, mesh, placed)
+    if slices:
+        placed = propagate(graph, mesh, [*claims, *slices], gathered | behind)
     partition = Partition(graph, mesh, placed, request.choices)
     typed = partition.run()
     lift_parameters(typed)

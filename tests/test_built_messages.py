@@ -50,7 +50,12 @@ COMMANDS = {
     "P0025": Case(lines='include "models.py"\n'),
     "P0112": Case(lines=TENSOR.replace("tp=2", "tp=4")),
     "P0134": Case(lines="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp unit blocks.*.mlp, head\n"),
-    "P0135": Case("plain", lines="mesh ep=2\nexperts moe.experts over ep dropless\n", of="Routed"),
+    "P0135": Case(
+        "plain",
+        ("S=8", "S=5"),
+        "mesh dp=4, ep=4\nshard tokens, targets [B/dp, _]\nexperts moe.experts over ep dropless\n",
+        of="Routed",
+    ),
     "P0133": Case(lines="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 4KB\n"),
     "P0201": Case(change=("gpt.py:GPT", "gpt.py:GTP")),
     "P0202": Case("branch", lines=ONE),

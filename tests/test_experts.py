@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parc
+from parc.advice import warnings_of
 from parc.checking.checks import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.layout.mesh import Mesh
@@ -22,7 +23,7 @@ from parc.compiler.ops.packed import packed_result
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.lines import check_program
-from parc.grammar.diagnostics import PlanError, render
+from parc.grammar.diagnostics import PlanError, Severity, render
 from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS
 from tests.captured_once import compile_once
 from tests.checked_plans import checked, compiled
@@ -53,6 +54,17 @@ BESIDE = {
         "shard model.layers.*.mlp.experts.down_proj [_/ep, _, _/tp]\n",
     ),
 }
+ALIKE = {
+    "zero 1": ("Mixtral", "dp=2, tp=2", "zero 1 over dp\n"),
+    "zero 2, microbatches": ("Qwen3Moe", "dp=2, tp=2", "zero 2 over dp\nschedule microbatches 2\n"),
+    "zero 3, bf16": ("Qwen3Moe", "dp=2, tp=2", "zero 3 over dp\nprecision bf16\n"),
+    "a pipeline": (
+        "Mixtral",
+        "pp=2, dp=2, tp=2",
+        "stage before model.layers.1 over pp\nschedule 1f1b microbatches 2\n",
+    ),
+    "few heads": ("Mixtral", "dp=1, tp=4", ""),
+}
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -81,6 +93,40 @@ def test_experts_compose_with(beside: str) -> None:
     mesh, lines = BESIDE[beside]
     made = compiled(plan(mesh=mesh, lines=lines, num_hidden_layers=2 if "pp" in mesh else 1), ROOT / "tests")
     assert checked(made).report["checks"]["numbers"] == "tested"
+
+
+def alike(family: str, mesh: str, lines: str = "", **sizes: int) -> str:
+    """Return the text of a plan whose experts lie on the ranks that split attention, so these have the same tokens."""
+    attention = """\
+column model.layers.*.self_attn.{q,k,v}_proj over tp
+row model.layers.*.self_attn.o_proj over tp
+"""
+    text = plan(family, mesh, attention + lines, **sizes).replace("B/dp/ep", "B/dp")
+    return text.replace("over ep dropless", "over tp dropless")
+
+
+@pytest.mark.parametrize("beside", ALIKE)
+def test_ranks_with_the_same_tokens_route_a_slice_each(beside: str) -> None:
+    family, mesh, lines = ALIKE[beside]
+    sizes = {"num_attention_heads": 4} if "tp=4" in mesh else {"num_hidden_layers": 2} if "pp" in mesh else {}
+    made = compiled(alike(family, mesh, lines, **sizes), ROOT / "tests")
+    assert checked(made).report["checks"]["numbers"] == "tested"
+    assert not [found for found in warnings_of(made) if found.severity is not Severity.NOTE]
+
+
+def test_slices_are_gathered_once_forward_and_once_backward() -> None:
+    """A slice is cut where it is, so beside the exchanges of slices there is one gather of tokens each way, and one of
+    the scores' gradients, [experts, tokens]."""
+    dp, tp, k, width, experts = 2, 2, 2, 16, 8
+    tokens = 8 * 4 // dp
+    rows = report_of(compiled(alike("Mixtral", "dp=2, tp=2"), ROOT / "tests"))["communication"]
+    for phase, gathered in ((FORWARD, {width}), (BACKWARD, {width, experts})):
+        ops = {
+            op: [row for row in rows if row["op"] == op and row["phase"] == phase] for op in ("exchange", "all_gather")
+        }
+        assert [row["wire_bytes"] for row in ops["exchange"]] == [tokens // tp * k * width * 4 * (tp - 1) // tp] * 2
+        assert {row["wire_bytes"] for row in ops["all_gather"]} == {tokens * n * 4 * (tp - 1) // tp for n in gathered}
+        assert not [row for row in rows if row["op"] == "all_to_all"]  # masks are cut where they are
 
 
 def test_two_exchanges_forward_and_two_backward_send_what_the_closed_form_says() -> None:
@@ -183,9 +229,11 @@ def message(text: str) -> str:
 
 
 def test_mistakes_are_told_at_their_line() -> None:
-    alike = message(plan().replace("B/dp/ep", "B/dp"))
-    assert "`ep` splits the experts of `model.layers.0.mlp.experts`, but not the tokens that go to them" in alike
-    assert "shard input_ids [B/ep, ...]" in alike
+    uneven_tokens = message(plan(mesh="dp=2, ep=8").replace("B/dp/ep", "B/dp").replace("S=4", "S=1"))
+    assert "the 4 tokens of a rank that go to `model.layers.0.mlp.experts` do not divide over `ep`" in uneven_tokens
+    assert "choose sizes that divide by 8 on each rank" in uneven_tokens
+    (idle,) = warnings_of(compiled(plan(mesh="dp=1, ep=2").replace("B/dp/ep", "B/dp"), ROOT / "tests"))
+    assert idle.message == "the axis `ep` splits experts alone: its 2 ranks do all other work alike"
     other = message(plan().replace("{mlp,block_sparse_moe}.experts?", "self_attn"))
     assert "`model.layers.0.self_attn` holds no weights that are stacked over experts" in other
     assert "name the modules of experts, as `model.layers.0.mlp.experts`" in other

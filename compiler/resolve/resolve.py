@@ -116,9 +116,12 @@ def _one_cause(first: Diagnostic, other: Diagnostic) -> bool:
 
 
 def _idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic]:
-    """Return a warning for every axis of several ranks that splits nothing and has no stages."""
+    """Return a warning for every axis of several ranks that splits nothing, or experts alone, and has no stages."""
     seeds = tuple(seeds)
-    used = {seed.axis for seed in seeds if seed.dim is not None} | {line.axis.text for line in plan.stages}
+    lines = {line.span.root.line for line in plan.placements if isinstance(line, Experts)}
+    experts = {seed.axis for seed in seeds if seed.span.root.line in lines}
+    used = {seed.axis for seed in seeds if seed.dim is not None and seed.span.root.line not in lines}
+    used |= {line.axis.text for line in plan.stages}
     batch = next((line for line in plan.inputs if BATCH in line.dims), None)
     placed = {seed.value for seed in seeds}
     for axis, size in plan.mesh.axes:
@@ -129,6 +132,8 @@ def _idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnosti
             dims = ", ".join(f"{BATCH}/{axis}" if dim == BATCH else "_" for dim in batch.dims)
             help_ = f"write `shard {batch.name} [{dims}]`"
         message = f"the axis `{axis}` splits nothing: its {size} ranks do the same work"
+        if axis in experts:
+            message = f"the axis `{axis}` splits experts alone: its {size} ranks do all other work alike"
         label = Label(plan.mesh_spans[axis])
         yield Diagnostic(IDLE_AXIS, message, label, help=f"{help_}, or leave the axis out", severity=Severity.WARNING)
 

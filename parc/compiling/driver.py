@@ -40,13 +40,13 @@ from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
-from parc.grammar.codes_placement import EXPERTS_ALONE, SPLIT_ALREADY
+from parc.grammar.codes_placement import SPLIT_ALREADY, UNEVEN_TOKENS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.choices import ShardDims
 from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
 from parc.passes.placing.registered import RuleMisfit
-from parc.passes.placing.reshards import RowsAlike
+from parc.passes.placing.reshards import UnevenTokens
 from parc.passes.placing.stored import AlreadySplit
 from parc.passes.programs.cut import Pipeline
 from parc.passes.programs.overlap import OverlapChoices
@@ -185,8 +185,8 @@ def compile_captured(
         span = next(line.span for line in plan.zero if line.span.root.line == error.sharding.line)
         help_ = f"name other parameters by `on`, or an axis over which `{error.name}` is whole"
         raise PlanError([Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)]) from None
-    except RowsAlike as error:
-        raise PlanError([_experts_alone(plan, error)]) from None
+    except UnevenTokens as error:
+        raise PlanError([_uneven_tokens(plan, error)]) from None
     except RuleMisfit as error:
         source = [f"at {error.origin.source}"] if error.origin.source else []
         span = plan.model.arguments.statement.span
@@ -201,12 +201,12 @@ def compile_captured(
     )  # fmt: skip
 
 
-def _experts_alone(plan: Plan, error: RowsAlike) -> Diagnostic:
-    """Return the error of experts over an axis whose ranks have the same tokens, at the line that splits them."""
+def _uneven_tokens(plan: Plan, error: UnevenTokens) -> Diagnostic:
+    """Return the error of tokens that do not divide among the ranks of their experts, at the line that splits these."""
     lines = (line for line in plan.placements if isinstance(line, Experts) and line.axis.text == error.axis)
     span = next((line.span for line in lines), plan.model.span)
-    help_ = f"split the batch over it too, as `shard {plan.inputs[0].name} [B/{error.axis}, ...]`"
-    return Diagnostic(EXPERTS_ALONE, str(error), Label(span), help=help_)
+    help_ = f"choose sizes that divide by {plan.mesh.size(error.axis)} on each rank, or split experts over another axis"
+    return Diagnostic(UNEVEN_TOKENS, str(error), Label(span), help=help_)
 
 
 @dataclass(frozen=True)

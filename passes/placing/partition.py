@@ -30,7 +30,7 @@ from ..choices import Choices
 from .hoist import plan_hoist
 from .paths import Changes, cheapest_path
 from .propagate import Placed
-from .reshards import Reshard, RowsAlike
+from .reshards import Reshard, UnevenTokens
 from .vocab_loss import EXPANSIONS
 
 
@@ -129,8 +129,8 @@ class Partition:
                 self.block = noted(form).block
         how = ",".join(axes), str(source), str(result)
         rows = [isinstance(kind, Split) and kind.dim == 0 for kind in (source, result)]
-        if noted(key[0]).packed is not None and any(rows):
-            return self._exchange(key, have, want, how, all(rows))
+        if (chosen := noted(key[0]).chosen) is not None and any(rows):
+            return self._exchange(key, key_of(chosen), have, want, how, all(rows))
         node = self.call(OPS.convert.default, (form, *how), {}, [(key, want)])
         self.block, self.origin = block, origin
         cause = replace(origin, plan=self.placed.lines.get(key[0], origin.plan))
@@ -144,13 +144,13 @@ class Partition:
                 self.reshards.append(Reshard(named, have[axis], want[axis], name, cause, size, self.reader, heads))
         return node
 
-    def _exchange(self, key: ValueKey, have: Placement, want: Placement, how: tuple[str, ...], fits: bool) -> fx.Node:
+    def _exchange(self, key: ValueKey, mask: ValueKey, have: Placement, want: Placement, how: tuple[str, ...],
+                  fits: bool) -> fx.Node:  # fmt: skip
         """Return packed rows that were split over tokens split over experts, or the other way round."""
-        chosen, packed = noted(key[0]).chosen, noted(key[0]).packed
-        if not fits or chosen is None:
-            raise RowsAlike(how[0], self.origin)
+        if not fits:
+            raise UnevenTokens(how[0], self.type_of(mask, self.state[mask]), self.mesh, self.origin)
         self.with_rows = True
-        masks = [self.convert(key_of(chosen), chosen_placement(placement, packed)) for placement in (have, want)]
+        masks = [self.convert(mask, chosen_placement(placement, noted(key[0]).packed)) for placement in (have, want)]
         self.with_rows = False
         return self.call(OPS.convert.default, (self.forms[key][have], *how, *masks), {}, [(key, want)])
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...compiler.layout.placement import AxisType
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import AxisType, TensorType
 from ...compiler.program.program import Origin
 
 
@@ -23,9 +24,10 @@ class Reshard:
     heads: bool
 
 
-class RowsAlike(ValueError):
-    """The error of an axis that splits experts, but not the tokens that go to them."""
+class UnevenTokens(ValueError):
+    """The error of tokens that do not divide among the ranks of an axis, which share the experts of a module."""
 
-    def __init__(self, axis: str, origin: Origin) -> None:
-        super().__init__(f"`{axis}` splits the experts of `{origin.module}`, but not the tokens that go to them")
-        self.axis, self.origin = axis, origin
+    def __init__(self, axes: str, chosen: TensorType, mesh: Mesh, origin: Origin) -> None:
+        self.axis = mesh.owner(axes.split(",")[0])
+        tokens = chosen.local(mesh)[1]
+        super().__init__(f"the {tokens} tokens of a rank that go to `{origin.module}` do not divide over `{self.axis}`")

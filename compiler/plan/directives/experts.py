@@ -10,10 +10,13 @@ class Experts(SplitWeights):
     go where their experts are (expert parallelism).
 
     `WHERE` names the modules that hold experts, as `model.layers.*.mlp.experts` of a model of transformers; their
-    weights are stacked, [experts, ...]. The axis must also split the batch, as in `shard tokens [B/dp/ep, _]`: its
-    ranks route different tokens. `dropless`: no token is left out. Each rank packs its own tokens by expert, an
-    `exchange` (an all-to-all with the counts of each pair of ranks) brings them to their experts and another one brings
-    results back; backward does the same. A result is the model's own, whatever tokens choose.
+    weights are stacked, [experts, ...]. The axis usually splits the batch too, as in `shard tokens [B/dp/ep, _]`: its
+    ranks route different tokens. Where they have the same ones, as on an axis of tensor parallelism, each routes a
+    slice of them, and results are gathered.
+
+    `dropless`: no token is left out. Each rank packs its own tokens by expert, an `exchange` (an all-to-all with the
+    counts of each pair of ranks) brings them to their experts and another one brings results back; backward does the
+    same. A result is the model's own, whatever tokens choose.
 
     Every other weight of such a layer (the router, shared experts) is placed as in dense layers. Without a line every
     rank has all experts, and routes its own tokens.

@@ -1,0 +1,73 @@
+"""Slices of tokens: where ranks that share experts have the same tokens, each routes a part of them.
+
+An ``experts`` line may name an axis whose ranks have their tokens alike, as tensor parallelism leaves them. Each rank
+then cuts its slice of the tokens where they are packed, and the slices are gathered behind the sum over experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from ...compiler.capture.node_facts import noted
+from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import Split
+from ...compiler.layout.stretches import Outer, count, inside, nest
+from ...compiler.ops.rules import facts
+from ...compiler.ops.splits import from_factor, to_factor
+from ..calls import ValueKey, computes, fake, key_of, operands_of
+from .propagate import Claim, Placed
+
+_Gathers = frozenset[tuple[ValueKey, str]]
+
+
+def slice_tokens(graph: fx.Graph, mesh: Mesh, placed: Placed) -> tuple[list[Claim], _Gathers]:
+    """Return the claims that cut tokens where they are packed for experts, over axes that split these experts but not
+    yet the tokens, and the sums over experts that are gathered over such an axis. Tokens that do not divide stay."""
+    claims: list[Claim] = []
+    gathered: set[tuple[ValueKey, str]] = set()
+    for route in graph.nodes:
+        if not computes(route) or not facts(route.target).reroutes or len({*operands_of(route)}) > 1:
+            continue
+        chosen = key_of(operands_of(route)[0])  # [experts, tokens]
+        tokens = {axis: split.outer for axis, split in placed.splits[chosen].items() if split.dim == 1}
+        for axis, split in placed.splits[route, 0].items():
+            outer = _inmost(tokens, fake(chosen).shape[1], axis, mesh)
+            if split.dim == 0 and axis not in placed.splits[chosen] and outer is not None:
+                tokens[axis] = outer
+                line = placed.lines.get(route, 0)
+                for key, place in _readers(chosen, axis, outer, mesh, placed):
+                    claims.append(Claim(key, axis, place, line))
+                    if place is not None and noted(key[0]).packed is None:
+                        gathered.add((key, axis))
+    return claims, frozenset(gathered)
+
+
+def _inmost(tokens: Mapping[str, Outer], size: int, axis: str, mesh: Mesh) -> Outer | None:
+    """Return the parts of tokens that an axis can split beside the axes that split them already; each rank cuts what it
+    has into as long pieces as there are."""
+    taken = [(outer, mesh.size(name)) for name, outer in tokens.items()]
+    places: list[Outer] = [1, *(inside(outer, ranks) for outer, ranks in taken)]
+    fitting = (outer for outer in sorted(places, key=count) if nest(size, [*taken, (outer, mesh.size(axis))]))
+    return next(fitting, None)
+
+
+def _readers(
+    chosen: ValueKey, axis: str, outer: Outer, mesh: Mesh, placed: Placed
+) -> Iterator[tuple[ValueKey, Split | None]]:
+    """Yield the values that operators on the tokens of a mask make, with their split, and those that they read, which
+    stay whole."""
+    for reader in chosen[0].users:
+        if not computes(reader) or facts(reader.target).reroutes:
+            continue
+        rule, operands = placed.rules[reader], [key_of(operand) for operand in operands_of(reader)]
+        part = to_factor(rule, rule.operands[operands.index(chosen)], 1, outer, mesh.size(axis))
+        if part is None:
+            continue
+        for key, dims in zip(operands, rule.operands, strict=True):
+            if from_factor(rule, dims, *part) and noted(key[0]).packed is None:
+                yield key, None
+        for index, dims in enumerate(rule.results):
+            if at := from_factor(rule, dims, *part):
+                yield (reader, index), Split(*at)
