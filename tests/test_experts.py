@@ -88,6 +88,13 @@ def test_any_number_of_ranks_has_the_model_s_numbers(mesh: str) -> None:
     assert ops == (set() if "ep=1" in mesh else {"exchange", "all_to_all"})  # one rank of ep routes its own tokens
 
 
+def test_numbers_of_many_ranks_are_tested_on_fewer_experts() -> None:
+    lines = "verify n_routed_experts=4, hidden_size=8, qk_nope_head_dim=2, qk_rope_head_dim=2\n"
+    text = plan("DeepseekV3", "dp=4, ep=4", lines, first_k_dense_replace=0, num_hidden_layers=1)
+    made = compiled(text.replace("B=8", "B=16"), ROOT / "tests")
+    assert "the twin: n_routed_experts=4" in checked(made).report["numbers"]["on"]
+
+
 @pytest.mark.parametrize("beside", BESIDE)
 def test_experts_compose_with(beside: str) -> None:
     mesh, lines = BESIDE[beside]

@@ -189,7 +189,7 @@ def _joined_once(programs: Sequence[Program]) -> Program:
         names: dict[str, str] = {}
         for value in program.main.parameters:
             names[value.name] = parameters.setdefault(value.binding, replace(value, name=f"{value.name}_{index}")).name
-        given = set(program.main.bindings)
+        given, made_by = set(program.main.bindings), _made_by(program.main)
         for line in program.main.lines:
             if line.op == "parc.all_reduce_among" and isinstance(line.args[0], Ref) and line.results[0] is not None:
                 names[line.results[0].name] = names[line.args[0].name]
@@ -204,7 +204,7 @@ def _joined_once(programs: Sequence[Program]) -> Program:
                 summed.setdefault(key, []).append(names[name])
             elif key.kind == "gradient" and key not in given:  # zeros, for the roles that make it
                 continue
-            elif ways.setdefault(key, way := _way(program.main, name)) != way:
+            elif ways.setdefault(key, made_by[name]) != made_by[name]:
                 raise JoinFault(f"{program.role}.{program.action} makes `{key}` otherwise than an earlier role")
             else:
                 returns.setdefault(key, names[name])
@@ -223,14 +223,15 @@ def _joined_once(programs: Sequence[Program]) -> Program:
     return replace(first, role=SINGLE, functions=(main,))
 
 
-def _way(function: Function, name: str) -> object:
-    """Return an expression of how a value is made of a function's parameters. It is independent of values' names."""
+def _made_by(function: Function) -> dict[str, object]:
+    """Return for each value an expression of how it is made of a function's parameters. It is independent of values'
+    names."""
     known: dict[str, object] = {value.name: value.binding for value in function.parameters}
     for line in function.lines:
         options = (item for item in line.kwargs if item[0] != MESSAGE)
         made = line.op, map_references([*line.args, *options], known.__getitem__)
         known.update((v.name, (index, made)) for index, v in enumerate(line.results) if v is not None)
-    return known[name]
+    return known
 
 
 def _read(lines: Sequence[Line], returned: Iterable[str]) -> tuple[Line, ...]:

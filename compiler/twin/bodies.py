@@ -15,6 +15,7 @@ import torch
 
 from ..layout.collectives import COLLECTIVES
 from ..layout.mesh import Mesh
+from ..layout.packed_rows import EXCHANGE
 from ..ops.precision import base_name
 from ..program.program import Function, Line, LocalSize, Ref, Value, default_numbers, operator
 
@@ -99,6 +100,8 @@ def sizeless(value: Value, mesh: Mesh) -> str:
 def _arguments(op: str) -> dict[str, tuple[str, str]]:
     """Return each argument's name and kind, by its position and by its name. The kind is ``size``, or ``dim`` for the
     number of a dim (which follows no size), or "" for a value to compute with."""
+    if op == EXCHANGE:  # whose rows are split between experts, of which a twin may have fewer
+        return {str(at): (str(at), kind) for at, kind in enumerate(("", "", "dim", "size", "dim", "size"))}
     if op in COLLECTIVES or "." not in op:
         return {str(at): (str(at), "dim") for at in range(4)}
     arguments = {}
@@ -217,6 +220,8 @@ def _follows(
     if here == there and not any(b == there for _, b in near):
         return abs(here) <= _LITERAL or pair in model or not any(b == there for _, b in model)
     if any(_close(form(a), here) and _close(form(b), there) for a, b in near or model for form in _FORMS):
+        return True
+    if any((here + a, there + b) in sizes for a, b in sizes):  # the last part of a dim begins there
         return True
     whole = [p for p in sizes | near if sizes and 0 < p[0] <= abs(here)]
     return any(pair in ((a + c, b + d), (a * c, b * d)) for a, b in whole for c, d in whole)

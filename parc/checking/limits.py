@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -251,8 +252,8 @@ def _cuts(compiled: Compiled, microbatches: int) -> bool:
     part = (batch.low if batch.fixed else batch.step) // microbatches
     ways = 1
     for type_ in _inputs(compiled):
-        for _, axis in type_.placement.splits(0) if type_.shape else ():
-            ways = max(ways, compiled.mesh.size(axis))
+        split = type_.placement.splits(0) if type_.shape else ()
+        ways = max(ways, math.prod(compiled.mesh.size(axis) for _, axis in split))
     return part % ways == 0
 
 
