@@ -25,7 +25,7 @@ def format_statement(statement: Statement) -> str:
     >>> print(format_statement(parse(Source("p", "mesh  dp = 2 ,tp=2"))[0][0]))
     mesh      dp=2, tp=2
     """
-    phrases = " ".join(map(format_phrase, statement.phrases))
+    phrases = " + ".join(" ".join(map(format_phrase, term)) for term in (statement.phrases, *statement.added))
     return f"{statement.verb.text:<{VERB_WIDTH}} {phrases}".rstrip()
 
 

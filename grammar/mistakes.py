@@ -43,7 +43,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("sizes ..4", "the range has no start", "write both ends: `128..4096`"),
     Mistake("column x over tp rows (3 +)", "nothing follows the `+`", "write the next rows, or drop it"),
     Mistake("column x over tp rows (+ 3)", "nothing precedes the `+`", "write the rows before it, or drop it"),
-    Mistake("seed 1 + 2", "there is no arithmetic", "`+` only joins rows in parentheses: write the result"),
+    Mistake("loss output.loss +", "nothing follows the `+`", "write the next term of the loss, or drop it"),
     Mistake("4 blocks", "a line begins with a verb", "write the directive's name first: `column`, `shard`, `mesh`"),
     Mistake('"gpt.py"', "a line begins with a verb", "write the directive's name first: `model`, `data`"),
     Mistake("$x", "a line begins with a verb", "write the directive's name first; `$name` stands for a value only"),

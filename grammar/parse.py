@@ -97,7 +97,7 @@ def _unseen(source: Source, at: int, comment: str | None) -> SourceLine:
 def parse_value(source: Source) -> Item | None:
     """Return the single item that the whole text is, or None if it is not one."""
     statements, diagnostics = parse(Source(source.name, "value " + source.text))
-    if diagnostics or len(statements) != 1 or len(statements[0].phrases) != 1:
+    if diagnostics or len(statements) != 1 or len(statements[0].phrases) != 1 or statements[0].added:
         return None
     items = statements[0].phrases[0].items
     return items[0] if len(items) == 1 else None
@@ -211,8 +211,9 @@ class _Builder(Transformer[Token, Statement]):
         return token
 
     def start(self, meta: Meta, children: list[Any]) -> Statement:
-        verb, *phrases = children
-        return Statement(verb, tuple(phrases), self._span(meta))
+        verb, *rest = children
+        phrases, *added = _terms(rest)
+        return Statement(verb, phrases, self._span(meta), tuple(added))
 
     def phrase(self, meta: Meta, items: list[Item]) -> Phrase:
         return Phrase(tuple(items), self._span(meta))
@@ -240,10 +241,16 @@ class _Builder(Transformer[Token, Statement]):
         return Layout(tuple(dim for dim in dims if dim is not None), self._span(meta))
 
     def group(self, meta: Meta, children: list[Any]) -> Group:
-        terms: list[list[Phrase]] = [[]]
-        for child in children:
-            if isinstance(child, Phrase):
-                terms[-1].append(child)
-            elif child is not None:  # a `+`
-                terms.append([])
-        return Group(tuple(map(tuple, terms)) if terms[0] else (), self._span(meta))
+        terms = _terms(children)
+        return Group(terms if terms[0] else (), self._span(meta))
+
+
+def _terms(children: list[Any]) -> tuple[tuple[Phrase, ...], ...]:
+    """Return the phrases between each ``+`` and the next."""
+    terms: list[list[Phrase]] = [[]]
+    for child in children:
+        if isinstance(child, Phrase):
+            terms[-1].append(child)
+        elif child is not None:  # a `+`
+            terms.append([])
+    return tuple(map(tuple, terms))

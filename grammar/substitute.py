@@ -155,7 +155,8 @@ class _Scope:
     def statement(self, statement: Statement) -> Statement | None:
         """Return the statement without ``$name``, or None if one of them has no value that fits."""
         self._complete = True
-        result = replace(statement, phrases=tuple(map(self._phrase, statement.phrases)))
+        added = tuple(tuple(map(self._phrase, term)) for term in statement.added)
+        result = replace(statement, phrases=tuple(map(self._phrase, statement.phrases)), added=added)
         return result if self._complete else None
 
     def _phrase(self, phrase: Phrase) -> Phrase:

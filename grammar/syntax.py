@@ -176,11 +176,12 @@ Item: TypeAlias = Word | Number | String | Var | Ellipsis | Setting | SplitItem 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One line of a plan: a verb and its phrases."""
+    """One line of a plan: a verb and its phrases. ``added`` are the phrases of each further term, after a ``+``."""
 
     verb: Word
     phrases: tuple[Phrase, ...]
     span: Span = field(compare=False, repr=False)
+    added: tuple[tuple[Phrase, ...], ...] = ()
 
 
 KIND_NAMES: dict[type, str] = {

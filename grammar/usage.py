@@ -3,7 +3,8 @@
 ``column WHERE over AXIS [rows DIMS]``: the verb, then the subject (words in capitals, one phrase each), and keyword
 clauses in any order, each once, after it or between its words. A keyword takes one phrase, or none: then it is a flag;
 it may be several words. What stands in ``[]`` may be left out; `` | `` separates whole alternatives. A word in capitals
-names its kind in ``ARGUMENT_KINDS``.
+names its kind in ``ARGUMENT_KINDS``. ``[+ ...]`` at the end: further terms of the same forms may follow, each after a
+``+``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from .source import Span
 from .syntax import KIND_NAMES, Call, Group, Item, Layout, Number, Phrase, Setting, Statement, String, Word
 
 T = TypeVar("T")
+SUM = " [+ ...]"
+"""The end of a usage line whose statements may be sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,8 @@ class Arguments:
     statement: Statement
     phrases: dict[str, Phrase]
     """The words of a flag."""
+    added: tuple[Arguments, ...] = ()
+    """The arguments of each further term of a statement that is a sum."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.phrases
@@ -164,13 +169,28 @@ class Usage:
     text: str
     verb: str
     forms: tuple[tuple[Slot, ...], ...]
+    sums: bool = False
+    """True where a statement may have further terms of these forms, each after a ``+``."""
 
     def match(self, statement: Statement) -> tuple[Arguments | None, tuple[Diagnostic, ...]]:
         """Return the arguments of the statement, or every reason why it does not have the closest form of this
         usage."""
-        tried = [_Match(self, form, statement).run() for form in self.forms]
-        arguments, diagnostics = min(tried, key=lambda result: (len(result[1]), -len(result[0].phrases)))
+        first, diagnostics = self._closest(statement)
+        if statement.added and not self.sums:
+            span = statement.added[0][0].span.to(statement.added[-1][-1].span)
+            help_ = "there is no arithmetic: write the result. `+` joins the terms of a `loss`, and rows in parentheses"
+            return None, (
+                *diagnostics,
+                Diagnostic(UNEXPECTED_ARGUMENT, f"`{self.verb}` is no sum", Label(span), help=help_),
+            )
+        added = [self._closest(replace(statement, phrases=term)) for term in statement.added]
+        diagnostics = (*diagnostics, *(fault for _, found in added for fault in found))
+        arguments = replace(first, added=tuple(found for found, _ in added))
         return (None if diagnostics else arguments), diagnostics
+
+    def _closest(self, statement: Statement) -> tuple[Arguments, tuple[Diagnostic, ...]]:
+        tried = [_Match(self, form, statement).run() for form in self.forms]
+        return min(tried, key=lambda result: (len(result[1]), -len(result[0].phrases)))
 
 
 @cache
@@ -181,7 +201,8 @@ def parse_usage(text: str) -> Usage:
         ValueError: a word in capitals is not in ``ARGUMENT_KINDS``.
     """
     verb, _, rest = text.partition(" ")
-    return Usage(text, verb, tuple(tuple(_slots(form)) for form in rest.split(" | ")))
+    forms = rest.removesuffix(SUM)
+    return Usage(text, verb, tuple(tuple(_slots(form)) for form in forms.split(" | ")), forms != rest)
 
 
 def _slots(form: str) -> Iterator[Slot]:

@@ -88,6 +88,8 @@ class Request:
     """The dims along which the parameters and the sums of a larger model are cut, whose twin this is."""
     units: frozenset[str] = frozenset()
     """The modules that are called as one, beside numbered modules outside them."""
+    terms: int = 1
+    """The number of the loss's terms."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,10 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     graph = canonicalize(captured.graph, ranged=request.choices is not None)
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
-    loss = split_loss(graph)
+    loss = split_loss(graph, request.terms)
     noted(loss.graph.output_node()).updates = captured.updates
     mark_packed(loss.graph)
-    reference = reference_program(loss.graph, loss.count, captured.updates, request.seed)
+    reference = reference_program(loss.graph, loss.count, loss.counts, captured.updates, request.seed)
     narrow(loss.graph, request.precision)
     pad(loss.graph, request.pads)
     stop_gradients(loss.graph)
@@ -175,7 +177,18 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     assembled = assemble(typed, mesh, request.seed, sums, request.pipeline)
     levels = TwoLevels(mesh, request.levels, request.shard_dims, request.choices)
     compressor = Compressor(request.compress, request.shard_dims)
-    step = StepParts(mesh, typed, counted, parts, assembled, request.pipeline, request.loss_scale, compressor)
+    step = StepParts(
+        mesh,
+        typed,
+        counted,
+        loss.counts,
+        parts,
+        request.microbatches,
+        assembled,
+        request.pipeline,
+        request.loss_scale,
+        compressor,
+    )
     roles = levels.roles(make_roles(step))
     roles = {role: overlapped(sum_early(programs, request.microbatches), request.overlap)
              for role, programs in roles.items()}  # fmt: skip

@@ -21,6 +21,7 @@ from ..compiler.layout.placement import TensorType, parse_type
 from ..compiler.padding.pads import pads_from, real_shape
 from ..compiler.program.actions import FORWARD
 from ..compiler.program.binding import BUFFERS
+from ..compiler.program.loss_terms import LossTerm
 from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from ..grammar.nearest import listed
 from .faults import RunError
@@ -81,12 +82,11 @@ def check_source_of(build: Build) -> None:
 
 def task_of(manifest: Mapping[str, Any]) -> TaskLines:
     """Return the lines that say what is trained, from a build's manifest."""
-    model, loss = manifest["model"], manifest["loss"]
+    model = manifest["model"]
     arguments, inputs = tuple(model["arguments"].items()), tuple(line["name"] for line in manifest["inputs"])
-    operands, places = tuple(loss["operands"]), tuple((i["name"], i["as"]) for i in manifest["inputs"] if "as" in i)
-    return TaskLines(
-        model["callable"], arguments, inputs, loss["kind"], loss["target"], operands, loss["ignore"], places
-    )
+    places = tuple((line["name"], line["as"]) for line in manifest["inputs"] if "as" in line)
+    terms = (LossTerm(**{**term, "operands": tuple(term["operands"])}) for term in manifest["loss"])
+    return TaskLines(model["callable"], arguments, inputs, tuple(terms), places)
 
 
 def open_build(path: Path | str) -> Build:

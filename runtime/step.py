@@ -94,6 +94,12 @@ class Stepper:
         self._homes = [Homes(gathers.program, at) for at in gathers.coordinates] if gathers is not None else []
 
     @property
+    def counts(self) -> tuple[Binding, ...]:
+        """The denominators of the loss that a rank counts."""
+        count = self.machines.get(COUNTING)
+        return () if count is None else tuple(key for key, _ in count.program.main.returns)
+
+    @property
     def counts_apart(self) -> bool:
         """True where a rank counts its targets without the others."""
         count = self.machines.get(COUNTING)
@@ -112,9 +118,9 @@ class Stepper:
         self._walk([action for action in self.actions if action.kind == COUNTING and self.counts_apart], work, step)
         return work
 
-    def share_counts(self, work: Work, rank: int, counts: Sequence[torch.Tensor]) -> None:
+    def share_counts(self, work: Work, rank: int, key: Binding, counts: Sequence[torch.Tensor]) -> None:
         """Give the counts of all ranks to the step of one of them, so that its SCALE needs no collective."""
-        work.counted = self.machines[SCALING].summed(COUNT, counts, rank)
+        work.counted |= self.machines[SCALING].summed(key, counts, rank)
 
     def gradients(self, states: Sequence[RankState], batches: Sequence[Sequence[Batch]], step: int) -> list[StepResult]:
         """Return loss and gradients of a step."""

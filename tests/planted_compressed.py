@@ -117,6 +117,9 @@ def compressed_rows() -> dict[str, Row]:
     build, rows = good_build(COMPRESSED_BUILD), dict[str, Row]()
     for mutant in (mutant for make in COMPRESSED for mutant in make(build)):
         read = reread(mutant.programs, build.case.programs)
-        faults = [*check_reduce(read[SCALING], read[REDUCE]), *check_compressed(read, build.build.rounding.sent)]
+        faults = [
+            *check_reduce(read[SCALING], read[REDUCE], build.build.reference, build.build.microbatches),
+            *check_compressed(read, build.build.rounding.sent),
+        ]
         rows.setdefault(mutant.kind, Row()).note(mutant.what, faults[0].check if faults else "", bool(faults))
     return rows

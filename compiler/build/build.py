@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...grammar.nearest import listed
-from ..capture.model_code import moved_files, sources
+from ..capture.model_code import moved_files
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType, parse_type
 from ..ops.precision import Rounding, regions
@@ -187,4 +187,5 @@ def read_programs(
 
 def sources_of(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     """The callables of the plan whose code a build hashes."""
-    return sources(manifest["model"]["callable"], manifest["loss"]["kind"], manifest["loss"]["target"])
+    of_loss = (term["target"] for term in manifest["loss"] if term["kind"] == "callable")
+    return (manifest["model"]["callable"], *of_loss)

@@ -63,7 +63,7 @@ MANIFEST_FORM: Form = {
     "ranges?": Each(FieldRow(int, 3)),
     "budget?": int,
     "offload?": Each((str, _NONE)),
-    "loss": {"kind": str, "target": str, "operands": [str], "ignore": (int, _NONE)},
+    "loss": [{"kind": str, "target": str, "operands": [str], "ignore": (int, _NONE), "factor": _NUMBER}],
     "mesh": Each(int),
     "microbatches": int,
     "optimizer": {

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...grammar.nearest import listed, nearest
+from ..program.loss_terms import LossTerm
 from .callables import check_arguments, ending_said, load_callable
 from .capture import CallModel, LossFunction
 from .making import at_home
-from .model_code import sources
 from .model_output import tensor_at, value_at
 
 
@@ -28,22 +28,20 @@ class TaskLines:
     model: str
     arguments: tuple[tuple[str, Any], ...]
     inputs: tuple[str, ...]
-    loss: str  # `cross_entropy`, `output` or `callable`
-    target: str
-    operands: tuple[str, ...]
-    ignore: int | None
+    terms: tuple[LossTerm, ...]
+    """The terms of the loss."""
     places: tuple[tuple[str, str], ...] = ()
     """Pairs of an input's name and the parameter of forward that it goes to, where the two names differ."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The callables whose code determines a build: the model's, and the loss's if it is one."""
-        return sources(self.model, self.loss, self.target)
+        """The callables whose code determines a build: the model's, and those of the loss."""
+        return (self.model, *(term.target for term in self.terms if term.kind == "callable"))
 
     @property
     def loss_reads(self) -> frozenset[str]:
         """The inputs that the loss names."""
-        return frozenset(self.operands if self.loss != "output" else ())
+        return frozenset(name for term in self.terms for name in term.operands)
 
 
 class InputsError(Exception):
@@ -155,26 +153,48 @@ def loss_function(lines: TaskLines, folder: Path) -> LossFunction:
     """Return the function that computes the loss from the model's output and the inputs.
 
     Raises:
-        CallableError: the loss's callable cannot be had, or takes other arguments.
+        CallableError: a callable of the loss cannot be had, or takes other arguments.
     """
-    if lines.loss == "output":
-        name = f"output.{lines.target}" if lines.target else "output"
+    first, *more = term_functions(lines, folder)
+
+    def loss(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return sum((term(output, inputs) for term in more), first(output, inputs))
+
+    return loss
+
+
+def term_functions(lines: TaskLines, folder: Path) -> list[LossFunction]:
+    """Return the functions that compute the terms of the loss, each with its factor.
+
+    Raises:
+        CallableError: a callable of the loss cannot be had, or takes other arguments.
+    """
+    return [_multiplied(_term_function(term, folder), term.factor) for term in lines.terms]
+
+
+def _multiplied(function: LossFunction, factor: float) -> LossFunction:
+    return function if factor == 1 else lambda output, inputs: function(output, inputs) * factor
+
+
+def _term_function(term: LossTerm, folder: Path) -> LossFunction:
+    if term.kind == "output":
+        name = f"output.{term.target}" if term.target else "output"
         return lambda output, inputs: tensor_at(name, output)
-    if lines.loss == "cross_entropy":
-        ignore = -100 if lines.ignore is None else lines.ignore
+    if term.kind == "cross_entropy":
+        ignore = -100 if term.ignore is None else term.ignore
 
         def cross_entropy(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            logits, targets = (inputs[n] if n in inputs else tensor_at(n, output) for n in lines.operands)
+            logits, targets = (inputs[n] if n in inputs else tensor_at(n, output) for n in term.operands)
             return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore)
 
         return cross_entropy
-    function = load_callable(lines.target, folder)
-    check_arguments(function, lines.target, (), len(lines.operands))
+    function = load_callable(term.target, folder)
+    check_arguments(function, term.target, (), len(term.operands))
     if isinstance(function, FunctionType):
         function = _with_lines(function)
 
     def call(output: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        operands = (inputs[name] if name in inputs else value_at(name, output) for name in lines.operands)
+        operands = (inputs[name] if name in inputs else value_at(name, output) for name in term.operands)
         with ending_said():
             return function(*operands)  # type: ignore[no-any-return]
 

@@ -18,11 +18,6 @@ Hashes = Mapping[str, tuple[str, str]]
 lines."""
 
 
-def sources(model: str, loss_kind: str, loss: str) -> tuple[str, ...]:
-    """Return the callables whose code determines a build: the model's, and the loss's where a plan names one."""
-    return (model, loss) if loss_kind == "callable" else (model,)
-
-
 def file_hashes(targets: Sequence[str], folder: Path) -> Hashes:
     """Return the hashes of the code that callables reach in the files of the plan's folder. A callable in another
     folder has none. Nothing is imported.

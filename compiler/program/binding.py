@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 
 Kind = Literal[
     "parameter", "frozen", "buffer", "constant", "input", "rng", "key", "weight", "saved", "received", "sent", "count",
-    "scale", "unscale", "loss", "gradient", "grad_norm", "metric", "state", "value",
+    "term", "scale", "unscale", "loss", "gradient", "grad_norm", "metric", "state", "value",
 ]  # fmt: skip
 Home = Literal["parameters", "buffers", "state", "batch", "stage", "neighbour", "step", "result", "program"]
 """The place of bound values while no program runs: among a rank's ``parameters``, ``buffers`` or the ``state`` of its
@@ -26,7 +26,7 @@ class KindRow(NamedTuple):
     """The facts about every binding of a kind: its home, and the form of its text."""
 
     home: Home
-    text: Literal["kind name", "kind", "name"] = "kind name"
+    text: Literal["kind name", "kind", "name", "kind [name]"] = "kind name"
     offloaded: str = ""
     """The word of an ``offload`` line that keeps such values away from memory while no program reads them."""
 
@@ -46,7 +46,8 @@ KINDS: Mapping[Kind, KindRow] = MappingProxyType(
         "saved": KindRow("stage", offloaded="activations"),
         "received": KindRow("neighbour"),
         "sent": KindRow("neighbour"),
-        "count": KindRow("step", "kind"),
+        "count": KindRow("step", "kind [name]"),  # the number that divides a term of the loss
+        "term": KindRow("step"),  # the number that multiplies a later term of the loss
         "scale": KindRow("step", "kind"),
         "unscale": KindRow("step", "kind"),  # one over the loss scale
         "loss": KindRow("step", "kind"),
@@ -88,7 +89,9 @@ class Binding(NamedTuple):
 
     def __str__(self) -> str:
         text = KINDS[self.kind].text
-        return f"{self.kind} {self.name}" if text == "kind name" else self.kind if text == "kind" else self.name
+        if text == "kind name" or (text == "kind [name]" and self.name):
+            return f"{self.kind} {self.name}"
+        return self.name if text == "name" else self.kind
 
     @property
     def words(self) -> str:

@@ -31,19 +31,27 @@ _KEEPS = frozenset(
 @dataclass(frozen=True, slots=True)
 class _Made:
     """A value of REDUCE or SCALE: a binding's value, or the ``squares`` of the values with these names, or their
-    ``root``."""
+    ``root``. A count may be divided, ``over`` another one or a number."""
 
     binding: Binding | None = None
+    over: Binding | float | None = None
     squares: tuple[str, ...] = ()
     root: bool = False
 
 
-def check_reduce(scale: Program, reduce: Program) -> Iterator[Fault]:
-    """Find faults in the scale of the loss that SCALE returns, and in the gradients, the loss and the norm that REDUCE
-    returns."""
+def check_reduce(scale: Program, reduce: Program, reference: Program, microbatches: int) -> Iterator[Fault]:
+    """Find faults in the scale of the loss and the weights of its terms that SCALE returns, and in the gradients, the
+    loss and the norm that REDUCE returns."""
     known = _followed(scale)
     whole = SCALE if LOSS_SCALE in scale.main.bindings else _COUNTED
+    counts = {key for function in reference.functions[:-1] for key, _ in function.returns}
     for key, name in scale.main.returns:
+        if key.kind == "term":
+            own = Binding(COUNT.kind, key.name)
+            if known[name] != _Made(COUNT, over=own if own in counts else float(microbatches)):
+                by = f"`{own}`" if own in counts else "the number of microbatches"
+                yield Fault("types", f"SCALE {key}", f"is not proved to be the count of targets over {by}")
+            continue
         if known[name] != _Made(whole if key == SCALE else key):
             what = "one over the loss scale" if key == UNSCALE else "one over the count of targets"
             also = " times the loss scale" if key == whole else ""
@@ -91,6 +99,11 @@ def _made(line: Line, given: list[_Made | None]) -> _Made | None:
     if row.makes_zeros(line.args):  # what a role adds that has no gradients
         return _Made()
     to_float = row.casts and line.made[0].type.dtype.is_floating_point
+    if row.computes == "ratio" and len(line.args) == 2 and known[0] == _Made(COUNT):
+        by = line.args[1]
+        whole = known[1].binding if len(known) == 2 else float(by) if isinstance(by, int | float) else None
+        counted = whole is None or isinstance(whole, float) or known[1] == _Made(whole)
+        return _Made(COUNT, over=whole) if whole is not None and counted else None
     if line.op in _KEEPS or to_float:
         return known[0]
     bindings = [operand.binding for operand in known]

@@ -44,6 +44,9 @@ class Samples:
 
 
 _FREE, _MET = Samples(), Samples("R")
+_WEIGHT, _WEIGHED = Samples("I", adds="mean"), Samples("P", adds="sum")
+"""The number that multiplies a term of the loss, and what it multiplies, of which the parts add up: whether it is the
+right number, ``check_reduce`` proves."""
 _SOMEWHERE = Split(-1)
 """A split along an unknown dim: only sums over dim 0 are still seen."""
 _AXIS = "samples"
@@ -54,7 +57,7 @@ _MAY_KEEP_APART = ("shape", "dims", "index", "scatter")
 def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
     """Return ``"sum"`` if the losses of microbatches add up to the whole batch's loss, ``"mean"`` if they average to
     it, and None where that is not sure. A loss that is divided by a count of targets is judged by its numerator, which
-    can only add up.
+    can only add up; a term with a weight of its own is averaged by that.
 
     ``unbatched`` are inputs whose first dim is not the batch. Statistics of a microbatch, as of a BatchNorm, are taken
     to be meant in a mean, and in what a count divides. In microbatches of one sample only sums over samples are seen.
@@ -64,7 +67,8 @@ def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
     batched = {value.name for name, value in inputs if name not in unbatched and value.type.shape}
     size = min((value.type.shape[0] for value in function.parameters if value.name in batched), default=1)
     start = Samples(Split(0) if size > 1 else _SOMEWHERE)  # dims of size 1 belong to no factor
-    starts = [start if value.name in batched else _FREE for value in function.parameters]
+    starts = [start if value.name in batched else _WEIGHT if value.kind == "term" else _FREE
+              for value in function.parameters]  # fmt: skip
     dependences = follow(reference, function, starts, lambda _, line, read: _made(line, read, size))
     loss = dict(zip((key for key, _ in function.returns), dependences, strict=True))[LOSS]
     if loss == _FREE:
@@ -80,6 +84,8 @@ def combination(reference: Program, unbatched: Collection[str] = ()) -> Adds:
 def _made(q: Question, given: tuple[Samples, ...], size: int) -> tuple[Samples, ...]:
     """Return the dependence of a line's results on samples."""
     read: Sequence[Samples] = given
+    if _WEIGHT in read:
+        return (_WEIGHED,) * len(q.results)
     if _MET in read or all(samples == _FREE for samples in read):
         return (_MET if _MET in read else _FREE,) * len(q.results)
     call = line_call(q.line, q.operands, q.results, lambda item: item.size)

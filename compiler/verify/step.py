@@ -113,6 +113,8 @@ def _due(
     if KINDS[kind].text == "kind":
         return [Binding(kind)] if trained or kind != "grad_norm" else []
     keys = [key for key, _ in main.returns if key.kind == kind]
+    if KINDS[kind].text == "kind [name]":
+        return [Binding(kind), *keys]
     if kind == "gradient":
         return [key for key in keys if key.name in stored]
     return [key for key in keys if kind not in _LASTING or key in main.bindings]

@@ -82,7 +82,7 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
         return
     yield check_bindings(programs, build.types)
     yield check_reference(programs, reference, build.microbatches, build.pads, summed)
-    yield [*check_reduce(programs[SCALING], programs[REDUCE])]
+    yield [*check_reduce(programs[SCALING], programs[REDUCE], reference, build.microbatches)]
     yield [*check_rescale(programs, build.mesh)]
     yield [*check_integers(programs, reference)]
     yield [*check_bounds(programs, reference)]

@@ -159,8 +159,8 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
         """Return the tensors that the model returns, and last the loss."""
         with torch.random.fork_rng(devices=()):  # draws that no stream of a build makes are the same each time
             torch.manual_seed(compiled.plan.seed)
-            output, loss = plain.forward({name: value.clone() for name, value in inputs.items()})
-        return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), loss
+            output, (first, *more) = plain.forward({name: value.clone() for name, value in inputs.items()})
+        return *(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), sum(more, first)
 
     def once_more(seed: int) -> tuple[torch.Tensor, ...]:
         """Run the forward again, with other random numbers in Python and NumPy."""

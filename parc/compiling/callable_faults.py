@@ -21,8 +21,7 @@ def callable_faults(plan: Plan, folder: Path) -> Iterator[Diagnostic]:
     """Return an error for each callable whose file does not exist, or has no such name, as far as the file's text
     tells."""
     named: list[tuple[Code, Directive, str]] = [(MODEL_FAILED, plan.model, plan.model.callable)]
-    if plan.loss.kind == "callable":
-        named.append((MODEL_FAILED, plan.loss, plan.loss.target))
+    named += [(MODEL_FAILED, plan.loss, target) for target in plan.loss.callables]
     if plan.data is not None and plan.data.callable is not None:
         named.append((BAD_DATA, plan.data, plan.data.callable))
     for code, line, target in named:

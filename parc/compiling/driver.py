@@ -108,7 +108,7 @@ def task_lines(plan: Plan) -> TaskLines:
     """Return the lines of the plan that say what is trained."""
     model, loss, inputs = plan.model, plan.loss, tuple(line.name for line in plan.inputs)
     places = tuple((line.name, line.parameter) for line in plan.inputs if line.parameter != line.name)
-    return TaskLines(model.callable, model.values, inputs, loss.kind, loss.target, loss.operands, loss.ignore, places)
+    return TaskLines(model.callable, model.values, inputs, loss.terms, places)
 
 
 @contextmanager
@@ -255,6 +255,7 @@ def ask(
         OverlapChoices(plan.bucket, plan.prefetch),
         {word: line.span.root.line for word, line in plan.offloaded.items()}, levels_of(plan, mesh, copies),
         compressions_of(resolved, mesh, captured, frozen), units=units_of(plan, names, captured),
+        terms=len(plan.loss.terms),
     ))  # fmt: skip
 
 

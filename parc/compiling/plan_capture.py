@@ -111,7 +111,7 @@ def failure(plan: Plan, error: Exception) -> Diagnostic:
     text = str(error).strip().split("\n")[0]
     message = f"the model fails on a batch: {type(error).__name__}: {text}"
     help_ = ""
-    if text.startswith("Target ") and plan.loss.ignore is not None:
+    if text.startswith("Target ") and any(term.ignore is not None for term in plan.loss.terms):
         help_ = "the model reads the targets too, and ignores another number than the loss: give that as `ignore=...`"
     span = plan.model.arguments.statement.span
     return Diagnostic(CAPTURE_FAILED, message, Label(span), help=help_, notes=(*notes, *own_trace(error)))

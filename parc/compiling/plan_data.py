@@ -34,7 +34,7 @@ def check_data(plan: Plan, folder: Path) -> None:
         return
     sizes = {name: size.low for name, size in plan.sizes.items()}  # what is too short at any of them
     try:
-        open_data(facts, input_facts(plan), plan.loss.operands, sizes, folder)
+        open_data(facts, input_facts(plan), plan.loss.reads, sizes, folder)
     except CallableError as error:
         raise PlanError([callable_diagnostic(BAD_DATA, error, line)]) from None
     except DataError as error:
@@ -96,7 +96,7 @@ def _first_sample(plan: Plan, folder: Path) -> Mapping[str, Tensor] | None:
         return None
     sizes = {name: size.low for name, size in plan.sizes.items()}
     try:
-        return open_data(facts, input_facts(plan), plan.loss.operands, sizes, folder)(0)
+        return open_data(facts, input_facts(plan), plan.loss.reads, sizes, folder)(0)
     except DataError as error:
         if error.__cause__ is not None:
             return None

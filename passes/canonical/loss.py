@@ -12,41 +12,91 @@ from ...compiler.capture.node_facts import copy_facts, noted
 from ...compiler.capture.reach import GradientFlow, reached_by_gradient
 from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
+from ...compiler.program.binding import COUNT, Binding
+from ...compiler.program.loss_terms import term_count, term_weight
 from ..calls import ancestors, computes, key_of, outputs
 
 
 @dataclass(frozen=True, slots=True)
 class SplitLoss:
-    """The loss in two parts: ``graph`` has the numerator as its first output; ``count`` is a graph of the inputs alone,
-    or None."""
+    """The loss in two parts. ``graph`` has the numerator as its first output. ``count`` is a graph of the inputs alone
+    that makes the denominators with the bindings ``counts``; there is none where no term has one."""
 
     graph: fx.Graph
-    count: fx.Graph | None
+    count: fx.Graph | None = None
+    counts: tuple[Binding, ...] = ()
 
 
-def split_loss(graph: fx.Graph) -> SplitLoss:
+def split_loss(graph: fx.Graph, terms: int = 1) -> SplitLoss:
     """Take the division by the count of targets out of a mean cross entropy, or a multiple of one. It is then done once
-    a step, by the count over all data ranks and microbatches. A mean of means would weigh targets unequally."""
+    a step, by the count over all data ranks and microbatches. A mean of means would weigh targets unequally.
+
+    A loss that is the sum of several ``terms`` is divided by the count of its first counted term. Every other term is
+    multiplied by an input of its own, which SCALE makes, so that the same division leaves the right mean.
+    """
     output = graph.output_node()
     loss, *updates = outputs(graph)
-    mean = _unscaled(loss)
-    denominator = _denominator(mean)
-    if denominator is None:
-        return SplitLoss(graph, None)
-    count = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    made_of = ancestors([denominator])
-    for node in (node for node in graph.nodes if node in made_of):
-        copy = mapping[node] = count.node_copy(node, mapping.__getitem__)
-        copy_facts(node, copy)
-    count.output((mapping[denominator],))
-    numerator: Any = mean.args[0]
-    if mean is loss:
-        output.args = ((numerator, *updates),)
-    else:  # what scales the mean scales its numerator
-        mean.replace_all_uses_with(numerator)
+    roots = _terms(loss, terms)
+    means = [_unscaled(root) for root in roots]
+    found = {number: _denominator(mean) for number, mean in enumerate(means, 1)}
+    denominators = {number: node for number, node in found.items() if node is not None}
+    if not denominators:
+        return SplitLoss(graph)
+    base = min(denominators)
+    for number in denominators:
+        mean = means[number - 1]
+        numerator: Any = mean.args[0]
+        if mean is roots[number - 1]:
+            roots[number - 1] = numerator
+        else:  # what scales the mean scales its numerator
+            mean.replace_all_uses_with(numerator)
+    output.args = ((_sum_of(graph, loss, roots, base), *updates),)
+    count = _graph_of(list(denominators.values()))
     graph.eliminate_dead_code()
-    return SplitLoss(graph, count)
+    return SplitLoss(graph, count, tuple(COUNT if number == base else term_count(number) for number in denominators))
+
+
+def _terms(loss: fx.Node, count: int) -> list[fx.Node]:
+    """Return the operands of the additions that end in the loss."""
+    if count == 1:
+        return [loss]
+    assert loss.target is aten.add.Tensor, loss
+    first, last = loss.args
+    assert isinstance(first, fx.Node) and isinstance(last, fx.Node)
+    return [*_terms(first, count - 1), last]
+
+
+def _sum_of(graph: fx.Graph, loss: fx.Node, roots: list[fx.Node], base: int) -> fx.Node:
+    """Add up the terms; all but the ``base`` are multiplied by their weights."""
+    total: fx.Node | None = None
+    first = next(iter(graph.nodes))
+    for number, root in enumerate(roots, 1):
+        if number != base:
+            with graph.inserting_before(first):
+                weight = graph.placeholder(f"term_{number}")
+            noted(weight).value, noted(weight).binding = noted(loss).value, term_weight(number)
+            root = _emitted(graph, loss, aten.mul.Tensor, root, weight)
+        total = root if total is None else _emitted(graph, loss, aten.add.Tensor, total, root)
+    assert total is not None
+    return total
+
+
+def _emitted(graph: fx.Graph, near: fx.Node, target: Any, *args: fx.Node) -> fx.Node:
+    with graph.inserting_before(graph.output_node()):
+        node = graph.call_function(target, args)
+    copy_facts(near, node)
+    return node
+
+
+def _graph_of(results: list[fx.Node]) -> fx.Graph:
+    """Return a graph that makes these nodes of the inputs."""
+    made, mapping, made_of = fx.Graph(), dict[fx.Node, fx.Node](), ancestors(results)
+    for node in results[0].graph.nodes:
+        if node in made_of:
+            copy = mapping[node] = made.node_copy(node, mapping.__getitem__)
+            copy_facts(node, copy)
+    made.output(tuple(mapping[node] for node in results))
+    return made
 
 
 def stop_gradients(graph: fx.Graph) -> None:

@@ -319,7 +319,8 @@ class Partition:
         self.forms[key] = {placement: new}
 
     def run(self) -> fx.Graph:
-        """Return the typed graph. Its first output is the loss's numerator, which may still be partial."""
+        """Return the typed graph. Its outputs are numbers that may still be partial, as the loss's numerator, and then
+        new values of buffers."""
         for node in self.source.nodes:
             if node.op == "placeholder":
                 self.placeholder(node)
@@ -329,17 +330,16 @@ class Partition:
                 self.block = noted(node).block
                 self.reader, self.kept = str(node.target), noted(node).kept
                 self.operator(node)
-        loss, *updates = outputs(self.source)
         self.block, self.reader, self.kept = None, "output", True
-        state = self.state[key_of(loss)]
-        target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
-        results = [self.convert(key_of(loss), target)]
+        names, made, results = noted(self.source.output_node()).updates, outputs(self.source), []
         bound = {noted(n).binding: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
-        names = noted(self.source.output_node()).updates
-        for name, update in zip(names, updates, strict=True):
-            # placed as the buffer, so that the next microbatch reads what this one wrote
-            stored = Placement.of(self.mesh, dict(self.placed.splits[bound[Binding("buffer", name)]]))
-            results.append(self.convert(key_of(update), stored))
+        for name, node in zip([*[""] * (len(made) - len(names)), *names], made, strict=True):
+            if name:  # placed as the buffer, so that the next microbatch reads what this one wrote
+                target = Placement.of(self.mesh, dict(self.placed.splits[bound[Binding("buffer", name)]]))
+            else:
+                state = self.state[key_of(node)]
+                target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
+            results.append(self.convert(key_of(node), target))
         noted(self.graph.output(tuple(results))).updates = names
         self.graph.eliminate_dead_code()
         self.graph.lint()

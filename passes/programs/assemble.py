@@ -13,14 +13,14 @@ from ...compiler.capture.node_facts import StoredAs, noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.actions import BACKWARD, COUNTING, FORWARD
-from ...compiler.program.binding import COUNT, LOSS, RNG, SCALE, Binding
+from ...compiler.program.binding import LOSS, RNG, SCALE, Binding
 from ...compiler.program.blocks import starred
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ...compiler.program.roles import StageWork
 from ..calls import outputs
 from .conversions import emit_conversions
 from .cut import Pipeline, StagePiece, split_lines
-from .emit import BlockPair, FreshNames, emit_pair, identifier, size_argument
+from .emit import BlockPair, FreshNames, emit_pair, identifier, name_of, size_argument
 from .joint import trace_joint
 from .segments import Segment, cut_segments, node_type
 from .weights import weight_of
@@ -113,7 +113,7 @@ class _Main:
             if kind == "key":
                 self.values[node] = Value(self.names.fresh(f"key_{identifier(name)}"), type_)
             else:
-                self.values[node] = self.given(binding, name, type_, name if kind == "parameter" else "")
+                self.values[node] = self.given(binding, name_of(binding), type_, name if kind == "parameter" else "")
         value = self.values[node]
         if kind == "key" and (value.name, self.forward.stage) not in self.keys:
             self.keys.add((value.name, self.forward.stage))
@@ -325,10 +325,9 @@ def _narrowed(value: Value, sums: torch.dtype | None, lines: _Lines) -> Value:
     return lines.emit("aten._to_copy.default", (Ref(value.name),), narrow, name="narrow", dtype=sums)
 
 
-def assemble_count(graph: fx.Graph, mesh: Mesh, role: str) -> Program:
-    """Write COUNT: the part of the loss's denominator from one microbatch, still partial on a rank."""
+def assemble_count(graph: fx.Graph, counts: Sequence[Binding], mesh: Mesh, role: str) -> Program:
+    """Write COUNT: the parts of the loss's denominators from one microbatch, still partial on a rank."""
     main, pairs = call_segments(graph, mesh, 0)
-    (count,) = outputs(graph)
-    returns = ((COUNT, main.bind(count).name),)
+    returns = tuple((key, main.bind(count).name) for key, count in zip(counts, outputs(graph), strict=True))
     function = Function("count", tuple(main.parameters.values()), tuple(main.forward.lines), returns)
     return Program(role, COUNTING, mesh, (*(pair.forward for pair in pairs.values()), function))

@@ -36,6 +36,11 @@ def identifier(text: str) -> str:
     return name if name and not name[0].isdigit() else f"x{name}"
 
 
+def name_of(binding: Binding) -> str:
+    """Return a Python name for what is bound: its own name, or the whole binding where that is a number."""
+    return identifier(str(binding) if binding.name.isdigit() else binding.name)
+
+
 @dataclass(slots=True)
 class FreshNames:
     """The names of one function's values: the operator's own name, numbered from its second use on."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.program.actions import (
     BACKWARD,
@@ -42,8 +43,11 @@ class StepParts:
     mesh: Mesh
     graph: fx.Graph
     count: fx.Graph | None
+    counts: tuple[Binding, ...]
+    """The denominators that ``count`` makes."""
     averaged: int
     """The number of parts of which the loss is the mean, where no count divides it."""
+    microbatches: int
     made: Assembled
     pipeline: Pipeline | None
     loss_scale: LossScale = None
@@ -67,14 +71,17 @@ says; none where the step does not have the kind."""
 
 
 def _count(parts: StepParts) -> Sequence[Program]:
-    return [] if parts.count is None else [assemble_count(parts.count, parts.mesh, SINGLE)]
+    return [] if parts.count is None else [assemble_count(parts.count, parts.counts, parts.mesh, SINGLE)]
 
 
 def _scale(parts: StepParts) -> Sequence[Program]:
-    count = None if parts.count is None else node_type(outputs(parts.count)[0])
+    made = outputs(parts.count) if parts.count is not None else []
+    counts = {key: node_type(node) for key, node in zip(parts.counts, made, strict=True)}
+    weights = [noted(node).binding for node in parts.graph.find_nodes(op="placeholder")]
+    terms = {key: parts.microbatches for key in weights if key.kind == "term"}
     dtype: torch.dtype = node_type(outputs(parts.graph)[0]).dtype
     scaled = parts.loss_scale is not None
-    return [scale_program(count, dtype, parts.averaged, parts.mesh, SINGLE, scaled)]
+    return [scale_program(counts, terms, dtype, parts.averaged, parts.mesh, SINGLE, scaled)]
 
 
 def _rescale(parts: StepParts) -> Sequence[Program]:

@@ -7,15 +7,17 @@ from torch import fx
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import Placement, TensorType
-from ...compiler.program.binding import COUNT, LOSS, RNG, Binding
+from ...compiler.program.binding import LOSS, RNG, Binding
 from ...compiler.program.program import Function, Line, Origin, Program, Ref, Value
 from ..calls import outputs, tensors_of
-from .emit import Emitter, identifier
+from .emit import Emitter, identifier, name_of
 
 
-def reference_program(graph: fx.Graph, count: fx.Graph | None, updates: tuple[str, ...], seed: int) -> Program:
+def reference_program(
+    graph: fx.Graph, count: fx.Graph | None, counts: tuple[Binding, ...], updates: tuple[str, ...], seed: int
+) -> Program:
     """Return ``model.py`` with the functions ``count`` (where the loss has one) and ``forward``, on global shapes."""
-    functions = [_function("count", count, (COUNT,), seed)] if count is not None else []
+    functions = [_function("count", count, counts, seed)] if count is not None else []
     keys = (LOSS, *(Binding("buffer", name) for name in updates))
     return Program("model", "reference", Mesh(), (*functions, _function("forward", graph, keys, seed)))
 
@@ -40,7 +42,7 @@ def _function(name: str, graph: fx.Graph, keys: tuple[Binding, ...], seed: int) 
             binding: Binding = noted(node).binding
             path = binding.name
             if binding.kind != "key":
-                parameters.append(emitter.define(node, identifier(path), binding))
+                parameters.append(emitter.define(node, name_of(binding), binding))
                 continue
             if rng is None:
                 value = TensorType(noted(node).value.dtype, (2,), Placement(()))

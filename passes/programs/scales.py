@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType
 from ...compiler.program.actions import RESCALE, SCALING
-from ...compiler.program.binding import COUNT, GRAD_NORM, SCALE, UNSCALE
+from ...compiler.program.binding import COUNT, GRAD_NORM, SCALE, UNSCALE, Binding
 from ...compiler.program.loss_scale import BACKOFF, GROWTH, INTERVAL, LOSS_SCALE, NEXT_SCALE, SCALER
+from ...compiler.program.loss_terms import term_count
 from ...compiler.program.program import Line, Program, Ref, Value
 from .writer import ORIGIN, Writer, whole_type
 
 
 def scale_program(
-    count: TensorType | None, dtype: torch.dtype, parts: int, mesh: Mesh, role: str, scaled: bool
+    counts: Mapping[Binding, TensorType],
+    terms: Mapping[Binding, int],
+    dtype: torch.dtype,
+    parts: int,
+    mesh: Mesh,
+    role: str,
+    scaled: bool,
 ) -> Program:
     """Write SCALE: one over the step's whole denominator; without a count, one over the number of ``parts`` averaged.
-    If the loss is ``scaled``, it is this times the loss scale, and one over the loss scale is a second result."""
+    If the loss is ``scaled``, it is this times the loss scale, and one over the loss scale is a second result.
+
+    ``terms`` are the weights of the loss's other terms: the denominator over a term's own, or over the number of
+    microbatches of which it is averaged.
+    """
     write, whole = Writer(mesh), whole_type(mesh, dtype)
-    if count is None:
+    totals = {}
+    for key, type_ in counts.items():
+        total = write.total(write.take(f"count_{key.name}".rstrip("_"), type_, key))
+        totals[key] = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
+    if not totals:
         scale = write.emit("aten.full.default", ([], 1.0 / parts), whole, name="scale", dtype=dtype)
     else:
-        total = write.total(write.take("count", count, COUNT))
-        real = write.emit("aten._to_copy.default", (Ref(total.name),), whole, dtype=dtype)
-        scale = write.emit("aten.reciprocal.default", (Ref(real.name),), whole)
+        scale = write.emit("aten.reciprocal.default", (Ref(totals[COUNT].name),), whole)
+    results = []
+    for key, microbatches in terms.items():
+        own = totals.get(term_count(int(key.name)))
+        by = microbatches if own is None else Ref(own.name)
+        name = f"term_{key.name}"
+        results.append((key, write.emit("aten.div.Tensor", (Ref(totals[COUNT].name), by), whole, name=name).name))
     if not scaled:
-        return write.program(role, SCALING, [(SCALE, scale.name)])
+        return write.program(role, SCALING, [(SCALE, scale.name), *results])
     loss_scale = write.take(LOSS_SCALE.name, whole_type(mesh, torch.float32), LOSS_SCALE)
     unscale = write.emit("aten.reciprocal.default", (Ref(loss_scale.name),), loss_scale.type, name="unscale")
     scale = write.emit("aten.mul.Tensor", (Ref(scale.name), Ref(loss_scale.name)), whole)
-    return write.program(role, SCALING, [(SCALE, scale.name), (UNSCALE, unscale.name)])
+    return write.program(role, SCALING, [(SCALE, scale.name), (UNSCALE, unscale.name), *results])
 
 
 def rescale_program(norm: torch.dtype, mesh: Mesh, role: str) -> Program:

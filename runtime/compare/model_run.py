@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ...compiler.layout.mesh import Mesh
 from ...compiler.padding.pads import Pads
 from ...compiler.program.actions import SCALING, Action
-from ...compiler.program.binding import BUFFERS, COUNT, LOSS, PARAMETERS
+from ...compiler.program.binding import BUFFERS, COUNT, LOSS, PARAMETERS, Binding, Kind
 from ...compiler.program.program import Line, Program
 from ...compiler.program.roles import Role
 from ..backends.in_process import InProcess
@@ -92,13 +93,21 @@ class ReferenceRun:
         """The metrics of the last step."""
 
     def _environment(
-        self, function: str, batch: Mapping[str, torch.Tensor], step: int, microbatch: int
+        self,
+        function: str,
+        batch: Mapping[str, torch.Tensor],
+        step: int,
+        microbatch: int,
+        weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> dict[str, Any]:
+        """Return what a function reads; ``weights`` are those of the loss's terms."""
         called = self.case.reference.function(function)
         environment: dict[str, Any] = {
             value.name: torch.tensor([step, microbatch]) for value in called.bound("rng").values()
         }
-        sources = ((("input",), batch), (PARAMETERS, self.parameters), (BUFFERS, self.buffers))
+        sources: tuple[tuple[tuple[Kind, ...], Mapping[str, torch.Tensor]], ...] = (
+            (("input",), batch), (PARAMETERS, self.parameters), (BUFFERS, self.buffers), (("term",), weights)
+        )  # fmt: skip
         for kinds, source in sources:
             environment.update((value.name, source[name]) for name, value in called.bound(*kinds).items())
         return environment
@@ -107,15 +116,19 @@ class ReferenceRun:
         self, batches: Microbatches, step: int, uncounted: float = 1.0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return loss and whole gradients of one step; ``uncounted`` scales a loss that no count divides."""
-        scale = torch.tensor(uncounted, dtype=torch.float64)
+        scale, weights = torch.tensor(uncounted, dtype=torch.float64), dict[str, torch.Tensor]()
         if self.counts:
             counts = [
                 self.machine.run([self._environment("count", b, step, i)], "count")[0] for i, b in enumerate(batches)
             ]
-            scale = 1.0 / sum(m[COUNT].double() for m in counts)
+            totals = {key: sum(m[key].double() for m in counts) for key in counts[0]}
+            scale = 1.0 / totals[COUNT]
+            for number in self.case.reference.main.bound("term"):
+                own = totals.get(Binding("count", number), float(len(batches)))
+                weights[number] = totals[COUNT] / own
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(batches):
-            (made_,) = self.machine.run([self._environment("forward", batch, step, index)])
+            (made_,) = self.machine.run([self._environment("forward", batch, step, index, weights)])
             (made_[LOSS] * scale).backward()
             total += made_[LOSS].detach() * scale
             self.buffers.update({key.name: self._copied(value) for key, value in made_.items() if key.kind == "buffer"})

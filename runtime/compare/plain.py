@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...compiler.build.build import Build
 from ...compiler.capture.attributes import attribute_tensors
 from ...compiler.capture.complex_numbers import own_form, real_form
-from ...compiler.capture.model_calls import TaskLines, caller, loss_function, model_builder
+from ...compiler.capture.model_calls import TaskLines, caller, model_builder, term_functions
 from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
 from ...compiler.layout.mesh import Mesh
 from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
 from ...compiler.program.actions import COUNTING, FORWARD, SCALING
-from ...compiler.program.binding import COUNT
+from ...compiler.program.binding import COUNT, Binding
 from ...compiler.sizes.size_range import BATCH
 from ..backends.in_process import InProcess
 from ..data.feed import Feed
@@ -100,14 +100,14 @@ class PlainModule:
 
     def __init__(self, module: nn.Module, lines: TaskLines, folder: Path, seed: int, frozen: Collection[str]) -> None:
         self._module, self._seed = module, seed
-        self._call, self._loss = caller(module, lines), loss_function(lines, folder)
+        self._call, self._terms = caller(module, lines), term_functions(lines, folder)
         self._attributes = attribute_tensors(module)
         self.parameters = dict(module.named_parameters())
         for name in frozen:
             self.parameters[name].requires_grad_(False)
 
-    def forward(self, inputs: Mapping[str, Tensor], step: int = 0, microbatch: int = 0) -> tuple[Any, Tensor]:
-        """Return the model's output, and the loss; ``step`` and ``microbatch`` count from 0.
+    def forward(self, inputs: Mapping[str, Tensor], step: int = 0, microbatch: int = 0) -> tuple[Any, list[Tensor]]:
+        """Return the model's output, and the terms of the loss; ``step`` and ``microbatch`` count from 0.
 
         Attention takes torch's kernel that writes its weights: others draw their masks where nobody sees it.
         """
@@ -121,7 +121,7 @@ class PlainModule:
             within.enter_context(nullcontext() if on_cpu else sdpa_kernel(SDPBackend.MATH))
             with self._attributes.pointing():
                 output = self._call(self._module, inputs)
-            return output, self._loss(output, inputs)
+            return output, [term(output, inputs) for term in self._terms]
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Return the gradients by parameter, complex ones as two real parts; the next backward starts from none."""
@@ -186,13 +186,16 @@ class Plain:
         """Return the loss, and the gradients summed over microbatches in the plan's type."""
         sums = getattr(torch, self.build.manifest["accumulate"]) if len(parts) > 1 else None
         total, sums_by_name = 0.0, dict[str, Tensor]()
-        for index, (part, weight) in enumerate(zip(parts, self._weights(at, parts), strict=True)):
-            if not weight:  # without a target its mean is none
-                continue
+        for index, (part, weights) in enumerate(zip(parts, self._weights(at, parts), strict=True)):
             inputs = {name: value.to(self.device) for name, value in {**self._unread(at, part), **part}.items()}
-            _, loss = self._plain.forward(inputs, self.step_number, index)
-            (loss * weight).backward()
-            total += float(loss.detach()) * weight
+            _, terms = self._plain.forward(inputs, self.step_number, index)
+            # without a target a mean is none
+            counted = [term * weight for term, weight in zip(terms, weights, strict=True) if weight]
+            if not counted:
+                continue
+            loss = sum(counted[1:], counted[0])
+            loss.backward()
+            total += float(loss.detach())
             for name, gradient in self._plain.take_gradients().items():
                 part_sum = (
                     gradient.to(sums) if sums is not None and sums.itemsize < gradient.dtype.itemsize else gradient
@@ -215,20 +218,27 @@ class Plain:
             if entry["name"] not in part
         }
 
-    def _weights(self, at: Build, parts: list[dict[str, Tensor]]) -> list[float]:
-        """Return the weight of each microbatch's loss in the step's loss: its share of the targets, where the loss is a
-        mean over these."""
+    def _weights(self, at: Build, parts: list[dict[str, Tensor]]) -> list[list[float]]:
+        """Return the weight of each term of each microbatch's loss in the step's loss: its share of the targets, where
+        the term is a mean over these."""
+        numbers = range(1, len(at.manifest["loss"]) + 1)
         if COUNTING not in at.programs:
             (scale, *_) = at.programs[SCALING].main.lines
-            return [float(scale.args[1])] * len(parts)
+            return [[float(scale.args[1]) for _ in numbers] for _ in parts]
         machine = Machine(at.reference, InProcess(Mesh()), CPU, kernels=REFERENCE_KERNELS)
         needed = at.reference.function("count").bound("input")
-        counts = []
+        counts: list[dict[Binding, float]] = []
         for part in parts:
             inputs = {value.name: part[name] for name, value in needed.items()}
             (results,) = machine.run([inputs], "count")
-            counts.append(float(results[COUNT]))
-        return [count / sum(counts) for count in counts]
+            counts.append({key: float(value) for key, value in results.items()})
+        weighted = at.reference.main.bound("term")
+
+        def weight(number: int, own: Mapping[Binding, float]) -> float:
+            key = COUNT if str(number) not in weighted else Binding("count", str(number))
+            return own[key] / sum(count[key] for count in counts) if key in own else 1 / len(parts)
+
+        return [[weight(number, own) for number in numbers] for own in counts]
 
     def close(self) -> None:
         """Stop reading data."""

@@ -11,7 +11,6 @@ import torch
 
 from ...compiler.initial.counter import stream
 from ...compiler.layout.mesh import Mesh
-from ...compiler.program.binding import COUNT
 from ...compiler.sizes.size_range import BATCH
 from ...compiler.sizes.template import sizes_text
 from ...grammar.codes_run import BATCHES_DIFFER
@@ -45,7 +44,8 @@ class Batches:
 
     def __init__(self, by_sizes: BySizes[AtSizes], mesh: Mesh, together: Together) -> None:
         self._by_sizes, self._mesh, self._together = by_sizes, mesh, together
-        self._feed = by_sizes().feed
+        first = by_sizes()
+        self._feed, self._keys = first.feed, first.stepper.counts
 
     def begin(
         self, batch: Batch | None, local: Batch | None, state: RankState, step: int, last: int | None, keep: bool = True
@@ -67,16 +67,18 @@ class Batches:
             part = at.feed.read(step, last) if given is None else at.feed.given(given, kind == _LOCAL, not alone)
             begun = Begun(at, part.parts, at.stepper.begin([state], [part.parts], step, keep))
             sizes = stream(0, str(sorted(at.build.manifest["sizes"].items())))
-            return begun, [kind, sizes, *part.prints, _as_integer(begun.work[0].totals.get(COUNT))]
+            counted = (_as_integer(begun.work[0].totals.get(key)) for key in self._keys)
+            return begun, [kind, sizes, *part.prints, *counted]
 
         if alone:
             return make()[0]
-        begun, rows = self._together.exchanged(make, _FIRST + len(self._feed.types) + 1)
+        begun, rows = self._together.exchanged(make, _FIRST + len(self._feed.types) + len(self._keys))
         self._hold(rows, begun.at)
-        if (own := begun.work[0].totals.get(COUNT)) is not None:
-            counts = torch.tensor([row[-1] for row in rows], device=own.device)
-            counts = counts.view(torch.float64).to(own.dtype) if own.is_floating_point() else counts.to(own.dtype)
-            begun.at.stepper.share_counts(begun.work[0], self._together.rank, counts.unbind())
+        for at, key in enumerate(self._keys, _FIRST + len(self._feed.types)):
+            if (own := begun.work[0].totals.get(key)) is not None:
+                counts = torch.tensor([row[at] for row in rows], device=own.device)
+                counts = counts.view(torch.float64).to(own.dtype) if own.is_floating_point() else counts.to(own.dtype)
+                begun.at.stepper.share_counts(begun.work[0], self._together.rank, key, counts.unbind())
         return begun
 
     def _hold(self, rows: Sequence[Sequence[int]], at: AtSizes) -> None:

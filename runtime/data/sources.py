@@ -59,7 +59,8 @@ def make_data(build: Build) -> SampleSource:
         bounds = {name: bound for name, (bound, _) in class_bounds(build.reference).items()}
         return SyntheticData(manifest["inputs"], manifest["sizes"], bounds, int(manifest["seed"]))
     try:
-        return open_data(line, manifest["inputs"], manifest["loss"]["operands"], manifest["sizes"], build.folder)
+        operands = [name for term in manifest["loss"] for name in term["operands"]]
+        return open_data(line, manifest["inputs"], operands, manifest["sizes"], build.folder)
     except (CallableError, DataError) as error:
         notes = [note for note in (where, raised_at(error.__cause__)) if note]
         message = f"the data's callable: {error}" if isinstance(error, CallableError) else str(error)

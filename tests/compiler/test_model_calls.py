@@ -14,6 +14,7 @@ from torch import nn
 
 from parc.compiler.capture.making import not_found
 from parc.compiler.capture.model_calls import InputsError, TaskLines, caller, model_builder, passed_on
+from parc.compiler.program.loss_terms import LossTerm
 
 
 class Named(nn.Module):
@@ -40,7 +41,7 @@ class Wrapper(nn.Module):
 def called(model: nn.Module, inputs: str, places: dict[str, str] | None = None, reads: str = "targets") -> Any:
     """Return the arguments that the forward gets: for each parameter the number of the input that goes there."""
     names = tuple(inputs.split())
-    lines = TaskLines("", (), names, "cross_entropy", "", ("output", reads), None, tuple((places or {}).items()))
+    lines = TaskLines("", (), names, (LossTerm("cross_entropy", "", ("output", reads)),), tuple((places or {}).items()))
     return caller(model, lines)(model, {name: torch.tensor(at) for at, name in enumerate(names)})
 
 
@@ -79,7 +80,7 @@ def test_inputs_without_a_parameter_are_refused_with_a_way_out(
 
 
 def test_what_goes_into_kwargs_is_told() -> None:
-    lines = TaskLines("", (), ("tokens", "mask"), "output", "loss", (), None, (("mask", "attention_mask"),))
+    lines = TaskLines("", (), ("tokens", "mask"), (LossTerm("output", "loss", ()),), (("mask", "attention_mask"),))
     assert passed_on(Wrapper(), lines) == {"tokens": "tokens", "mask": "attention_mask"}
     assert passed_on(Named(), lines) == {}
 
@@ -103,7 +104,7 @@ def pretrained(path):
 
 def made(folder: Path, function: str, path: str) -> nn.Module:
     (folder / "makers.py").write_text(MAKERS)
-    lines = TaskLines(f"./makers.py:{function}", (("path", path),), (), "output", "", (), None)
+    lines = TaskLines(f"./makers.py:{function}", (("path", path),), (), (LossTerm("output", "", ()),))
     return model_builder(lines, folder)()
 
 

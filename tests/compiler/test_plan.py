@@ -6,6 +6,7 @@ import pytest
 
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.plan.plan import read_plan
+from parc.compiler.program.loss_terms import LossTerm
 from parc.compiler.sizes.size_range import SizeRange
 from parc.grammar.diagnostics import PlanError
 from parc.grammar.source import Source
@@ -37,11 +38,7 @@ def test_values_and_defaults() -> None:
         ("mask", "float32", ("B", 4)),
     ]
     assert plan.sizes == {"B": SizeRange(32, 32), "S": SizeRange(128, 4096, 128)}
-    assert (plan.loss.kind, plan.loss.operands, plan.loss.ignore) == (
-        "cross_entropy",
-        ("output.logits", "tokens"),
-        -100,
-    )
+    assert plan.loss.terms == (LossTerm("cross_entropy", "cross_entropy", ("output.logits", "tokens"), -100),)
     assert plan.data is not None and plan.data.globs == ("{stdlib}/*.py", "texts/*.txt")
     assert (plan.optimizer.lr, plan.optimizer.weight_decay, plan.optimizer.betas) == (3e-4, 0.01, (0.9, 0.95))
     assert plan.mesh == Mesh((("dp", 4), ("tp", 2)))
@@ -74,7 +71,17 @@ def test_the_text_as_built_is_a_plan_that_says_the_same() -> None:
 def test_losses(text: str, kind: str, target: str, operands: tuple[str, ...]) -> None:
     lines = [text if line.startswith("loss") else line for line in TEXT.split("\n")]
     loss = read_plan(Source("gpt.parc", "\n".join(lines))).loss
-    assert (loss.kind, loss.target, loss.operands) == (kind, target, operands)
+    assert [term[:3] for term in loss.terms] == [(kind, target, operands)]
+
+
+def test_a_loss_is_a_sum_of_terms() -> None:
+    added = 'loss cross_entropy(output, tokens) + 0.5 output.aux + 2 "pkg.mod:fn"(output, mask)'
+    lines = [added if line.startswith("loss") else line for line in TEXT.split("\n")]
+    loss = read_plan(Source("gpt.parc", "\n".join(lines))).loss
+    assert [(term.kind, term.target, term.factor) for term in loss.terms] == [
+        ("cross_entropy", "cross_entropy", 1), ("output", "aux", 0.5), ("callable", "pkg.mod:fn", 2)
+    ]  # fmt: skip
+    assert loss.reads == ("output", "tokens", "mask")
 
 
 def test_data_by_a_callable() -> None:

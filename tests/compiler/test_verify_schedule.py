@@ -62,6 +62,8 @@ def may_run(made: Timelines) -> bool:
                 received.setdefault(((k + step) % len(names), rank), []).append(a)
             elif a.kind == "B":
                 before[a] |= {Action(k, "F", m), Action(rank, "SCALE")}
+            elif a.kind == "F":
+                before[a].add(Action(rank, "SCALE"))
             elif a.kind == "COUNT":
                 before[Action(rank, "SCALE")].add(a)
             if a.kind not in ("REDUCE", "STEP"):

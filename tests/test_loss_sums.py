@@ -1,0 +1,104 @@
+"""Losses that are sums: every term has its own denominator, however the batch is split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import parc
+from parc.checking.checks import report_of
+from parc.compiler.build.directory import write_build
+from parc.compiler.program.actions import REDUCE, SCALING
+from parc.compiler.program.text import parse_program
+from parc.compiler.verify.reduce import check_reduce
+from tests.checked_plans import checked, compiled
+from tests.planted_builds import ROOT
+from tests.runtime.ranks import run_ranks
+from tests.summed_losses import Gated
+
+PLAN = """\
+model "./summed_losses.py:Gated"
+input tokens int64 [B, S]
+input targets int64 [B, S]
+input later int64 [B, S]
+sizes B=8, S=4
+loss cross_entropy(output.logits, targets, ignore=0) + 0.3 cross_entropy(output.ahead, later, ignore=1) + {terms}
+optimizer adamw lr 1e-2 clip 1.0
+"""
+TERMS = "0.01 output.aux_loss + 0.1 output.z_loss"
+MESHES = {
+    "dp=2, microbatches": "mesh dp=2\nshard tokens, targets, later [B/dp, _]\nschedule microbatches 2\n",
+    "zero 3": "mesh dp=4\nshard tokens, targets, later [B/dp, _]\nzero 3 over dp\n",
+    "a pipeline": "mesh pp=2, dp=2\nshard tokens, targets, later [B/dp, _]\nstage before blocks.1 over pp\n"
+    "schedule 1f1b microbatches 4\n",
+    "fp16": "mesh dp=2\nshard tokens, targets, later [B/dp, _]\nschedule microbatches 2\n"
+    "precision fp16 loss_scale dynamic\n",
+    "vocabulary split": "mesh tp=2\nvocab heads.* over tp pad\nschedule microbatches 2\n",
+}
+TWO = MESHES["dp=2, microbatches"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_sum_of_losses_composes_with(mesh: str) -> None:
+    made = compiled(PLAN.format(terms=TERMS) + MESHES[mesh], ROOT / "tests")
+    assert checked(made).report["checks"]["numbers"] == "tested" and not made.built.averaged
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Return a batch in which samples have very different numbers of targets."""
+    draw = torch.Generator().manual_seed(5)
+    tokens, targets, later = torch.randint(17, (3, 8, 4), generator=draw)
+    targets[:3], later[2:, 1:] = 0, 1
+    return {"tokens": tokens, "targets": targets, "later": later}
+
+
+def train(path: str, steps: int) -> list[float]:
+    """Train on one batch; return the losses."""
+    with parc.load(path) as session:
+        return [session.step(batch()).loss for _ in range(steps)]
+
+
+def expected(model: Gated, given: Mapping[str, torch.Tensor]) -> float:
+    """Return the loss of a batch of two microbatches, term by term: means over targets of the whole step, and averages
+    over microbatches."""
+    parts = [model(tokens) for tokens in given["tokens"].chunk(2)]
+    whole = {key: torch.cat([part[key] for part in parts]) for key in ("logits", "ahead")}
+    near = F.cross_entropy(whole["logits"].flatten(0, 1), given["targets"].flatten(), ignore_index=0)
+    far = F.cross_entropy(whole["ahead"].flatten(0, 1), given["later"].flatten(), ignore_index=1)
+    others = [0.01 * part["aux_loss"] + 0.1 * part["z_loss"] for part in parts]
+    return float((near + 0.3 * far + sum(others) / 2).detach())
+
+
+def test_each_term_has_its_own_denominator_on_real_ranks(tmp_path: Path) -> None:
+    made = compiled(PLAN.format(terms=TERMS) + TWO, ROOT / "tests")
+    write_build(made.to_write(report_of(made)), tmp_path / "build")
+    plain = parc.reference(tmp_path / "build")
+    first = expected(plain.module, batch())  # type: ignore[arg-type]
+    losses = [plain.step(batch()).loss for _ in range(3)]
+    assert losses[0] == pytest.approx(first, rel=1e-6)
+    for found in run_ranks(train, 2, str(tmp_path / "build"), 3):
+        assert found == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("term_3 = aten.div.Tensor(to_copy, 2)", "term_3 = aten.div.Tensor(to_copy, 4)", "the number of microbatches"),
+        ("term_3 = aten.div.Tensor(to_copy, 2)", "term_3 = aten.div.Tensor(to_copy, to_copy_1)", "microbatches"),
+        ("term_2 = aten.div.Tensor(to_copy, to_copy_1)", "term_2 = aten.div.Tensor(to_copy_1, to_copy)", "`count 2`"),
+        ("term_2 = aten.div.Tensor(to_copy, to_copy_1)", "term_2 = aten.div.Tensor(to_copy, 2)", "`count 2`"),
+        ("reciprocal.default(to_copy)", "reciprocal.default(to_copy_1)", "one over the count of targets"),
+    ],
+)
+def test_a_wrong_weight_of_a_term_is_refused(old: str, new: str, said: str) -> None:
+    build = compiled(PLAN.format(terms=TERMS) + TWO, ROOT / "tests").build
+    scale, reduce = build.programs[SCALING], build.programs[REDUCE]
+    text = build.text(scale)
+    assert text.count(old) == 1 and not [*check_reduce(scale, reduce, build.reference, 2)]
+    wrong = parse_program(text.replace(old, new))
+    (fault,) = check_reduce(wrong, reduce, build.reference, 2)
+    assert said in fault.message
