@@ -1,7 +1,8 @@
 """parc: declarative plans that turn a PyTorch model into checked per-rank programs.
 
 ``load`` opens a build for a training loop of one's own; ``reference`` trains the plain module with the same numbers;
-``register_rule`` tells parc how a custom operator treats its dims.
+``register_rule`` tells parc how a custom operator treats its dims; ``register_experts`` how a layer of one's own sends
+tokens to experts, by ``routed``.
 """
 
 from __future__ import annotations
@@ -10,13 +11,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parc.compiler.capture.experts import register_experts, routed
     from parc.compiler.ops.rules import register as register_rule
     from parc.runtime.compare.plain import reference
     from parc.runtime.faults import RunError
     from parc.runtime.session import Session, load
     from parc.runtime.step import StepReport
 
-__all__ = ["RunError", "Session", "StepReport", "__version__", "load", "reference", "register_rule"]
+__all__ = [
+    "RunError",
+    "Session",
+    "StepReport",
+    "__version__",
+    "load",
+    "reference",
+    "register_experts",
+    "register_rule",
+    "routed",
+]
 
 __version__ = "0.1.0"
 
@@ -26,6 +38,8 @@ _PLACES = {
     "StepReport": ("parc.runtime.step", "StepReport"),
     "load": ("parc.runtime.session", "load"),
     "reference": ("parc.runtime.compare.plain", "reference"),
+    "register_experts": ("parc.compiler.capture.experts", "register_experts"),
+    "routed": ("parc.compiler.capture.experts", "routed"),
     "register_rule": ("parc.compiler.ops.rules", "register"),
 }
 

@@ -28,6 +28,7 @@ from .faults import RunError
 from .state.checkpoint import Checkpoint, read_checkpoint
 from .state.optimizer import moments_of, restore_optimizer
 from .state.residuals import stored_residuals
+from .state.stacks import part_shapes
 
 
 def build_mesh(build: Build) -> Mesh:
@@ -128,8 +129,8 @@ def open_checkpoint(build: Build, path: Path) -> tuple[Checkpoint, dict[str, lis
     types = {name: parse_type(text, mesh) for name, text in build.manifest["parameters"].items()}
     types = {name: replace(type_, shape=real_shape(type_.shape, pads.get(name, ()))) for name, type_ in types.items()}
     constants = constants_of(build)
-    checkpoint.check(
-        {name: type_.shape for name, type_ in types.items()},
-        {name: constants[name].shape for name in build.manifest["updates"]},
-    )
-    return checkpoint, restore_optimizer(checkpoint, build.manifest["optimizer"]["name"], types)
+    shapes = part_shapes({name: type_.shape for name, type_ in types.items()})
+    checkpoint.check(shapes, {name: constants[name].shape for name in build.manifest["updates"]})
+    dtypes = {part: type_.dtype for name, type_ in types.items() for part in part_shapes({name: type_.shape})}
+    found = {name: (shape, dtypes[name]) for name, shape in shapes.items()}
+    return checkpoint, restore_optimizer(checkpoint, build.manifest["optimizer"]["name"], found)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -18,6 +19,7 @@ from ..compiler.layout.mesh import Mesh, Shape
 from ..compiler.layout.placement import parse_type
 from ..compiler.padding.pads import pads_from
 from ..compiler.padding.runs import EntryRanges, ranges_of, runs_of
+from ..compiler.program.stacked import part_name
 from ..grammar.codes_build import BAD_STATE
 from .faults import RunError
 from .lockstep import Together
@@ -27,9 +29,10 @@ from .state.checkpoint import Checkpoint, check_target
 from .state.gather import everywhere, of_every_role
 from .state.index import Index, shard_name, write_index
 from .state.layouts import FileLayout, StoredTensor, layouts_of
-from .state.residuals import KEY, check_residuals, read_residual, stored_residuals
+from .state.residuals import check_residuals, read_residual, stored_residuals
 from .state.scaler import read_state
 from .state.shards import Piece, ShardFile, write_shard
+from .state.stacks import KEY, layout_parts, part_shapes, piece_parts
 from .work import RankState
 
 Slots = Mapping[str, Mapping[str, torch.Tensor | None]]
@@ -97,14 +100,13 @@ class StateFiles:
     def local(self, state: RankState, aliases: Mapping[str, str], names: Collection[str]) -> dict[str, LocalPart]:
         """Return the parts of tensors that this rank holds, under those of their names that are in ``names``."""
         parts = {}
-        for key, piece in self._pieces(state).items():
-            if key.startswith(KEY):
-                continue
-            shape = self._stored[key].shape
+        shapes = part_shapes({key: stored.shape for key, stored in self._stored.items() if not key.startswith(KEY)})
+        pieces = (piece_parts(key, piece) for key, piece in self._pieces(state).items() if not key.startswith(KEY))
+        for key, piece in chain.from_iterable(pieces):
             part = piece.cut(piece.tensor.detach())
             if part.untyped_storage().nbytes() > part.nbytes:  # rows of a whole weight, which is not this rank's part
                 part = part.clone()
-            parts[key.partition(".")[2]] = LocalPart(part, shape, tuple(map(ranges_of, piece.runs)))
+            parts[key.partition(".")[2]] = LocalPart(part, shapes[key], tuple(map(ranges_of, piece.runs)))
         parts |= {alias: parts[name] for alias, name in aliases.items() if name in parts}
         return {name: parts[name] for name in names if name in parts}
 
@@ -183,12 +185,13 @@ class StateFiles:
                         pieces[f"optimizer.{slot}.{name}"] = Piece(tensor, piece.runs)
         if not self._rank:
             pieces |= {
-                f"optimizer.{slot}.{name}": Piece(number, ())
+                f"optimizer.{slot}.{part}": Piece(number, ())
                 for name, numbers in slots.items()
+                for part in part_shapes({name: self._stored[f"parameter.{name}"].shape})
                 for slot, number in numbers.items()
                 if number is not None
             }
-        return pieces
+        return dict(chain.from_iterable(piece_parts(key, piece) for key, piece in pieces.items()))
 
     def _write(self, folder: Path, fresh: str, pieces: Mapping[str, Piece]) -> ShardFile | None:
         place = self._found(folder, fresh)
@@ -203,11 +206,12 @@ class StateFiles:
         layouts, dtypes = {}, {}
         for key, stored in self._stored.items():
             kind, _, name = key.partition(".")
-            layouts[key], dtypes[key] = self._layouts[key], stored.type.dtype
-            for slot, number in slots.get(name, {}).items() if kind == "parameter" else ():
-                full = f"optimizer.{slot}.{name}"
-                layouts[full] = layouts[key] if number is None else FileLayout.whole(())
-                dtypes[full] = dtypes[key] if number is None else number.dtype
+            for part, layout in layout_parts(key, self._layouts[key]):
+                layouts[part], dtypes[part] = layout, stored.type.dtype
+                for slot, number in slots.get(name, {}).items() if kind == "parameter" else ():
+                    full = f"optimizer.{slot}.{part.partition('.')[2]}"
+                    layouts[full] = layout if number is None else FileLayout.whole(())
+                    dtypes[full] = stored.type.dtype if number is None else number.dtype
         files = [shard_name(rank, self._world) for rank in range(self._world)]
         return Index(files, {rank: shard for rank, shard in enumerate(shards) if shard is not None}, layouts, dtypes)
 
@@ -265,7 +269,7 @@ class StateFiles:
                     continue
                 files.fill(key, piece.tensor, piece.runs)
                 had = optimizer.state.pop(piece.tensor, {})
-                for slot in slots.get(name, ()):
+                for slot in slots.get(part_name(name, 0), ()):
                     full = f"optimizer.{slot}.{name}"
                     if slot == "step":
                         made = files.whole(full).to(piece.tensor.device)
@@ -273,7 +277,7 @@ class StateFiles:
                         made = torch.zeros_like(piece.tensor) if had.get(slot) is None else had[slot]
                         files.fill(full, made, piece.runs)
                     optimizer.state[piece.tensor][slot] = made
-                if had and keep_slots and name not in slots:  # as before the first step, in the tensors that hold it
+                if had and keep_slots and part_name(name, 0) not in slots:  # as before the first step, where it lies
                     optimizer.state[piece.tensor] = {
                         slot: value.zero_() for slot, value in had.items() if value is not None
                     }

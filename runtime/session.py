@@ -16,6 +16,7 @@ from ..compiler.build.build import Build
 from ..compiler.layout.placement import parse_type
 from ..compiler.padding.pads import pads_from
 from ..compiler.program.binding import BUFFERS
+from ..compiler.program.stacked import is_stacked, part_names
 from .backends.distributed import Distributed
 from .backends.in_process import InProcess
 from .communication import Backend
@@ -240,6 +241,9 @@ class Session:
         for alias, name in self.build.manifest["aliases"].items():
             if name in whole:
                 whole[alias] = whole[name]
+        for name in filter(is_stacked, list(whole)):
+            stack = whole.pop(name)
+            whole |= dict(zip(part_names(name, len(stack)), stack, strict=True))
         # What no line of the programs reads or changes is as it was made.
         return {name: self._initial.own(name, whole.get(name)) for name in self._initial.kept}
 

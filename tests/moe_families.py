@@ -26,12 +26,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "GraniteMoe": {"num_local_experts": 8},
+    "Llama4": {"num_local_experts": 8, "head_dim": 8, "intermediate_size_mlp": 16, "moe_layers": [0]},
 }  # fmt: skip
 FAMILIES = tuple(_FAMILIES)
 
 
 def family(name: str, **sizes: int) -> nn.Module:
     """Make the causal language model of a family; ``sizes`` are further words of its configuration."""
-    config = getattr(transformers, f"{name}Config")(**{**_SIZES, **_FAMILIES[name], **sizes})
+    text = "Text" * (name == "Llama4")
+    config = getattr(transformers, f"{name}{text}Config")(**{**_SIZES, **_FAMILIES[name], **sizes})
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     return model

@@ -41,7 +41,7 @@ loss cross_entropy(output.logits, targets)
 optimizer adamw lr 1e-2 clip 1.0
 mesh {mesh}
 shard input_ids, targets [B/dp/ep, _]
-experts model.layers.*.{{mlp,block_sparse_moe}}.experts? over ep dropless
+experts model.layers.*.{{mlp,block_sparse_moe,feed_forward}}.experts? over ep dropless
 """
 BESIDE = {
     "zero 3": ("dp=2, ep=2", "zero 3 over dp\n"),
@@ -76,7 +76,7 @@ def plan(family: str = "Mixtral", mesh: str = "dp=2, ep=2", lines: str = "", **s
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_with_its_experts_on_other_ranks_as_on_one(family: str) -> None:
-    lines = "expect 4 exchange in model.layers.*.{mlp,block_sparse_moe}.experts?\n"
+    lines = "expect 4 exchange in model.layers.*.{mlp,block_sparse_moe,feed_forward}.experts?\n"
     report = checked(compiled(plan(family, lines=lines), ROOT / "tests")).report
     assert report["checks"]["numbers"] == "tested"  # and the promise of `expect` is kept
 
@@ -241,7 +241,7 @@ def test_mistakes_are_told_at_their_line() -> None:
     assert "choose sizes that divide by 8 on each rank" in uneven_tokens
     (idle,) = warnings_of(compiled(plan(mesh="dp=1, ep=2").replace("B/dp/ep", "B/dp"), ROOT / "tests"))
     assert idle.message == "the axis `ep` splits experts alone: its 2 ranks do all other work alike"
-    other = message(plan().replace("{mlp,block_sparse_moe}.experts?", "self_attn"))
+    other = message(plan().replace("{mlp,block_sparse_moe,feed_forward}.experts?", "self_attn"))
     assert "`model.layers.0.self_attn` holds no weights that are stacked over experts" in other
     assert "name the modules of experts, as `model.layers.0.mlp.experts`" in other
     uneven = message(plan(mesh="dp=1, ep=3").replace("B=8", "B=9"))

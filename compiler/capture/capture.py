@@ -14,11 +14,9 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
-from torch.utils._pytree import tree_map_only
 
 from ..layout.placement import is_supported
 from ..ops.rules import facts
-from ..ops.torch_ops import aten
 from ..program.binding import Binding, Kind
 from ..program.program import Origin
 from ..torch_private import (
@@ -35,11 +33,13 @@ from .complex_numbers import real_form
 from .complex_pairs import as_pairs
 from .composites import functional
 from .every_slice import EverySlice
+from .expert_lists import as_made
 from .experts import with_experts
 from .faults import CaptureError, explain_failure
 from .no_grad import detach_without_gradients
-from .node_facts import copy_facts, keep_value, noted
+from .node_facts import keep_value, noted
 from .reach import reached_by_gradient
+from .selections import select_by_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class _Step(nn.Module):
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
         inputs, numbers = dict(zip(self._names, values, strict=True)), plain_numbers(self.model)
         # assigned after all that reads them
-        with self._mode, assigned_in_place(self.model), self.attributes.pointing():
+        with self._mode, assigned_in_place(self.model), as_made(self.model, parts=False), self.attributes.pointing():
             output = self._call(self.model, inputs)
             if getattr(output, "past_key_values", None) is not None:
                 raise CaptureError("cache", "the model returns a key/value cache")
@@ -145,7 +145,7 @@ def capture(
             with_unread_draws(),
             without_checkpoints(no_checkpoint),
             without_validation(),
-            with_experts(),
+            with_experts(model),
             torch.backends.mkldnn.flags(enabled=False),
         ):
             exported = torch.export.export(step, values, strict=False)
@@ -166,7 +166,7 @@ def capture(
     for name, node in captured.placeholders("buffer").items():
         if name in step.attributes.assigned and node.users:
             raise not_kept(name)
-    _select_by_tensors(captured.graph)
+    select_by_tensors(captured.graph)
     as_pairs(captured.graph)
     check_values(captured.graph)
     return captured
@@ -188,34 +188,6 @@ def _check_constants(exported: torch.export.ExportedProgram) -> None:
             help_ += " gradient taken inside a forward is not captured"
             place = f"in `{path}`: " if (path := _module_path(reader)) else ""
             raise CaptureError("other", place + what, _source(reader), help=help_)
-
-
-def _select_by_tensors(graph: fx.Graph) -> None:
-    """Replace ``x[:, i]`` with a tensor ``i`` of one number by an index with that tensor: torch would read the number
-    from it."""
-    for node in list(graph.nodes):
-        number = node.args[2] if node.target is aten.select.int else None
-        if not isinstance(number, fx.Node) or number.target is not aten.item.default:
-            continue
-        (index,) = number.all_input_nodes
-        if noted(index).value.dtype in (torch.int64, torch.int32):
-            x, dim = node.args[:2]
-            with graph.inserting_before(node):
-                lookup = graph.call_function(aten.index.Tensor, (x, [None] * (dim % noted(x).value.dim()) + [index]))
-            copy_facts(node, lookup)
-            node.replace_all_uses_with(lookup)
-            graph.erase_node(node)
-            if not number.users:
-                graph.erase_node(number)
-    for node in graph.nodes:  # what was selected, and views of it, began at a place that was not known
-        noted(node).value = tree_map_only(FakeTensor, _in_its_own_place, noted(node).value)
-
-
-def _in_its_own_place(value: FakeTensor) -> torch.Tensor:
-    if not isinstance(value.storage_offset(), torch.SymInt):
-        return value
-    with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 _DEPENDS = {

@@ -1,55 +1,163 @@
 """Experts: modules that send each token to some of many experts, captured as packed rows.
 
-The models of transformers share one interface, ``experts(hidden, index, weights)`` with weights stacked over experts;
-its implementations sort tokens in ways that no rule could follow. A capture takes one of parc's own operators instead.
+Models sort or loop over tokens in ways that no rule could follow. A capture runs a form in place of such a module's own
+forward, which computes the same with parc's own operators. transformers' one interface, ``experts(hidden, index,
+weights)``, and Llama 4's layer have their forms here; ``register_experts`` adds a user's own.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from ..ops.expert_ops import OPS
+from .expert_lists import stack_experts
+from .faults import CaptureError
+from .one_expert import Through, expert_of
+
+ExpertForm = Callable[..., Any]
+"""A function that is called as a module's forward, and computes what it does."""
+_FORMS: dict[Callable[..., Any], ExpertForm] = {}
+"""The forms of modules, by the forward that each stands for."""
+_LISTS: dict[Callable[..., Any], tuple[str, ...]] = {}
+"""The attributes of modules that are lists of experts, by the modules' forward."""
 
 
-def routed(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the chosen experts' outputs for each token, weighted.
+def register_experts(module: type[nn.Module], *lists: str) -> Callable[[ExpertForm], ExpertForm]:
+    """Tell parc how a class of layers sends tokens to experts: ``@parc.register_experts(Layer, "experts")`` above a
+    function ``form(layer, ...)`` with the parameters of the class's ``forward``.
+
+    A capture calls the form in place of the forward; ``parc.routed`` in it sends tokens to experts. It must compute
+    what the forward does: a build compares the two. Classes that inherit the forward have the form too. ``lists`` are
+    the attributes that are an ``nn.ModuleList`` of experts: their weights are stacked, so that ranks can share them.
+    """
+
+    def register(form: ExpertForm) -> ExpertForm:
+        _FORMS[module.forward], _LISTS[module.forward] = form, lists
+        return form
+
+    return register
+
+
+def routed(
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    experts: nn.ModuleList | Callable[..., torch.Tensor],
+    stacks: Sequence[torch.Tensor] = (),
+    *,
+    on_input: bool = False,
+) -> torch.Tensor:
+    """Return for each token the sum of its experts' outputs, weighted, for a form that ``register_experts`` has.
 
     ``hidden`` is [tokens, width]; ``index`` and ``weights`` are [tokens, k], the experts of each token. ``experts`` is
-    a module of transformers 5 with its facts on its weights (``is_transposed``, ``has_bias``, ``has_gate``).
+    a list of modules of one structure; or a function ``expert(rows, *own)`` of one expert, which gets its own part of
+    each of ``stacks``, [experts, ...]. ``on_input`` multiplies what an expert reads by the weight, not its output.
     """
-    tokens, top, count = *index.shape, experts.num_experts
-    chosen = torch.zeros(tokens, count, dtype=torch.bool, device=hidden.device).scatter(1, index, True).t()
-    scores = weights.new_zeros(tokens, count).scatter(1, index, weights).t()
+    compute, count = expert_of(experts, stacks)
+    chosen, scores = _marked(index, weights, count)
+    made = _packed(hidden, chosen, scores, index.shape[1], compute, on_input)
+    return made.to(hidden.dtype)
 
+
+def _marked(index: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which of ``count`` experts each token goes to, and with what weight, both [experts, tokens]."""
+    tokens = index.shape[0]
+    chosen = torch.zeros(tokens, count, dtype=torch.bool, device=index.device).scatter(1, index, True)
+    return chosen.t(), weights.new_zeros(tokens, count).scatter(1, index, weights).t()
+
+
+def _packed(
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    scores: torch.Tensor,
+    top: int,
+    compute: Callable[[torch.Tensor, Through], torch.Tensor],
+    on_input: bool = False,
+) -> torch.Tensor:
+    """Return the weighted sum of what ``compute`` makes of packed rows, for each token."""
     inside = OPS.route(chosen, chosen)
-
-    def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
-        made: torch.Tensor = OPS.expert_linear(rows, inside, getattr(experts, name), experts.is_transposed, top)
-        return made + OPS.spread(getattr(experts, f"{name}_bias"), inside, top) if experts.has_bias else made
-
-    rows = OPS.route(OPS.pack(hidden, chosen, top), chosen)
-    rows = linear(rows, "gate_up_proj" if experts.has_gate else "up_proj")
-    rows = linear(experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows), "down_proj")
-    if experts.has_post_expert_norm:
-        rows = experts.post_expert_norm(rows)
-    rows = OPS.route(rows, chosen) * OPS.pick(scores, chosen, top)
-    made: torch.Tensor = OPS.unpack(rows, chosen, top).to(hidden.dtype)
+    rows = OPS.pack(hidden, chosen, top)
+    if on_input:
+        rows = rows * OPS.pick(scores, chosen, top)
+    rows = OPS.route(compute(OPS.route(rows, chosen), Through(inside, top)), chosen)
+    if not on_input:
+        rows = rows * OPS.pick(scores, chosen, top)
+    made: torch.Tensor = OPS.unpack(rows, chosen, top)
     return made
 
 
+def _of_transformers(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Compute what modules of transformers' interface do, with its facts (``is_transposed``, ``has_gate``, ...)."""
+
+    def compute(rows: torch.Tensor, through: Through) -> torch.Tensor:
+        def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
+            made = through.linear(rows, getattr(experts, name), experts.is_transposed)
+            return made + through.rows(getattr(experts, f"{name}_bias")) if experts.has_bias else made
+
+        rows = linear(rows, "gate_up_proj" if experts.has_gate else "up_proj")
+        rows = linear(experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows), "down_proj")
+        return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
+
+    chosen, scores = _marked(index, weights, experts.num_experts)
+    return _packed(hidden, chosen, scores, index.shape[1], compute).to(hidden.dtype)
+
+
+def _llama4(layer: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute what Llama 4's layer does. It sends every token through every expert, times a score that is zero for
+    those that its router did not choose: zeros in, and zeros out, for experts have no bias."""
+
+    def compute(rows: torch.Tensor, through: Through) -> torch.Tensor:
+        gate, up = through.linear(rows, layer.experts.gate_up_proj, True).chunk(2, dim=-1)
+        return through.linear(up * layer.experts.act_fn(gate), layer.experts.down_proj, True)
+
+    tokens = hidden.reshape(-1, layer.hidden_dim)
+    scores, logits = layer.router(tokens)
+    made = _packed(tokens, (scores != 0).t(), scores.t(), layer.top_k, compute, on_input=True)
+    return layer.shared_expert(tokens) + made, logits
+
+
+def _known() -> dict[Callable[..., Any], ExpertForm]:
+    """Return the forms of users, and of the models that are imported."""
+    llama4: Any = sys.modules.get("transformers.models.llama4.modeling_llama4")
+    return {llama4.Llama4TextMoe.forward: _llama4, **_FORMS} if llama4 is not None else _FORMS
+
+
+def stack_lists(model: nn.Module) -> None:
+    """Stack the weights of the lists of experts in a model that was just made.
+
+    Raises:
+        CaptureError: the experts of one list are not alike, or an attribute is no list.
+    """
+    lists = []
+    for path, module in model.named_modules():
+        for name in _LISTS.get(type(module).forward, ()):
+            experts = getattr(module, name, None)
+            if not isinstance(experts, nn.ModuleList) or not len(experts):
+                what = f"`{name}` of `{path or type(module).__name__}` is no `nn.ModuleList` of experts"
+                raise CaptureError("other", what, help="name the attribute that is, in `register_experts`")
+            lists.append(experts)
+    stack_experts(model, lists)
+
+
 @contextmanager
-def with_experts() -> Iterator[None]:
-    """Let experts of transformers' interface compute by packed rows, whatever implementation they are set to."""
-    moe = sys.modules.get("transformers.integrations.moe")
-    interface = getattr(moe, "ExpertsInterface", None)
-    if interface is None:
-        yield
-        return
-    with patch.object(interface, "get_interface", lambda self, name, default: routed):
+def with_experts(model: nn.Module) -> Iterator[None]:
+    """Let layers of experts that have a form compute by it; those of transformers' interface too, whatever
+    implementation they are set to."""
+    forms = _known()
+    interface = getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
+    with ExitStack() as stack:
+        if interface is not None:
+            stack.enter_context(patch.object(interface, "get_interface", lambda self, name, default: _of_transformers))
+        for module in model.modules():
+            form = forms.get(type(module).forward)
+            if form is not None:
+                stack.enter_context(patch.object(module, "forward", partial(form, module)))
         yield

@@ -21,6 +21,7 @@ from ..layout.mesh import Mesh, Shape
 from ..layout.placement import DTYPES, TensorType
 from ..padding.pads import Pad
 from ..padding.tensors import real_entries, spread
+from ..program.stacked import is_stacked, part_name
 
 _COMPLEX = "C64"  # as safetensors calls complex64
 _CHECKPOINT = frozenset({"parameter", "buffer", "optimizer"})
@@ -134,12 +135,15 @@ class Weights:
         return spread(numbers.to(type_.dtype), [kept for kept, _ in places])
 
     def _named(self, names: Sequence[str]) -> str:
-        name = next((name for name in names if name in self.tensors), None)
+        name = next((name for name in names if part_name(name, 0) in self.tensors), None)
         if name is None:
             raise WeightsError(f"`{self.folder}` has no `{names[0]}`")
         return name
 
     def _read(self, name: str, ranges: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
+        if is_stacked(name):
+            numbers = (number for first, last in ranges[0] for number in range(first, last))
+            return torch.stack([self._read(part_name(name, number), ranges[1:]) for number in numbers])
         file = self.tensors[name].file
         try:
             return self._opened.read(file, name, ranges)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from ..capture.attributes import attribute_tensors
 from ..capture.complex_numbers import own_form
+from ..capture.experts import stack_lists
 from ..torch_private import shape_environment
 from .evaluate import Read, Replay, in_reals, reachable
 from .nodes import Draw, Result
@@ -91,6 +92,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # by copy.deepcopy
         with truncated_normals_by(recorder), mode, recorder:
             module = build()
+            stack_lists(module)
     attributes = attribute_tensors(module)
     _make_fake(module, mode, recorder)
     attributes.point()
@@ -120,6 +122,7 @@ def initialize(build: Callable[[], nn.Module], seed: int, recipes: Mapping[str, 
     recipes = record(build, seed).recipes if recipes is None else recipes
     with torch.random.fork_rng(devices=[]):
         module = build()
+    stack_lists(module)
     attribute_tensors(module)
     targets = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():

@@ -157,8 +157,8 @@ def _find_stacks(
     held = f"its parameters are {listed(inside[:3], 'and')}" if inside else "it has no parameters"
     known = sorted({name.rpartition(".")[0] for name, use in names.uses.items() if use.kind == "experts"}, key=_natural)
     help_ = f"name the modules of experts, as {listed(known[:2], 'or')}" if known else (
-        "no module of this model is known to hold experts: those of transformers 5 that share its interface "
-        "`experts(hidden, index, weights)` are, unless they compute densely"
+        "no module of this model is known to hold experts: those that share transformers' interface "
+        "`experts(hidden, index, weights)` are, Llama 4's, and layers of yours that `parc.register_experts` names"
     )  # fmt: skip
     message = f"`{modules[0]}` holds no weights that are stacked over experts: {held}"
     return (), (Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_),)

@@ -49,6 +49,8 @@ def capture_plan(
             model_builder(lines, folder, smaller)  # a name that no twin could be given is told now
         build = model_builder(lines, folder, overrides)
         recorded = record(build, plan.seed)
+    except CaptureError as error:
+        raise PlanError([_capture_diagnostic(plan, error)]) from None
     except CallableError as error:
         raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.model, plan.verify)]) from None
     except Exception as error:

@@ -32,7 +32,7 @@ _DEVICE_WORDS = {"device", "layout", "pin_memory", "memory_format", "non_blockin
 
 def identifier(text: str) -> str:
     """Return a Python name for a path."""
-    name = re.sub(r"\W", "_", text)
+    name = re.sub(r"\W", "_", text.replace(".*", ""))
     return name if name and not name[0].isdigit() else f"x{name}"
 
 

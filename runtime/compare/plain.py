@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...compiler.build.build import Build
 from ...compiler.capture.attributes import attribute_tensors
 from ...compiler.capture.complex_numbers import own_form, real_form
+from ...compiler.capture.expert_lists import as_made
 from ...compiler.capture.model_calls import TaskLines, caller, model_builder, term_functions
 from ...compiler.initial.counter import dropped, keep_mask, random, stream
 from ...compiler.initial.recipes import initialize
@@ -119,7 +120,7 @@ class PlainModule:
                 within.enter_context(child.register_forward_hook(mode.leave_module, always_call=True))
             within.enter_context(mode)
             within.enter_context(nullcontext() if on_cpu else sdpa_kernel(SDPBackend.MATH))
-            with self._attributes.pointing():
+            with as_made(self._module), self._attributes.pointing():
                 output = self._call(self._module, inputs)
             return output, [term(output, inputs) for term in self._terms]
 

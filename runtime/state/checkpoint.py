@@ -22,6 +22,7 @@ from ...compiler.build.json_schema import FormError
 from ...compiler.initial.files import OpenedFiles, held_type, shown_faults
 from ...compiler.layout.mesh import Shape
 from ...compiler.padding.runs import EntryRanges, EntryRun, crossings, packed
+from ...compiler.program.stacked import part_name
 from ...grammar.bounded import check_regular, read_json
 from ...grammar.codes_build import BAD_STATE
 from ...grammar.codes_run import FOLDER_HELD
@@ -31,6 +32,7 @@ from ..faults import RunError
 from .index import FACTS, TENSORS, Index, read_index
 from .layouts import FileLayout, extent, rectangle_text
 from .shards import ShardFault, check_shard
+from .stacks import in_parts, numbered
 
 
 def check_target(folder: Path) -> None:
@@ -194,6 +196,10 @@ class CheckpointReader:
         Raises:
             RunError: a file cannot be read.
         """
+        if in_parts(name):
+            for number, at in numbered(runs[0]):
+                self.fill(part_name(name, number), target[at], runs[1:])
+            return
         layout = self._index.layouts[name]
         counts = [len(parts) for parts in layout.parts]
         crossed = [
@@ -217,11 +223,12 @@ class CheckpointReader:
             raise RunError(BAD_STATE, message, help_) from None
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a whole tensor.
+        """Return a whole tensor; a number that all parts of a stack have.
 
         Raises:
             RunError: a file cannot be read.
         """
+        name = part_name(name, 0)
         shape = self._index.layouts[name].shape
         tensor = torch.zeros(shape, dtype=self._index.dtypes[name])
         if tensor.numel():

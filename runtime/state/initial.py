@@ -16,6 +16,7 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.layout.placement import TensorType, take
 from ...compiler.padding.pads import Pad, pads_from
 from ...compiler.padding.tensors import grow, real_entries, spread
+from ...compiler.program.stacked import is_stacked, part_names
 from ...grammar.codes_build import BAD_WEIGHTS
 from ..faults import RunError
 from ..work import RankState
@@ -61,14 +62,21 @@ class Initial:
         self._build, self._mesh, self._coordinates, self._device = build, mesh, coordinates, device
         recorded = record(model_builder(lines, build.folder), int(build.manifest["seed"]))
         self._recipes = recorded.recipes
-        self.kept = [name for name in recorded.module.state_dict() if name in recorded.recipes]
+        self._stacks = {
+            part: (name, number)
+            for name in filter(is_stacked, self._recipes)
+            for number, part in enumerate(part_names(name, self._recipes[name].shape[0]))
+        }
+        self.kept = [name for name in recorded.module.state_dict() if name in {*self._recipes, *self._stacks}]
         made = (recorded.module.named_parameters, recorded.module.named_buffers)
         self._complex = {name for of in made for name, value in of(remove_duplicate=False) if value.is_complex()}
+        self._complex |= {part for part, (name, _) in self._stacks.items() if name in self._complex}
         self._weights = weights_of(build)
         self._pads = pads_from(build.manifest["padding"])
         line = build.manifest["init"]
         tensors = expected_of(line) if line is not None else []
         self._names = {name: tensor.names for tensor in tensors for name in tensor.names}
+        self._names |= {name: (name,) for part, (name, _) in self._stacks.items() if part in self._names}
 
     def state(
         self, parameters: Mapping[str, TensorType], buffers: Mapping[str, TensorType],
@@ -108,9 +116,10 @@ class Initial:
         Raises:
             RunError: a file can no longer be read.
         """
-        recipe = self._recipes[name]
+        stack, number = self._stacks.get(name, (name, None))
+        recipe = self._recipes[stack]
         if self._weights is None or name not in self._names:
-            return recipe.whole()
+            return recipe.whole() if number is None else recipe.whole()[number]
         try:
             return self._weights.whole(self._names[name], recipe.dtype)
         except WeightsError as error:

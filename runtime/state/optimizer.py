@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ...compiler.layout.placement import TensorType
 from ...grammar.codes_build import BAD_STATE
 from ..faults import RunError
 from .checkpoint import Checkpoint, refuse
@@ -123,8 +122,11 @@ def fill_slots(
         optimizer.state[parameter] = slots
 
 
-def restore_optimizer(checkpoint: Checkpoint, name: str, types: Mapping[str, TensorType]) -> dict[str, list[str]]:
-    """Return the slots of the optimizer's state that a checkpoint holds for each parameter.
+def restore_optimizer(
+    checkpoint: Checkpoint, name: str, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, list[str]]:
+    """Return the slots of the optimizer's state that a checkpoint holds for each parameter; ``forms`` are the shapes
+    and dtypes of these.
 
     Raises:
         RunError: they are another optimizer's, or not of the parameters' shapes and dtypes; these are named.
@@ -143,14 +145,14 @@ def restore_optimizer(checkpoint: Checkpoint, name: str, types: Mapping[str, Ten
         if kind != "optimizer":
             continue
         slots.setdefault(owner, []).append(slot)
-        if owner not in types or slot not in _SLOTS[name]:
+        if owner not in forms or slot not in _SLOTS[name]:
             faults.append(f"`{key}` is no state of `{name}`")
         elif slot == "step":
             is_number = shape == () and checkpoint.dtypes[key] == torch.float32
             faults += [] if is_number else [f"`{key}` is {_type_of(checkpoint, key)} there, not a number of float32"]
             steps.append(key)
-        elif (shape, checkpoint.dtypes[key]) != (types[owner].shape, types[owner].dtype):
-            wanted = f"{types[owner].dtype} {list(types[owner].shape)}".removeprefix("torch.")
+        elif (shape, checkpoint.dtypes[key]) != forms[owner]:
+            wanted = f"{forms[owner][1]} {list(forms[owner][0])}".removeprefix("torch.")
             faults.append(f"`{key}` is {_type_of(checkpoint, key)} there, its parameter {wanted}")
     faults += [f"`{owner}` has {', '.join(f'`{slot}`' for slot in held)} alone, not all of {', '.join(_SLOTS[name])}"
                for owner, held in slots.items() if len(held) < len(_SLOTS[name])]  # fmt: skip

@@ -16,9 +16,7 @@ from ...compiler.program.residual import residual_of
 from ...compiler.program.roles import Role
 from .checkpoint import Checkpoint, CheckpointReader, refuse
 from .layouts import StoredTensor
-
-KEY = "state."
-"""The beginning of the names that a checkpoint has for the state of steps."""
+from .stacks import KEY
 
 
 def _stacked(type_: TensorType, mesh: Mesh) -> TensorType:

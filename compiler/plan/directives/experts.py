@@ -10,9 +10,11 @@ class Experts(SplitWeights):
     go where their experts are (expert parallelism).
 
     `WHERE` names the modules that hold experts, as `model.layers.*.mlp.experts` of a model of transformers; their
-    weights are stacked, [experts, ...]. The axis usually splits the batch too, as in `shard tokens [B/dp/ep, _]`: its
-    ranks route different tokens. Where they have the same ones, as on an axis of tensor parallelism, each routes a
-    slice of them, and results are gathered.
+    weights are stacked, [experts, ...]. A layer of your own is one that `parc.register_experts` names; the weights of
+    experts in a list are stacked under one name, as `layers.0.experts.*.up.weight`.
+
+    The axis usually splits the batch too, as in `shard tokens [B/dp/ep, _]`: its ranks route different tokens. Where
+    they have the same ones, as on an axis of tensor parallelism, each routes a slice of them, and results are gathered.
 
     `dropless`: no token is left out. Each rank packs its own tokens by expert, an `exchange` (an all-to-all with the
     counts of each pair of ranks) brings them to their experts and another one brings results back; backward does the

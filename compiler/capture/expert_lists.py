@@ -1,0 +1,162 @@
+"""Experts in an ``nn.ModuleList``: their weights, stacked in one parameter each, which can be split over ranks.
+
+``experts.0.up.weight`` and those after it become ``experts.*.up.weight``, [experts, ...]. A module ``*`` of the list
+holds it while no forward runs; a forward sees the list as it was made, with parts of the stacks in their places. State
+dicts and checkpoints have the model's own names (`compiler/program/stacked.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..program.stacked import EACH
+from .faults import CaptureError
+
+_PLACE = "_expert_lists"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertList:
+    """A list of experts of one structure, and the module that holds their stacked parameters."""
+
+    owner: nn.ModuleList
+    experts: tuple[nn.Module, ...]
+    stacks: nn.Module
+
+    def places(self, expert: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Yield each module inside an expert with the name of a parameter that it had, and the stack of this."""
+        for path, stack in self.stacks.named_parameters():
+            owner, _, name = path.rpartition(".")
+            yield expert.get_submodule(owner), name, stack
+
+
+def stack_experts(model: nn.Module, lists: Sequence[nn.ModuleList]) -> None:
+    """Stack the parameters of the experts in some of a model's lists, in place.
+
+    Raises:
+        CaptureError: the experts of a list are not alike.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    vars(model)[_PLACE] = [_stacked(experts, names[id(experts)], uses) for experts in lists]
+
+
+def stacks_of(experts: nn.ModuleList) -> ExpertList | None:
+    """Return a list whose experts are stacked, or None."""
+    return vars(experts).get(_PLACE)
+
+
+@contextmanager
+def as_made(model: nn.Module, parts: bool = True) -> Iterator[None]:
+    """Let lists of experts be as the model's code made them, for a forward. Without ``parts`` the experts have no
+    parameters: only forms read them."""
+    lists: list[ExpertList] = vars(model).get(_PLACE, [])
+    given: list[tuple[nn.Module, str]] = []
+    for each in lists:
+        del each.owner._modules[EACH]
+        for number, expert in enumerate(each.experts if parts else ()):
+            for module, name, stack in each.places(expert):
+                module._parameters[name] = stack[number]  # type: ignore[assignment]
+                given.append((module, name))
+    try:
+        yield
+    finally:
+        for module, name in given:
+            del module._parameters[name]
+        for each in lists:
+            each.owner._modules[EACH] = each.stacks
+
+
+def _stacked(owner: nn.ModuleList, path: str, uses: Mapping[int, int]) -> ExpertList:
+    """Stack the parameters of the experts of one list. A parameter that all experts share stays as it is."""
+    experts, stacks = tuple(owner), nn.Module()
+    for number, expert in enumerate(experts):
+        if unlike := _unlike(experts[0], expert):
+            what = f"the experts in `{path}` are not alike: numbers 0 and {number} differ in {unlike}"
+            raise CaptureError("other", what, help="give them one structure, or keep the other one outside the list")
+    for name, first in list(experts[0].named_parameters(remove_duplicate=False)):
+        inside, _, attribute = name.rpartition(".")
+        modules = [expert.get_submodule(inside) for expert in experts]
+        own = [module.get_parameter(attribute) for module in modules]
+        if all(parameter is first for parameter in own):
+            continue
+        if any(uses[id(parameter)] > 1 for parameter in own):
+            what = f"`{path}.0.{name}` has another name too, so it cannot be stacked with those of other experts"
+            raise CaptureError("other", what, help="let each expert have its own parameters, or all the same one")
+        stack = nn.Parameter(torch.stack([parameter.detach() for parameter in own]), first.requires_grad)
+        _holder(stacks, inside).register_parameter(attribute, stack)
+        for module in modules:
+            del module._parameters[attribute]
+    owner._modules[EACH] = stacks
+    owner._register_state_dict_hook(_to_own_names)
+    owner.register_load_state_dict_pre_hook(_from_own_names)
+    vars(owner)[_PLACE] = ExpertList(owner, experts, stacks)
+    return ExpertList(owner, experts, stacks)
+
+
+def _holder(module: nn.Module, path: str) -> nn.Module:
+    """Return the module at a path inside another, made where it is not there."""
+    for word in path.split(".") if path else ():
+        if word not in module._modules:
+            module.add_module(word, nn.Module())
+        module = module.get_submodule(word)
+    return module
+
+
+def _to_own_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Write stacks of a state dict as their parts."""
+    start = f"{prefix}{EACH}."
+    for key in [key for key in state if key.startswith(start)]:
+        stack = state.pop(key)
+        state.update({f"{prefix}{number}.{key.removeprefix(start)}": part for number, part in enumerate(stack)})
+
+
+def _from_own_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Write the parts of stacks in a state dict as stacks."""
+    found = stacks_of(module)  # type: ignore[arg-type]
+    assert found is not None
+    for path, _stack in found.stacks.named_parameters():
+        names = [f"{prefix}{number}.{path}" for number in range(len(found.experts))]
+        if all(name in state for name in names):
+            state[f"{prefix}{EACH}.{path}"] = torch.stack([state.pop(name) for name in names])
+
+
+def _unlike(first: nn.Module, other: nn.Module) -> str:
+    """Return where two modules of one list differ in what they compute, apart from the numbers of their tensors."""
+    ours, theirs = dict(first.named_modules()), dict(other.named_modules())
+    if list(ours) != list(theirs):
+        return "their modules"
+    for path, module in ours.items():
+        place, twin = f"`{path}`" if path else "themselves", theirs[path]
+        if type(module) is not type(twin):
+            return f"the class of {place}"
+        tensors = [
+            {name: (tuple(value.shape), value.dtype, value.requires_grad) for name, value in of if value is not None}
+            for one in (module, twin)
+            for of in ([*one.named_parameters(recurse=False), *one.named_buffers(recurse=False)],)
+        ]
+        if tensors[0] != tensors[1]:
+            return f"the tensors of {place}"
+        plain = [{k: v for k, v in vars(one).items() if k not in ("_parameters", "_buffers", "_modules")}
+                 for one in (module, twin)]  # fmt: skip
+        odd = [name for name in {**plain[0], **plain[1]} if not _same(plain[0].get(name), plain[1].get(name))]
+        if odd:
+            return f"`{odd[0]}` of {place}"
+    return ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two plain attributes are equal. Functions are where they have the same code and nothing else."""
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        return one is other or (one.__code__ is other.__code__ and not one.__closure__ and not other.__closure__)
+    if one is other or type(one) is not type(other) or isinstance(one, torch.Tensor):
+        return one is other
+    return bool(one == other)

@@ -1,0 +1,192 @@
+"""The code of one expert, run on the packed rows of all: where it reads a weight of its own, every row meets the weight
+of its expert."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..ops.expert_ops import OPS
+from ..ops.rules import facts
+from .expert_lists import stacks_of
+from .faults import CaptureError
+
+
+@final
+class Through:
+    """The way of packed rows through experts: each of its functions takes a weight [experts, ...]."""
+
+    def __init__(self, chosen: torch.Tensor, top: int) -> None:
+        self._chosen, self._top = chosen, top
+
+    def linear(self, rows: torch.Tensor, weight: torch.Tensor, transposed: bool = False) -> torch.Tensor:
+        """Return each row times its expert's weight, which is [out, in], or [in, out] where it is ``transposed``."""
+        made: torch.Tensor = OPS.expert_linear(rows, self._chosen, weight, transposed, self._top)
+        return made
+
+    def are_rows(self, value: object) -> bool:
+        """Return whether a value is packed rows of these experts."""
+        return isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[0] == self._chosen.numel()
+
+    def rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return each row's part of a weight [experts, width]."""
+        made: torch.Tensor = OPS.spread(weight, self._chosen, self._top)
+        return made
+
+
+@final
+class Stack:
+    """A tensor of one expert as that expert's code sees it: the part of ``whole``, [experts, ...], that belongs to the
+    expert of each row. Only the functions in ``_READERS`` and those of single entries may read it.
+
+    Raises:
+        CaptureError: another function reads it.
+    """
+
+    def __init__(self, whole: torch.Tensor, through: Through, turned: bool = False) -> None:
+        self.whole, self.through, self.turned = whole, through, turned
+        self.dtype, self.device = whole.dtype, whole.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of one expert's tensor."""
+        own = self.whole.shape[1:]
+        return torch.Size(reversed(own)) if self.turned else own
+
+    def t(self) -> Stack:
+        """Return the transpose."""
+        return Stack(self.whole, self.through, len(self.shape) == 2 and not self.turned)
+
+    T = mT = property(t)
+
+    def to(self, *to: Any, **options: Any) -> Stack:
+        """Return it in another dtype."""
+        return Stack(self.whole.to(*to, **options), self.through, self.turned)
+
+    def float(self) -> Stack:
+        """Return it in float32."""
+        return self.to(torch.float32)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _unread(f"`.{name}`")
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the part of each of ``rows``, of a number or a vector of an expert."""
+        if len(self.shape) > 1 or not self.through.are_rows(rows):
+            raise _unread("arithmetic")
+        return self.through.rows(self.whole.unsqueeze(-1) if not self.shape else self.whole)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        writes = name.endswith("_") and not name.startswith("_") and isinstance(args[0], Stack)
+        single = facts(f"aten.{name.strip('_')}.Tensor").elementwise and not writes
+        reader = _READERS.get(func, _elementwise if single else None)
+        if reader is None:
+            raise _unread(f"`{name}`")
+        return reader(func, *args, **(kwargs or {}))
+
+
+def _unread(what: str) -> CaptureError:
+    help_ = "write experts with linear layers, matrix products, norms of rows, and sums and products of vectors"
+    return CaptureError("other", f"{what} reads a weight of one expert, which packed rows do not follow", help=help_)
+
+
+def _product(func: Any, rows: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+    """Multiply rows with a weight that is [in, out]."""
+    return _linear(func, rows, weight.t() if isinstance(weight, Stack) else weight, bias)
+
+
+def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+    """Multiply rows with a weight that is [out, in], and add a bias."""
+    if not isinstance(weight, Stack):  # all experts have one weight
+        made = F.linear(input, weight)
+    elif isinstance(input, Stack) or len(weight.shape) != 2 or not weight.through.are_rows(input):
+        raise _unread(f"`{func.__name__}`")
+    else:
+        made = weight.through.linear(input, weight.whole, weight.turned)
+    return made if bias is None else made + bias
+
+
+def _elementwise(func: Any, *operands: Any, **options: Any) -> Any:
+    """Compute with each row's part; of numbers and weights of experts alone, with the weights."""
+    rows = next((value for value in operands if isinstance(value, torch.Tensor)), None)
+    stacks = [value for value in operands if isinstance(value, Stack)]
+    if rows is None:
+        if len({(stack.shape, stack.turned) for stack in stacks}) > 1:
+            raise _unread(f"`{func.__name__}`")
+        made = func(*(value.whole if isinstance(value, Stack) else value for value in operands), **options)
+        return Stack(made, stacks[0].through, stacks[0].turned)
+    return func(*(value.of(rows) if isinstance(value, Stack) else value for value in operands), **options)
+
+
+def _norm(func: Any, input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: Any = None) -> Any:
+    """Norm rows, and then multiply and add."""
+    made = func(input, shape) if eps is None else func(input, shape, eps=eps)
+    made = made if weight is None else made * weight
+    return made if bias is None else made + bias
+
+
+def _operator(name: str, swapped: bool) -> Callable[[Stack, Any], Any]:
+    """Return the method of a Python operator."""
+    compute = getattr(operator, name)
+    return lambda stack, other: _elementwise(compute, *((other, stack) if swapped else (stack, other)))
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    setattr(Stack, f"__{_name}__", _operator(_name, swapped=False))
+    setattr(Stack, f"__r{_name}__", _operator(_name, swapped=True))
+
+_Tensor: Any = torch.Tensor
+_READERS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    **dict.fromkeys((torch.matmul, _Tensor.matmul, torch.mm, _Tensor.mm, _Tensor.__matmul__), _product),
+    torch.addmm: lambda func, bias, rows, weight: _product(func, rows, weight, bias),
+    F.layer_norm: _norm,
+    F.rms_norm: _norm,
+}
+
+
+Compute = Callable[[torch.Tensor, Through], torch.Tensor]
+"""A function that makes packed rows of packed rows."""
+
+
+def expert_of(
+    experts: nn.ModuleList | Callable[..., torch.Tensor], stacks: Sequence[torch.Tensor]
+) -> tuple[Compute, int]:
+    """Return the code of one expert as a function of packed rows, and the number of experts.
+
+    Raises:
+        CaptureError: the experts are a list that is not registered as such.
+    """
+    if not isinstance(experts, nn.ModuleList):
+        return lambda rows, through: experts(rows, *(Stack(whole, through) for whole in stacks)), len(stacks[0])
+    found = stacks_of(experts)
+    if found is None:
+        what = "`parc.routed` is given a list of experts whose weights are not stacked"
+        raise CaptureError("other", what, help='name the list\'s attribute: `@parc.register_experts(Layer, "experts")`')
+    first, *_ = found.experts
+
+    def compute(rows: torch.Tensor, through: Through) -> torch.Tensor:
+        with ExitStack() as within:
+            for module, name, stack in found.places(first):
+                module._parameters[name] = Stack(stack, through)  # type: ignore[assignment]
+                within.callback(module._parameters.pop, name)
+            for path, _ in list(first.named_buffers()):
+                owner, _, name = path.rpartition(".")
+                same = [expert.get_buffer(path) for expert in found.experts]
+                module = first.get_submodule(owner)
+                within.callback(module._buffers.__setitem__, name, same[0])
+                module._buffers[name] = Stack(torch.stack(same), through)  # type: ignore[assignment]
+            made: torch.Tensor = first(rows)
+            return made
+
+    return compute, len(found.experts)
