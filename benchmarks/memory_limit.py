@@ -114,7 +114,7 @@ def worker(build: Path, limit: int) -> None:
 def made(way: Way, layers: int, folder: Path) -> tuple[Path, int, dict[str, int]]:
     """Return the build of a way for so many layers, without the checks that it has at any number; its parameters, and
     the bytes of a rank as estimated."""
-    from parc.checking.checks import report_of
+    from parc.checking.reports import report_of
     from parc.compiler.build.directory import write_build
     from parc.compiler.plan.plan import read_plan
     from parc.compiling.driver import compile_plan

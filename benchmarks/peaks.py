@@ -168,7 +168,7 @@ def beside_estimates(folder: Path, wanted: str) -> None:
 
 def by_level(folder: Path) -> None:
     """Print the table of levels and precisions."""
-    from parc.checking.checks import report_of
+    from parc.checking.reports import report_of
     from parc.compiler.plan.plan import read_plan
     from parc.compiling.driver import compile_plan
 

@@ -14,6 +14,7 @@ from tests.planted_builds import BUILDS, OFFLOADED, GoodBuild, good_build, judge
 from tests.planted_compressed import compressed_rows
 from tests.planted_conversions import CONVERSIONS
 from tests.planted_early import EARLY
+from tests.planted_experts import expert_rows
 from tests.planted_integers import bounded, shortened
 from tests.planted_large import refusals
 from tests.planted_norms import wrong_norms
@@ -109,5 +110,6 @@ if __name__ == "__main__":
     print(f"{table_text(found)}\n{share_text(found)}")
     print(table_text(compressed_rows(), "compressed gradients, by texts alone"))
     print(table_text(early_rows(), "sums that backward starts"))
+    print(table_text(expert_rows(), "experts over ranks"))
     print(table_text(refusals(60), "large builds, by texts alone"))
     print(table_text(size_refusals(60), "ranges of sizes, by texts alone"))

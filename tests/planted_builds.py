@@ -151,6 +151,11 @@ shard input_ids, targets [B/ep, _]
 experts model.layers.*.mlp.experts over ep dropless
 """
 
+_INSIDE = """\
+shard model.layers.*.mlp.experts.gate_up_proj [_/ep, (2 _/tp), _]
+shard model.layers.*.mlp.experts.down_proj [_/ep, _, _/tp]
+"""
+
 _PLANS = {
     "gpt dp=2, tp=2, two microbatches": ("examples", _GPT + _GPT_LINES),
     "llama dp=2, tp=2": ("examples", _LLAMA),
@@ -176,6 +181,9 @@ _PLANS = {
 COMPRESSED_BUILD = "stack dp=2, compressed"
 _PLANS[COMPRESSED_BUILD] = ("tests", _STACK[: _STACK.index("mesh")] + _COMPRESSED)
 BUILDS = tuple(_PLANS)
+EXPERT_BUILDS = ("experts dp=2, ep=2", "experts ep=2, tp=2")
+_PLANS[EXPERT_BUILDS[0]] = ("tests", _EXPERTS.replace("mesh ep=2", "mesh dp=2, ep=2").replace("B/ep", "B/dp/ep"))
+_PLANS[EXPERT_BUILDS[1]] = ("tests", _EXPERTS.replace("mesh ep=2", "mesh ep=2, tp=2") + _INSIDE)
 OFFLOADED = "gpt dp=2, zero 3, bf16, offloaded"
 _PLANS[OFFLOADED] = (
     "examples",
@@ -194,7 +202,8 @@ class GoodBuild:
 
 @cache
 def good_build(name: str, early: bool = False) -> GoodBuild:
-    """Return one of ``BUILDS``, or the offloaded one; ``early`` leaves sums of gradients where backward starts them."""
+    """Return one of ``BUILDS``, of ``EXPERT_BUILDS``, or the offloaded one; ``early`` leaves sums of gradients where
+    backward starts them."""
     folder, text = _PLANS[name]
     compiled = compile_plan(read_plan(Source("planted.parc", text)), ROOT / folder)
     build = compiled.build

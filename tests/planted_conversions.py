@@ -127,13 +127,13 @@ def misplaced(build: GoodBuild) -> Iterator[Mutant]:
         if value.kind not in ("parameter", "input"):
             continue
         for moved in _moved(value.type, build):
-            here = _with_binding(programs, ("F",), value.binding, moved)
+            here = with_binding(programs, ("F",), value.binding, moved)
             yield from both(kind, f"F takes {value.binding} as {moved.text(build.case.mesh)}", here, programs)
-            everywhere = carried(_with_binding(programs, tuple(programs), value.binding, moved), programs)
+            everywhere = carried(with_binding(programs, tuple(programs), value.binding, moved), programs)
             yield Mutant(kind, f"all take {value.binding} as {moved.text(build.case.mesh)}", everywhere)
 
 
-def _with_binding(programs: Programs, actions: Sequence[str], binding: Binding | None, type_: TensorType) -> Programs:
+def with_binding(programs: Programs, actions: Sequence[str], binding: Binding | None, type_: TensorType) -> Programs:
     for action in actions:
         known = programs[action].main.parameters
         parameters = tuple(replace(v, type=type_) if v.binding == binding else v for v in known)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import parc
-from parc.checking.checks import case_of, report_of, static_faults
+from parc.checking.checks import case_of, static_faults
+from parc.checking.reports import report_of
 from parc.compiler.layout.int8 import BLOCK_ENTRIES, pack, packed_bytes, round_int8
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.residual import residual

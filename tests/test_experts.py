@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import parc
 from parc.advice import warnings_of
-from parc.checking.checks import report_of
+from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.layout.mesh import Mesh
 from parc.compiler.layout.packed_rows import exchange_rows

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import parc
-from parc.checking.checks import report_of
+from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.program.actions import REDUCE, SCALING
 from parc.compiler.program.text import parse_program

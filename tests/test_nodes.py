@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parc.checking.checks import case_of, report_of, static_faults
+from parc.checking.checks import case_of, static_faults
+from parc.checking.reports import report_of
 from parc.checking.twins import find_twin
 from parc.compiler.build.communication import communication_table
 from parc.compiler.layout.mesh import Mesh

@@ -24,6 +24,10 @@ def packed_result(call: OpCall, operands: Sequence[Packed]) -> Packed:
         return (int(call.args[2]), call.operands[1][0]) if packs == "rows" and not row.reroutes else None
     if len(kinds) > 1:
         raise TypeFault(f"{call.op} has operands that are packed differently")
+    if packs and not row.reroutes and call.args[-1] != next(iter(kinds))[0]:
+        raise TypeFault(
+            f"{call.op} counts {call.args[-1]} experts for a token, but its rows are those of another number"
+        )
     if packs != "sums":
         if not packs and not _by_rows(call, operands):
             raise TypeFault(f"{call.op} does not compute row by row, but its operand is packed")

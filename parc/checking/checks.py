@@ -11,24 +11,23 @@ from typing import Any
 import torch
 
 from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, not_finite
+from parc.checking.reports import report_of
 from parc.checking.twins import subject_of
 from parc.compiler.build.build import Build
-from parc.compiler.build.communication import bytes_across, saved_bytes
 from parc.compiler.build.plan_facts import plan_faults
-from parc.compiler.plan.directives.precision import WHOLE
 from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD, REDUCE, SCALING
 from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.program.roles import SINGLE, Role, ranks_of
-from parc.compiler.schedules.timeline import simulate
 from parc.compiler.sizes.template import ShapeFault, sizes_text
 from parc.compiler.verify.bounds import check_bounds
 from parc.compiler.verify.compressed import check_compressed
 from parc.compiler.verify.integers import check_integers
 from parc.compiler.verify.lines import check_lines, check_program
 from parc.compiler.verify.messages import check_messages
+from parc.compiler.verify.packed import check_packed
 from parc.compiler.verify.padding import check_padding
 from parc.compiler.verify.places import check_places
 from parc.compiler.verify.precision import check_precision
@@ -43,10 +42,7 @@ from parc.compiler.verify.weights import check_stored
 from parc.compiling.driver import Compiled, Progress, compile_plan
 from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.grammar.diagnostics import Diagnostic, PlanError
-from parc.grammar.format import format_statements
-from parc.grammar.source import Span
-from parc.grammar.syntax import Statement
-from parc.report import plan_of, program_rows, report_faults
+from parc.report import plan_of, report_faults
 from parc.runtime.compare.model_run import Case
 from parc.runtime.compare.simulate import TOLERANCE, Agreement, compare
 
@@ -86,6 +82,7 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
     yield [*check_rescale(programs, build.mesh)]
     yield [*check_integers(programs, reference)]
     yield [*check_bounds(programs, reference)]
+    yield [*check_packed(programs, reference)]
     yield [*check_compressed(programs, build.rounding.sent)]
     yield [*check_stored(programs, reference)]
     yield [*check_places(programs, build.manifest.get("offload", {}))]
@@ -272,78 +269,3 @@ def case_of(compiled: Compiled) -> Case:
         build.manifest["optimizer"], {name: recipes[name].whole() for name in build.types}, buffers,
         build.manifest["parameters"], build.pads, roles, build.manifest["state"],
     )  # fmt: skip
-
-
-def report_of(compiled: Compiled) -> dict[str, Any]:
-    """Return ``report.json``: facts that others rely on, and nothing that differs between two builds of one plan."""
-    plan, pads = compiled.plan, compiled.resolved.pads
-    return {
-        **program_rows(compiled.build, plan),
-        "pipeline": _pipeline_row(compiled),
-        "placed": {seed.value: place_text(seed.span) for seed in compiled.resolved.seeds},
-        "padding": [
-            {"value": name, "dim": pad.dim, "from": pad.outer * pad.real, "to": pad.outer * pad.padded,
-             "line": compiled.resolved.line_of(name, pad.dim)}
-            for name, rows in sorted({**pads, **compiled.built.stored.pads}.items()) for pad in rows
-        ],
-        "stored_whole": compiled.built.stored.whole,
-        "reshards": [
-            {"value": r.value, "from": str(r.source), "to": str(r.result), "axis": r.axis, "bytes": r.bytes,
-             "module": r.cause.module, "source": r.cause.source, "line": r.cause.plan}
-            for r in compiled.built.reshards
-        ],
-        "operators_without_rule": list(compiled.built.without_rule),
-        "numerics": _numerics(compiled),
-        "sent_whole": compiled.built.compressor.whole,
-        **_across_nodes(compiled),
-        "checks": {},
-    }  # fmt: skip
-
-
-def _across_nodes(compiled: Compiled) -> dict[str, Any]:
-    """Return the bytes that a rank sends to other nodes, and what it would send without two levels."""
-    levels, node = compiled.built.levels, compiled.plan.node
-    if node is None or levels is None:
-        return {}
-    roles = compiled.build.roles
-    flat = {name: replace(role, programs=levels.before.get(name, role.programs)) for name, role in roles.items()}
-    sent, before = (
-        max(bytes_across(role, compiled.mesh, node.ranks) for role in own.values()) for own in (roles, flat)
-    )
-    return {"across_nodes": {"bytes": sent, "in_one_level": before}}
-
-
-def place_text(span: Span) -> str:
-    """Return the number of a plan's line, with the file of a line that is included."""
-    return str(span.line) if span.source.included is None else f"{span.source.name}:{span.line}"
-
-
-def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
-    """Return the schedule, and the fraction of a step in which ranks are idle if all stages take the same time."""
-    pipeline, microbatches = compiled.pipeline, compiled.plan.microbatches
-    timelines = {name: role.actions for name, role in compiled.build.roles.items()}
-    if pipeline is None or compiled.plan.schedule is None:
-        return {"schedule": "accumulation", "stages": 1, "microbatches": microbatches, "bubble": 0.0}
-    return {
-        "schedule": compiled.plan.schedule.name, "stages": pipeline.stages, "chunks": pipeline.chunks,
-        "microbatches": microbatches, "axis": pipeline.axis, "bubble": round(simulate(timelines).bubble, 4),
-    }  # fmt: skip
-
-
-def _numerics(compiled: Compiled) -> list[dict[str, Any]]:
-    """Return the lines by which a step rounds more than the model's own code, with the bytes that compressed gradients
-    save. All else only adds up in another order."""
-    plan = compiled.plan
-    wanted = [line.arguments.statement for line in plan.precision if line.type != WHOLE]
-    if plan.microbatches > 1 and plan.accumulate != WHOLE:
-        wanted += [statement for statement in plan.statements if statement.verb.text == "schedule"]
-    rows: list[dict[str, Any]] = [_lossy(statement) for statement in wanted]
-    for line in plan.compress:
-        saved = max(saved_bytes(role, compiled.mesh, line.axis.text) for role in compiled.build.roles.values())
-        rows.append({**_lossy(line.arguments.statement), "saved_bytes": saved})
-    return rows
-
-
-def _lossy(statement: Statement) -> dict[str, Any]:
-    text = " ".join(format_statements((statement,)).split())
-    return {"class": "lossy", "directive": text, "line": statement.span.root.line}

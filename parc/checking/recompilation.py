@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
-from parc.checking.checks import report_of
+from parc.checking.reports import report_of
 from parc.compiler.build.build import Build
 from parc.compiler.build.directory import json_text
 from parc.compiler.program.faults import Fault

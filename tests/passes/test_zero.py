@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parc.checking.checks import report_of
+from parc.checking.reports import report_of
 from parc.compiler.program.program import Function, Program
 from parc.compiling.driver import Compiled
 from parc.grammar.diagnostics import PlanError, render

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import parc
-from parc.checking.checks import report_of
+from parc.checking.reports import report_of
 from parc.compiler.build.directory import read_build, write_build
 from parc.compiler.plan.plan import read_plan
 from parc.grammar.codes_run import OFFLOAD_FOLDER

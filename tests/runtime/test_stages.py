@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from parc.checking.checks import case_of, report_of
+from parc.checking.checks import case_of
+from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.actions import REDUCE, Action

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import parc
-from parc.checking.checks import report_of
+from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from tests.captured_once import compile_once

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from parc.checking.checks import report_of
+from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiler.plan.plan import read_plan
 from parc.compiler.torch_private import quiet

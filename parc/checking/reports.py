@@ -1,0 +1,90 @@
+"""The content of a build's report: facts about a compiled plan that follow from nothing else than it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from parc.compiler.build.communication import bytes_across, saved_bytes
+from parc.compiler.plan.directives.precision import WHOLE
+from parc.compiler.schedules.timeline import simulate
+from parc.compiling.driver import Compiled
+from parc.grammar.format import format_statements
+from parc.grammar.source import Span
+from parc.grammar.syntax import Statement
+from parc.report import program_rows
+
+
+def report_of(compiled: Compiled) -> dict[str, Any]:
+    """Return ``report.json``: facts that others rely on, and nothing that differs between two builds of one plan."""
+    plan, pads = compiled.plan, compiled.resolved.pads
+    return {
+        **program_rows(compiled.build, plan),
+        "pipeline": _pipeline_row(compiled),
+        "placed": {seed.value: place_text(seed.span) for seed in compiled.resolved.seeds},
+        "padding": [
+            {"value": name, "dim": pad.dim, "from": pad.outer * pad.real, "to": pad.outer * pad.padded,
+             "line": compiled.resolved.line_of(name, pad.dim)}
+            for name, rows in sorted({**pads, **compiled.built.stored.pads}.items()) for pad in rows
+        ],
+        "stored_whole": compiled.built.stored.whole,
+        "reshards": [
+            {"value": r.value, "from": str(r.source), "to": str(r.result), "axis": r.axis, "bytes": r.bytes,
+             "module": r.cause.module, "source": r.cause.source, "line": r.cause.plan}
+            for r in compiled.built.reshards
+        ],
+        "operators_without_rule": list(compiled.built.without_rule),
+        "numerics": _numerics(compiled),
+        "sent_whole": compiled.built.compressor.whole,
+        **_across_nodes(compiled),
+        "checks": {},
+    }  # fmt: skip
+
+
+def _across_nodes(compiled: Compiled) -> dict[str, Any]:
+    """Return the bytes that a rank sends to other nodes, and what it would send without two levels."""
+    levels, node = compiled.built.levels, compiled.plan.node
+    if node is None or levels is None:
+        return {}
+    roles = compiled.build.roles
+    flat = {name: replace(role, programs=levels.before.get(name, role.programs)) for name, role in roles.items()}
+    sent, before = (
+        max(bytes_across(role, compiled.mesh, node.ranks) for role in own.values()) for own in (roles, flat)
+    )
+    return {"across_nodes": {"bytes": sent, "in_one_level": before}}
+
+
+def place_text(span: Span) -> str:
+    """Return the number of a plan's line, with the file of a line that is included."""
+    return str(span.line) if span.source.included is None else f"{span.source.name}:{span.line}"
+
+
+def _pipeline_row(compiled: Compiled) -> dict[str, Any]:
+    """Return the schedule, and the fraction of a step in which ranks are idle if all stages take the same time."""
+    pipeline, microbatches = compiled.pipeline, compiled.plan.microbatches
+    timelines = {name: role.actions for name, role in compiled.build.roles.items()}
+    if pipeline is None or compiled.plan.schedule is None:
+        return {"schedule": "accumulation", "stages": 1, "microbatches": microbatches, "bubble": 0.0}
+    return {
+        "schedule": compiled.plan.schedule.name, "stages": pipeline.stages, "chunks": pipeline.chunks,
+        "microbatches": microbatches, "axis": pipeline.axis, "bubble": round(simulate(timelines).bubble, 4),
+    }  # fmt: skip
+
+
+def _numerics(compiled: Compiled) -> list[dict[str, Any]]:
+    """Return the lines by which a step rounds more than the model's own code, with the bytes that compressed gradients
+    save. All else only adds up in another order."""
+    plan = compiled.plan
+    wanted = [line.arguments.statement for line in plan.precision if line.type != WHOLE]
+    if plan.microbatches > 1 and plan.accumulate != WHOLE:
+        wanted += [statement for statement in plan.statements if statement.verb.text == "schedule"]
+    rows: list[dict[str, Any]] = [_lossy(statement) for statement in wanted]
+    for line in plan.compress:
+        saved = max(saved_bytes(role, compiled.mesh, line.axis.text) for role in compiled.build.roles.values())
+        rows.append({**_lossy(line.arguments.statement), "saved_bytes": saved})
+    return rows
+
+
+def _lossy(statement: Statement) -> dict[str, Any]:
+    text = " ".join(format_statements((statement,)).split())
+    return {"class": "lossy", "directive": text, "line": statement.span.root.line}
