@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import parc
-from parc.checking.checks import report_of
+from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
 from parc.compiling.driver import Compiled
 from tests.checked_plans import checked, compiled
