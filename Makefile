@@ -26,7 +26,7 @@ help:
 	@echo "make bench-batches  what it takes of a step to find out whether all ranks gave one batch"
 	@echo "make bench-checkpoints  seconds and memory of saving and restoring 1.1 B parameters in parts, beside torch's own"
 	@echo "make bench-memory   the largest model that trains inside a memory limit: plain, ZeRO 3, out of files"
-	@echo "make bench-experts  a mixture of experts on two ranks: all on each, half on each, and DDP"
+	@echo "make bench-experts  a mixture of experts on two ranks: all on each, half on each, beside one rank, messages and DDP"
 	@echo "make bench-peaks    peak memory of a rank by tensors: ZeRO 3 beside FSDP2, and 13 builds beside their estimates"
 	@echo "make build-time     build Llama 3 8B of 2 to 32 layers on 1 to 16,384 ranks: seconds, memory, a plot"
 	@echo "make families       every family of models under every plan: verified, what it sends, how exact it is"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,14 +36,36 @@ def chosen_type(rows: TensorType) -> TensorType:
     return TensorType(torch.bool, shape, chosen_placement(rows.placement, rows.packed))
 
 
-def rows_by_rank(chosen: torch.Tensor, ranks: int, dim: int, outer: int) -> list[torch.Tensor]:
-    """Return, for each rank of a group, the places of its rows among the packed rows of ``chosen``, where its part is
-    part ``outer`` of a dim: experts (0) or tokens (1)."""
-    numbers = torch.cumsum(chosen.flatten(), 0).view(chosen.shape) - 1
-    marked = torch.where(chosen, numbers, -1)
-    sizes = [*chosen.shape[:dim], outer, ranks, chosen.shape[dim] // outer // ranks, *chosen.shape[dim + 1 :]]
-    cut = marked.view(sizes).movedim(dim + 1, 0)
-    return [part[part >= 0] for part in cut]
+@dataclass(frozen=True, slots=True)
+class RankOrder:
+    """The order of packed rows by the ranks of a group whose parts of tokens or experts they belong to."""
+
+    sizes: list[int]
+    """The number of rows of each rank."""
+    places: torch.Tensor | None
+    """The place among the packed rows of each row in this order; None where they lie in it."""
+
+    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return packed rows in the order of ranks."""
+        return rows if self.places is None else rows.index_select(0, self.places)
+
+    def packed(self, ordered: torch.Tensor) -> torch.Tensor:
+        """Return rows in the order of ranks as they are packed."""
+        if self.places is None:
+            return ordered
+        inverse = torch.empty_like(self.places)
+        inverse[self.places] = torch.arange(len(inverse), device=inverse.device)
+        return ordered.index_select(0, inverse)
+
+
+def rows_by_rank(chosen: torch.Tensor, ranks: int, dim: int, outer: int) -> RankOrder:
+    """Return the order by ranks of the packed rows of ``chosen``, of which a rank's part is part ``outer`` of a dim:
+    experts (0) or tokens (1)."""
+    if (dim, outer) == (0, 1):  # packed by expert
+        return RankOrder(chosen.reshape(ranks, -1).sum(1).tolist(), None)
+    part = chosen.shape[dim] // outer // ranks
+    owners = chosen.nonzero()[:, dim].div(part, rounding_mode="floor") % ranks
+    return RankOrder(owners.bincount(minlength=ranks).tolist(), owners.sort(stable=True)[1])
 
 
 def sides(args: Sequence[Any], experts: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -57,18 +80,14 @@ def chosen_types(before: TensorType, after: TensorType) -> tuple[TensorType, ...
     return chosen_type(before), chosen_type(after)
 
 
+def orders(before: torch.Tensor, after: torch.Tensor, ranks: int, args: Sequence[Any]) -> tuple[RankOrder, RankOrder]:
+    """Return the orders in which a rank sends its rows in an exchange, and in which it has those that it receives."""
+    own, others = sides(args, max(before.shape[0], after.shape[0]))
+    return rows_by_rank(before, ranks, *others), rows_by_rank(after, ranks, *own)
+
+
 def exchange_rows(pieces: Sequence[Any], args: Sequence[Any]) -> list[torch.Tensor]:
     """Return what each rank of a group holds after an exchange."""
-    ranks = len(pieces)
-    experts = max(before.shape[0] for _, before, _ in pieces), max(after.shape[0] for _, _, after in pieces)
-    (dim, outer), (to_dim, to_outer) = sides(args, max(experts))
-    results = []
-    for rank, (_, _, after) in enumerate(pieces):
-        # after the exchange a rank has, of each other one, the rows of its own part of what that one had
-        taken = rows_by_rank(after, ranks, dim, outer)
-        sent = [rows[rows_by_rank(before, ranks, to_dim, to_outer)[rank]] for rows, before, _ in pieces]
-        made = sent[0].new_empty(sum(map(len, sent)), *sent[0].shape[1:])
-        for at, rows in zip(taken, sent, strict=True):
-            made[at] = rows
-        results.append(made)
-    return results
+    ways = [orders(before, after, len(pieces), args) for _, before, after in pieces]
+    sent = [sending.ordered(rows).split(sending.sizes) for (rows, _, _), (sending, _) in zip(pieces, ways, strict=True)]
+    return [coming.packed(torch.cat([parts[rank] for parts in sent])) for rank, (_, coming) in enumerate(ways)]

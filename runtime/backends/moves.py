@@ -13,7 +13,7 @@ from ...compiler.layout.buffers import parts_in_order
 from ...compiler.layout.collectives import WAIT, join_dim, round_parts, slice_dim
 from ...compiler.layout.int8 import pack, unpack
 from ...compiler.layout.mesh import Mesh, Shape
-from ...compiler.layout.packed_rows import Rows, rows_by_rank, sides
+from ...compiler.layout.packed_rows import Rows, orders
 
 
 class Peers(Protocol):
@@ -121,15 +121,11 @@ def _regroup(
 
 def _exchange_rows(backend: Peers, piece: Rows, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
     rows, before, after = piece
-    ranks = _ranks_of(axes, backend.mesh)
-    own, others = sides(args, max(before.shape[0], after.shape[0]))
-    leaving, coming = rows_by_rank(before, ranks, *others), rows_by_rank(after, ranks, *own)
-    received = rows.new_empty(sum(map(len, coming)), *rows.shape[1:])
-    sizes = [len(part) for part in coming], [len(part) for part in leaving]
-    backend.meet(dist.all_to_all_single, received, rows[torch.cat(leaving)], *sizes, axes=axes)
-    made = torch.empty_like(received)
-    made[torch.cat(coming)] = received
-    return made
+    leaving, coming = orders(before, after, _ranks_of(axes, backend.mesh), args)
+    received = rows.new_empty(sum(coming.sizes), *rows.shape[1:])
+    sent = leaving.ordered(rows).contiguous()
+    backend.meet(dist.all_to_all_single, received, sent, coming.sizes, leaving.sizes, axes=axes)
+    return coming.packed(received)
 
 
 def _row_max(backend: Peers, piece: torch.Tensor, args: Sequence[Any], axes: tuple[str, ...]) -> torch.Tensor:
