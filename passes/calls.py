@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 from ..compiler.capture.node_facts import noted
+from ..compiler.layout.collectives import TypeFault
 from ..compiler.ops.factors import OpCall, Operand, OpRule, RuleError, opaque
 from ..compiler.ops.packed import packed_result
 from ..compiler.ops.rules import facts, rule_for
+from ..compiler.program.program import Origin
 
 ValueKey = tuple[fx.Node, int]
 """One tensor: a node, and the index of one of its results."""
@@ -52,17 +54,30 @@ def call_of(node: fx.Node) -> OpCall:
     return OpCall(str(node.target), args, dict(kwargs), operands, results)
 
 
+class MixedRows(ValueError):
+    """The error of an operator in an expert that does not compute each row of tokens by itself."""
+
+    def __init__(self, node: fx.Node) -> None:
+        drawn = any(facts(operand.target).law for operand in operands_of(node) if operand.op == "call_function")
+        what = "draws a random number for each row" if drawn else f"`{str(node.target).split('.')[1]}` mixes the rows"
+        self.origin: Origin = noted(node).origin
+        super().__init__(f"in `{self.origin.module}`: {what} of tokens that an expert gets")
+
+
 def mark_packed(graph: fx.Graph) -> None:
     """Note on every operator whether its results are packed rows of tokens, and what says which.
 
     Raises:
-        TypeFault: an operator would compute with rows that are not there.
+        MixedRows: an operator would compute with rows that are not there.
     """
     for node in graph.nodes:
         if node.op == "call_function":
             operands = operands_of(node)
             packed = [noted(operand).packed for operand in operands]
-            noted(node).packed = packed_result(call_of(node), packed) if computes(node) else packed[0]
+            try:
+                noted(node).packed = packed_result(call_of(node), packed) if computes(node) else packed[0]
+            except TypeFault:
+                raise MixedRows(node) from None
             if noted(node).packed is not None:
                 chosen = [noted(operand).chosen for operand in operands if noted(operand).chosen is not None]
                 noted(node).chosen = operands[1] if computes(node) and facts(node.target).packs else chosen[0]

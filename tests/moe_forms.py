@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,14 +34,14 @@ class Expert(nn.Module):
 class Listed(nn.Module):
     """Experts in a list, and a loop over them that takes the tokens of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, top: int = TOP) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.top, self.router = top, nn.Linear(WIDTH, EXPERTS)
         self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the numbers of each token's experts."""
-        weights, index = self.router(tokens).softmax(-1).topk(TOP, dim=-1)
+        weights, index = self.router(tokens).softmax(-1).topk(self.top, dim=-1)
         return weights / weights.sum(-1, keepdim=True), index
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,15 +65,15 @@ def listed(layer: Listed, x: Tensor) -> Tensor:
 class Stacked(nn.Module):
     """Experts with stacked weights, each token gathering those of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, top: int = TOP) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.top, self.router = top, nn.Linear(WIDTH, EXPERTS)
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 4)
         self.bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN) / 4)
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores, index = self.router(x).sigmoid().topk(TOP, dim=-1)
+        scores, index = self.router(x).sigmoid().topk(self.top, dim=-1)
         inside = torch.einsum("bsh,bskhf->bskf", x, self.up[index]) * scores[..., None] + self.bias[index]
         return torch.einsum("bskf,bskfh->bsh", F.gelu(inside), self.down[index])
 
@@ -81,7 +82,7 @@ class Stacked(nn.Module):
 def stacked(layer: Stacked, x: Tensor) -> Tensor:
     """Compute what ``Stacked`` does: its scores are on what experts read."""
     tokens = x.flatten(0, 1)
-    scores, index = layer.router(tokens).sigmoid().topk(TOP, dim=-1)
+    scores, index = layer.router(tokens).sigmoid().topk(layer.top, dim=-1)
 
     def expert(rows: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
         return F.gelu(rows @ up + bias) @ down
@@ -90,16 +91,20 @@ def stacked(layer: Stacked, x: Tensor) -> Tensor:
     return parc.routed(tokens, index, scores, expert, weights, on_input=True).view_as(x)
 
 
-LAYERS: dict[str, type[nn.Module]] = {"listed": Listed, "stacked": Stacked}
+LAYERS: dict[str, Callable[[int], nn.Module]] = {"listed": Listed, "stacked": Stacked}
 
 
 class Model(nn.Module):
-    """Tokens to ``logits``, through a layer of experts."""
+    """Tokens to ``logits``, through a layer of experts, in which the router prefers expert ``to``."""
 
-    def __init__(self, name: str, count: int = 1) -> None:
+    def __init__(self, name: str, top: int = TOP, to: int | None = None) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(nn.ModuleDict({"experts": LAYERS[name]()}) for _ in range(count))
+        layer = LAYERS[name](top)
+        self.layers = nn.ModuleList([nn.ModuleDict({"experts": layer})])
+        if to is not None:
+            with torch.no_grad():
+                layer.get_parameter("router.bias")[to] += 20
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, input_ids: Tensor) -> Any:

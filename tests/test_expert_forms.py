@@ -11,7 +11,10 @@ from safetensors.torch import save_file
 import parc
 from parc.checking.reports import report_of
 from parc.compiler.build.directory import write_build
-from parc.compiling.driver import Compiled
+from parc.compiler.plan.plan import read_plan
+from parc.compiling.driver import Compiled, compile_plan
+from parc.grammar.diagnostics import PlanError, render
+from parc.grammar.source import Source
 from tests.checked_plans import checked, compiled
 from tests.moe_forms import LAYERS
 from tests.planted_builds import ROOT
@@ -104,6 +107,46 @@ def test_checkpoints_of_a_list_have_the_model_s_own_names(tmp_path: Path) -> Non
         assert all(weights[name].equal(value) for name, value in expected.items())
 
 
+def extreme(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train on the ranks of this mesh with 8 tokens, then with one. Return losses and weights."""
+    with parc.load(folder) as session:
+        words = torch.randint(0, 256, (2, 8, 1), generator=torch.Generator().manual_seed(1))
+        given = [{"input_ids": words[0, :batch], "targets": words[1, :batch]} for batch in (8, 1, 8)]
+        return [session.step(batch).loss for batch in given], session.state_dict()
+
+
+def test_ranks_without_a_token_go_on(tmp_path: Path) -> None:
+    """All tokens go to one expert, so all others are empty; and there is one token in all."""
+    for folder, mesh in (("one", "dp=1, ep=1"), ("two", "dp=1, ep=2")):
+        text = plan("listed", mesh).replace('"listed")', '"listed", top=1, to=2)').replace("S=4", "S=1")
+        build = compiled(text, ROOT / "tests")
+        assert checked(build).report["checks"]["numbers"] == "tested"
+        write_build(build.to_write(report_of(build)), tmp_path / folder)
+    ((losses, weights),) = run_ranks(extreme, 1, str(tmp_path / "one"))
+    for found, state in run_ranks(extreme, 2, str(tmp_path / "two")):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for key, value in weights.items():
+            torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
+
+
+def not_a_number(folder: str) -> str:
+    """Let the router of one rank have NaN, and return what a step says on this one."""
+    with parc.load(folder) as session:
+        if session.rank == 0:
+            session.state.parameters["model.layers.0.feed_forward.router.weight"].data.fill_(torch.nan)
+        words = torch.randint(0, 32, (8, 4))
+        with pytest.raises(parc.RunError) as stopped:
+            session.step({"input_ids": words, "targets": words})
+        return str(stopped.value)
+
+
+def test_nan_in_a_router_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    build = made("Llama4", "dp=1, ep=2")
+    write_build(build.to_write(report_of(build)), tmp_path / "two")
+    said = run_ranks(not_a_number, 2, str(tmp_path / "two"))
+    assert all("P0302" in text and "nan" in text for text in said), said
+
+
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
@@ -112,3 +155,122 @@ def _folder(path: Path) -> Path:
 def _weights(folder: str) -> dict[str, torch.Tensor]:
     with parc.load(folder) as session:
         return session.state_dict()
+
+
+WRONG = """
+import torch
+from torch import nn
+from tests.moe_forms import LAYERS, Listed, Model, listed
+import parc
+
+class Other(Listed):
+    def forward(self, x):
+        return super().forward(x)
+
+class Mixed(Listed):
+    def __init__(self, top):
+        super().__init__(top)
+        self.experts[3].norm.eps = 0.1
+
+    def forward(self, x):
+        return super().forward(x)
+
+class Strange(Listed):
+    def forward(self, x):
+        return super().forward(x)
+
+class Dropped(Listed):
+    def __init__(self, top):
+        super().__init__(top)
+        for expert in self.experts:
+            expert.gate = nn.Sequential(expert.gate, nn.Dropout(0.1))
+
+    def forward(self, x):
+        return super().forward(x)
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+class Centred(Listed):
+    def __init__(self, top):
+        super().__init__(top)
+        for expert in self.experts:
+            expert.norm = Norm()
+
+    def forward(self, x):
+        return super().forward(x)
+
+class Wide(Listed):
+    def forward(self, x):
+        return super().forward(x)
+
+class Many(Listed):
+    def forward(self, x):
+        return super().forward(x)
+
+@parc.register_experts(Many, "experts")
+def many(layer, x):
+    weights, index = layer.route(x.flatten(0, 1))
+    index = torch.cat([index] * 5, 1)
+    return parc.routed(x.flatten(0, 1), index, index.float(), layer.experts)
+
+LAYERS.update(other=Other, mixed=Mixed, strange=Strange, dropped=Dropped, centred=Centred, wide=Wide, many=Many)
+parc.register_experts(Dropped, "experts")(listed)
+parc.register_experts(Centred, "experts")(listed)
+
+@parc.register_experts(Wide, "experts")
+def wide(layer, x):
+    weights, index = layer.route(x)
+    return parc.routed(x, index, weights, layer.experts)
+
+@parc.register_experts(Other, "experts")
+def other(layer, x):
+    weights, index = layer.route(x.flatten(0, 1))
+    return parc.routed(x.flatten(0, 1), index, 2 * weights, layer.experts).view_as(x)
+
+@parc.register_experts(Mixed, "experts")
+def mixed(layer, x):
+    raise AssertionError
+
+@parc.register_experts(Strange)
+def strange(layer, x):
+    tokens = x.flatten(0, 1)
+    weights, index = layer.route(tokens)
+    if layer.router.out_features == 8:
+        return parc.routed(tokens, index, weights, lambda rows, up: rows * up.cumsum(0), (layer.router.weight,))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("other", ["error[P0265]", "the form of `Other` is not what its forward computes", "plan.parc:1:1"]),
+        (
+            "dropped",
+            ["error[P0264]", "in `layers.0.experts.experts.0.gate.1`: draws a random number", "at moe_forms.py:"],
+        ),
+        ("centred", ["error[P0264]", "in `layers.0.experts.experts.0.norm`: `sum` mixes the rows", "at wrong.py:"]),
+        ("wide", ["error[P0263]", "tokens [8, 4, 16], index [8, 4, 2], weights [8, 4, 2]", "wrong.py:", "`flatten`"]),
+        ("many", ["error[P0263]", "each token is to go to 10 of 8 experts", "at most as many experts as there are"]),
+        (
+            "mixed",
+            [
+                "error[P0263]",
+                "the experts in `layers.0.experts.experts` are not alike: numbers 0 and 3",
+                "`eps` of `norm`",
+            ],
+        ),
+        (
+            "strange",
+            ["error[P0263]", "wrong.py:", "`.cumsum` reads a weight of one expert", "write experts with linear layers"],
+        ),
+    ],
+)
+def test_a_form_that_is_none_is_refused(name: str, said: list[str], tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    text = plan("listed", "dp=1, ep=2").replace("./moe_forms.py:Model", "./wrong.py:Model").replace("listed", name)
+    with pytest.raises(PlanError) as refusal:
+        checked(compile_plan(read_plan(Source("plan.parc", text)), tmp_path))
+    message = "\n".join(map(render, refusal.value.diagnostics))
+    assert all(part in message for part in said), message

@@ -241,6 +241,9 @@ def test_mistakes_are_told_at_their_line() -> None:
     assert "choose sizes that divide by 8 on each rank" in uneven_tokens
     (idle,) = warnings_of(compiled(plan(mesh="dp=1, ep=2").replace("B/dp/ep", "B/dp"), ROOT / "tests"))
     assert idle.message == "the axis `ep` splits experts alone: its 2 ranks do all other work alike"
+    many = message(plan(num_experts_per_tok=9))
+    assert "`topk` is to choose more entries than there are" in many
+    assert "choose at most as many as there are; a router's top-k is at most its number of experts" in many
     other = message(plan().replace("{mlp,block_sparse_moe,feed_forward}.experts?", "self_attn"))
     assert "`model.layers.0.self_attn` holds no weights that are stacked over experts" in other
     assert "name the modules of experts, as `model.layers.0.mlp.experts`" in other

@@ -191,7 +191,11 @@ def _check_constants(exported: torch.export.ExportedProgram) -> None:
 
 
 _DEPENDS = {
-    True: ("a tensor whose shape", "keep all entries: multiply by a mask, or choose with `torch.where`"),
+    True: (
+        "a tensor whose shape",
+        "keep all entries: multiply by a mask, or choose with `torch.where`; a layer that sends tokens to experts is"
+        " captured by a form: see `parc.register_experts`",
+    ),
     False: ("a number that", "leave it a tensor: operators take one wherever they take a number"),
 }
 """The words of a message about data-dependent code and its remedy, for a tensor (True) and for a number (False)."""

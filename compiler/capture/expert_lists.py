@@ -81,7 +81,7 @@ def _stacked(owner: nn.ModuleList, path: str, uses: Mapping[int, int]) -> Expert
     for number, expert in enumerate(experts):
         if unlike := _unlike(experts[0], expert):
             what = f"the experts in `{path}` are not alike: numbers 0 and {number} differ in {unlike}"
-            raise CaptureError("other", what, help="give them one structure, or keep the other one outside the list")
+            raise CaptureError("experts", what, help="give them one structure, or keep the other one outside the list")
     for name, first in list(experts[0].named_parameters(remove_duplicate=False)):
         inside, _, attribute = name.rpartition(".")
         modules = [expert.get_submodule(inside) for expert in experts]
@@ -90,7 +90,7 @@ def _stacked(owner: nn.ModuleList, path: str, uses: Mapping[int, int]) -> Expert
             continue
         if any(uses[id(parameter)] > 1 for parameter in own):
             what = f"`{path}.0.{name}` has another name too, so it cannot be stacked with those of other experts"
-            raise CaptureError("other", what, help="let each expert have its own parameters, or all the same one")
+            raise CaptureError("experts", what, help="let each expert have its own parameters, or all the same one")
         stack = nn.Parameter(torch.stack([parameter.detach() for parameter in own]), first.requires_grad)
         _holder(stacks, inside).register_parameter(attribute, stack)
         for module in modules:

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..ops.expert_ops import OPS
 from .expert_lists import stack_experts
-from .faults import CaptureError
+from .faults import CaptureError, user_frame
 from .one_expert import Through, expert_of
 
 ExpertForm = Callable[..., Any]
@@ -62,9 +62,28 @@ def routed(
     each of ``stacks``, [experts, ...]. ``on_input`` multiplies what an expert reads by the weight, not its output.
     """
     compute, count = expert_of(experts, stacks)
+    _check_routing(hidden, index, weights, count)
     chosen, scores = _marked(index, weights, count)
     made = _packed(hidden, chosen, scores, index.shape[1], compute, on_input)
     return made.to(hidden.dtype)
+
+
+def _check_routing(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, count: int) -> None:
+    """Check what a router made.
+
+    Raises:
+        CaptureError: it is of other shapes than those of tokens with as many of the experts each.
+    """
+    shapes = f"tokens {list(hidden.shape)}, index {list(index.shape)}, weights {list(weights.shape)}"
+    help_ = "give `parc.routed` tokens [tokens, width], and index and weights [tokens, k]; `flatten` what has more dims"
+    if hidden.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or len(index) != len(hidden):
+        raise CaptureError("experts", f"a router does not give each token its experts: {shapes}", help=help_)
+    if index.dtype != torch.int64:
+        what = f"the numbers of experts are {str(index.dtype).removeprefix('torch.')}, not int64"
+        raise CaptureError("experts", what, help="give the second result of `topk`")
+    if index.shape[1] > count:
+        what = f"each token is to go to {index.shape[1]} of {count} experts"
+        raise CaptureError("experts", what, help="let a router choose at most as many experts as there are")
 
 
 def _marked(index: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,6 +125,7 @@ def _of_transformers(experts: Any, hidden: torch.Tensor, index: torch.Tensor, we
         rows = linear(experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows), "down_proj")
         return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
 
+    _check_routing(hidden, index, weights, experts.num_experts)
     chosen, scores = _marked(index, weights, experts.num_experts)
     return _packed(hidden, chosen, scores, index.shape[1], compute).to(hidden.dtype)
 
@@ -142,9 +162,24 @@ def stack_lists(model: nn.Module) -> None:
             experts = getattr(module, name, None)
             if not isinstance(experts, nn.ModuleList) or not len(experts):
                 what = f"`{name}` of `{path or type(module).__name__}` is no `nn.ModuleList` of experts"
-                raise CaptureError("other", what, help="name the attribute that is, in `register_experts`")
+                raise CaptureError("experts", what, help="name the attribute that is, in `register_experts`")
             lists.append(experts)
     stack_experts(model, lists)
+
+
+def own_forms(model: nn.Module) -> list[str]:
+    """Return the classes of a model's layers that are captured by forms of the person's own."""
+    found = [type(module) for module in model.modules() if type(module).forward in _FORMS]
+    return [made.__name__ for made in dict.fromkeys(found)]
+
+
+def _placed(form: ExpertForm, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a form. Its errors say where in the model's code they are."""
+    try:
+        return form(layer, *args, **kwargs)
+    except CaptureError as error:
+        error.source = error.source or user_frame(error)
+        raise
 
 
 @contextmanager
@@ -159,5 +194,5 @@ def with_experts(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             form = forms.get(type(module).forward)
             if form is not None:
-                stack.enter_context(patch.object(module, "forward", partial(form, module)))
+                stack.enter_context(patch.object(module, "forward", partial(_placed, form, module)))
         yield

@@ -10,7 +10,7 @@ _OURS = str(Path(__file__).parents[2])
 
 class CaptureError(Exception):
     """The error of a model that cannot be captured. ``kind`` is ``control``, ``cache``, ``output``, ``field``,
-    ``checkpoint``, ``complex`` or ``other``; ``help`` is advice that the kind alone does not give."""
+    ``checkpoint``, ``complex``, ``experts`` or ``other``; ``help`` is advice that the kind alone does not give."""
 
     def __init__(self, kind: str, message: str, source: str = "", in_loss: bool = False, help: str = "") -> None:
         super().__init__(message)
@@ -31,6 +31,9 @@ def explain_failure(error: Exception, in_loss: bool) -> CaptureError:
     if ".numpy() is not supported" in text:
         help_ = "compute with torch's own operators: a graph holds no others"
         return CaptureError("other", "a tensor is made a NumPy array", source, in_loss, help_)
+    if "not in range for dimension" in text or "index k out of range" in text:
+        help_ = "choose at most as many as there are; a router's top-k is at most its number of experts"
+        return CaptureError("other", "`topk` is to choose more entries than there are", source, in_loss, help_)
     first = text.strip().split("\n")[0] if text.strip() else name
     return CaptureError("other", f"{name}: {first}", source, in_loss)
 

@@ -97,7 +97,7 @@ class Stack:
 
 def _unread(what: str) -> CaptureError:
     help_ = "write experts with linear layers, matrix products, norms of rows, and sums and products of vectors"
-    return CaptureError("other", f"{what} reads a weight of one expert, which packed rows do not follow", help=help_)
+    return CaptureError("experts", f"{what} reads a weight of one expert, which packed rows do not follow", help=help_)
 
 
 def _product(func: Any, rows: Any, weight: Any, bias: Any = None) -> torch.Tensor:
@@ -172,7 +172,9 @@ def expert_of(
     found = stacks_of(experts)
     if found is None:
         what = "`parc.routed` is given a list of experts whose weights are not stacked"
-        raise CaptureError("other", what, help='name the list\'s attribute: `@parc.register_experts(Layer, "experts")`')
+        raise CaptureError(
+            "experts", what, help='name the list\'s attribute: `@parc.register_experts(Layer, "experts")`'
+        )
     first, *_ = found.experts
 
     def compute(rows: torch.Tensor, through: Through) -> torch.Tensor:

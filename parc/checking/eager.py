@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parc.compiler.capture.complex_numbers import real_form
+from parc.compiler.capture.experts import own_forms
 from parc.compiler.capture.model_calls import model_builder
 from parc.compiler.initial.recipes import initialize
 from parc.compiler.plan.directive import Directive
@@ -24,6 +25,7 @@ from parc.compiler.program.actions import FORWARD
 from parc.compiler.program.program import Line
 from parc.compiling.driver import Compiled
 from parc.compiling.plan_capture import failure, input_specs
+from parc.grammar.codes_experts import OTHER_FORM
 from parc.grammar.codes_numbers import AMPLIFIED, NO_FUNCTION, NOT_FINITE, OWN_GRADIENT
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
@@ -89,6 +91,8 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
     agreement = _closest(compiled, case, inputs, eager)
     if eager.functions and not agreement.holds and agreement.loss <= agreement.allowed[0]:
         raise PlanError([_own_gradient(compiled.plan.model, eager.functions)])
+    if not agreement.holds and (forms := own_forms(compiled.recorded.module)):
+        raise PlanError([_other_form(compiled.plan.model, forms, agreement)])
     return agreement
 
 
@@ -250,6 +254,12 @@ def _own_gradient(model: Directive, functions: Sequence[str]) -> Diagnostic:
     message = f"the gradients that the model has are not those of its forward: {listed(functions)} has its own"
     help_ = "write the forward so that its derivative is the gradient that is meant, as with `x + (f(x) - x).detach()`"
     return Diagnostic(OWN_GRADIENT, message, Label(model.arguments.statement.span), help=help_)
+
+
+def _other_form(model: Directive, forms: Sequence[str], found: EagerAgreement) -> Diagnostic:
+    message = f"the form of {listed(forms)} is not what its forward computes: numbers differ by {max(found.errors):.1e}"
+    help_ = "route tokens in the form as the forward does: the same experts, weights, and place where these multiply"
+    return Diagnostic(OTHER_FORM, message, Label(model.arguments.statement.span), help=help_)
 
 
 def amplified(model: Directive, message: str) -> Diagnostic:

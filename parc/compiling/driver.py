@@ -40,8 +40,10 @@ from parc.compiling.pipelines import pipeline_of, timelines_of
 from parc.compiling.plan_capture import capture_plan
 from parc.compiling.size_ranges import compile_range, fixed
 from parc.grammar.codes_build import BAD_RULE, NOTHING_TRAINED
+from parc.grammar.codes_experts import MIXED_ROWS
 from parc.grammar.codes_placement import SPLIT_ALREADY, UNEVEN_TOKENS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
+from parc.passes.calls import MixedRows
 from parc.passes.choices import ShardDims
 from parc.passes.pipeline import Built, Choices, Request, build_programs, names_of
 from parc.passes.placing.heads import Copies, find_copies
@@ -187,6 +189,12 @@ def compile_captured(
         raise PlanError([Diagnostic(SPLIT_ALREADY, str(error), Label(span), help=help_)]) from None
     except UnevenTokens as error:
         raise PlanError([_uneven_tokens(plan, error)]) from None
+    except MixedRows as error:
+        help_ = "compute each row by itself; put dropout and statistics before the experts, or behind them"
+        notes = (f"at {error.origin.source}",) if error.origin.source else ()
+        raise PlanError(
+            [Diagnostic(MIXED_ROWS, str(error), Label(plan.model.arguments.statement.span), help=help_, notes=notes)]
+        ) from None
     except RuleMisfit as error:
         source = [f"at {error.origin.source}"] if error.origin.source else []
         span = plan.model.arguments.statement.span

@@ -30,6 +30,7 @@ from parc.grammar.codes_build import (
     UNCOUNTED_DRAW,
     WRONG_INPUTS,
 )
+from parc.grammar.codes_experts import NO_EXPERTS
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import prepare
 
@@ -94,6 +95,7 @@ def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
         "cache": (RETURNED_CACHE, "give the model `use_cache=False`, or return its logits or its loss alone"),
         "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),
         "field": (NO_FIELD, error.help),
+        "experts": (NO_EXPERTS, error.help),
         "complex": (NOT_IN_REALS, "write it with arithmetic, powers, `exp`, `log`, products, sums, FFTs and views"),
     }.get(error.kind, (CAPTURE_FAILED, error.help or _TRY))
     line = plan.loss if error.kind == "output" or error.in_loss else plan.model
