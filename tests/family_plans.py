@@ -41,6 +41,28 @@ def include(family: str) -> str:
     return f'include   "parc:{family}" (tp=$tp)'
 
 
+EXPERT_FAMILIES = {
+    "Mixtral": "mixtral", "Olmoe": "mixtral", "GraniteMoe": "mixtral", "Qwen3Moe": "qwen3-moe",
+    "DeepseekV3": "deepseek-v3", "GptOss": "gpt-oss",
+}  # fmt: skip
+"""The plans of mixtures of experts, by the models of ``tests/moe_families.py`` that they serve."""
+
+EXPERT_PLAN = """
+let       dp=1, pp=1, tp=1, ep=1, zero=0
+model     "tests.moe_families:family" (name="{name}", num_hidden_layers=2)
+input     input_ids int64 [B, S]
+input     targets int64 [B, S]
+sizes     B=8, S=4
+loss      cross_entropy(output.logits, targets)
+optimizer adamw lr 1e-3 eps 1e-5 clip 1.0
+mesh      dp=$dp, pp=$pp, tp=$tp, ep=$ep
+stage     balanced over pp
+schedule  1f1b microbatches 2
+shard     input_ids, targets [B/dp/ep, _]
+include   "parc:{family}" (tp=$tp, ep=$ep)
+zero      $zero over dp
+"""
+
 MODELS = {
     "gpt2": ('"tests.family_models:gpt2" (', TEXT, include("gpt2"), 6, 5),
     **{
@@ -65,3 +87,8 @@ def plan_text(name: str, more: str = "") -> str:
     """Return the plan of a model made with ``more`` arguments; ``dp`` and ``tp`` are left to be given."""
     model, inputs, lines, *_ = MODELS[name]
     return PLAN.format(model=f"{model}{more})", inputs=inputs, lines=lines)
+
+
+def expert_plan_text(name: str) -> str:
+    """Return the plan of a mixture of experts; its axes and the level of ZeRO are left to be given."""
+    return EXPERT_PLAN.format(name=name, family=EXPERT_FAMILIES[name])

@@ -22,8 +22,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 8, "num_hidden_layers": 2,
     },
     "GptOss": {
-        "num_local_experts": 8, "head_dim": 8, "layer_types": ["full_attention"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "num_local_experts": 8, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "GraniteMoe": {"num_local_experts": 8},
     "Llama4": {"num_local_experts": 8, "head_dim": 8, "intermediate_size_mlp": 16, "moe_layers": [0]},

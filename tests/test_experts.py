@@ -258,12 +258,18 @@ def ranks_train(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         return [session.step().loss for _ in range(3)], session.state_dict()
 
 
-def test_four_processes_train_a_mixture_of_experts_on_real_text_as_one_does(tmp_path: Path) -> None:
-    for name, words in (("one", {"dp": "1", "ep": "1"}), ("four", {})):
-        made = compile_once(read_plan(EXAMPLES / "moe.parc", {**words, "width": "32"}), EXAMPLES)
-        write_build(made.to_write(report_of(made)), tmp_path / name)
-    ((expected, weights),) = run_ranks(ranks_train, 1, str(tmp_path / "one"))
-    for losses, state in run_ranks(ranks_train, 4, str(tmp_path / "four")):
+@pytest.mark.parametrize(
+    ("ranks", "words"), [(4, {}), (8, {"dp": "1", "pp": "2", "tp": "2", "microbatches": "2"})], ids=str
+)
+def test_processes_train_a_mixture_of_experts_on_real_text_as_the_plain_module(
+    tmp_path: Path, ranks: int, words: dict[str, str]
+) -> None:
+    made = compile_once(read_plan(EXAMPLES / "moe.parc", {**words, "width": "32"}), EXAMPLES)
+    write_build(made.to_write(report_of(made)), tmp_path / "built")
+    plain = parc.reference(tmp_path / "built")
+    expected = [plain.step().loss for _ in range(3)]
+    weights = plain.module.state_dict()
+    for losses, state in run_ranks(ranks_train, ranks, str(tmp_path / "built"), wait_s=200):
         assert losses == pytest.approx(expected, rel=1e-5)
         for name, value in weights.items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ from parc.runtime.compare.simulate import Simulation
 from parc.runtime.data.random_batch import random_batch
 
 from .checked_plans import checked, compiled
-from .family_plans import MODELS, include, plan_text
+from .family_plans import EXPERT_FAMILIES, MODELS, expert_plan_text, include, plan_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,9 +35,22 @@ def build(name: str, dp: int, tp: int, more: str = "") -> tuple[Compiled, Counte
 
 
 def test_every_family_is_tried() -> None:
-    assert {include(family) for family in families()} == {
-        lines for _, _, lines, *_ in MODELS.values() if lines.startswith("include")
-    }
+    tried = {lines for _, _, lines, *_ in MODELS.values() if lines.startswith("include")}
+    assert {include(family) for family in families()} == tried | {*map(include, EXPERT_FAMILIES.values())}
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2, "ep": 2}, {"dp": 2, "pp": 2, "ep": 2, "zero": 1}], ids=str)
+@pytest.mark.parametrize("name", EXPERT_FAMILIES)
+def test_a_family_of_experts_serves_its_models(name: str, axes: dict[str, int]) -> None:
+    made = compiled(expert_plan_text(name), ROOT, **axes)
+    assert not (found := [warning for warning in warnings_of(made) if warning.severity is not Severity.NOTE]), found
+    report = checked(made).report
+    assert report["checks"]["numbers"] == "tested"
+    moved = Counter((row["axis"], row["phase"]) for row in report["communication"] if row["op"] == "exchange")
+    layers = 1 if name == "DeepseekV3" else 2  # its first is dense
+    assert sum(moved.values()) == 4 * layers
+    kinds = {row["op"] for row in report["communication"] if row["axis"] == "tp" and row["carries"] == "activations"}
+    assert kinds == ({"all_reduce", "row_max"} if "tp" in axes else set())
 
 
 @pytest.mark.parametrize("dp", [1, 2])

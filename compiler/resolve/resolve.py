@@ -118,9 +118,10 @@ def _one_cause(first: Diagnostic, other: Diagnostic) -> bool:
 def _idle_axes(plan: Plan, seeds: Iterable[PlacementSeed]) -> Iterator[Diagnostic]:
     """Return a warning for every axis of several ranks that splits nothing, or experts alone, and has no stages."""
     seeds = tuple(seeds)
-    lines = {line.span.root.line for line in plan.placements if isinstance(line, Experts)}
-    experts = {seed.axis for seed in seeds if seed.span.root.line in lines}
-    used = {seed.axis for seed in seeds if seed.dim is not None and seed.span.root.line not in lines}
+    lines = {(line.span.source, line.span.line) for line in plan.placements if isinstance(line, Experts)}
+    by_experts = {seed: (seed.span.source, seed.span.line) in lines for seed in seeds}
+    experts = {seed.axis for seed, by in by_experts.items() if by}
+    used = {seed.axis for seed, by in by_experts.items() if seed.dim is not None and not by}
     used |= {line.axis.text for line in plan.stages}
     batch = next((line for line in plan.inputs if BATCH in line.dims), None)
     placed = {seed.value for seed in seeds}

@@ -84,5 +84,5 @@ def test_what_cannot_be_read_hides_nothing_and_invents_nothing(tmp_path: Path) -
 @pytest.mark.parametrize("family", families())
 def test_families_are_plans_of_their_own(tmp_path: Path, family: str) -> None:
     plan = read(tmp_path, f'mesh dp=2, tp=4\ninclude "parc:{family}" (tp=4)\n')
-    assert plan.placements and plan.mesh.axes == (("dp", 2), ("tp", 4))
+    assert plan.placements and [axis for axis in plan.mesh.axes if axis[1] > 1] == [("dp", 2), ("tp", 4)]
     assert not plan.warnings, "\n".join(map(render, plan.warnings))
