@@ -132,6 +132,7 @@ def _averaged(compiled: Compiled) -> Iterator[Diagnostic]:
         many = compiled.plan.microbatches
         message = f"the losses of {many} microbatches are averaged, which may not be the whole batch's loss"
         help_ = "right for a mean over equally many elements; `loss cross_entropy(…)` counts targets of the whole batch"
+        help_ += ", and `+ 0.01 output.aux_loss` adds a term to it"
         span = compiled.plan.loss.arguments.statement.span
         yield Diagnostic(AVERAGED, message, Label(span), help=help_, severity=Severity.WARNING)
 

@@ -95,6 +95,16 @@ def test_numbers_of_many_ranks_are_tested_on_fewer_experts() -> None:
     assert "the twin: n_routed_experts=4" in checked(made).report["numbers"]["on"]
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Olmoe", "GraniteMoe"])
+def test_the_loss_that_balances_experts_is_that_of_all_tokens_of_a_microbatch(family: str) -> None:
+    loss = "cross_entropy(output.logits, targets)"
+    lines = "schedule microbatches 2\nforbid all_gather in **\n"
+    text = plan(family, lines=lines).replace(loss, f"{loss} + 0.01 output.aux_loss")
+    text = text.replace(f'name="{family}"', f'name="{family}", output_router_logits=true')
+    made = compiled(text, ROOT / "tests")
+    assert checked(made).report["checks"]["numbers"] == "tested" and not made.built.averaged
+
+
 @pytest.mark.parametrize("beside", BESIDE)
 def test_experts_compose_with(beside: str) -> None:
     mesh, lines = BESIDE[beside]
@@ -134,6 +144,13 @@ def test_slices_are_gathered_once_forward_and_once_backward() -> None:
         assert [row["wire_bytes"] for row in ops["exchange"]] == [tokens // tp * k * width * 4 * (tp - 1) // tp] * 2
         assert {row["wire_bytes"] for row in ops["all_gather"]} == {tokens * n * 4 * (tp - 1) // tp for n in gathered}
         assert not [row for row in rows if row["op"] == "all_to_all"]  # masks are cut where they are
+
+
+def test_a_value_that_a_family_s_configuration_does_not_take_is_named() -> None:
+    with pytest.raises(PlanError) as refused:
+        compiled(plan(output_router_logits=1), ROOT / "tests")
+    text = render(refused.value.diagnostics[0])
+    assert "making the model failed: " in text and "output_router_logits" in text and "Hub" not in text
 
 
 def test_two_exchanges_forward_and_two_backward_send_what_the_closed_form_says() -> None:

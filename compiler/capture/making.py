@@ -48,7 +48,8 @@ def not_found(error: BaseException, arguments: Mapping[str, Any], folder: Path) 
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
     texts = [str(found) for found in chain]
-    asked = any(type(found).__module__.startswith("huggingface_hub") for found in chain)
+    types = [type(found) for found in chain]  # a value that a configuration does not take has an error of the Hub's too
+    asked = any(t.__module__.startswith("huggingface_hub") and not t.__name__.startswith("Strict") for t in types)
     if not asked and not any("huggingface.co" in text for text in texts):
         return "", ""
     strings = [value for value in arguments.values() if isinstance(value, str) and not (folder / value).exists()]
