@@ -162,6 +162,15 @@ UNEVEN_TOKENS = shown(
     instead="sizes B=4, S=3\nmesh ep=4\nshard input_ids, targets [B/ep, _]\n"
     "experts model.layers.*.mlp.experts over ep dropless",
 )
+NO_BIAS = shown(
+    name="P0139",
+    title="a bias to balance that the model does not have",
+    why="`balance bias` moves a buffer that a router adds to the scores of experts before it chooses, as DeepSeek-V3's"
+    " `e_score_correction_bias`. It is looked for beside the experts: a buffer of real numbers, one an expert.",
+    example="experts model.layers.*.mlp.experts over ep dropless balance bias 0.001   # Mixtral's router has no bias",
+    instead="experts model.layers.*.mlp.experts over ep dropless\n"
+    "loss cross_entropy(output.logits, targets) + 0.01 output.aux_loss",
+)
 IDLE_AXIS = Code(
     name="P0248",
     title="an axis that splits nothing",

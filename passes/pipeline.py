@@ -15,6 +15,7 @@ from ..compiler.layout.placement import Split
 from ..compiler.ops.precision import PrecisionRegions
 from ..compiler.program.binding import Binding
 from ..compiler.program.blocks import block_of
+from ..compiler.program.loads import Bias
 from ..compiler.program.loss_scale import LossScale
 from ..compiler.program.program import Program
 from ..compiler.program.roles import SINGLE as ROLE
@@ -25,6 +26,7 @@ from .calls import computes, mark_packed
 from .canonical.canonicalize import canonicalize
 from .canonical.constants import fold_constants
 from .canonical.draws import drop_unread, uncounted
+from .canonical.loads import count_loads
 from .canonical.loss import SplitLoss, split_loss, stop_gradients
 from .canonical.unruled import expand_unruled
 from .choices import Choices, ShardDims
@@ -90,6 +92,8 @@ class Request:
     """The modules that are called as one, beside numbered modules outside them."""
     terms: int = 1
     """The number of the loss's terms."""
+    biases: Mapping[str, Bias] = field(default_factory=dict)
+    """The biases that balance experts, by the module of these."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +149,9 @@ def _forward(captured: Captured, request: Request) -> tuple[SplitLoss, Program]:
     fold_constants(graph, request.choices)
     freeze_parameters(graph, request.frozen)
     loss = split_loss(graph, request.terms)
-    noted(loss.graph.output_node()).updates = captured.updates
+    count_loads(loss.graph, captured.updates)
     mark_packed(loss.graph)
-    reference = reference_program(loss.graph, loss.count, loss.counts, captured.updates, request.seed)
+    reference = reference_program(loss.graph, loss.count, loss.counts, request.seed)
     narrow(loss.graph, request.precision)
     pad(loss.graph, request.pads)
     stop_gradients(loss.graph)
@@ -172,8 +176,9 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
     sums = request.accumulate if request.microbatches > 1 else None
     stored = store_parameters(typed, mesh, request.shardings, request.shard_dims)
     if request.pipeline is not None:
+        results = noted(typed.output_node()).results
         typed = in_stages(typed, request.pipeline)
-        noted(typed.output_node()).updates = captured.updates
+        noted(typed.output_node()).results = results
     assembled = assemble(typed, mesh, request.seed, sums, request.pipeline)
     levels = TwoLevels(mesh, request.levels, request.shard_dims, request.choices)
     compressor = Compressor(request.compress, request.shard_dims)
@@ -188,6 +193,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         request.pipeline,
         request.loss_scale,
         compressor,
+        request.biases,
     )
     roles = levels.roles(make_roles(step))
     roles = {role: overlapped(sum_early(programs, request.microbatches), request.overlap)

@@ -35,6 +35,7 @@ from .processes import default_device, join_processes, launched
 from .saving import LocalPart, StateFiles, stored_of
 from .state.gather import Gatherer, everywhere, exchange
 from .state.initial import Initial
+from .state.loads import layers_of, load_figures, taken_loads
 from .state.offload import Offloaded
 from .state.optimizer import rate, update
 from .state.scaler import changed_state, scale_figures, skips, state_after
@@ -65,7 +66,7 @@ class Session:
         compile: bool = False,
         trace: bool = False,
     ) -> None:
-        self.build = build
+        self.build, self._layers = build, layers_of(build)
         self.mesh = build_mesh(build)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         check_fits(build, self.world)
@@ -175,8 +176,10 @@ class Session:
                 update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, clip, lr, units)
         self.state.steps.update(state_after(result.state, skipped))
         self.step_number += 1
-        metrics = {name: float(value) for name, value in result.metrics.items()} | scale_figures(self.state.steps)
-        return StepReport(self.step_number, loss, norm, float(lr), metrics, skipped)
+        loads = taken_loads(result.metrics, self._layers)
+        numbers = {name: float(value) for name, value in result.metrics.items() if not value.dim()}
+        metrics = numbers | load_figures(loads, self._layers) | scale_figures(self.state.steps)
+        return StepReport(self.step_number, loss, norm, float(lr), metrics, skipped, loads)
 
     def step(self, batch: Batch | None = None, lr: float | None = None, *, local: Batch | None = None) -> StepReport:
         """Do one step of training: ``gradients``, then ``update``."""

@@ -57,6 +57,7 @@ class StepReport:
     lr: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False  # nothing was updated but the loss scale
+    loads: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the tokens of each expert, by module
 
 
 class Stepper:
@@ -261,6 +262,7 @@ class Stepper:
         for w, made in self._run(action.kind, work, inputs):
             if row.place == "after":
                 w.results |= made
+                w.state.buffers.update(named(made, "buffer"))
                 continue
             for key, value in made.items():
                 w.total(key, value)
@@ -272,8 +274,9 @@ class Stepper:
 
     def _forward(self, action: Action, step: int, work: Sequence[Work]) -> None:
         for w, made in self._run(self._mail.machine(action, FORWARD), work, self._inputs(action, step, work, FORWARD)):
-            if LOSS in made:
-                w.total(LOSS, made[LOSS])
+            for key in made:
+                if key.home == "step":  # the loss, and the loads of experts
+                    w.total(key, made[key])
             # never a view of a parameter, which the update changes, or of a batch, which is its owner's
             w.state.buffers.update((name, value.clone()) for name, value in named(made, "buffer").items())
             w.hand_over((action.stage, FORWARD, action.microbatch), made)

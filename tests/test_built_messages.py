@@ -56,6 +56,12 @@ COMMANDS = {
         "mesh dp=4, ep=4\nshard tokens, targets [B/dp, _]\nexperts moe.experts over ep dropless\n",
         of="Routed",
     ),
+    "P0139": Case(
+        "plain",
+        lines="mesh dp=4, ep=2\nshard tokens, targets [B/dp, _]\n"
+        "experts moe.experts over ep dropless balance bias 0.001\n",
+        of="Routed",
+    ),
     "P0133": Case(lines="mesh dp=2\nshard tokens, targets [B/dp, _]\nzero 3 over dp\nbucket 4KB\n"),
     "P0201": Case(change=("gpt.py:GPT", "gpt.py:GTP")),
     "P0202": Case("branch", lines=ONE),

@@ -28,7 +28,9 @@ def program_facts(programs: Mapping[str, Program], reference: Program) -> dict[s
     mesh = programs[FORWARD].mesh
     return {
         "parameters": {name: type_.text(mesh) for name, type_ in stored_in(programs).items()},
-        "updates": list(reference.main.returned("buffer")),
+        "updates": list(
+            dict.fromkeys(name for of in (reference, *programs.values()) for name in of.main.returned("buffer"))
+        ),
         "role": programs[FORWARD].role,
     }
 

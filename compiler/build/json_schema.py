@@ -79,6 +79,7 @@ MANIFEST_FORM: Form = {
     "init": Maybe({"folder": str, "rounded": bool, "tensors": [{"names": [str], "shape": [int], "dtype": str}]}),
     "seed": int,
     "state": Each(_NUMBER),
+    "experts?": Each({"experts": int, "ranks": int, "buffer": (str, _NONE), "rate": _NUMBER}),
     "steps": (int, _NONE),
     "aliases": Each(str),
     "parameters": Each(str),

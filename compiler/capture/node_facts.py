@@ -78,8 +78,9 @@ class NodeFacts:
     """True where the node's result is the loss of each target, and zero for ignored targets."""
     kept = Fact(False)
     """True where a pass put the node at the graph's end, to give an output the form in which it is kept."""
-    updates = Fact[tuple[str, ...]](())
-    """The buffers whose new values follow the loss; a note of the output node."""
+    results = Fact[tuple[Binding, ...]](())
+    """The bindings of the results that follow the loss: loads of experts, and new values of buffers. A note of the
+    output node."""
     types = Fact[list[TensorType | None]]([])
     """The types of its results on the mesh."""
     line = Fact(0)

@@ -11,7 +11,7 @@ from typing import Literal
 from .binding import Kind
 
 COUNTING, SCALING, UNSHARD, FORWARD, BACKWARD = "COUNT", "SCALE", "UNSHARD", "F", "B"
-REDUCE, RESCALE, STEP = "REDUCE", "RESCALE", "STEP"
+REDUCE, RESCALE, STEP, LOADS = "REDUCE", "RESCALE", "STEP", "LOADS"
 PLACES = ("before", "work", "after", "end")
 PHASES = ("forward", "backward", "step")
 AHEAD = 2
@@ -75,12 +75,14 @@ ACTIONS: dict[str, ActionRow] = {row.kind: row for row in (
     ActionRow(SCALING, "before", "step", reads=("count",), returns=("scale", "unscale", "term"), evaluated=True,
               phase="forward"),
     ActionRow(UNSHARD, "before", "role", returns=("weight",), optional=True, evaluated=True, phase="forward"),
-    ActionRow(FORWARD, "work", "stage", each=True, reads=("weight", "term"), returns=("loss", "saved", "buffer"),
-              evaluated=True, compiled=True, phase="forward", to=1, colors=("#4c8ed9", "#7db3ec", "#b1d3f7")),
+    ActionRow(FORWARD, "work", "stage", each=True, reads=("weight", "term"),
+              returns=("loss", "load", "saved", "buffer"), evaluated=True, compiled=True, phase="forward", to=1,
+              colors=("#4c8ed9", "#7db3ec", "#b1d3f7")),
     ActionRow(BACKWARD, "work", "stage", each=True, reads=("scale", "weight", "term", "saved"), returns=("gradient",),
               compiled=True, phase="backward", to=-1, slots=2, colors=("#3f9b5b", "#74be88", "#aedcba")),
     ActionRow(REDUCE, "after", "role", reads=("loss", "scale", "unscale", "gradient"),
               returns=("gradient", "loss", "grad_norm", "state")),
+    ActionRow(LOADS, "after", "role", reads=("load",), returns=("metric", "buffer"), optional=True),
     ActionRow(RESCALE, "after", "step", reads=("grad_norm",), returns=("state",), optional=True),
     ActionRow(STEP, "end", ""),
 )}  # fmt: skip

@@ -175,9 +175,9 @@ def _chain(programs: Sequence[Program]) -> Program:
 
 
 def _joined_once(programs: Sequence[Program]) -> Program:
-    """Join the programs of one kind that roles run once a step. A gradient or a weight is that of the first role that
-    has it; the others make it by the same lines. All else is a sum of the roles' values, as the loss, or the root of a
-    sum, as the norm."""
+    """Join the programs of one kind that roles run once a step. A gradient, a weight or a buffer is that of the first
+    role that has it; the others make it by the same lines. All else is a sum of the roles' values, as the loss, or the
+    root of a sum, as the norm."""
     parameters: dict[Binding | None, Value] = {}
     lines: list[Line] = []
     returns: dict[Binding, str] = {}
@@ -200,7 +200,7 @@ def _joined_once(programs: Sequence[Program]) -> Program:
             lines.append(replace(line, results=results).renamed(names))
             roots.update((v.name, lines[-1]) for v in lines[-1].made if facts(line.op).power == 0.5)
         for key, name in program.main.returns:
-            if key.kind not in ("gradient", "state", "weight"):
+            if key.kind not in ("gradient", "state", "weight", "buffer"):
                 summed.setdefault(key, []).append(names[name])
             elif key.kind == "gradient" and key not in given:  # zeros, for the roles that make it
                 continue
@@ -252,10 +252,12 @@ def _added(names: Sequence[str], values: dict[str, Value], lines: list[Line], ba
     parts = [name for name in names if name not in zeros] or names[:1]
     if len(parts) == 1:
         return parts[0]
-    row = replace(values[parts[0]], name=f"{base}_stack", type=replace(values[parts[0]].type, shape=(len(parts),)))
-    total = replace(values[parts[0]], name=f"{base}_sum")
+    one = values[parts[0]]
+    row = replace(one, name=f"{base}_stack", type=replace(one.type, shape=(len(parts), *one.type.shape)))
+    total = replace(one, name=f"{base}_sum")
     lines.append(Line((row,), "aten.stack.default", ([Ref(name) for name in parts],)))
-    lines.append(Line((total,), "aten.sum.default", (Ref(row.name),)))
+    args = (Ref(row.name), [0], False) if one.type.shape else (Ref(row.name),)
+    lines.append(Line((total,), "aten.sum.dim_IntList" if one.type.shape else "aten.sum.default", args))
     values.update({row.name: row, total.name: total})
     return total.name
 

@@ -125,7 +125,9 @@ def _final_faults(action: str, key: Binding, type_: TensorType, stored: Mapping[
         yield Fault("types", f"{action} {key}", f"is still to be summed over {', '.join(type_.placement.partial)}")
     elif key.kind == "gradient" and stored.get(key.name) != type_:
         yield Fault("types", f"{action} {key}", "is not placed as its parameter is stored")
-    elif key.kind != "gradient" and (type_.placement.split_axes() or type_.shape):
+    elif key.kind == "buffer":
+        return  # held to the type in which it is read
+    elif key.kind != "gradient" and (type_.placement.split_axes() or (type_.shape and key.kind != "metric")):
         yield Fault("types", f"{action} {key}", "is not one number, whole on every rank")
 
 

@@ -19,6 +19,7 @@ from parc.compiler.plan.plan import Plan
 from parc.compiler.program.actions import FORWARD, REDUCE, SCALING
 from parc.compiler.program.binding import BUFFERS
 from parc.compiler.program.faults import Fault
+from parc.compiler.program.loads import biases_in
 from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.program.roles import SINGLE, Role, ranks_of
 from parc.compiler.sizes.template import ShapeFault, sizes_text
@@ -267,5 +268,5 @@ def case_of(compiled: Compiled) -> Case:
         build.programs if roles else build.roles[SINGLE].programs, build.reference,
         () if roles else build.roles[SINGLE].actions, build.mesh, build.microbatches,
         build.manifest["optimizer"], {name: recipes[name].whole() for name in build.types}, buffers,
-        build.manifest["parameters"], build.pads, roles, build.manifest["state"],
+        build.manifest["parameters"], build.pads, roles, build.manifest["state"], biases_in(build.manifest),
     )  # fmt: skip

@@ -31,6 +31,7 @@ from parc.compiler.program.actions import Action, schedule_text
 from parc.compiler.program.binding import Binding
 from parc.compiler.program.program import REFERENCE_FILE
 from parc.compiler.resolve.resolve import Resolved, resolve
+from parc.compiler.resolve.routing import RoutedLayer, biases_of, routing_facts, routing_of
 from parc.compiler.resolve.units import units_of
 from parc.compiler.sizes.polynomials import check_points, moving
 from parc.compiler.sizes.template import Template
@@ -76,6 +77,8 @@ class Compiled:
     seconds: dict[str, float] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     copies: Copies = field(default_factory=Copies)
+    routing: Mapping[str, RoutedLayer] = field(default_factory=dict)
+    """The layers of experts, by their modules."""
     template: Template | None = None
     """The programs for all sizes, where the plan declares ranges; ``built`` holds those of the largest."""
     written: Build | None = None
@@ -205,7 +208,7 @@ def compile_captured(
     sizes = {name: size.high for name, size in plan.sizes.items()}
     return Compiled(
         plan, folder, asked.mesh, task_lines(plan), recorded, captured, asked.resolved, built, timelines, pipeline,
-        sizes, frozen=asked.request.frozen, copies=asked.copies,
+        sizes, frozen=asked.request.frozen, copies=asked.copies, routing=asked.routing,
     )  # fmt: skip
 
 
@@ -225,6 +228,7 @@ class Asked:
     resolved: Resolved
     copies: Copies
     request: Request
+    routing: dict[str, RoutedLayer]
 
 
 def ask(
@@ -256,6 +260,7 @@ def ask(
         for axis, split in copies.splits(seed, mesh).items()
     )
     pads = {bindings.get(name, Binding("parameter", name)): rows for name, rows in resolved.pads.items()}
+    routing = routing_of(plan, names, captured)
     return Asked(mesh, resolved, copies, Request(
         claims, plan.microbatches, plan.seed, frozen, getattr(torch, ACCUMULATE[plan.accumulate]),
         copies.gathers(resolved.seeds, mesh), pads, regions(resolved.precision), pipeline,
@@ -263,8 +268,8 @@ def ask(
         OverlapChoices(plan.bucket, plan.prefetch),
         {word: line.span.root.line for word, line in plan.offloaded.items()}, levels_of(plan, mesh, copies),
         compressions_of(resolved, mesh, captured, frozen), units=units_of(plan, names, captured),
-        terms=len(plan.loss.terms),
-    ))  # fmt: skip
+        terms=len(plan.loss.terms), biases=biases_of(routing),
+    ), routing)  # fmt: skip
 
 
 def frozen_parameters(plan: Plan, recorded: Recorded, captured: Captured, resolved: Resolved) -> frozenset[str]:
@@ -325,6 +330,7 @@ def manifest_of(compiled: Compiled) -> dict[str, Any]:
         "aliases": dict(compiled.captured.aliases),
         "padding": facts_of({**compiled.resolved.pads, **built.stored.pads}),
         "constants": constant_facts(compiled),
+        **routing_facts(compiled.routing),
     }  # fmt: skip
 
 

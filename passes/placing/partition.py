@@ -23,7 +23,6 @@ from ...compiler.ops.infer import Part
 from ...compiler.ops.rules import facts
 from ...compiler.ops.splits import from_factor, to_factor
 from ...compiler.ops.torch_ops import OPS
-from ...compiler.program.binding import Binding
 from ...compiler.program.program import Origin
 from ..calls import ValueKey, computes, fake, key_of, operands_of, outputs, substitute_nodes, tensors_of
 from ..choices import Choices
@@ -331,16 +330,16 @@ class Partition:
                 self.reader, self.kept = str(node.target), noted(node).kept
                 self.operator(node)
         self.block, self.reader, self.kept = None, "output", True
-        names, made, results = noted(self.source.output_node()).updates, outputs(self.source), []
+        keys, made, results = noted(self.source.output_node()).results, outputs(self.source), []
         bound = {noted(n).binding: (n, 0) for n in self.source.nodes if n.op == "placeholder"}
-        for name, node in zip([*[""] * (len(made) - len(names)), *names], made, strict=True):
-            if name:  # placed as the buffer, so that the next microbatch reads what this one wrote
-                target = Placement.of(self.mesh, dict(self.placed.splits[bound[Binding("buffer", name)]]))
+        for key, node in zip([*[None] * (len(made) - len(keys)), *keys], made, strict=True):
+            if key in bound:  # placed as the buffer, so that the next microbatch reads what this one wrote
+                target = Placement.of(self.mesh, dict(self.placed.splits[bound[key]]))
             else:
                 state = self.state[key_of(node)]
                 target = state.replace({axis: "I" for axis, kind in state.items() if kind != "P"})
             results.append(self.convert(key_of(node), target))
-        noted(self.graph.output(tuple(results))).updates = names
+        noted(self.graph.output(tuple(results))).results = keys
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return self.graph

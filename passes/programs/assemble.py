@@ -260,15 +260,14 @@ def assemble(
     are added up.
     """
     main, pairs = call_segments(graph, mesh, seed)
-    loss, *updates = outputs(graph)
+    loss, *others = outputs(graph)
     lines, reads, returned = _backward(main, loss)
     gradients = []
     for stage, name, value in returned:
         lines.stage = stage
         gradients.append((stage, name, _narrowed(value, sums, lines)))
-    buffers = noted(graph.output_node()).updates
-    results = {LOSS: main.bind(loss).name}
-    results |= {Binding("buffer", name): main.bind(node).name for name, node in zip(buffers, updates, strict=True)}
+    keys = (LOSS, *noted(graph.output_node()).results)
+    results = {key: main.bind(node).name for key, node in zip(keys, (loss, *others), strict=True)}
     for node in graph.find_nodes(op="placeholder"):
         if noted(node).binding in results:  # it has a type and a first value, also if nobody reads it
             main.bind(node)

@@ -44,7 +44,8 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
     buffer's new value the form in which it is kept (a sum over ranks, without padding) to the stage that makes it. What
     no parameter reaches (positions, rotary tables, masks) is computed in every stage that reads it, never sent.
     """
-    free = computed_anywhere(graph, noted(graph.output_node()).updates)
+    updates = [key.name for key in noted(graph.output_node()).results if key.kind == "buffer"]
+    free = computed_anywhere(graph, updates)
     stages = _stages(graph, pipeline, free)
     wanted: dict[fx.Node, set[int]] = {node: {stage} for node, stage in stages.items()}
     homes = _homes(graph, stages)
@@ -75,12 +76,13 @@ def in_stages(graph: fx.Graph, pipeline: Pipeline) -> fx.Graph:
 
 
 def _homes(graph: fx.Graph, stages: Mapping[fx.Node, int]) -> list[tuple[fx.Node, int]]:
-    """Return the new value of each buffer (two may share one), with the stage that reads the old value."""
+    """Return the new value of each buffer (two may share one), with the stage that reads the old value, and each other
+    result with its own stage."""
     _, *values = outputs(graph)
     bound = {noted(node).binding: node for node in graph.find_nodes(op="placeholder")}
-    readers = (bound[Binding("buffer", name)].users for name in noted(graph.output_node()).updates)
-    return [(value, max((stages.get(user, 0) for user in users), default=0))
-            for value, users in zip(values, readers, strict=True)]  # fmt: skip
+    results = zip(values, noted(graph.output_node()).results, strict=True)
+    near = [(value, list(bound[key].users) if key in bound else [value]) for value, key in results]
+    return [(value, max((stages.get(node, 0) for node in nodes), default=0)) for value, nodes in near]
 
 
 def _seen_from(copies: Mapping[tuple[fx.Node, int], fx.Node], operand: fx.Node, stage: int,

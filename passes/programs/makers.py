@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,10 +10,12 @@ from torch import fx
 
 from ...compiler.capture.node_facts import noted
 from ...compiler.layout.mesh import Mesh
+from ...compiler.layout.placement import TensorType
 from ...compiler.program.actions import (
     BACKWARD,
     COUNTING,
     FORWARD,
+    LOADS,
     REDUCE,
     RESCALE,
     SCALING,
@@ -22,6 +24,7 @@ from ...compiler.program.actions import (
     step_kinds,
 )
 from ...compiler.program.binding import Binding
+from ...compiler.program.loads import Bias
 from ...compiler.program.loss_scale import DYNAMIC, LossScale
 from ...compiler.program.program import Program
 from ...compiler.program.roles import SINGLE, Programs
@@ -29,6 +32,7 @@ from ..calls import outputs
 from .assemble import Assembled, assemble_count
 from .compress import Compressor
 from .cut import Pipeline
+from .loads import load_programs
 from .reduce import norm_dtype, reductions
 from .scales import rescale_program, scale_program
 from .segments import node_type
@@ -52,6 +56,8 @@ class StepParts:
     pipeline: Pipeline | None
     loss_scale: LossScale = None
     compressor: Compressor = field(default_factory=Compressor)
+    biases: Mapping[str, Bias] = field(default_factory=dict)
+    """The biases that balance experts, by the module of these."""
 
     @property
     def ranks(self) -> StageRanks:
@@ -103,7 +109,21 @@ def _unshard(parts: StepParts) -> Sequence[Program]:
     return programs if any(program.main.lines for program in programs) else []
 
 
+def _loads(parts: StepParts) -> Sequence[Program]:
+    """Return LOADS of every role, where the model routes tokens to experts."""
+    made: list[dict[str, TensorType]] = [{} for _ in parts.roles]
+    for rank, work in zip(parts.ranks, parts.made.work, strict=True):
+        main = work[FORWARD].main
+        values = main.values()
+        made[rank].update((module, values[name].type) for module, name in main.returned("load").items())
+    nodes = parts.graph.find_nodes(op="placeholder")
+    buffers = {noted(node).binding.name: node_type(node) for node in nodes if noted(node).binding.kind == "buffer"}
+    axis = parts.pipeline.axis if parts.pipeline is not None else ""
+    return load_programs(made, parts.biases, buffers, parts.mesh, parts.roles, axis)
+
+
 MAKERS: dict[str, Maker] = {
+    LOADS: _loads,
     COUNTING: _count,
     SCALING: _scale,
     UNSHARD: _unshard,

@@ -13,6 +13,7 @@ from ...compiler.layout.mesh import Mesh
 from ...compiler.padding.pads import Pads
 from ...compiler.program.actions import SCALING, Action
 from ...compiler.program.binding import BUFFERS, COUNT, LOSS, PARAMETERS, Binding, Kind
+from ...compiler.program.loads import LOAD, Bias
 from ...compiler.program.program import Line, Program
 from ...compiler.program.roles import Role
 from ..backends.in_process import InProcess
@@ -49,6 +50,8 @@ class Case:
     """The roles of a pipeline by name; empty where all ranks run ``programs``."""
     state: Mapping[str, float] = field(default_factory=dict)
     """The state of steps before the first one."""
+    biases: Mapping[str, Bias] = field(default_factory=dict)
+    """The biases that balance experts, by the module of these."""
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,6 +92,8 @@ class ReferenceRun:
         }
         self.buffers = {name: self._copied(value) for name, value in case.buffers.items()}
         self.optimizer = make_optimizer(self.parameters, case.optimizer)
+        self.loads: dict[str, torch.Tensor] = {}
+        """The tokens of each expert in the last step, by the module of the experts."""
         self.metrics: Mapping[str, torch.Tensor] = {}
         """The metrics of the last step."""
 
@@ -126,11 +131,14 @@ class ReferenceRun:
             for number in self.case.reference.main.bound("term"):
                 own = totals.get(Binding("count", number), float(len(batches)))
                 weights[number] = totals[COUNT] / own
-        total = torch.zeros((), dtype=torch.float64)
+        total, self.loads = torch.zeros((), dtype=torch.float64), {}
         for index, batch in enumerate(batches):
             (made_,) = self.machine.run([self._environment("forward", batch, step, index, weights)])
             (made_[LOSS] * scale).backward()
             total += made_[LOSS].detach() * scale
+            for key, load in made_.items():
+                if key.kind == "load":
+                    self.loads[key.name] = self.loads.get(key.name, 0) + load
             self.buffers.update({key.name: self._copied(value) for key, value in made_.items() if key.kind == "buffer"})
         return total, {n: p.grad.detach().clone() for n, p in self.parameters.items() if p.grad is not None}
 
@@ -145,6 +153,11 @@ class ReferenceRun:
                 for kind in self.case.programs.keys() & METRICS.keys()
                 for name, value in METRICS[kind](self.parameters, gradients).items()
             }
+            if self.loads:
+                self.metrics = {**self.metrics, LOAD.name: torch.cat([*self.loads.values()])}
+            for module, bias in self.case.biases.items():
+                load, old = self.loads[module].double(), self.buffers[bias.buffer]
+                self.buffers[bias.buffer] = old + bias.rate * torch.sign(load.mean() - load)
             # clipping scales in place, and what is returned is compared before clipping
             own_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
             line = self.case.optimizer

@@ -26,6 +26,7 @@ from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
 from ...compiler.program.actions import COUNTING, FORWARD, SCALING
 from ...compiler.program.binding import COUNT, Binding
+from ...compiler.program.loads import Bias, biases_in
 from ...compiler.sizes.size_range import BATCH
 from ..backends.in_process import InProcess
 from ..data.feed import Feed
@@ -133,6 +134,28 @@ class PlainModule:
 
 
 @final
+class PlainBias:
+    """The bias of a plain module's router, moved after each step by the tokens that its experts were called with."""
+
+    def __init__(self, model: nn.Module, module: str, bias: Bias) -> None:
+        owner, _, leaf = bias.buffer.rpartition(".")
+        self._value: Tensor = getattr(model.get_submodule(owner), leaf)
+        self._rate, self._load = bias.rate, torch.zeros(self._value.numel(), dtype=torch.int64)
+        model.get_submodule(module).register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: nn.Module, given: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+        """Count the experts that the second argument names, [tokens, k]."""
+        chosen = given[1] if len(given) > 1 else named["top_k_index"]
+        self._load += torch.bincount(chosen.flatten().cpu(), minlength=self._load.numel())
+
+    def move(self) -> None:
+        """Add the rate for experts with fewer tokens than the mean, and take it from those with more."""
+        load = self._load.double()
+        self._value += (self._rate * torch.sign(load.mean() - load)).to(self._value)
+        self._load.zero_()
+
+
+@final
 class Plain:
     """The plain module of a build, trained on one device as the build trains it: the same microbatches, one
     denominator.
@@ -152,6 +175,7 @@ class Plain:
         self.step_number = 0
         self._plain = PlainModule(self.module, lines, build.folder, seed, manifest["frozen"])
         self._optimizer = make_optimizer(self._plain.parameters, manifest["optimizer"])
+        self._biases = [PlainBias(self.module, *item) for item in biases_in(manifest).items()]
         whole = Mesh(tuple((axis, 1) for axis in build.programs[FORWARD].mesh.names))
         self._by_sizes = BySizes(build, lambda at: (at, Feed(at, whole, whole.coordinates(0), CPU)))
 
@@ -180,6 +204,8 @@ class Plain:
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]))
         with torch.no_grad():
             update(self._optimizer, self._plain.parameters, gradients, norm, line["clip"], lr)
+            for bias in self._biases:
+                bias.move()
         self.step_number += 1
         return StepReport(self.step_number, total, float(norm), lr)
 

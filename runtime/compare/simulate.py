@@ -274,7 +274,7 @@ def _compare_metrics(agreement: Agreement, reference: ReferenceRun, simulation: 
             error = float("inf")
             if name in returned and name in reference.metrics:
                 expected = reference.metrics[name]
-                error = _largest(returned[name] - expected) / max(_largest(expected), 1e-30)
+                error = _largest((returned[name] - expected).double()) / max(_largest(expected), 1e-30)
             agreement.note("metric", error, f"step {step}, rank {rank}, {name}")
 
 

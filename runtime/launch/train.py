@@ -22,6 +22,7 @@ from ...compiler.sizes.size_range import BATCH
 from ..faults import RunError, writing
 from ..processes import launched
 from ..session import Session
+from ..state.loads import LoadWatch
 from ..state.optimizer import rate
 from ..step import StepReport
 from ..trace import write_trace
@@ -94,7 +95,7 @@ def train(session: Session, options: Options) -> int:
             display = stack.enter_context(ProgressDisplay(options.steps, what))
             for text in _at_the_start(session, options):
                 display.say(text)
-        started = session.step_number
+        started, watch = session.step_number, LoadWatch()
         saved = session.step_number if options.resume == options.save else -1
         asked = max(row[0] for row in session.exchange([stop.signal]))
         while session.step_number < options.steps and not asked:
@@ -114,6 +115,8 @@ def train(session: Session, options: Options) -> int:
                 display.say(f"compiled in {session.regions.seconds:.1f} s; the next run finds them in Inductor's cache")
             if display is not None:
                 display.step(report.step, report.loss, count, step_s, skip_text(report))
+                if warning := watch.note(report.step, report.metrics.get("rank_imbalance", 1.0)):
+                    display.say(f"warning: {warning}")
             if options.save is not None and options.save_every and report.step % options.save_every == 0:
                 session.save(options.save)
                 saved = report.step
@@ -141,7 +144,10 @@ def _check_places(session: Session, options: Options) -> None:
 def _noted(metrics: MetricsFile, display: ProgressDisplay, report: StepReport, **figures: Any) -> bool:
     """Write a step to the metrics. Return False if they cannot be written any more: that ends no training."""
     try:
-        metrics.step(report.step, report.loss, **report.metrics, grad_norm=report.grad_norm, lr=report.lr, **figures)
+        loads = {"loads": report.loads} if report.loads else {}
+        metrics.step(
+            report.step, report.loss, **report.metrics, **loads, grad_norm=report.grad_norm, lr=report.lr, **figures
+        )
     except RunError as error:
         display.say(f"{error.message}; the metrics end at step {report.step - 1}, the training goes on")
         return False

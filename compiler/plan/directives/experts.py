@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ..directive import argument
 from ..layouts import SplitWeights
 
 
+@dataclass(frozen=True)
 class Experts(SplitWeights):
     """Splits the experts of mixture-of-experts layers over an axis: every rank has the same number of them, and tokens
     go where their experts are (expert parallelism).
@@ -22,6 +26,15 @@ class Experts(SplitWeights):
 
     Every other weight of such a layer (the router, shared experts) is placed as in dense layers. Without a line every
     rank has all experts, and routes its own tokens.
+
+    `balance bias 0.001`: after each step, the router's bias of every expert that got fewer tokens than the mean grows
+    by so much, and that of every expert with more falls, as DeepSeek-V3 is trained. The bias is a buffer of the model
+    beside its experts, of one number an expert. This is more than the model's own code does in a step. A model without
+    such a buffer adds an auxiliary loss to its `loss` line instead.
     """
 
-    USAGE = "experts WHERE over AXIS dropless"
+    USAGE = "experts WHERE over AXIS dropless [balance bias X]"
+    LIMITS = (("balance bias", (lambda value: value > 0, "more than 0")),)
+
+    rate: float | None = argument(lambda given: given.number("balance bias", None))
+    """The change of a bias in each step; None where nothing changes it."""

@@ -1,0 +1,93 @@
+"""The layers of experts of a plan: how many ranks share each, and the bias that balances it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ...grammar.codes_placement import NO_BIAS
+from ...grammar.diagnostics import Diagnostic, Label, PlanError
+from ...grammar.syntax import Word
+from ..capture.capture import Captured
+from ..capture.node_facts import noted
+from ..capture.routed import routed_layers
+from ..plan.directives.experts import Experts
+from ..plan.plan import Plan
+from ..program.loads import Bias
+from .names import PlanNames, find_modules
+
+
+class RoutedLayer(NamedTuple):
+    """A layer of ``experts``, which ``ranks`` share, with the ``bias`` that a step moves, if it moves one."""
+
+    experts: int
+    ranks: int
+    bias: Bias | None
+
+
+def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, RoutedLayer]:
+    """Return the layers of experts by their modules.
+
+    Raises:
+        PlanError: a layer whose bias is to be balanced has none.
+    """
+    layers, errors = dict[str, RoutedLayer](), list[Diagnostic]()
+    lines = [line for line in plan.placements if isinstance(line, Experts)]
+    for module, chosen in routed_layers(captured.graph).items():
+        experts, ranks, bias = noted(chosen).value.shape[0], 1, None
+        for line in lines:
+            if not any(_within(module, found) for word in line.where for found in _found(word, names)):
+                continue
+            ranks = plan.mesh.size(line.axis.text)
+            if line.rate is not None:
+                buffers = _biases(module, experts, captured)
+                bias = Bias(buffers[0], line.rate) if len(buffers) == 1 else None
+                errors += [] if bias is not None else [_no_bias(line, module, experts, buffers)]
+        layers[module] = RoutedLayer(experts, ranks, bias)
+    if errors:
+        raise PlanError(errors[:1])
+    return layers
+
+
+def biases_of(layers: Mapping[str, RoutedLayer]) -> dict[str, Bias]:
+    """Return the biases that steps move, by the module of the experts."""
+    return {module: layer.bias for module, layer in layers.items() if layer.bias is not None}
+
+
+def routing_facts(routing: Mapping[str, RoutedLayer]) -> dict[str, Any]:
+    """Return the facts of a manifest about the layers of experts; nothing where there are none."""
+    layers = {
+        module: {"experts": layer.experts, "ranks": layer.ranks, "buffer": layer.bias and layer.bias.buffer,
+                 "rate": layer.bias.rate if layer.bias is not None else 0}
+        for module, layer in routing.items()
+    }  # fmt: skip
+    return {"experts": layers} if layers else {}
+
+
+def _found(word: Word, names: PlanNames) -> tuple[str, ...]:
+    found = find_modules(word, names)
+    return () if isinstance(found, Diagnostic) else found  # the placement of its weights has the error
+
+
+def _within(module: str, outer: str) -> bool:
+    return not outer or module == outer or module.startswith(f"{outer}.")
+
+
+def _biases(module: str, experts: int, captured: Captured) -> list[str]:
+    """Return the buffers beside a module of experts that have one real number for each."""
+    beside = f"{module.rpartition('.')[0]}."
+    return [
+        name for name, node in captured.placeholders("buffer").items()
+        if name.startswith(beside) and node.users and noted(node).value.is_floating_point()
+        and noted(node).value.numel() == experts
+    ]  # fmt: skip
+
+
+def _no_bias(line: Experts, module: str, experts: int, found: list[str]) -> Diagnostic:
+    beside = module.rpartition(".")[0]
+    message = (
+        f"`{beside}` has {'no buffer' if not found else f'{len(found)} buffers'} of {experts} numbers, one an expert"
+    )
+    help_ = "a router adds such a buffer to its scores before it chooses; without one, balance by a term of the loss: "
+    label = Label(line.arguments.span("balance bias"), f"the bias of `{module}`")
+    return Diagnostic(NO_BIAS, message, label, help=f"{help_}`loss cross_entropy(…) + 0.01 output.aux_loss`")

@@ -1,0 +1,105 @@
+"""The balance of experts: auxiliary losses, the loads of each step, and a bias that steps move."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import parc
+from parc.checking.checks import case_of, static_faults
+from parc.checking.reports import report_of
+from parc.compiler.build.directory import write_build
+from parc.compiler.program.actions import LOADS
+from parc.compiler.program.text import parse_program
+from parc.compiler.twin.structure import compare_structure
+from parc.grammar.diagnostics import PlanError, render
+from parc.runtime.compare.simulate import compare
+from tests.checked_plans import checked, compiled
+from tests.planted_builds import ROOT
+from tests.runtime.ranks import run_ranks
+from tests.test_experts import plan
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "Olmoe", "GraniteMoe"])
+def test_the_loss_that_balances_experts_is_that_of_all_tokens_of_a_microbatch(family: str) -> None:
+    loss = "cross_entropy(output.logits, targets)"
+    lines = "schedule microbatches 2\nforbid all_gather in **\n"
+    text = plan(family, lines=lines).replace(loss, f"{loss} + 0.01 output.aux_loss")
+    text = text.replace(f'name="{family}"', f'name="{family}", output_router_logits=true')
+    made = compiled(text, ROOT / "tests")
+    assert checked(made).report["checks"]["numbers"] == "tested" and not made.built.averaged
+
+
+BALANCED = "over ep dropless balance bias 0.01"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "lines"),
+    [("dp=2, ep=2", "schedule microbatches 2\n"),
+     ("pp=2, dp=1, ep=2", "stage before model.layers.2 over pp\nschedule 1f1b microbatches 2\n")],
+)  # fmt: skip
+def test_a_bias_that_balances_experts_moves_by_the_loads_of_the_whole_step(mesh: str, lines: str) -> None:
+    text = plan("DeepseekV3", mesh, lines, num_hidden_layers=3).replace("over ep dropless", BALANCED)
+    made = compiled(text, ROOT / "tests")
+    assert checked(made).report["checks"]["numbers"] == "tested"
+    buffers = [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
+    assert made.build.manifest["updates"] == buffers
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("parc.all_reduce(load_model_layers_1_mlp_experts, 'ep')", "aten.neg.default(load_model_layers_1_mlp_experts)"),
+        ("aten.lt.Tensor(to_copy, mean)", "aten.lt.Tensor(mean, to_copy)"),
+        ("aten.mean.default(to_copy)", "aten.sum.default(to_copy)"),
+        ("aten.mul.Tensor(sub, 0.01)", "aten.mul.Tensor(sub, 0.02)"),
+    ],
+)  # fmt: skip
+def test_a_wrong_balance_is_refused(old: str, new: str) -> None:
+    made = compiled(plan("DeepseekV3", "dp=1, ep=2").replace("over ep dropless", BALANCED), ROOT / "tests")
+    text = made.build.programs[LOADS].text()
+    assert text.count(old) == 1, text
+    programs, reference = made.build.programs, made.build.reference
+    wrong = {**programs, LOADS: parse_program(text.replace(old, new))}
+    roles = {name: replace(role, programs=wrong) for name, role in made.build.roles.items()}
+    bad = replace(made.build, programs=wrong, roles=roles)
+    assert static_faults(bad) or compare(case_of(replace(made, written=bad)), steps=2).largest > 1e-3
+    assert static_faults(bad) or compare_structure(wrong, reference, programs, reference)
+
+
+def balanced_ranks(path: str) -> tuple[list[float], list[list[int]], torch.Tensor]:
+    """Train for three steps; return the losses, the loads, and the bias that is left."""
+    with parc.load(path) as session:
+        reports = [session.step(token_batch()) for _ in range(3)]
+        name = "model.layers.1.mlp.gate.e_score_correction_bias"
+        loads = [list(report.loads["model.layers.1.mlp.experts"]) for report in reports]
+        assert all(report.metrics["rank_imbalance"] <= report.metrics["imbalance"] for report in reports)
+        return [report.loss for report in reports], loads, session.state_dict()[name]
+
+
+def token_batch() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(32, (2, 8, 4), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens[0], "targets": tokens[1]}
+
+
+def test_real_ranks_balance_as_the_plain_module_with_the_published_update(tmp_path: Path) -> None:
+    lines = "schedule microbatches 2\n"
+    made = compiled(plan("DeepseekV3", "dp=1, ep=2", lines).replace("over ep dropless", BALANCED), ROOT / "tests")
+    write_build(made.to_write(report_of(made)), tmp_path / "build")
+    plain = parc.reference(tmp_path / "build")
+    losses = [plain.step(token_batch()).loss for _ in range(3)]
+    bias = plain.module.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert bias.abs().max() > 0.005
+    for found, loads, moved in run_ranks(balanced_ranks, 2, str(tmp_path / "build")):
+        assert found == pytest.approx(losses, rel=1e-5) and torch.equal(moved, bias)
+        assert [sum(load) for load in loads] == [8 * 4 * 2] * 3
+
+
+def test_a_router_without_a_bias_cannot_be_balanced_by_one() -> None:
+    with pytest.raises(PlanError) as refused:
+        compiled(plan("Mixtral").replace("over ep dropless", BALANCED), ROOT / "tests")
+    text = render(refused.value.diagnostics[0])
+    assert "P0139" in text and "no buffer of 8 numbers" in text and "output.aux_loss" in text and "plan.parc:9" in text
