@@ -33,6 +33,17 @@ AMPLIFIED = Code(
     instead=MODEL.format(body="for _ in range(50):\n            x = 0.9 * x * (1 - x)\n        return x"),
     language="python",
 )
+NEAR_TIE = Code(
+    name="P0266",
+    title="a choice that rounding decides",
+    why="which entries a top-k takes is no continuous function of its scores: where the last one taken and the first"
+    " one left differ by rounding alone, ranks that add up in another order may take another one than a single device."
+    " The distance is measured in the captured graph, and reported; where it is too small and numbers differ, other"
+    " random data are drawn, and a model for which that does not help is refused.",
+    example=MODEL.format(body="return torch.stack([x.sum(-1), x.flip(-1).sum(-1)], -1).topk(1).indices * x"),
+    instead=MODEL.format(body="return torch.stack([x.sum(-1), x.square().sum(-1)], -1).topk(1).indices * x"),
+    language="python",
+)
 OWN_GRADIENT = Code(
     name="P0262",
     title="gradients that are not those of the forward",

@@ -89,6 +89,7 @@ COMMANDS = {
     "P0228": Case("plain", lines=ONE, of="Warming"),
     "P0227": Case("counter", lines=ONE, words=("build", "tiny.parc")),
     "P0259": Case("chaos", lines="mesh tp=2\nrow head over tp\n", of="Late", words=("build", "tiny.parc")),
+    "P0266": Case("plain", lines="mesh tp=2\nrow head over tp\n", of="Tied", words=("build", "tiny.parc")),
     "P0262": Case("rounded", lines=ONE, words=("build", "tiny.parc")),
     "P0263": Case("sums", lines=ONE, of="Formed"),
     "P0264": Case("means", lines=ONE, of="Formed"),

@@ -117,7 +117,8 @@ REPORT_FORM: Form = {
     "across_nodes?": {"bytes": int, "in_one_level": int},
     "checks": Each(str),
     "numbers?": {
-        "on": str, "steps": int, "loss": _NUMBER, "gradient": _NUMBER, "parameter": _NUMBER, "tolerance": _NUMBER
+        "on": str, "steps": int, "loss": _NUMBER, "gradient": _NUMBER, "parameter": _NUMBER, "tolerance": _NUMBER,
+        "margin?": {"apart": _NUMBER, "at": str},
     },
 }  # fmt: skip
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, not_finite
+from parc.checking.eager import CLAMP, EagerAgreement, amplified, compare_with_eager, near_tie, not_finite
 from parc.checking.reports import report_of
 from parc.checking.twins import subject_of
 from parc.compiler.build.build import Build
@@ -45,6 +46,7 @@ from parc.compiling.size_ranges import fault_diagnostic, misfit_diagnostic
 from parc.grammar.diagnostics import Diagnostic, PlanError
 from parc.report import plan_of, report_faults
 from parc.runtime.compare.model_run import Case
+from parc.runtime.compare.near_ties import NEAR
 from parc.runtime.compare.simulate import TOLERANCE, Agreement, compare
 
 
@@ -216,6 +218,8 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
                 (at.plan.optimizer, "take a smaller learning rate") if agreement.steps else (at.plan.loss, CLAMP)
             )
             raise PlanError([not_finite(line, agreement.not_finite, help_)])
+        if agreement.tied:
+            raise PlanError([near_tie(at.plan.model, agreement.margin.at, NEAR)])
         if agreement.amplified:
             raise PlanError([amplified(at.plan.model, agreement.amplified)])
         checked.agreement = checked.agreement or agreement
@@ -229,6 +233,8 @@ def check_numbers(compiled: Compiled, checked: Checked) -> None:
         if agreement.metric:
             errors["metric"] = agreement.metric
         numbers.update((name, max(numbers.get(name, 0), error)) for name, error in errors.items())
+        if agreement.margin.apart < numbers.get("margin", {"apart": math.inf})["apart"]:
+            numbers["margin"] = asdict(agreement.margin)
         where = f" at {sizes_text(at.sizes)}" if subject.template is not None else ""
         checked.faults += _number_faults(agreement, eager, where)
     checked.report["numbers"] = numbers
@@ -238,11 +244,16 @@ def _number_faults(agreement: Agreement, eager: EagerAgreement, at: str) -> Iter
     if not eager.holds:
         buffers = f", buffers by {eager.buffer:.1e}" if eager.buffer else ""
         message = f"differs from the eager module: loss by {eager.loss:.1e}, gradients by {eager.gradient:.1e}{buffers}"
+        if eager.tied:
+            message += f"; rounding may decide what top-k chooses in {eager.tied}"
         yield Fault("numbers", f"the captured graph{at}", message)
     for kind, where in agreement.worst.items():
         error = getattr(agreement, kind)
         if not error <= TOLERANCE:
-            yield Fault("numbers", f"{where}{at}", f"the {kind} differs from the captured graph's by {error:.1e}")
+            message = f"the {kind} differs from the captured graph's by {error:.1e}"
+            if (margin := agreement.margin).at:
+                message += f"; no top-k decides it, whose scores are at least {margin.apart:.1e} of the largest apart"
+            yield Fault("numbers", f"{where}{at}", message)
 
 
 @contextmanager

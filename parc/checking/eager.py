@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -26,18 +26,21 @@ from parc.compiler.program.program import Line
 from parc.compiling.driver import Compiled
 from parc.compiling.plan_capture import failure, input_specs
 from parc.grammar.codes_experts import OTHER_FORM
-from parc.grammar.codes_numbers import AMPLIFIED, NO_FUNCTION, NOT_FINITE, OWN_GRADIENT
+from parc.grammar.codes_numbers import AMPLIFIED, NEAR_TIE, NO_FUNCTION, NOT_FINITE, OWN_GRADIENT
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.grammar.nearest import listed
 from parc.runtime.communication import Environment
 from parc.runtime.compare.model_run import Case, ReferenceRun, largest, largest_difference
 from parc.runtime.compare.model_run import wide as as_wide
+from parc.runtime.compare.near_ties import DRAWS, Margin
 from parc.runtime.compare.plain import PlainModule
 from parc.runtime.data.random_batch import random_batch
 from parc.runtime.faults import Watcher
 
 CLAMP = "keep it finite for such data: clamp what a logarithm, a root or a division takes"
 EAGER_TOLERANCE = 1e-4
+_NEAR = 1e-6
+"""The margin of a top-k below which rounding of float32 may decide."""
 _COINS = 8
 """The number of times that a forward which draws from Python or NumPy is run again: enough to see both sides of a
 coin."""
@@ -57,6 +60,8 @@ class EagerAgreement:
     buffer: float
     allowed: tuple[float, float, float]
     """The largest allowed errors, in the order of ``errors``."""
+    tied: str = ""
+    """The place of a top-k whose choice rounding may have decided; "" if there is none."""
 
     @property
     def holds(self) -> bool:
@@ -76,33 +81,41 @@ def compare_with_eager(compiled: Compiled, case: Case) -> EagerAgreement:
         PlanError: the module fails, its numbers are not finite, it has others for the same inputs, or its gradients are
             not those of its forward.
     """
-    specs = input_specs(compiled.plan)
-    (batch,) = random_batch(case.reference, 1, torch.Generator().manual_seed(0))
-    inputs = {
-        name: batch[name].to(spec.dtype) if name in batch else torch.zeros(spec.shape, dtype=spec.dtype)
-        for name, spec in specs.items()  # the graph has no input that nothing reads
-    }
-    try:
-        eager = _eager(compiled, inputs)
-    except Exception as error:
-        raise PlanError([failure(compiled.plan, error)]) from error
-    if fault := _fault(compiled, case, inputs, eager):
-        raise PlanError([fault])
-    agreement = _closest(compiled, case, inputs, eager)
+    for seed in range(DRAWS):
+        inputs, margin = _random_inputs(compiled, case, seed), Margin()
+        try:
+            eager = _eager(compiled, inputs)
+        except Exception as error:
+            raise PlanError([failure(compiled.plan, error)]) from error
+        if fault := _fault(compiled, case, inputs, eager):
+            raise PlanError([fault])
+        agreement = _closest(compiled, case, inputs, eager, margin)
+        if agreement.holds or margin.apart > _NEAR:
+            break
     if eager.functions and not agreement.holds and agreement.loss <= agreement.allowed[0]:
         raise PlanError([_own_gradient(compiled.plan.model, eager.functions)])
     if not agreement.holds and (forms := own_forms(compiled.recorded.module)):
         raise PlanError([_other_form(compiled.plan.model, forms, agreement)])
-    return agreement
+    return replace(agreement, tied=margin.at if margin.apart < _NEAR else "")
 
 
-def _closest(compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result) -> EagerAgreement:
+def _random_inputs(compiled: Compiled, case: Case, seed: int) -> dict[str, torch.Tensor]:
+    (batch,) = random_batch(case.reference, 1, torch.Generator().manual_seed(seed))
+    return {
+        name: batch[name].to(spec.dtype) if name in batch else torch.zeros(spec.shape, dtype=spec.dtype)
+        for name, spec in input_specs(compiled.plan).items()  # the graph has no input that nothing reads
+    }
+
+
+def _closest(
+    compiled: Compiled, case: Case, inputs: Mapping[str, torch.Tensor], eager: _Result, margin: Margin
+) -> EagerAgreement:
     """Return the agreement in float32 or, if that is too little, in float64. If the model does not run in float64, or
     has float32 tensors of its own even then, float32 counts as far as it rounds."""
     types = {value.type.dtype for function in case.reference.functions for value in function.values().values()}
     tolerance = max(_TOLERANCES.get(dtype, EAGER_TOLERANCE) for dtype in types)
     allowed = tolerance, min(10 * tolerance, _MOST), min(10 * tolerance, _MOST)
-    captured = _captured(case, inputs)
+    captured = _captured(case, inputs, watch=margin.watch)
     agreement = _agreement(captured, eager, allowed)
     if agreement.holds:
         return agreement
@@ -266,6 +279,13 @@ def amplified(model: Directive, message: str) -> Diagnostic:
     """Return the error of a model whose numbers one rounding moves further than a test can allow."""
     help_ = "see what divides by a number near 0, or applies a function of large slope again and again"
     return Diagnostic(AMPLIFIED, message, Label(model.arguments.statement.span), help=help_)
+
+
+def near_tie(model: Directive, at: str, near: float) -> Diagnostic:
+    """Return the error of a choice between scores that differ by rounding alone."""
+    message = f"rounding decides what top-k chooses in {at}: scores differ by less than {near:.0e} of the largest"
+    help_ = "initialise what makes the scores so that they differ, or make equal ones by the same operations"
+    return Diagnostic(NEAR_TIE, message, Label(model.arguments.statement.span), help=help_)
 
 
 def not_finite(line: Directive, message: str, help_: str = CLAMP, notes: tuple[str, ...] = ()) -> Diagnostic:

@@ -110,6 +110,9 @@ def report_text(report: Mapping[str, Any]) -> str:
         worst = max(numbers[kind] for kind in ("loss", "gradient", "parameter"))
         lines.append(f"{'':13}numbers: {numbers['steps']} steps of all ranks on {numbers['on']}, "
                      f"largest relative error {worst:.1e} (at most {numbers['tolerance']:.0e})")  # fmt: skip
+        if margin := numbers.get("margin"):
+            lines.append(f"{'':13}top-k: the closest scores that it tells apart differ by {margin['apart']:.1e} of the "
+                         f"largest, in {margin['at']}")  # fmt: skip
     return "\n".join(lines)
 
 

@@ -28,6 +28,8 @@ Microbatches = Sequence[Mapping[str, torch.Tensor]]
 Metrics = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """A function that computes an action's metrics for a model that is not cut, from its parameters and gradients by
 name."""
+Watch = Callable[[Line, Sequence[dict[str, Any]]], None]
+"""A function that is called behind each line with the values that each rank has."""
 METRICS: dict[str, Metrics] = {}
 """The metrics of each kind of action whose programs return any."""
 
@@ -77,9 +79,7 @@ class ReferenceRun:
     """A training run of the captured graph on one device, microbatch by microbatch, with one denominator for the whole
     step. It computes in ``float64``, or in the model's own types."""
 
-    def __init__(
-        self, case: Case, float64: bool = True, watch: Callable[[Line, Sequence[dict[str, Any]]], None] | None = None
-    ) -> None:
+    def __init__(self, case: Case, float64: bool = True, watch: Watch | None = None) -> None:
         self.case = case
         self.machine = Machine(
             case.reference, InProcess(Mesh()), CPU, wide=float64, kernels=REFERENCE_KERNELS, watch=watch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ...compiler.program.binding import LOSS, Binding
-from .model_run import Case, Microbatches, ReferenceRun, largest_difference
+from .model_run import Case, Microbatches, ReferenceRun, Watch, largest_difference
 
 _TIMES = 16
 """The factor on the measured distance: sums in another order round more often than weights and inputs do."""
@@ -38,8 +38,8 @@ class Roundings:
     one rounding, with an optimizer of their own.
     """
 
-    def __init__(self, case: Case) -> None:
-        self._case, self._steps = case, list[_Begin]()
+    def __init__(self, case: Case, watch: Watch | None = None) -> None:
+        self._case, self._watch, self._steps = case, watch, list[_Begin]()
         self._run: ReferenceRun | None = None
         self._taken = 0
         self._found: dict[Binding, torch.Tensor] = {}
@@ -65,7 +65,7 @@ class Roundings:
 
     def _made(self) -> Mapping[Binding, torch.Tensor]:
         """Return the last step's results from a state that is moved by one rounding."""
-        run = self._run = self._run or ReferenceRun(self._case)
+        run = self._run = self._run or ReferenceRun(self._case, watch=self._watch)
         while self._taken < len(self._steps):
             begin = self._steps[self._taken]
             generator = torch.Generator().manual_seed(self._taken)
