@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +26,7 @@ from parc.compiler.plan.plan import read_plan
 from parc.compiler.program.text import parse_program
 from parc.compiler.verify.lines import check_program
 from parc.grammar.diagnostics import PlanError, Severity, render
+from parc.runtime.machine import expert_kernels
 from parc.runtime.machine.kernels import KERNELS, REFERENCE_KERNELS
 from tests.captured_once import compile_once
 from tests.checked_plans import checked, compiled
@@ -202,6 +205,37 @@ def test_kernels_compute_what_a_dense_product_of_all_experts_does(chosen: str, t
     picked = run["pick"](None, scores, mask, 2)
     torch.testing.assert_close(run["unpick"](None, picked, mask, 2), scores * mask)
     torch.testing.assert_close(run["spread"](None, weight[:, 0], mask, 2), weight[:, 0][mask.nonzero()[:, 0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chosen", ["some", "one expert alone", "nothing"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_grouped_product_is_the_product_of_each_expert(dtype: torch.dtype, chosen: str, transposed: bool) -> None:
+    """Bit for bit on a CPU. Rows that are not aligned, and float64, take a call for each expert."""
+    draw = torch.Generator().manual_seed(1)
+    mask = torch.rand(4, 6, generator=draw) < 0.5
+    mask &= {"some": mask.new_tensor([1, 0, 1, 1]), "one expert alone": torch.arange(4) == 2}.get(
+        chosen, torch.zeros(4, dtype=torch.bool)
+    )[:, None]
+    run = {name.split(".")[1]: kernel for name, kernel in KERNELS.items()}
+    calls = []
+    grouped = torch.nn.functional.grouped_mm
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        return grouped(*args, **kwargs)
+
+    results = []
+    for known in (Mock(return_value=True), Mock(return_value=False)):
+        with patch.object(expert_kernels, "has_grouped", known), patch.object(F, "grouped_mm", counted):
+            generator = torch.Generator().manual_seed(2)
+            x = torch.randn(6, 16, generator=generator).to(dtype)
+            weight = torch.randn(4, *((16, 8) if transposed else (8, 16)), generator=generator).to(dtype)
+            rows = run["pack"](None, x, mask, 2)
+            made = run["expert_linear"](None, rows, mask, weight, transposed, 2)
+            results.append((made, run["expert_outer"](None, rows, made, mask, transposed, 2)))
+    assert all(a.equal(b) and a.shape == b.shape for a, b in zip(*results, strict=True))
+    assert len(calls) == (0 if chosen == "nothing" else 2)
 
 
 def test_the_text_of_a_type_says_how_many_rows_are_there() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ...compiler.ops.torch_ops import aten
 from .ways import runs
@@ -20,6 +22,30 @@ def _counts(chosen: torch.Tensor) -> list[int]:
     """Return the number of rows of each expert."""
     counts: list[int] = chosen.sum(1).tolist()
     return counts
+
+
+@cache
+def has_grouped(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies groups of rows of a dtype in one call on a device: it is tried. Which devices and
+    dtypes it knows differs from version to version."""
+    try:
+        rows = torch.zeros(8, 8, dtype=dtype, device=device)
+        F.grouped_mm(rows, rows[None], offs=torch.full((1,), 8, dtype=torch.int32, device=device))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _in_one_call(*operands: torch.Tensor) -> bool:
+    """Return whether groups of these are multiplied in one call, whose kernels want all rows aligned to 16 bytes."""
+    aligned = all(size * x.element_size() % 16 == 0 for x in operands for size in x.shape[1:])
+    there = all(x.numel() and x.is_contiguous() for x in operands)
+    return aligned and there and has_grouped(operands[0].device, operands[0].dtype)
+
+
+def _ends(chosen: torch.Tensor) -> torch.Tensor:
+    """Return the place behind the last row of each expert. They stay on the device."""
+    return chosen.sum(1).cumsum(0).to(torch.int32)
 
 
 def _groups(chosen: torch.Tensor, *packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -69,6 +95,8 @@ def _route(site: object, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tens
 def _expert_linear(
     site: object, rows: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor, transposed: bool, top: int
 ) -> torch.Tensor:
+    if _in_one_call(rows, weight):
+        return F.grouped_mm(rows, weight if transposed else weight.mT, offs=_ends(chosen))
     made = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
     for part, out, own in zip(*zip(*_groups(chosen, rows, made), strict=True), weight.unbind(), strict=True):
         torch.mm(part, own if transposed else own.t(), out=out)
@@ -80,6 +108,8 @@ def _expert_outer(
     site: object, rows: torch.Tensor, grad: torch.Tensor, chosen: torch.Tensor, transposed: bool, top: int
 ) -> torch.Tensor:
     first, second = (rows, grad) if transposed else (grad, rows)
+    if _in_one_call(first, second):
+        return F.grouped_mm(first.t(), second, offs=_ends(chosen))
     made = rows.new_empty(chosen.shape[0], first.shape[1], second.shape[1])
     for (one, other), out in zip(_groups(chosen, first, second), made.unbind(), strict=True):
         torch.mm(one.t(), other, out=out)
