@@ -7,6 +7,7 @@ its rule; what is reduced must hold there what ``neutral`` proves to add nothing
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ..layout.collectives import COLLECTIVES
@@ -17,7 +18,7 @@ from ..padding.pads import Pad, Pads
 from ..program.actions import step_kinds
 from ..program.binding import PARAMETERS, Binding
 from ..program.faults import Fault
-from ..program.program import Program
+from ..program.program import Function, Program
 from ..program.residual import residual_of
 from .lines import Question, follow, line_call
 
@@ -58,7 +59,7 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
     """
     if not any(function.name == "count" for function in reference.functions):
         return "its loss is no mean over targets, of which some can be left out"
-    for function in reference.functions:
+    for function in map(_without_loads, reference.functions):
         parameters, inputs = [], {value.name: name for name, value in function.bound("input").items()}
         for value in function.parameters:
             name = inputs.get(value.name, "")
@@ -74,6 +75,14 @@ def tail_fault(reference: Program, ignored: Mapping[str, int]) -> str:
         if any(extra.real is not None for extras in results for extra in extras):
             return "what it keeps of a batch has a row for each sample"
     return ""
+
+
+def _without_loads(function: Function) -> Function:
+    """Return a function that does not count the tokens of experts: those of extra samples are counted, and change no
+    other number."""
+    loads = set(function.returned("load").values())
+    lines = tuple(line for line in function.lines if loads.isdisjoint(value.name for value in line.made))
+    return replace(function, lines=lines, returns=tuple(row for row in function.returns if row[1] not in loads))
 
 
 def _stored_faults(pads: Pads, stored: Mapping[str, TensorType]) -> Iterator[Fault]:

@@ -9,6 +9,7 @@ from typing import final
 import torch
 
 from ...compiler.build.build import Build
+from ...compiler.program.loads import biases_in
 from ...compiler.sizes.size_range import BATCH
 from ...grammar.codes_build import BAD_DATA
 from ..faults import RunError
@@ -20,7 +21,7 @@ class Tails:
     """The completion of one build's batches; ``batched`` are its inputs with a batch dim."""
 
     def __init__(self, build: Build, batched: Mapping[str, bool]) -> None:
-        self._reference = build.reference
+        self._reference, self._balanced = build.reference, bool(biases_in(build.manifest))
         self._names = [name for name, has in batched.items() if has]
         self._size = int(build.manifest["sizes"].get(BATCH, 1))
 
@@ -34,6 +35,8 @@ class Tails:
     def _fault(self) -> str:
         from ...compiler.verify.padding import tail_fault  # proves in sympy, which most runs need not import
 
+        if self._balanced:
+            return "the biases that balance its experts move by the tokens of all samples"
         return tail_fault(self._reference, self._ignored)
 
     def completed(self, batch: Mapping[str, torch.Tensor], shares: Mapping[str, int]) -> Mapping[str, torch.Tensor]:
