@@ -14,8 +14,10 @@ from parc.compiler.build.build import Build, BuildError
 from parc.compiler.build.communication import communication_table
 from parc.compiler.build.directory import again, json_text
 from parc.compiler.padding.pads import real_shape
+from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan, read_plan
 from parc.compiler.program.binding import PARAMETERS
+from parc.compiler.program.blocks import starred
 from parc.compiler.program.cost import Memory, estimate_memory, state_bytes
 from parc.compiler.program.faults import Fault
 from parc.compiler.program.roles import Role
@@ -36,15 +38,40 @@ def program_rows(build: Build, plan: Plan) -> dict[str, Any]:
         "parameters": sum(_count(build, name) for name in build.types),
         "memory": [_memory_row(build, plan, role) for role in build.roles.values()],
         "communication": [row for role in build.roles.values() for row in communication_table(role)],
+        **_expert_rows(build, plan),
     }
 
 
-def memory_of(build: Build, plan: Plan, role: Role) -> Memory:
-    """Return the memory of a rank of a role."""
+def _expert_rows(build: Build, plan: Plan) -> dict[str, Any]:
+    """Return the layers of experts, alike ones together, with the memory of a rank that all tokens choose."""
+    rows: dict[str, dict[str, Any]] = {}
+    for module, fact in build.manifest.get("experts", {}).items():
+        row = {
+            "modules": starred(module),
+            "layers": 0,
+            **{key: fact[key] for key in ("experts", "top", "ranks", "rate", "load")},
+        }
+        rows.setdefault(str(row), row)["layers"] += 1
+    most = max(
+        (row["ranks"] * min(row["top"], row["experts"] // row["ranks"]) / row["top"] for row in rows.values()),
+        default=1,
+    )
+    peaks = (memory_of(build, plan, role, most).peak_bytes for role in build.roles.values())
+    return {"experts": list(rows.values()), "experts_peak_bytes": max(peaks)} if rows else {}
+
+
+def memory_of(build: Build, plan: Plan, role: Role, load: float | None = None) -> Memory:
+    """Return the memory of a rank of a role; of the busiest rank of experts, at the load that the plan's lines state or
+    at the one given."""
     moments = _moments(build, plan)
+    load = (
+        max((line.load for line in plan.placements if isinstance(line, Experts)), default=1.0) if load is None else load
+    )
     arguments = role.programs, role.actions, build.types, moments, plan.offloaded
     room = room_of(*arguments)
-    return replace(estimate_memory(*arguments), offloaded={word: room_bytes(room[word]) for word in plan.offloaded})
+    return replace(
+        estimate_memory(*arguments, load), offloaded={word: room_bytes(room[word]) for word in plan.offloaded}
+    )
 
 
 def _moments(build: Build, plan: Plan) -> dict[str, int]:

@@ -11,12 +11,15 @@ import torch
 import parc
 from parc.checking.checks import case_of, static_faults
 from parc.checking.reports import report_of
+from parc.cli.build import report_text
 from parc.compiler.build.directory import write_build
 from parc.compiler.program.actions import LOADS
 from parc.compiler.program.text import parse_program
 from parc.compiler.twin.structure import compare_structure
 from parc.grammar.diagnostics import PlanError, render
+from parc.grammar.syntax import size_text
 from parc.runtime.compare.simulate import compare
+from parc.runtime.state.loads import LoadWatch
 from tests.checked_plans import checked, compiled
 from tests.planted_builds import ROOT
 from tests.runtime.ranks import run_ranks
@@ -103,3 +106,22 @@ def test_a_router_without_a_bias_cannot_be_balanced_by_one() -> None:
         compiled(plan("Mixtral").replace("over ep dropless", BALANCED), ROOT / "tests")
     text = render(refused.value.diagnostics[0])
     assert "P0139" in text and "no buffer of 8 numbers" in text and "output.aux_loss" in text and "plan.parc:9" in text
+
+
+def test_memory_is_that_of_the_stated_load_and_the_most_is_told() -> None:
+    even, stated = (
+        report_of(compiled(plan(mesh="dp=1, ep=4", num_hidden_layers=2).replace("dropless", words), ROOT / "tests"))
+        for words in ("dropless", "dropless load 2")
+    )
+    ours, theirs = (report["memory"][0]["peak_bytes"] for report in (even, stated))
+    assert ours < theirs <= stated["experts_peak_bytes"] == even["experts_peak_bytes"]
+    text = report_text(stated)
+    assert "experts      model.layers.*.mlp.experts: 2 layers of 8, 2 a rank, 2 a token\n" in text
+    assert f"with 2 times the mean of their rows, and {size_text(stated['experts_peak_bytes'])} with all that" in text
+
+
+def test_a_load_that_memory_was_not_planned_for_is_told_once() -> None:
+    watch = LoadWatch(planned=1.25, limit=1.5, patience=3)
+    said = [watch.note(step, load) for step, load in enumerate((1.2, 1.3, 1.6, 1.6, 1.6, 1.6, 1.1, 1.6, 1.6, 1.6), 1)]
+    assert [bool(text) for text in said] == [False, True, False, False, True, False, False, False, False, True]
+    assert "planned for 1.25" in said[1] and "for 3 steps the busiest rank" in said[4]

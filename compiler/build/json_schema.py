@@ -79,7 +79,9 @@ MANIFEST_FORM: Form = {
     "init": Maybe({"folder": str, "rounded": bool, "tensors": [{"names": [str], "shape": [int], "dtype": str}]}),
     "seed": int,
     "state": Each(_NUMBER),
-    "experts?": Each({"experts": int, "ranks": int, "buffer": (str, _NONE), "rate": _NUMBER}),
+    "experts?": Each({
+        "experts": int, "top": int, "ranks": int, "load": _NUMBER, "buffer": (str, _NONE), "rate": _NUMBER
+    }),
     "steps": (int, _NONE),
     "aliases": Each(str),
     "parameters": Each(str),
@@ -106,6 +108,10 @@ REPORT_FORM: Form = {
         "wire_bytes": int, "carries": str, "hidden": bool, "dtype": str, "module": str, "line": (int, _NONE),
         "role": str,
     }],
+    "experts?": [{
+        "modules": str, "layers": int, "experts": int, "top": int, "ranks": int, "load": _NUMBER, "rate": _NUMBER
+    }],
+    "experts_peak_bytes?": _NUMBER,
     "placed?": Each(str),
     "pipeline": {"schedule": str, "microbatches": int},
     "padding": [{"value": str, "dim": int, "from": int, "to": int, "line": int}],

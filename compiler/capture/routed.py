@@ -9,10 +9,15 @@ from .node_facts import noted
 
 
 def routed_layers(graph: fx.Graph) -> dict[str, fx.Node]:
-    """Return, for each module that packs tokens by expert, the node that says which are chosen: [experts, tokens]."""
+    """Return the node that packs tokens by expert, for each module that does."""
     layers: dict[str, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=OPS.pack.default):
-        chosen = node.args[1]
-        assert isinstance(chosen, fx.Node)
-        layers.setdefault(noted(node).origin.module, chosen)
+        layers.setdefault(noted(node).origin.module, node)
     return layers
+
+
+def chosen_experts(pack: fx.Node) -> fx.Node:
+    """Return the node that says which experts each token chose: [experts, tokens]."""
+    chosen = pack.args[1]
+    assert isinstance(chosen, fx.Node)
+    return chosen

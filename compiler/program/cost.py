@@ -47,19 +47,20 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "messages
 
 def estimate_memory(
     programs: Mapping[str, Program], actions: Sequence[Action], stored: Mapping[str, TensorType],
-    moments: Mapping[str, int], offload: Collection[str] = (),
+    moments: Mapping[str, int], offload: Collection[str] = (), load: float = 1.0,
 ) -> Memory:  # fmt: skip
     """Estimate the memory of a rank of a role: its own parameters among ``stored``, with ``moments`` optimizer tensors
     of each, and the values of its actions as they run one after the other. Between actions it keeps what is saved for
     backward, received, or sent and kept until the next such message, and sums of gradients. What the words of
-    ``offload`` lines name lies elsewhere, but for single numbers."""
+    ``offload`` lines name lies elsewhere, but for single numbers. The busiest rank of experts has ``load`` times the
+    mean of their rows."""
     here = {
         word: {name: type_ for name, type_ in stored.items() if word not in offload or not type_.shape}
         for word in ("parameters", "optimizer")
     }
     parameters = state_bytes(programs, here["parameters"], moments)["parameters"]
     optimizer = state_bytes(programs, here["optimizer"], moments)["optimizer"]
-    return _Step(programs, actions, parameters, optimizer).memory()
+    return _Step(programs, actions, parameters, optimizer, load).memory()
 
 
 def state_bytes(
@@ -93,9 +94,9 @@ class _Step:
     """The memory of a role's step, action by action."""
 
     def __init__(
-        self, programs: Mapping[str, Program], actions: Sequence[Action], parameters: int, optimizer: int
+        self, programs: Mapping[str, Program], actions: Sequence[Action], parameters: int, optimizer: int, load: float
     ) -> None:
-        self.programs, self.actions = programs, actions
+        self.programs, self.actions, self.load = programs, actions, load
         self.parameters, self.optimizer = parameters, optimizer
         microbatches = 1 + max((action.microbatch for action in actions), default=0)
         self.inputs = _bound_bytes(programs, *BUFFERS) + microbatches * _bound_bytes(programs, "input")
@@ -108,7 +109,7 @@ class _Step:
             local_bytes(programs[UNSHARD].main.values()[name].type, programs[UNSHARD])
             for key, name in (programs[UNSHARD].main.returns if weights else ()) if key in weights
         )  # fmt: skip
-        self.live = {key: Liveness(program) for key, program in programs.items()}
+        self.live = {key: Liveness(program, load) for key, program in programs.items()}
         self.addable = {key: addable(program) for key, program in programs.items()}
         self.totals: dict[Binding, int] = {}
         self.kept: dict[tuple[int, int], dict[str, int]] = {}
@@ -131,7 +132,7 @@ class _Step:
     def _received(self, action: Action) -> int:
         assert action.message is not None
         program = self.programs[f"{action.stage}{action.message.work}"]
-        return sum(local_bytes(value.type, program) for value in program.main.bound("received").values())
+        return sum(local_bytes(value.type, program, self.load) for value in program.main.bound("received").values())
 
     def _action(self, action: Action, following: Action | None) -> None:
         held, stage, m = self.held, action.stage, action.microbatch
@@ -150,7 +151,8 @@ class _Step:
             for value in main.parameters:
                 if value.binding is not None and value.binding.home in ("stage", "neighbour"):
                     size = saved.get(value.binding.name, 0) if value.binding.kind == "saved" else None
-                    given[value.name] = local_bytes(value.type, self.programs[key]) if size is None else size
+                    here = local_bytes(value.type, self.programs[key], self.load) if size is None else size
+                    given[value.name] = here
         totals = any(Binding("gradient", name) in self.totals for name in main.returned("gradient")) and action.works
         sends = following is not None and following.kind == send_kind(action.kind) and not self.kept
         added = self.addable[key] if totals else {}

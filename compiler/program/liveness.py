@@ -8,16 +8,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..layout.collectives import COLLECTIVES, SUMS, WAIT
-from ..layout.placement import TensorType
+from ..layout.placement import Split, TensorType
 from ..ops.rules import facts
 from .program import Function, Line, Program, Ref
 from .totals import adds_up
 
 
-def local_bytes(type_: TensorType, program: Program) -> int:
-    """Return the bytes of one rank's piece; of a packed one those of its rows, if all experts are chosen alike."""
-    there, rows = type_.packed or (1, 1)
-    return math.prod(type_.local(program.mesh)) * type_.dtype.itemsize * there // rows
+def local_bytes(type_: TensorType, program: Program, load: float = 1.0) -> int:
+    """Return the bytes of one rank's piece; of a packed one those of its rows, if all experts are chosen alike. Where
+    ranks hold rows by experts, the busiest has ``load`` times as many."""
+    size = math.prod(type_.local(program.mesh)) * type_.dtype.itemsize
+    if type_.packed is None:
+        return size
+    there, rows = type_.packed
+    by_experts = any(isinstance(kind, Split) and kind.outer == 1 for _, kind in type_.placement.items())
+    return math.ceil(size * there // rows * (load if by_experts else 1.0))
 
 
 def owners(function: Function) -> dict[str, str]:
@@ -92,16 +97,17 @@ class _Alive:
 
 class Liveness:
     """The liveness of one program. ``added`` says for each function which values are added to totals, that are there,
-    as they are made; ``late`` which are added when the function has ended, so that their operands last."""
+    as they are made; ``late`` which are added when the function has ended, so that their operands last. ``load`` is
+    that of the busiest rank of experts."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, load: float = 1.0) -> None:
+        self.program, self._load = program, load
         self._storages: dict[str, Storages] = {}
         self._peaks: dict[object, Peak] = {}
 
     def bytes_of(self, function: Function, name: str) -> int:
         """Return the bytes of a value of a function."""
-        return local_bytes(function.values()[name].type, self.program)
+        return local_bytes(function.values()[name].type, self.program, self._load)
 
     def storages(self, function: Function) -> Storages:
         """Return the storages of a function's values. What a call returns may share one with another result, or with an

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ...grammar.codes_placement import NO_BIAS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.syntax import Word
 from ..capture.capture import Captured
 from ..capture.node_facts import noted
-from ..capture.routed import routed_layers
+from ..capture.routed import chosen_experts, routed_layers
 from ..plan.directives.experts import Experts
 from ..plan.plan import Plan
 from ..program.loads import Bias
@@ -21,8 +21,12 @@ class RoutedLayer(NamedTuple):
     """A layer of ``experts``, which ``ranks`` share, with the ``bias`` that a step moves, if it moves one."""
 
     experts: int
-    ranks: int
-    bias: Bias | None
+    top: int
+    """The number of experts that each token chooses."""
+    ranks: int = 1
+    bias: Bias | None = None
+    load: float = 1.0
+    """The rows of the busiest rank over the mean, as a plan states it."""
 
 
 def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, RoutedLayer]:
@@ -33,17 +37,17 @@ def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, Ro
     """
     layers, errors = dict[str, RoutedLayer](), list[Diagnostic]()
     lines = [line for line in plan.placements if isinstance(line, Experts)]
-    for module, chosen in routed_layers(captured.graph).items():
-        experts, ranks, bias = noted(chosen).value.shape[0], 1, None
+    for module, pack in routed_layers(captured.graph).items():
+        layer = RoutedLayer(noted(chosen_experts(pack)).value.shape[0], cast(int, pack.args[2]))
         for line in lines:
             if not any(_within(module, found) for word in line.where for found in _found(word, names)):
                 continue
-            ranks = plan.mesh.size(line.axis.text)
+            layer = layer._replace(ranks=plan.mesh.size(line.axis.text), load=line.load)
             if line.rate is not None:
-                buffers = _biases(module, experts, captured)
-                bias = Bias(buffers[0], line.rate) if len(buffers) == 1 else None
-                errors += [] if bias is not None else [_no_bias(line, module, experts, buffers)]
-        layers[module] = RoutedLayer(experts, ranks, bias)
+                buffers = _biases(module, layer.experts, captured)
+                layer = layer._replace(bias=Bias(buffers[0], line.rate) if len(buffers) == 1 else None)
+                errors += [] if layer.bias is not None else [_no_bias(line, module, layer.experts, buffers)]
+        layers[module] = layer
     if errors:
         raise PlanError(errors[:1])
     return layers
@@ -57,8 +61,8 @@ def biases_of(layers: Mapping[str, RoutedLayer]) -> dict[str, Bias]:
 def routing_facts(routing: Mapping[str, RoutedLayer]) -> dict[str, Any]:
     """Return the facts of a manifest about the layers of experts; nothing where there are none."""
     layers = {
-        module: {"experts": layer.experts, "ranks": layer.ranks, "buffer": layer.bias and layer.bias.buffer,
-                 "rate": layer.bias.rate if layer.bias is not None else 0}
+        module: {"experts": layer.experts, "top": layer.top, "ranks": layer.ranks, "load": layer.load,
+                 "buffer": layer.bias and layer.bias.buffer, "rate": layer.bias.rate if layer.bias is not None else 0}
         for module, layer in routing.items()
     }  # fmt: skip
     return {"experts": layers} if layers else {}

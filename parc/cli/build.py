@@ -77,6 +77,7 @@ def report_text(report: Mapping[str, Any]) -> str:
         rows.append(("memory", f"{entry['role']}: peak {size_text(entry['peak_bytes'])} a rank ({held})"))
         if away := entry["offloaded"]:
             rows.append(("", "beside it " + ", ".join(f"{word} {size_text(size)}" for word, size in away.items())))
+    rows += [("experts" if at == 0 else "", text) for at, text in enumerate(_expert_texts(report))]
     rows += [("a parameter" if at == 0 else "", text) for at, text in enumerate(_state_texts(report["memory"]))]
     rows += [("padding" if at == 0 else "", text) for at, text in enumerate(_padding_texts(report["padding"]))]
     if whole := report["stored_whole"]:
@@ -126,6 +127,19 @@ def _state_texts(entries: Iterable[Mapping[str, Any]]) -> Iterable[str]:
         text = f"{sum(parts.values()):.4g} bytes of state a rank ({words}), {sum(entry['state'].values()):,} in all"
         alike.setdefault(text, []).append(entry["role"])
     return [text if len(alike) == 1 else f"{', '.join(roles)}: {text}" for text, roles in alike.items()]
+
+
+def _expert_texts(report: Mapping[str, Any]) -> Iterable[str]:
+    """Return lines about layers of experts: how many a rank has, and what their loads do to its memory."""
+    for row in report.get("experts", ()):
+        each = f", {row['experts'] // row['ranks']} a rank" if row["ranks"] > 1 else ""
+        moved = f"; {row['rate']:g} a step moves the router's bias, beyond the model's own code" if row["rate"] else ""
+        layers = f"{row['layers']} layer{'s' * (row['layers'] != 1)}"
+        yield f"{row['modules']}: {layers} of {row['experts']}{each}, {row['top']} a token{moved}"
+    if any(row["ranks"] > 1 for row in report.get("experts", ())):
+        load = max(row["load"] for row in report["experts"])
+        most = size_text(report["experts_peak_bytes"])
+        yield f"memory is that of a rank with {load:g} times the mean of their rows, and {most} with all that can come"
 
 
 def schedule_words(pipeline: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
-from ...compiler.capture.routed import routed_layers
+from ...compiler.capture.routed import chosen_experts, routed_layers
 from ...compiler.ops.torch_ops import aten
 from ...compiler.program.binding import Binding
 from ..calls import outputs
@@ -16,7 +16,8 @@ def count_loads(graph: fx.Graph, updates: tuple[str, ...]) -> None:
     ``updates``; note the bindings of all outputs behind the loss."""
     loss, *buffers = outputs(graph)
     loads: dict[Binding, fx.Node] = {}
-    for module, chosen in routed_layers(graph).items():
+    for module, pack in routed_layers(graph).items():
+        chosen = chosen_experts(pack)
         with graph.inserting_after(chosen):
             load = graph.call_function(aten.sum.dim_IntList, (chosen, [1], False))
         copy_facts(chosen, load)

@@ -22,7 +22,7 @@ from ...compiler.sizes.size_range import BATCH
 from ..faults import RunError, writing
 from ..processes import launched
 from ..session import Session
-from ..state.loads import LoadWatch
+from ..state.loads import LoadWatch, planned_load
 from ..state.optimizer import rate
 from ..step import StepReport
 from ..trace import write_trace
@@ -95,7 +95,7 @@ def train(session: Session, options: Options) -> int:
             display = stack.enter_context(ProgressDisplay(options.steps, what))
             for text in _at_the_start(session, options):
                 display.say(text)
-        started, watch = session.step_number, LoadWatch()
+        started, watch = session.step_number, LoadWatch(planned_load(session.build))
         saved = session.step_number if options.resume == options.save else -1
         asked = max(row[0] for row in session.exchange([stop.signal]))
         while session.step_number < options.steps and not asked:

@@ -20,13 +20,22 @@ class Layer(NamedTuple):
     module: str
     experts: int
     ranks: int
+    load: float
+    """The load of the busiest rank, over the mean, for which memory was planned."""
 
 
 def layers_of(build: Build) -> tuple[Layer, ...]:
     """Return the layers of experts of a build, in the order in which its metric has their loads."""
     facts: Mapping[str, Any] = build.manifest.get("experts", {})
     modules = build.reference.main.returned("load")
-    return tuple(Layer(module, facts[module]["experts"], facts[module]["ranks"]) for module in modules)
+    return tuple(
+        Layer(module, facts[module]["experts"], facts[module]["ranks"], facts[module]["load"]) for module in modules
+    )
+
+
+def planned_load(build: Build) -> float:
+    """Return the load of the busiest rank, over the mean, for which a build's memory was planned."""
+    return max((layer.load for layer in layers_of(build)), default=1.0)
 
 
 def taken_loads(metrics: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -> dict[str, list[int]]:
@@ -60,18 +69,24 @@ def _over_mean(load: Iterable[int]) -> float:
 @final
 class LoadWatch:
     """A watch over the balance of experts: it speaks when the busiest rank has had more than ``limit`` times the mean
-    for ``patience`` steps on end.
+    for ``patience`` steps on end, and when it first has more than ``planned`` times, if a plan states that.
 
     >>> watch = LoadWatch(patience=2)
     >>> watch.note(7, 1.9), watch.note(8, 1.8)[:42], watch.note(9, 1.8)
     ('', 'for 2 steps the busiest rank of experts ha', '')
     """
 
-    def __init__(self, limit: float = 1.5, patience: int = 20) -> None:
-        self._limit, self._patience, self._steps = limit, patience, 0
+    def __init__(self, planned: float = 1.0, limit: float = 1.5, patience: int = 20) -> None:
+        self._planned, self._limit, self._patience, self._steps = planned, limit, patience, 0
 
     def note(self, step: int, imbalance: float) -> str:
         """Take the imbalance of a step's ranks; return a warning, or an empty text."""
+        if imbalance > self._planned > 1:
+            planned, self._planned = self._planned, 1.0
+            return (
+                f"in step {step} the busiest rank of experts had {imbalance:.2f} times the mean of their rows: memory "
+                f"was planned for {planned:g}; nothing is lost while there is more"
+            )
         self._steps = self._steps + 1 if imbalance > self._limit else 0
         if self._steps != self._patience:
             return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..directive import argument
+from ..directive import ONE_OR_MORE, argument
 from ..layouts import SplitWeights
 
 
@@ -24,6 +24,9 @@ class Experts(SplitWeights):
     counts of each pair of ranks) brings them to their experts and another one brings results back; backward does the
     same. A result is the model's own, whatever tokens choose.
 
+    `load 1.25`: memory is estimated for a rank that gets 1.25 times the mean of the rows, and a run warns of more. Rows
+    are never lost: the report gives the memory at the load, with which `budget` compares, and the most that can be.
+
     Every other weight of such a layer (the router, shared experts) is placed as in dense layers. Without a line every
     rank has all experts, and routes its own tokens.
 
@@ -33,8 +36,11 @@ class Experts(SplitWeights):
     such a buffer adds an auxiliary loss to its `loss` line instead.
     """
 
-    USAGE = "experts WHERE over AXIS dropless [balance bias X]"
-    LIMITS = (("balance bias", (lambda value: value > 0, "more than 0")),)
+    USAGE = "experts WHERE over AXIS dropless [load X] [balance bias X]"
+    LIMITS = (("balance bias", (lambda value: value > 0, "more than 0")), ("load", ONE_OR_MORE))
+
+    load: float = argument(lambda given: float(given.number("load", 1)))
+    """The rows of the busiest rank over the mean, at which memory is estimated."""
 
     rate: float | None = argument(lambda given: given.number("balance bias", None))
     """The change of a bias in each step; None where nothing changes it."""
