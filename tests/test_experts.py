@@ -98,6 +98,14 @@ def test_numbers_of_many_ranks_are_tested_on_fewer_experts() -> None:
     assert "the twin: n_routed_experts=4" in checked(made).report["numbers"]["on"]
 
 
+def test_numbers_of_many_layers_are_tested_on_fewer() -> None:
+    """A role has one layer of experts in the twin, and two or three in the build."""
+    lines = "verify num_hidden_layers=2\nstage balanced over pp\nschedule 1f1b microbatches 2\n"
+    text = plan("Mixtral", "dp=4, ep=2, pp=2", lines, num_hidden_layers=5)
+    made = compiled(text.replace("B=8", "B=16"), ROOT / "tests")
+    assert "the twin: num_hidden_layers=2" in checked(made).report["numbers"]["on"]
+
+
 @pytest.mark.parametrize("beside", BESIDE)
 def test_experts_compose_with(beside: str) -> None:
     mesh, lines = BESIDE[beside]

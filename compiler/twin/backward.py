@@ -3,14 +3,14 @@ gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 from ..layout.collectives import MESSAGE
 from ..ops.rules import facts
 from ..program.binding import GRAD_NORM, LOSS, SCALE, UNSCALE, Binding
-from ..program.program import Line, LocalSize, Program, Ref
+from ..program.program import Line, LocalSize, Program, Ref, Value
 from ..program.residual import residual_of
 from ..program.weights import WeightSources, stored_sources
 from .bodies import sizeless, star
@@ -58,7 +58,7 @@ class Backward:
                 self.given[line.made[0].name] = self.given[next(line.uses())]
                 continue
             if not line.calls_function:
-                self.sums[line.made[0].name] = _sum_of(line, self.sums, self.program)
+                self.sums[line.made[0].name] = _sum_of(line, self.sums, self.program, _Joined({}))
                 continue
             if not turn or line.op != f"{turn[0].line.op}_backward":
                 raise WiringFault(
@@ -135,8 +135,11 @@ def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
     # one over the loss scale is no term: ``scaling`` proves what is multiplied by it
     sums: dict[str, _Sum] = {value.name: ((value.binding, ()),) if value.binding != UNSCALE else ()
                              for value in main.parameters if value.binding}  # fmt: skip
+    joined = _Joined(main.values())
     for line in main.lines:
-        sums[line.made[0].name] = _sum_of(line, sums, reduce)
+        taken = joined.taken_out(line, sums)
+        sums[line.made[0].name] = _sum_of(line, sums, reduce, joined) if taken is None else taken
+        joined.note(line, sums)
     gradients = sorted(str(binding) for binding in main.bindings if binding.kind == "gradient")
     for key, name in main.returns:
         # what the last step left is no term of a gradient: ``compressed`` proves where it is added
@@ -154,12 +157,49 @@ def reduce_facts(reduce: Program) -> Iterator[PieceFact]:
             yield PieceFact(place, (*way, *times), NONE, f"{reduce.action} {key}")
 
 
-def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
+class _Joined:
+    """The parts that values of a function join along their first dim: the size of each, and the number of its terms.
+    What is done to joined values is done to each part, so a part counts as if it stood alone."""
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self.values = values
+        self.parts: dict[str, tuple[tuple[int, int], ...]] = {}
+
+    def note(self, line: Line, sums: Mapping[str, _Sum]) -> None:
+        """Note the parts of a line's result, if it joins values or keeps the parts of one."""
+        (result,), uses = line.made, [*line.uses()]
+        if line.op == "aten.cat.default" and line.args[1:] in ((), (0,)):
+            self.parts[result.name] = tuple((self.values[name].type.shape[0], len(sums[name])) for name in uses)
+        elif len(uses) == 1 and uses[0] in self.parts and self.values[uses[0]].type.shape == result.type.shape:
+            self.parts[result.name] = self.parts[uses[0]]
+
+    def taken_out(self, line: Line, sums: Mapping[str, _Sum]) -> _Sum | None:
+        """Return the terms of the parts that a line takes out; None if it does something else."""
+        name = next(line.uses(), "")
+        if line.op != "aten.slice.Tensor" or name not in self.parts or line.args[1] != 0:
+            return None
+        start, end = line.args[2:4]
+        at, first, terms = 0, 0, list[tuple[_Term, tuple[str, ...]]]()
+        for size, count in self.parts[name]:
+            if start <= at and at + size <= end:
+                terms += sums[name][first : first + count]
+            elif start < at + size and at < end:
+                return None  # a part of a part
+            at, first = at + size, first + count
+        return tuple(terms)
+
+    def counts(self, name: str, terms: int) -> Sequence[int]:
+        """Return for each of a value's terms how many its part has."""
+        return [count for _, count in self.parts.get(name, ((0, terms),)) for _ in range(count)]
+
+
+def _sum_of(line: Line, known: dict[str, _Sum], program: Program, joined: _Joined) -> _Sum:
     """Return a line's result as a sum. An addition has its operands' terms; any other line adds itself to the way of
     each term."""
     if unknown := [name for name in line.uses() if name not in known]:
         raise WiringFault(f"{program.action} computes `{line.op}` of `{unknown[0]}` outside its functions")
     operands = [known[name] for name in line.uses()]
+    counts = [joined.counts(name, len(known[name])) for name in line.uses()]
     args = [item for item in line.args if not isinstance(item, Ref)]
     row = facts(line.op)
     if row.makes_zeros(line.args):
@@ -170,8 +210,8 @@ def _sum_of(line: Line, known: dict[str, _Sum], program: Program) -> _Sum:
     words = ", ".join(_word(item) for item in (*line.args, *(item for item in line.kwargs if item[0] != MESSAGE)))
     types = "; ".join(sizeless(value, program.mesh) for value in line.made)
     return tuple(
-        (term, (*way, f"{line.op}({words}) {at} of {'many' if len(operand) > 1 else 'one'}: {types}"))
-        for at, operand in enumerate(operands) for term, way in operand
+        (term, (*way, f"{line.op}({words}) {at} of {'many' if count > 1 else 'one'}: {types}"))
+        for at, operand in enumerate(operands) for (term, way), count in zip(operand, counts[at], strict=True)
     )  # fmt: skip
 
 
