@@ -46,6 +46,7 @@ from .programs.assemble import assemble
 from .programs.compress import Compression, Compressor
 from .programs.cut import Pipeline, in_stages
 from .programs.early import sum_early
+from .programs.hide import hide_exchanges
 from .programs.makers import StepParts, make_roles
 from .programs.model_program import reference_program
 from .programs.offload import offload
@@ -196,7 +197,7 @@ def _build(captured: Captured, mesh: Mesh, request: Request) -> Built:
         request.biases,
     )
     roles = levels.roles(make_roles(step))
-    roles = {role: overlapped(sum_early(programs, request.microbatches), request.overlap)
+    roles = {role: hide_exchanges(overlapped(sum_early(programs, request.microbatches), request.overlap))
              for role, programs in roles.items()}  # fmt: skip
     roles = offload(roles, request.offload)
     missing = tuple(sorted({str(node.target) for node in placed.without_rule}))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..layout.collectives import COLLECTIVES, payload_bytes
+from ..layout.collectives import COLLECTIVES, MESSAGE, SUMS, payload_bytes
 from ..layout.mesh import Mesh
 from ..layout.placement import TensorType
 from ..ops.rules import facts
@@ -102,12 +102,12 @@ def _hidden(program: Program, function: Function) -> set[str]:
     travelling: dict[str, bool] = {}
     hidden: set[str] = set()
     for line in function.lines:
-        if line.op in works or facts(line.op).precision == "product":
-            travelling = dict.fromkeys(travelling, True)
         for name in line.uses():
             if travelling.pop(name, False):
                 hidden.add(name)
-        if line.op in COLLECTIVES and COLLECTIVES[line.op].communicates:
+        if line.op in works or facts(line.op).precision == "product":
+            travelling = dict.fromkeys(travelling, True)
+        if line.op in SUMS or MESSAGE in dict(line.kwargs):  # others are done where they stand
             travelling[line.made[0].name] = False
     return hidden.union(name for name, worked in travelling.items() if worked)
 

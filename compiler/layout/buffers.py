@@ -39,10 +39,13 @@ def scatter_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
 
 def exchange_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
     """Return the buffers of an all-to-all: what is sent is put together, and so is what is received."""
-    return Buffers(at_once=2 * operand + (0 if parts_in_order(*args[3:]) else operand))
+    sent = 2 * operand + (0 if parts_in_order(*args[3:]) else operand)
+    return Buffers(at_once=sent, travelling=2 * operand, on_arrival=operand)
 
 
 def rows_buffers(operand: int, result: int, args: Sequence[Any]) -> Buffers:
-    """Return the buffers of an exchange of packed rows: those that are sent in the order of ranks, and those
-    received."""
-    return Buffers(at_once=operand + result)
+    """Return the buffers of an exchange of packed rows: those that are sent in the order of ranks, and those received,
+    unless rows lie in that order."""
+    sent = 0 if parts_in_order(*args[3:5]) else operand
+    received = 0 if parts_in_order(*args[1:3]) else result
+    return Buffers(at_once=sent + received, travelling=sent + received, on_arrival=received)

@@ -87,7 +87,19 @@ def orders(before: torch.Tensor, after: torch.Tensor, ranks: int, args: Sequence
 
 
 def exchange_rows(pieces: Sequence[Any], args: Sequence[Any]) -> list[torch.Tensor]:
-    """Return what each rank of a group holds after an exchange."""
+    """Return what each rank of a group holds after an exchange.
+
+    Raises:
+        ValueError: a rank sends another one more or fewer rows than that one awaits.
+    """
     ways = [orders(before, after, len(pieces), args) for _, before, after in pieces]
     sent = [sending.ordered(rows).split(sending.sizes) for (rows, _, _), (sending, _) in zip(pieces, ways, strict=True)]
-    return [coming.packed(torch.cat([parts[rank] for parts in sent])) for rank, (_, coming) in enumerate(ways)]
+    results = []
+    for rank, (_, coming) in enumerate(ways):
+        parts = [of_rank[rank] for of_rank in sent]
+        if coming.sizes != [len(part) for part in parts]:
+            raise ValueError(
+                f"place {rank} of a group awaits {coming.sizes} rows of the others, which send other numbers"
+            )
+        results.append(coming.packed(torch.cat(parts)))
+    return results

@@ -20,7 +20,8 @@ from ...compiler.program.actions import ACTIONS, StageRanks, step_kinds
 from ...compiler.program.program import Program
 from ..communication import Message, PeerLost, Sending
 from ..processes import HOLDERS, new_group
-from .moves import RUN, START
+from .moves import RUN
+from .started import START
 
 _MOST_TENSORS = 4096
 """The most tensors of one message: tags of two messages are so far apart."""

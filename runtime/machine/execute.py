@@ -227,16 +227,16 @@ class Machine:
     def _message(self, function: Function, first: Line) -> Callable[[Sequence[Environment]], None]:
         """Return the call of a line whose operand travels with those of other lines: the first of them starts all."""
         together = [line for line in function.lines if line.op == first.op and line.kwargs == first.kwargs]
-        sources, options = [next(line.uses()) for line in together], [line.args[1:] for line in together]
-        results = [line.made[0].name for line in together]
-        spare = [self.reuse and name in self._own for name in sources]
+        takes = {line.made[0].name: itemgetter(*line.uses()) for line in together}  # a tuple, where it reads several
+        options = [[item for item in line.args if not isinstance(item, Ref)] for line in together]
+        spare = [self.reuse and next(line.uses()) in self._own for line in together]
 
         def run(environments: Sequence[Environment]) -> None:
             if first is not together[0]:
                 return  # the first line began all
-            pieces = [[environment[name] for environment in environments] for name in sources]
+            pieces = [[*map(take, environments)] for take in takes.values()]
             made, arrival = self.backend.message(first.op, options, pieces, spare)
-            for name, of_ranks in zip(results, made, strict=True):
+            for name, of_ranks in zip(takes, made, strict=True):
                 for environment, piece in zip(environments, of_ranks, strict=True):
                     environment[name] = piece
                 environments[0][_arrival(name)] = arrival or _here

@@ -1,0 +1,58 @@
+"""Slices of tokens: experts on ranks that have the same tokens, each of which routes a part of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from parc.advice import warnings_of
+from parc.checking.reports import report_of
+from parc.grammar.diagnostics import Severity
+from tests.checked_plans import checked, compiled
+from tests.planted_builds import ROOT
+from tests.test_experts import BACKWARD, FORWARD, plan
+
+ALIKE = {
+    "zero 1": ("Mixtral", "dp=2, tp=2", "zero 1 over dp\n"),
+    "zero 2, microbatches": ("Qwen3Moe", "dp=2, tp=2", "zero 2 over dp\nschedule microbatches 2\n"),
+    "zero 3, bf16": ("Qwen3Moe", "dp=2, tp=2", "zero 3 over dp\nprecision bf16\n"),
+    "a pipeline": (
+        "Mixtral",
+        "pp=2, dp=2, tp=2",
+        "stage before model.layers.1 over pp\nschedule 1f1b microbatches 2\n",
+    ),
+    "few heads": ("Mixtral", "dp=1, tp=4", ""),
+}
+
+
+def alike(family: str, mesh: str, lines: str = "", **sizes: int) -> str:
+    """Return the text of a plan whose experts lie on the ranks that split attention, so these have the same tokens."""
+    attention = """\
+column model.layers.*.self_attn.{q,k,v}_proj over tp
+row model.layers.*.self_attn.o_proj over tp
+"""
+    text = plan(family, mesh, attention + lines, **sizes).replace("B/dp/ep", "B/dp")
+    return text.replace("over ep dropless", "over tp dropless")
+
+
+@pytest.mark.parametrize("beside", ALIKE)
+def test_ranks_with_the_same_tokens_route_a_slice_each(beside: str) -> None:
+    family, mesh, lines = ALIKE[beside]
+    sizes = {"num_attention_heads": 4} if "tp=4" in mesh else {"num_hidden_layers": 2} if "pp" in mesh else {}
+    made = compiled(alike(family, mesh, lines, **sizes), ROOT / "tests")
+    assert checked(made).report["checks"]["numbers"] == "tested"
+    assert not [found for found in warnings_of(made) if found.severity is not Severity.NOTE]
+
+
+def test_slices_are_gathered_once_forward_and_once_backward() -> None:
+    """A slice is cut where it is, so beside the exchanges of slices there is one gather of tokens each way, and one of
+    the scores' gradients, [experts, tokens]."""
+    dp, tp, k, width, experts = 2, 2, 2, 16, 8
+    tokens = 8 * 4 // dp
+    rows = report_of(compiled(alike("Mixtral", "dp=2, tp=2"), ROOT / "tests"))["communication"]
+    for phase, gathered in ((FORWARD, {width}), (BACKWARD, {width, experts})):
+        ops = {
+            op: [row for row in rows if row["op"] == op and row["phase"] == phase] for op in ("exchange", "all_gather")
+        }
+        assert [row["wire_bytes"] for row in ops["exchange"]] == [tokens // tp * k * width * 4 * (tp - 1) // tp] * 2
+        assert {row["wire_bytes"] for row in ops["all_gather"]} == {tokens * n * 4 * (tp - 1) // tp for n in gathered}
+        assert not [row for row in rows if row["op"] == "all_to_all"]  # masks are cut where they are
