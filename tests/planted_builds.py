@@ -184,6 +184,13 @@ BUILDS = tuple(_PLANS)
 EXPERT_BUILDS = ("experts dp=2, ep=2", "experts ep=2, tp=2")
 _PLANS[EXPERT_BUILDS[0]] = ("tests", _EXPERTS.replace("mesh ep=2", "mesh dp=2, ep=2").replace("B/ep", "B/dp/ep"))
 _PLANS[EXPERT_BUILDS[1]] = ("tests", _EXPERTS.replace("mesh ep=2", "mesh ep=2, tp=2") + _INSIDE)
+AUXILIARY_BUILD = "experts dp=2, ep=2, auxiliary loss"
+_PLANS[AUXILIARY_BUILD] = (
+    "tests",
+    _PLANS[EXPERT_BUILDS[0]][1]
+    .replace('name="Mixtral"', 'name="Mixtral", output_router_logits=true')
+    .replace("(output.logits, targets)", "(output.logits, targets) + 0.01 output.aux_loss"),
+)
 OFFLOADED = "gpt dp=2, zero 3, bf16, offloaded"
 _PLANS[OFFLOADED] = (
     "examples",
@@ -202,7 +209,7 @@ class GoodBuild:
 
 @cache
 def good_build(name: str, early: bool = False) -> GoodBuild:
-    """Return one of ``BUILDS``, of ``EXPERT_BUILDS``, or the offloaded one; ``early`` leaves sums of gradients where
+    """Return one of ``BUILDS``, one with experts, or the offloaded one; ``early`` leaves sums of gradients where
     backward starts them."""
     folder, text = _PLANS[name]
     compiled = compile_plan(read_plan(Source("planted.parc", text)), ROOT / folder)

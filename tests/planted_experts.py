@@ -13,7 +13,7 @@ from parc.compiler.layout.packed_rows import EXCHANGE
 from parc.compiler.layout.placement import Split, TensorType
 from parc.compiler.ops.rules.experts import EXPERTS_RULES
 from parc.compiler.program.program import Function, Line, Ref, Value
-from tests.planted_builds import EXPERT_BUILDS, GoodBuild, good_build, judge
+from tests.planted_builds import AUXILIARY_BUILD, EXPERT_BUILDS, GoodBuild, good_build, judge
 from tests.planted_conversions import both, collectives, swapped_in, with_binding
 from tests.planted_rows import Row
 from tests.planted_sites import Mutant, Programs, Site, sites, through, with_argument, with_function
@@ -199,15 +199,31 @@ def mismatched(build: GoodBuild) -> Iterator[Mutant]:
                     yield from both(kind, site.named(f"{other.name} for {item.name} in"), changed, programs)
 
 
+def local_auxiliary(build: GoodBuild) -> Iterator[Mutant]:
+    """Make the loss that balances experts from each rank's own tokens, or those of some ranks; or lose its weight."""
+    kind, programs = "keep an auxiliary loss local", build.case.programs
+    for site in collectives(programs):
+        if site.action != "F" or site.line.origin.module:
+            continue
+        yield from both(kind, site.named("leave out"), site.replaced(read=site.source.name), programs)
+        alias = replace(site.line, op="aten.alias.default", args=(site.source,))
+        yield Mutant(kind, site.named("pass through"), site.replaced(alias))
+        for axes in build.case.mesh.names:
+            yield from swapped_in(kind, "put", site, site.line.op, (axes, *site.line.args[2:]))
+    for site in sites(programs, lambda line: line.op.startswith("aten.mul.") and 0.01 in line.args[1:], "F"):
+        for factor in (0.02, 1.0, 0.0):
+            yield Mutant(kind, site.named(f"{factor} for"), site.replaced(with_argument(site.line, 1, factor)))
+
+
 CLASSES = (wrong_experts, miscounted, wrong_weights, of_other_ranks, wrong_replicas, mismatched)
 
 
 def expert_rows(share: int = 1) -> dict[str, Row]:
     """Judge the mutants of builds with experts over ranks, or one of ``share`` in each class."""
     rows: dict[str, Row] = {}
-    for name in EXPERT_BUILDS:
+    for name, classes in {**dict.fromkeys(EXPERT_BUILDS, CLASSES), AUXILIARY_BUILD: (local_auxiliary,)}.items():
         build = good_build(name)
-        for make in CLASSES:
+        for make in classes:
             for at, mutant in enumerate(make(build)):
                 if at % share == 0:
                     verdict = judge(build, mutant.programs)

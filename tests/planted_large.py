@@ -94,12 +94,27 @@ _PIPELINE = (
     .replace("schedule microbatches 2", "stage balanced over pp\nschedule interleaved chunks 2 microbatches 4")
 )
 
+_EXPERTS = """\
+model "./moe_families.py:family" (name="Mixtral", num_hidden_layers=4)
+verify num_hidden_layers=2, num_local_experts=4, hidden_size=8
+input input_ids int64 [B, S]
+input targets int64 [B, S]
+sizes B=32, S=8
+loss cross_entropy(output.logits, targets)
+optimizer sgd lr 0.1 clip 1.0
+mesh dp=4, ep=4
+shard input_ids, targets [B/dp/ep, _]
+experts model.layers.*.mlp.experts over ep dropless
+schedule microbatches 2
+"""
+
 PLANS = {
     "gpt dp=8, tp=2": ("examples", _GPT),
     "gpt dp=8, tp=2, bf16": ("examples", _GPT + "precision bf16\n"),
     "gpt dp=4, pp=2, tp=2": ("examples", _PIPELINE),
     "llama dp=8, tp=2": ("examples", _LLAMA),
     "tower dp=8, tp=2": ("tests", _TOWER),
+    "experts dp=4, ep=4": ("tests", _EXPERTS),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from parc.runtime.compare.simulate import TOLERANCE, compare
 from tests.planted_bugs import early_rows, place_rows, table, type_share
-from tests.planted_builds import BUILDS, EXPERT_BUILDS, OFFLOADED, good_build, judge
+from tests.planted_builds import AUXILIARY_BUILD, BUILDS, EXPERT_BUILDS, OFFLOADED, good_build, judge
 from tests.planted_experts import expert_rows
 from tests.planted_integers import shortened
 from tests.planted_norms import wrong_norms
@@ -57,10 +57,10 @@ def test_wrong_sums_in_the_last_backward_are_refused_before_anything_runs() -> N
 
 
 def test_experts_that_are_not_the_model_s_are_refused() -> None:
-    for name in EXPERT_BUILDS:
+    for name in (*EXPERT_BUILDS, AUXILIARY_BUILD):
         assert not (verdict := judge(build := good_build(name), build.case.programs)).check, verdict.reason
     found = expert_rows(share=5)
-    assert len(found) == 6 and all(row.mutants > 2 and not row.accepted for row in found.values()), found
+    assert len(found) == 7 and all(row.mutants > 2 and not row.accepted for row in found.values()), found
     seen = {kind for kind, row in found.items() if not row.first["numbers"]}
     assert seen >= {kind for kind in found if kind.startswith(("be off", "sum", "split"))}  # before anything runs
 
