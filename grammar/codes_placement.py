@@ -162,6 +162,14 @@ UNEVEN_TOKENS = shown(
     instead="sizes B=4, S=3\nmesh ep=4\nshard input_ids, targets [B/ep, _]\n"
     "experts model.layers.*.mlp.experts over ep dropless",
 )
+LOW_CAPACITY = shown(
+    name="P0138",
+    title="experts that take less than one token of a sequence",
+    why="`capacity F` is F times the mean of the tokens of a sequence that choose an expert: F k S / E, where each of S"
+    " tokens chooses k of E experts.",
+    example="sizes B=8, S=4\nexperts model.layers.*.mlp.experts over ep capacity 0.5   # 2 of 8 experts a token",
+    instead="sizes B=8, S=4\nexperts model.layers.*.mlp.experts over ep capacity 1.25",
+)
 NO_BIAS = shown(
     name="P0139",
     title="a bias to balance that the model does not have",

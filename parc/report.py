@@ -49,7 +49,7 @@ def _expert_rows(build: Build, plan: Plan) -> dict[str, Any]:
         row = {
             "modules": starred(module),
             "layers": 0,
-            **{key: fact[key] for key in ("experts", "top", "ranks", "rate", "load")},
+            **{key: fact[key] for key in ("experts", "top", "ranks", "rate", "load", "capacity")},
         }
         rows.setdefault(str(row), row)["layers"] += 1
     most = max(

@@ -22,6 +22,7 @@ from ..compiler.padding.pads import pads_from, real_shape
 from ..compiler.program.actions import FORWARD
 from ..compiler.program.binding import BUFFERS
 from ..compiler.program.loss_terms import LossTerm
+from ..compiler.sizes.size_range import BATCH
 from ..grammar.codes_build import BAD_BUILD, MODEL_FAILED, OTHER_TORCH, WORLD_SIZE
 from ..grammar.nearest import listed
 from .faults import RunError
@@ -86,8 +87,9 @@ def task_of(manifest: Mapping[str, Any]) -> TaskLines:
     model = manifest["model"]
     arguments, inputs = tuple(model["arguments"].items()), tuple(line["name"] for line in manifest["inputs"])
     places = tuple((line["name"], line["as"]) for line in manifest["inputs"] if "as" in line)
+    batched = next((line["name"] for line in manifest["inputs"] if line["dims"][:1] == [BATCH]), "")
     terms = (LossTerm(**{**term, "operands": tuple(term["operands"])}) for term in manifest["loss"])
-    return TaskLines(model["callable"], arguments, inputs, tuple(terms), places)
+    return TaskLines(model["callable"], arguments, inputs, tuple(terms), places, batched)
 
 
 def open_build(path: Path | str) -> Build:

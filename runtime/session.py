@@ -35,7 +35,7 @@ from .processes import default_device, join_processes, launched
 from .saving import LocalPart, StateFiles, stored_of
 from .state.gather import Gatherer, everywhere, exchange
 from .state.initial import Initial
-from .state.loads import layers_of, load_figures, taken_loads
+from .state.loads import layers_of, load_figures, loads_in
 from .state.offload import Offloaded
 from .state.optimizer import rate, update
 from .state.scaler import changed_state, scale_figures, skips, state_after
@@ -176,7 +176,7 @@ class Session:
                 update(self.optimizer, self.state.parameters, result.gradients, result.grad_norm, clip, lr, units)
         self.state.steps.update(state_after(result.state, skipped))
         self.step_number += 1
-        loads = taken_loads(result.metrics, self._layers)
+        loads = loads_in(result.metrics, self._layers)
         numbers = {name: float(value) for name, value in result.metrics.items() if not value.dim()}
         metrics = numbers | load_figures(loads, self._layers) | scale_figures(self.state.steps)
         return StepReport(self.step_number, loss, norm, float(lr), metrics, skipped, loads)

@@ -7,6 +7,7 @@ from typing import Any
 
 from parc.compiler.capture.capture import Captured
 from parc.compiler.initial.recipes import Recorded
+from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
 from parc.compiler.sizes.polynomials import moving
 from parc.compiling.driver import Compiled, compile_captured, compile_plan, task_lines
@@ -28,7 +29,10 @@ def compile_once(plan: Plan, folder: Path) -> Compiled:
         return compile_plan(plan, folder)
     code = tuple((path.name, path.read_bytes()) for path in sorted(folder.glob("*.py")))
     task = format_statements([line for line in plan.statements if line.verb.text in _TASK])
-    key = task, plan.microbatches, code
+    capacities = [
+        (line.where, line.capacity) for line in plan.placements if isinstance(line, Experts) and line.capacity
+    ]
+    key = task, plan.microbatches, code, tuple(capacities)
     if key not in _CAPTURES:
         if len(_CAPTURES) >= _MOST:
             _CAPTURES.clear()

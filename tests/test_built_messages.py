@@ -56,6 +56,11 @@ COMMANDS = {
         "mesh dp=4, ep=4\nshard tokens, targets [B/dp, _]\nexperts moe.experts over ep dropless\n",
         of="Routed",
     ),
+    "P0138": Case(
+        "plain",
+        lines="mesh dp=4, ep=2\nshard tokens, targets [B/dp, _]\nexperts moe.experts over ep capacity 0.2\n",
+        of="Routed",
+    ),
     "P0139": Case(
         "plain",
         lines="mesh dp=4, ep=2\nshard tokens, targets [B/dp, _]\n"

@@ -80,7 +80,8 @@ MANIFEST_FORM: Form = {
     "seed": int,
     "state": Each(_NUMBER),
     "experts?": Each({
-        "experts": int, "top": int, "ranks": int, "load": _NUMBER, "buffer": (str, _NONE), "rate": _NUMBER
+        "experts": int, "top": int, "ranks": int, "load": _NUMBER, "capacity": (int, float, _NONE),
+        "buffer": (str, _NONE), "rate": _NUMBER
     }),
     "steps": (int, _NONE),
     "aliases": Each(str),
@@ -109,7 +110,8 @@ REPORT_FORM: Form = {
         "role": str,
     }],
     "experts?": [{
-        "modules": str, "layers": int, "experts": int, "top": int, "ranks": int, "load": _NUMBER, "rate": _NUMBER
+        "modules": str, "layers": int, "experts": int, "top": int, "ranks": int, "load": _NUMBER, "rate": _NUMBER,
+        "capacity": (int, float, _NONE)
     }],
     "experts_peak_bytes?": _NUMBER,
     "placed?": Each(str),

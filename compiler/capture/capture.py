@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from .complex_pairs import as_pairs
 from .composites import functional
 from .every_slice import EverySlice
 from .expert_lists import as_made
-from .experts import with_experts
+from .experts import Capacity, with_experts
 from .faults import CaptureError, explain_failure
 from .no_grad import detach_without_gradients
 from .node_facts import keep_value, noted
@@ -122,11 +122,12 @@ def capture(
     call: CallModel,
     loss: LossFunction,
     ranged: bool = False,
+    capacities: Mapping[str, Capacity] = MappingProxyType({}),
 ) -> Captured:
     """Trace ``loss(call(model, inputs), inputs)`` with ``torch.export``, before autograd.
 
     ``model`` lives on ``mode``'s fake tensors; nothing is computed. ``ranged``: the graph is to be the same at other
-    sizes of the inputs, as far as the model's own code is.
+    sizes of the inputs, as far as the model's own code is. ``capacities`` are those of modules of experts.
 
     Raises:
         CaptureError: control flow that depends on data, a returned cache, a loss that is no number, any other fault
@@ -145,7 +146,7 @@ def capture(
             with_unread_draws(),
             without_checkpoints(no_checkpoint),
             without_validation(),
-            with_experts(model),
+            with_experts(model, capacities),
             torch.backends.mkldnn.flags(enabled=False),
         ):
             exported = torch.export.export(step, values, strict=False)

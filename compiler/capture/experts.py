@@ -8,20 +8,52 @@ weights)``, and Llama 4's layer have their forms here; ``register_experts`` adds
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
+from math import ceil
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from ..ops.expert_ops import OPS
+from ..ops.slot_ops import OPS
 from .expert_lists import stack_experts
 from .faults import CaptureError, user_frame
-from .one_expert import Through, expert_of
+from .one_expert import Through, ThroughPacked, ThroughSlots, expert_of
 
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The tokens that an expert takes of each of ``sequences``: ``factor`` times the mean."""
+
+    factor: float
+    sequences: int
+
+    def of(self, tokens: int, experts: int, top: int) -> tuple[int, int]:
+        """Return the number of sequences, and of tokens that an expert takes of each.
+
+        Raises:
+            CaptureError: that is less than one.
+        """
+        mean = Fraction(tokens * top, self.sequences * experts)
+        exact = Fraction(str(self.factor)) * mean
+        if exact < 1 or tokens % self.sequences:
+            what = (
+                f"a capacity of {self.factor:g} gives each of {experts} experts {float(exact):.3g} tokens of a sequence"
+            )
+            least = float(1 / mean)
+            raise CaptureError("capacity", what, help=f"write {least:.3g} or more, or take longer sequences")
+        return self.sequences, ceil(exact)
+
+
+_SET: ContextVar[Capacity | None] = ContextVar("capacity", default=None)
+"""The capacity of the experts that are captured now."""
 ExpertForm = Callable[..., Any]
 """A function that is called as a module's forward, and computes what it does."""
 _FORMS: dict[Callable[..., Any], ExpertForm] = {}
@@ -101,16 +133,43 @@ def _packed(
     compute: Callable[[torch.Tensor, Through], torch.Tensor],
     on_input: bool = False,
 ) -> torch.Tensor:
-    """Return the weighted sum of what ``compute`` makes of packed rows, for each token."""
+    """Return the weighted sum of what ``compute`` makes of each token's rows: packed ones, or, where a capacity is set,
+    those that have a slot."""
+    if (capacity := _SET.get()) is not None:
+        return _slotted(
+            hidden, chosen, scores, (*capacity.of(hidden.shape[0], chosen.shape[0], top), top), compute, on_input
+        )
     inside = OPS.route(chosen, chosen)
     rows = OPS.pack(hidden, chosen, top)
     if on_input:
         rows = rows * OPS.pick(scores, chosen, top)
-    rows = OPS.route(compute(OPS.route(rows, chosen), Through(inside, top)), chosen)
+    rows = OPS.route(compute(OPS.route(rows, chosen), ThroughPacked(inside, top)), chosen)
     if not on_input:
         rows = rows * OPS.pick(scores, chosen, top)
     made: torch.Tensor = OPS.unpack(rows, chosen, top)
     return made
+
+
+def _slotted(
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    scores: torch.Tensor,
+    sizes: tuple[int, int, int],
+    compute: Callable[[torch.Tensor, Through], torch.Tensor],
+    on_input: bool,
+) -> torch.Tensor:
+    """Return the weighted sum of the same, of the tokens that get one of an expert's slots; ``sizes`` are the number of
+    sequences, of slots that an expert has for each, and of experts that a token chooses."""
+    (sequences, capacity, top), (experts, count) = sizes, chosen.shape
+    tokens, width = count // sequences, hidden.shape[1]
+    slots = OPS.slots(chosen.reshape(experts, sequences, tokens), capacity, top)
+    weights = OPS.pick_slots(scores.reshape(experts, sequences, tokens), slots)[..., None]
+    rows = OPS.dispatch(hidden.view(sequences, tokens, width), slots)
+    rows = OPS.route(rows * weights if on_input else rows, slots)
+    made = compute(rows.reshape(experts, sequences * capacity, width), ThroughSlots(experts))
+    made = OPS.route(made.reshape(experts, sequences, capacity, -1), slots)
+    summed: torch.Tensor = OPS.combine(made if on_input else made * weights, slots, tokens)
+    return summed.reshape(count, -1)
 
 
 def _of_transformers(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -150,6 +209,11 @@ def _known() -> dict[Callable[..., Any], ExpertForm]:
     return {llama4.Llama4TextMoe.forward: _llama4, **_FORMS} if llama4 is not None else _FORMS
 
 
+def have_interface(module: nn.Module) -> bool:
+    """Return whether a module holds experts by transformers' interface."""
+    return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "num_experts"))
+
+
 def stack_lists(model: nn.Module) -> None:
     """Stack the weights of the lists of experts in a model that was just made.
 
@@ -183,14 +247,30 @@ def _placed(form: ExpertForm, layer: nn.Module, *args: Any, **kwargs: Any) -> An
 
 
 @contextmanager
-def with_experts(model: nn.Module) -> Iterator[None]:
+def _at(capacity: Capacity | None) -> Iterator[None]:
+    """Enter a block in which experts have a capacity."""
+    before = _SET.set(capacity)
+    try:
+        yield
+    finally:
+        _SET.reset(before)
+
+
+@contextmanager
+def with_experts(model: nn.Module, capacities: Mapping[str, Capacity] = MappingProxyType({})) -> Iterator[None]:
     """Let layers of experts that have a form compute by it; those of transformers' interface too, whatever
-    implementation they are set to."""
+    implementation they are set to. ``capacities`` are those of such modules, by their paths."""
+    own = {id(model.get_submodule(path)): capacity for path, capacity in capacities.items()}
+
+    def of_transformers(experts: nn.Module, *given: Any) -> torch.Tensor:
+        with _at(own.get(id(experts))):
+            return _of_transformers(experts, *given)
+
     forms = _known()
     interface = getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
     with ExitStack() as stack:
         if interface is not None:
-            stack.enter_context(patch.object(interface, "get_interface", lambda self, name, default: _of_transformers))
+            stack.enter_context(patch.object(interface, "get_interface", lambda self, name, default: of_transformers))
         for module in model.modules():
             form = forms.get(type(module).forward)
             if form is not None:

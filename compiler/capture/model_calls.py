@@ -32,6 +32,8 @@ class TaskLines:
     """The terms of the loss."""
     places: tuple[tuple[str, str], ...] = ()
     """Pairs of an input's name and the parameter of forward that it goes to, where the two names differ."""
+    batched: str = ""
+    """An input whose first dim is the batch."""
 
     @property
     def sources(self) -> tuple[str, ...]:

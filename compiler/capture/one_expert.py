@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,45 @@ from .expert_lists import stacks_of
 from .faults import CaptureError
 
 
+class Through(Protocol):
+    """The way of rows through experts: each of its functions takes a weight [experts, ...]."""
+
+    def linear(self, rows: torch.Tensor, weight: torch.Tensor, transposed: bool = False) -> torch.Tensor:
+        """Return each row times its expert's weight, which is [out, in], or [in, out] where it is ``transposed``."""
+        ...
+
+    def are_rows(self, value: object) -> bool:
+        """Return whether a value is rows of these experts."""
+        ...
+
+    def rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return each row's part of a weight [experts, width]."""
+        ...
+
+
 @final
-class Through:
-    """The way of packed rows through experts: each of its functions takes a weight [experts, ...]."""
+class ThroughSlots:
+    """The way of rows [experts, slots, width], of which every expert has as many."""
+
+    def __init__(self, experts: int) -> None:
+        self._experts = experts
+
+    def linear(self, rows: torch.Tensor, weight: torch.Tensor, transposed: bool = False) -> torch.Tensor:
+        """Return each row times its expert's weight, which is [out, in], or [in, out] where it is ``transposed``."""
+        return torch.bmm(rows, weight if transposed else weight.mT)
+
+    def are_rows(self, value: object) -> bool:
+        """Return whether a value is rows of these experts."""
+        return isinstance(value, torch.Tensor) and value.dim() == 3 and value.shape[0] == self._experts
+
+    def rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return each row's part of a weight [experts, width]."""
+        return weight[:, None]
+
+
+@final
+class ThroughPacked:
+    """The way of packed rows."""
 
     def __init__(self, chosen: torch.Tensor, top: int) -> None:
         self._chosen, self._top = chosen, top

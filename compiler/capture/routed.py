@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple, cast
+
 from torch import fx
 
-from ..ops.expert_ops import OPS
+from ..ops.slot_ops import OPS
 from .node_facts import noted
 
 
-def routed_layers(graph: fx.Graph) -> dict[str, fx.Node]:
-    """Return the node that packs tokens by expert, for each module that does."""
-    layers: dict[str, fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=OPS.pack.default):
-        layers.setdefault(noted(node).origin.module, node)
+class Routed(NamedTuple):
+    """The routing of a layer: which experts are ``chosen``, [experts, tokens] or [experts, sequences, tokens], ``top``
+    for each token; and the ``slots`` that they get, if experts have a capacity."""
+
+    chosen: fx.Node
+    top: int
+    slots: fx.Node | None = None
+
+    @property
+    def experts(self) -> int:
+        """The number of experts."""
+        count: int = noted(self.chosen).value.shape[0]
+        return count
+
+
+def routed_layers(graph: fx.Graph) -> dict[str, Routed]:
+    """Return the layers of a graph that route tokens, by the module of their experts."""
+    layers: dict[str, Routed] = {}
+    for node in graph.nodes:
+        if node.target == OPS.pack.default:
+            _, chosen, top = cast(tuple[fx.Node, fx.Node, int], node.args)
+            layers.setdefault(noted(node).origin.module, Routed(chosen, top))
+        elif node.target == OPS.slots.default:
+            chosen, _, top = cast(tuple[fx.Node, int, int], node.args)
+            layers.setdefault(noted(node).origin.module, Routed(chosen, top, node))
     return layers
-
-
-def chosen_experts(pack: fx.Node) -> fx.Node:
-    """Return the node that says which experts each token chose: [experts, tokens]."""
-    chosen = pack.args[1]
-    assert isinstance(chosen, fx.Node)
-    return chosen

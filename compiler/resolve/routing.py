@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
+from torch import nn
+
+from ...grammar.codes_experts import NO_EXPERTS
 from ...grammar.codes_placement import NO_BIAS
 from ...grammar.diagnostics import Diagnostic, Label, PlanError
 from ...grammar.syntax import Word
 from ..capture.capture import Captured
+from ..capture.experts import Capacity, have_interface
 from ..capture.node_facts import noted
-from ..capture.routed import chosen_experts, routed_layers
+from ..capture.routed import routed_layers
 from ..plan.directives.experts import Experts
 from ..plan.plan import Plan
 from ..program.loads import Bias
 from .names import PlanNames, find_modules
+from .pattern import Pattern
 
 
 class RoutedLayer(NamedTuple):
@@ -27,6 +32,8 @@ class RoutedLayer(NamedTuple):
     bias: Bias | None = None
     load: float = 1.0
     """The rows of the busiest rank over the mean, as a plan states it."""
+    capacity: float | None = None
+    """The most tokens of a sequence that an expert takes, over the mean; None where it takes all."""
 
 
 def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, RoutedLayer]:
@@ -37,12 +44,12 @@ def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, Ro
     """
     layers, errors = dict[str, RoutedLayer](), list[Diagnostic]()
     lines = [line for line in plan.placements if isinstance(line, Experts)]
-    for module, pack in routed_layers(captured.graph).items():
-        layer = RoutedLayer(noted(chosen_experts(pack)).value.shape[0], cast(int, pack.args[2]))
+    for module, routed in routed_layers(captured.graph).items():
+        layer = RoutedLayer(routed.experts, routed.top)
         for line in lines:
             if not any(_within(module, found) for word in line.where for found in _found(word, names)):
                 continue
-            layer = layer._replace(ranks=plan.mesh.size(line.axis.text), load=line.load)
+            layer = layer._replace(ranks=plan.mesh.size(line.axis.text), load=line.load, capacity=line.capacity)
             if line.rate is not None:
                 buffers = _biases(module, layer.experts, captured)
                 layer = layer._replace(bias=Bias(buffers[0], line.rate) if len(buffers) == 1 else None)
@@ -51,6 +58,30 @@ def routing_of(plan: Plan, names: PlanNames, captured: Captured) -> dict[str, Ro
     if errors:
         raise PlanError(errors[:1])
     return layers
+
+
+def capacities_of(plan: Plan, model: nn.Module) -> dict[str, Capacity]:
+    """Return the capacity of each module of experts whose line has one, by the module's path.
+
+    Raises:
+        PlanError: a line names no module of transformers' interface.
+    """
+    capacities: dict[str, Capacity] = {}
+    batched = next((line for line in plan.inputs if line.name not in plan.unbatched), None)
+    sequences = plan.input_shape(batched)[0] if batched is not None else 1
+    modules = dict(model.named_modules())
+    for line in (line for line in plan.placements if isinstance(line, Experts)):
+        if line.capacity is None:
+            continue
+        for word in line.where:
+            outer = Pattern(word.text).of(modules)
+            found = [path for path, module in modules.items() if have_interface(module)
+                     and any(_within(path, name) for name in outer)]  # fmt: skip
+            if outer and not found:
+                message = f"`{outer[0]}` holds no experts by transformers' interface, which alone can have a capacity"
+                raise PlanError([Diagnostic(NO_EXPERTS, message, Label(word.span), help="write `dropless`")])
+            capacities.update(dict.fromkeys(found, Capacity(line.capacity, sequences)))
+    return capacities
 
 
 def biases_of(layers: Mapping[str, RoutedLayer]) -> dict[str, Bias]:
@@ -62,6 +93,7 @@ def routing_facts(routing: Mapping[str, RoutedLayer]) -> dict[str, Any]:
     """Return the facts of a manifest about the layers of experts; nothing where there are none."""
     layers = {
         module: {"experts": layer.experts, "top": layer.top, "ranks": layer.ranks, "load": layer.load,
+                 "capacity": layer.capacity,
                  "buffer": layer.bias and layer.bias.buffer, "rate": layer.bias.rate if layer.bias is not None else 0}
         for module, layer in routing.items()
     }  # fmt: skip

@@ -169,7 +169,8 @@ def _eager(compiled: Compiled, inputs: Mapping[str, torch.Tensor], wide: bool = 
     build = model_builder(compiled.lines, compiled.folder, compiled.overrides)
     module = initialize(build, compiled.plan.seed, compiled.recorded.recipes)
     module = _widened(module) if wide else module
-    plain = PlainModule(module, compiled.lines, compiled.folder, compiled.plan.seed, compiled.frozen)
+    capacities = {path: layer.capacity for path, layer in compiled.routing.items() if layer.capacity is not None}
+    plain = PlainModule(module, compiled.lines, compiled.folder, compiled.plan.seed, compiled.frozen, capacities)
     buffers = {name: value.clone() for name, value in module.named_buffers(remove_duplicate=False)}
 
     def forward() -> tuple[torch.Tensor, ...]:

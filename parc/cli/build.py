@@ -134,6 +134,8 @@ def _expert_texts(report: Mapping[str, Any]) -> Iterable[str]:
     for row in report.get("experts", ()):
         each = f", {row['experts'] // row['ranks']} a rank" if row["ranks"] > 1 else ""
         moved = f"; {row['rate']:g} a step moves the router's bias, beyond the model's own code" if row["rate"] else ""
+        if row["capacity"] is not None:
+            moved += f"; capacity {row['capacity']:g} leaves out tokens that come late, beyond the model's own code"
         layers = f"{row['layers']} layer{'s' * (row['layers'] != 1)}"
         yield f"{row['modules']}: {layers} of {row['experts']}{each}, {row['top']} a token{moved}"
     if any(row["ranks"] > 1 for row in report.get("experts", ())):

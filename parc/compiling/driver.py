@@ -113,7 +113,10 @@ def task_lines(plan: Plan) -> TaskLines:
     """Return the lines of the plan that say what is trained."""
     model, loss, inputs = plan.model, plan.loss, tuple(line.name for line in plan.inputs)
     places = tuple((line.name, line.parameter) for line in plan.inputs if line.parameter != line.name)
-    return TaskLines(model.callable, model.values, inputs, loss.terms, places)
+    return TaskLines(
+        model.callable, model.values, inputs, loss.terms, places,
+        next((line.name for line in plan.inputs if line.name not in plan.unbatched), ""),
+    )  # fmt: skip
 
 
 @contextmanager

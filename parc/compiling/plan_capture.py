@@ -16,7 +16,10 @@ from parc.compiler.capture.making import not_found
 from parc.compiler.capture.model_calls import InputsError, TaskLines, caller, loss_function, model_builder
 from parc.compiler.capture.node_facts import noted
 from parc.compiler.initial.recipes import Recorded, record
+from parc.compiler.plan.directive import Directive
+from parc.compiler.plan.directives.experts import Experts
 from parc.compiler.plan.plan import Plan
+from parc.compiler.resolve.routing import capacities_of
 from parc.compiling.callable_faults import callable_diagnostic, own_trace
 from parc.grammar.codes_build import (
     CAPTURE_FAILED,
@@ -31,6 +34,7 @@ from parc.grammar.codes_build import (
     WRONG_INPUTS,
 )
 from parc.grammar.codes_experts import NO_EXPERTS
+from parc.grammar.codes_placement import LOW_CAPACITY
 from parc.grammar.diagnostics import Diagnostic, Label, PlanError
 from parc.passes.pipeline import prepare
 
@@ -66,7 +70,8 @@ def capture_plan(
     except CallableError as error:
         raise PlanError([callable_diagnostic(MODEL_FAILED, error, plan.loss)]) from None
     try:
-        captured = capture(recorded.module, recorded.mode, input_specs(plan), call, loss, ranged)
+        capacities = capacities_of(plan, recorded.module)
+        captured = capture(recorded.module, recorded.mode, input_specs(plan), call, loss, ranged, capacities)
     except CaptureError as error:
         raise PlanError([_capture_diagnostic(plan, error)]) from None
     drawn = prepare(captured.graph)
@@ -96,9 +101,12 @@ def _capture_diagnostic(plan: Plan, error: CaptureError) -> Diagnostic:
         "output": (LOSS_NOT_NUMBER, "name a loss that sums or averages"),
         "field": (NO_FIELD, error.help),
         "experts": (NO_EXPERTS, error.help),
+        "capacity": (LOW_CAPACITY, error.help),
         "complex": (NOT_IN_REALS, "write it with arithmetic, powers, `exp`, `log`, products, sums, FFTs and views"),
     }.get(error.kind, (CAPTURE_FAILED, error.help or _TRY))
-    line = plan.loss if error.kind == "output" or error.in_loss else plan.model
+    line: Directive = plan.loss if error.kind == "output" or error.in_loss else plan.model
+    if error.kind == "capacity":
+        line = next(line for line in plan.placements if isinstance(line, Experts) and line.capacity is not None)
     shapes = ((given, list(plan.input_shape(given))) for given in plan.inputs if code is CAPTURE_FAILED)
     what = "given in each microbatch as" if plan.microbatches > 1 else "given as"
     related = (Label(given.span, f"{what} {given.dtype} {shape}") for given, shape in shapes)

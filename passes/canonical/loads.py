@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import fx
 
 from ...compiler.capture.node_facts import copy_facts, noted
-from ...compiler.capture.routed import chosen_experts, routed_layers
+from ...compiler.capture.routed import routed_layers
 from ...compiler.ops.torch_ops import aten
 from ...compiler.program.binding import Binding
+from ...compiler.program.loads import TAKEN
 from ..calls import outputs
 
 
@@ -16,13 +17,24 @@ def count_loads(graph: fx.Graph, updates: tuple[str, ...]) -> None:
     ``updates``; note the bindings of all outputs behind the loss."""
     loss, *buffers = outputs(graph)
     loads: dict[Binding, fx.Node] = {}
-    for module, pack in routed_layers(graph).items():
-        chosen = chosen_experts(pack)
-        with graph.inserting_after(chosen):
-            load = graph.call_function(aten.sum.dim_IntList, (chosen, [1], False))
-        copy_facts(chosen, load)
-        noted(load).value = noted(chosen).value.sum(1)
-        loads[Binding("load", module)] = load
+    for module, layer in routed_layers(graph).items():
+        loads[Binding("load", module)] = _counted(graph, layer.chosen)
+        if layer.slots is not None:
+            with graph.inserting_after(layer.slots):
+                taken = graph.call_function(aten.ge.Scalar, (layer.slots, 0))
+            copy_facts(layer.slots, taken)
+            noted(taken).value = noted(layer.slots).value >= 0
+            loads[Binding("load", f"{module}{TAKEN}")] = _counted(graph, taken)
     output = graph.output_node()
     output.args = ((loss, *loads.values(), *buffers),)
     noted(output).results = (*loads, *(Binding("buffer", name) for name in updates))
+
+
+def _counted(graph: fx.Graph, marks: fx.Node) -> fx.Node:
+    """Add the number of marks of each expert, which is the first dim."""
+    dims = list(range(1, noted(marks).value.dim()))
+    with graph.inserting_after(marks):
+        count = graph.call_function(aten.sum.dim_IntList, (marks, dims, False))
+    copy_facts(marks, count)
+    noted(count).value = noted(marks).value.sum(dims)
+    return count

@@ -9,6 +9,7 @@ from torch import fx
 
 from ...compiler.capture.capture import Captured
 from ...compiler.capture.node_facts import noted
+from ...compiler.capture.routed import routed_layers
 from ...compiler.ops.rules import facts
 from ...compiler.resolve.names import PlanNames, WeightUse
 from ..canonical.canonicalize import canonicalize
@@ -21,7 +22,13 @@ def names_of(captured: Captured) -> PlanNames:
     shapes = {name: tuple(noted(node).value.shape) for name, node in parameters.items()}
     follower, canonicalized = Follower(captured.graph), cache(lambda: Follower(canonicalize(captured.graph)))
     uses: dict[str, WeightUse] = {}
+    slotted = {module: routed.experts for module, routed in routed_layers(captured.graph).items() if routed.slots}
     for name, shape in shapes.items():
+        if (
+            shape and slotted.get(name.rpartition(".")[0]) == shape[0]
+        ):  # experts with a capacity multiply by plain products
+            uses[name] = WeightUse("experts", 0, 0)
+            continue
         others = [alias for alias, canonical in captured.aliases.items() if canonical == name]
         for reader, use in _uses(follower, name, len(shape)):
             module = noted(reader).origin.module

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, nullcontext
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -26,7 +29,7 @@ from ...compiler.ops.rules import facts
 from ...compiler.ops.torch_ops import aten
 from ...compiler.program.actions import COUNTING, FORWARD, SCALING
 from ...compiler.program.binding import COUNT, Binding
-from ...compiler.program.loads import Bias, biases_in
+from ...compiler.program.loads import Bias, biases_in, capacities_in
 from ...compiler.sizes.size_range import BATCH
 from ..backends.in_process import InProcess
 from ..data.feed import Feed
@@ -100,8 +103,13 @@ class PlainModule:
     """A user's module and loss, called as a plan says, one microbatch at a time, with the random numbers of its
     builds."""
 
-    def __init__(self, module: nn.Module, lines: TaskLines, folder: Path, seed: int, frozen: Collection[str]) -> None:
+    def __init__(
+        self, module: nn.Module, lines: TaskLines, folder: Path, seed: int, frozen: Collection[str],
+        capacities: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """``capacities`` are those of modules of experts, by their paths."""
         self._module, self._seed = module, seed
+        self._capacities, self._batched = capacities, lines.batched
         self._call, self._terms = caller(module, lines), term_functions(lines, folder)
         self._attributes = attribute_tensors(module)
         self.parameters = dict(module.named_parameters())
@@ -119,6 +127,10 @@ class PlainModule:
             for path, child in self._module.named_modules():
                 within.enter_context(child.register_forward_pre_hook(partial(mode.enter_module, path)))
                 within.enter_context(child.register_forward_hook(mode.leave_module, always_call=True))
+            for path, factor in self._capacities.items():
+                drop = partial(_drop_tokens, factor, len(inputs[self._batched]))
+                hook = self._module.get_submodule(path).register_forward_pre_hook(drop, with_kwargs=True)
+                within.callback(hook.remove)
             within.enter_context(mode)
             within.enter_context(nullcontext() if on_cpu else sdpa_kernel(SDPBackend.MATH))
             with as_made(self._module), self._attributes.pointing():
@@ -131,6 +143,29 @@ class PlainModule:
         for parameter in self.parameters.values():
             parameter.grad = None
         return gradients
+
+
+def _drop_tokens(
+    factor: float, sequences: int, module: Any, given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Let experts take, of each sequence, the first tokens that choose them, at most ``factor`` times the mean: the
+    weights of later ones become zero."""
+    hidden, index, weights = [*given, *(named[name] for name in _EXPERTS_GIVEN[len(given) :])]
+    (tokens, top), rows = index.shape, index.tolist()
+    each = tokens // sequences
+    most = ceil(Fraction(str(factor)) * each * top / module.num_experts)
+    kept = torch.ones(index.shape, dtype=torch.bool)
+    for sequence in range(sequences):
+        taken: Counter[int] = Counter()
+        for token in range(sequence * each, (sequence + 1) * each):
+            for place, expert in enumerate(rows[token]):
+                taken[expert] += 1
+                kept[token, place] = taken[expert] <= most
+    return (hidden, index, weights * kept.to(weights)), {}
+
+
+_EXPERTS_GIVEN = ("hidden_states", "top_k_index", "top_k_weights")
+"""The parameters of the forward of experts by transformers' interface."""
 
 
 @final
@@ -173,7 +208,7 @@ class Plain:
         self.module: nn.Module = initialize(model_builder(lines, build.folder), seed).to(device)
         self._read_weights()
         self.step_number = 0
-        self._plain = PlainModule(self.module, lines, build.folder, seed, manifest["frozen"])
+        self._plain = PlainModule(self.module, lines, build.folder, seed, manifest["frozen"], capacities_in(manifest))
         self._optimizer = make_optimizer(self._plain.parameters, manifest["optimizer"])
         self._biases = [PlainBias(self.module, *item) for item in biases_in(manifest).items()]
         whole = Mesh(tuple((axis, 1) for axis in build.programs[FORWARD].mesh.names))

@@ -1,5 +1,5 @@
 """The machine that runs one program: operators, kernels, reuse of memory, torch.compile."""
 
-from . import expert_kernels  # notes its code
+from . import expert_kernels, slot_kernels  # note their code
 
-__all__ = ["expert_kernels"]
+__all__ = ["expert_kernels", "slot_kernels"]

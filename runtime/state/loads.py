@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from ...compiler.build.build import Build
-from ...compiler.program.loads import LOAD
+from ...compiler.program.loads import LOAD, TAKEN
 
 Loads = Mapping[str, Sequence[int]]
 """The tokens of each expert in a step, by the module of the experts."""
@@ -22,14 +22,16 @@ class Layer(NamedTuple):
     ranks: int
     load: float
     """The load of the busiest rank, over the mean, for which memory was planned."""
+    capacity: bool
+    """True where experts leave tokens out."""
 
 
 def layers_of(build: Build) -> tuple[Layer, ...]:
     """Return the layers of experts of a build, in the order in which its metric has their loads."""
     facts: Mapping[str, Any] = build.manifest.get("experts", {})
-    modules = build.reference.main.returned("load")
+    known = [(name, facts[name]) for name in build.reference.main.returned("load") if name in facts]
     return tuple(
-        Layer(module, facts[module]["experts"], facts[module]["ranks"], facts[module]["load"]) for module in modules
+        Layer(name, fact["experts"], fact["ranks"], fact["load"], fact["capacity"] is not None) for name, fact in known
     )
 
 
@@ -38,22 +40,28 @@ def planned_load(build: Build) -> float:
     return max((layer.load for layer in layers_of(build)), default=1.0)
 
 
-def taken_loads(metrics: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -> dict[str, list[int]]:
-    """Return the loads of a step from its metrics."""
+def loads_in(metrics: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -> dict[str, list[int]]:
+    """Return the loads of a step from its metrics; those of tokens that got a slot have names that end in ``TAKEN``."""
     if LOAD.name not in metrics:
         return {}
-    parts = metrics[LOAD.name].split([layer.experts for layer in layers])
-    return {layer.module: part.tolist() for layer, part in zip(layers, parts, strict=True)}
+    sizes = {f"{layer.module}{end}": layer.experts for layer in layers for end in ("", TAKEN)[: 1 + layer.capacity]}
+    parts = metrics[LOAD.name].split([*sizes.values()])
+    return {name: part.tolist() for name, part in zip(sizes, parts, strict=True)}
 
 
 def load_figures(loads: Loads, layers: Sequence[Layer]) -> dict[str, float]:
     """Return the load of the busiest expert, and of the busiest rank, over the mean: 1 is a perfect balance. Of several
-    layers, the one with the worst."""
+    layers, the one with the worst. Where experts have a capacity, the share of choices that were left out too."""
     if not loads:
         return {}
     experts = (_over_mean(loads[layer.module]) for layer in layers)
     ranks = (_over_mean(_by_rank(loads[layer.module], layer.ranks)) for layer in layers)
-    return {"imbalance": max(experts), "rank_imbalance": max(ranks)}
+    figures = {"imbalance": max(experts), "rank_imbalance": max(ranks)}
+    taken = [(sum(loads[layer.module]), sum(loads[f"{layer.module}{TAKEN}"])) for layer in layers if layer.capacity]
+    if taken:
+        chosen = sum(one for one, _ in taken)
+        figures["drop_rate"] = 1 - sum(kept for _, kept in taken) / max(chosen, 1)
+    return figures
 
 
 def _by_rank(load: Sequence[int], ranks: int) -> list[int]:

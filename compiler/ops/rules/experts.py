@@ -27,6 +27,8 @@ _outer = _weighed("(e t) h, (e t) n, e t -> e n h", "(e t) h, (e t) n, e t -> e 
 
 
 def _routed(call: OpCall) -> OpRule:
+    if len(call.operands[0]) == 4:  # slots
+        return rule("e! b c h, e! b c -> e! b c h")(call)
     rows = "e! t" if call.operands[0] == call.operands[1] else "(e! t) h"
     return rule(f"{rows}, e! t -> {rows}")(call)
 
@@ -54,4 +56,9 @@ EXPERTS_RULES: dict[str, OpRow] = {
     "parc.expert_outer.default": OpRow(
         _outer, precision="product", packs="sums", flops=_chosen_flops(_outer), storage="fresh", compiled=False
     ),
+    "parc.slots.default": OpRow(rule("e b s! -> e b c!"), storage="fresh"),
+    "parc.dispatch.default": OpRow(rule("b s! h, e b c -> e b c h", linear="0"), storage="fresh"),
+    "parc.combine.default": OpRow(rule("e b c h, e b c -> b s! h", linear="0"), storage="fresh"),
+    "parc.pick_slots.default": OpRow(rule("e b s!, e b c -> e b c", linear="0"), storage="fresh"),
+    "parc.unpick_slots.default": OpRow(rule("e b c, e b c -> e b s!", linear="0"), storage="fresh"),
 }

@@ -27,6 +27,11 @@ class Experts(SplitWeights):
     `load 1.25`: memory is estimated for a rank that gets 1.25 times the mean of the rows, and a run warns of more. Rows
     are never lost: the report gives the memory at the load, with which `budget` compares, and the most that can be.
 
+    `capacity 1.25`: an expert takes at most 1.25 times the mean of the tokens that choose it in each sequence of a
+    batch, those that come first; others go on without it, by the residual of the layer. Shapes are fixed, and the
+    tokens left out are the same on any number of ranks. This is another model than the code says: it is held to the
+    plain module with the same rule. Modules of transformers may have a capacity.
+
     Every other weight of such a layer (the router, shared experts) is placed as in dense layers. Without a line every
     rank has all experts, and routes its own tokens.
 
@@ -36,8 +41,14 @@ class Experts(SplitWeights):
     such a buffer adds an auxiliary loss to its `loss` line instead.
     """
 
-    USAGE = "experts WHERE over AXIS dropless [load X] [balance bias X]"
-    LIMITS = (("balance bias", (lambda value: value > 0, "more than 0")), ("load", ONE_OR_MORE))
+    USAGE = "experts WHERE over AXIS dropless [load X] [balance bias X] | WHERE over AXIS capacity X [balance bias X]"
+    LIMITS = (
+        ("balance bias", (lambda value: value > 0, "more than 0")), ("load", ONE_OR_MORE),
+        ("capacity", (lambda value: value > 0, "more than 0")),
+    )  # fmt: skip
+
+    capacity: float | None = argument(lambda given: given.number("capacity", None))
+    """The most tokens of a sequence that an expert takes, over the mean; None where it takes all."""
 
     load: float = argument(lambda given: float(given.number("load", 1)))
     """The rows of the busiest rank over the mean, at which memory is estimated."""
