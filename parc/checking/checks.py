@@ -28,6 +28,7 @@ from parc.compiler.verify.bounds import check_bounds
 from parc.compiler.verify.compressed import check_compressed
 from parc.compiler.verify.integers import check_integers
 from parc.compiler.verify.lines import check_lines, check_program
+from parc.compiler.verify.loads import check_loads
 from parc.compiler.verify.messages import check_messages
 from parc.compiler.verify.packed import check_packed
 from parc.compiler.verify.padding import check_padding
@@ -86,6 +87,7 @@ def faults_by_check(build: Build, summed: bool | None = None) -> Iterator[list[F
     yield [*check_integers(programs, reference)]
     yield [*check_bounds(programs, reference)]
     yield [*check_packed(programs, reference)]
+    yield [*check_loads(programs, reference)]
     yield [*check_compressed(programs, build.rounding.sent)]
     yield [*check_stored(programs, reference)]
     yield [*check_places(programs, build.manifest.get("offload", {}))]
