@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,16 +91,17 @@ def stacked(layer: Stacked, x: Tensor) -> Tensor:
     return parc.routed(tokens, index, scores, expert, weights, on_input=True).view_as(x)
 
 
+Layers = Mapping[str, Callable[[int], nn.Module]]
 LAYERS: dict[str, Callable[[int], nn.Module]] = {"listed": Listed, "stacked": Stacked}
 
 
 class Model(nn.Module):
     """Tokens to ``logits``, through a layer of experts, in which the router prefers expert ``to``."""
 
-    def __init__(self, name: str, top: int = TOP, to: int | None = None) -> None:
+    def __init__(self, name: str, top: int = TOP, to: int | None = None, layers: Layers = LAYERS) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        layer = LAYERS[name](top)
+        layer = layers[name](top)
         self.layers = nn.ModuleList([nn.ModuleDict({"experts": layer})])
         if to is not None:
             with torch.no_grad():

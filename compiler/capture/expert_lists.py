@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -38,15 +38,20 @@ class ExpertList:
             yield expert.get_submodule(owner), name, stack
 
 
-def stack_experts(model: nn.Module, lists: Sequence[nn.ModuleList]) -> None:
-    """Stack the parameters of the experts in some of a model's lists, in place.
+def stack_experts(model: nn.Module, lists: Sequence[nn.ModuleList], alike: Sequence[nn.ModuleList] = ()) -> None:
+    """Stack the parameters of the experts in some of a model's lists, in place; of further lists those that are
+    ``alike``.
 
     Raises:
         CaptureError: the experts of a list are not alike.
     """
     names = {id(module): name for name, module in model.named_modules()}
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    vars(model)[_PLACE] = [_stacked(experts, names[id(experts)], uses) for experts in lists]
+    found = [_stacked(experts, names[id(experts)], uses) for experts in lists]
+    for experts in alike:
+        with suppress(CaptureError):
+            found.append(_stacked(experts, names[id(experts)], uses))
+    vars(model)[_PLACE] = found
 
 
 def stacks_of(experts: nn.ModuleList) -> ExpertList | None:
@@ -82,15 +87,17 @@ def _stacked(owner: nn.ModuleList, path: str, uses: Mapping[int, int]) -> Expert
         if unlike := _unlike(experts[0], expert):
             what = f"the experts in `{path}` are not alike: numbers 0 and {number} differ in {unlike}"
             raise CaptureError("experts", what, help="give them one structure, or keep the other one outside the list")
+    for name, first in experts[0].named_parameters(remove_duplicate=False):
+        own = [expert.get_parameter(name) for expert in experts]
+        if any(uses[id(parameter)] > 1 for parameter in own) and any(parameter is not first for parameter in own):
+            what = f"`{path}.0.{name}` has another name too, so it cannot be stacked with those of other experts"
+            raise CaptureError("experts", what, help="let each expert have its own parameters, or all the same one")
     for name, first in list(experts[0].named_parameters(remove_duplicate=False)):
         inside, _, attribute = name.rpartition(".")
         modules = [expert.get_submodule(inside) for expert in experts]
         own = [module.get_parameter(attribute) for module in modules]
         if all(parameter is first for parameter in own):
             continue
-        if any(uses[id(parameter)] > 1 for parameter in own):
-            what = f"`{path}.0.{name}` has another name too, so it cannot be stacked with those of other experts"
-            raise CaptureError("experts", what, help="let each expert have its own parameters, or all the same one")
         stack = nn.Parameter(torch.stack([parameter.detach() for parameter in own]), first.requires_grad)
         _holder(stacks, inside).register_parameter(attribute, stack)
         for module in modules:

@@ -23,8 +23,10 @@ import torch
 from torch import nn
 
 from ..ops.slot_ops import OPS
-from .expert_lists import stack_experts
+from .expert_lists import stack_experts, stacks_of
+from .expert_loops import followed
 from .faults import CaptureError, user_frame
+from .loop_code import looped_lists
 from .one_expert import Through, ThroughPacked, ThroughSlots, expert_of
 
 
@@ -203,6 +205,11 @@ def _llama4(layer: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return layer.shared_expert(tokens) + made, logits
 
 
+def _of_loop(name: str, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Compute what a layer does that loops over the experts in one of its lists."""
+    return followed(layer, name, *args, **kwargs)
+
+
 def _known() -> dict[Callable[..., Any], ExpertForm]:
     """Return the forms of users, and of the models that are imported."""
     llama4: Any = sys.modules.get("transformers.models.llama4.modeling_llama4")
@@ -220,15 +227,21 @@ def stack_lists(model: nn.Module) -> None:
     Raises:
         CaptureError: the experts of one list are not alike, or an attribute is no list.
     """
-    lists = []
+    lists, looped = [], []
     for path, module in model.named_modules():
+        looped += [getattr(module, name) for name in _loops_of(module)]
         for name in _LISTS.get(type(module).forward, ()):
             experts = getattr(module, name, None)
             if not isinstance(experts, nn.ModuleList) or not len(experts):
                 what = f"`{name}` of `{path or type(module).__name__}` is no `nn.ModuleList` of experts"
                 raise CaptureError("experts", what, help="name the attribute that is, in `register_experts`")
             lists.append(experts)
-    stack_experts(model, lists)
+    stack_experts(model, lists, looped)
+
+
+def _loops_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the attributes of a layer without a form that are lists of experts over which it loops."""
+    return () if type(module).forward in _known() else looped_lists(module)
 
 
 def own_forms(model: nn.Module) -> list[str]:
@@ -273,6 +286,8 @@ def with_experts(model: nn.Module, capacities: Mapping[str, Capacity] = MappingP
             stack.enter_context(patch.object(interface, "get_interface", lambda self, name, default: of_transformers))
         for module in model.modules():
             form = forms.get(type(module).forward)
+            for name in _loops_of(module):
+                form = partial(_of_loop, name) if stacks_of(getattr(module, name)) is not None else form
             if form is not None:
                 stack.enter_context(patch.object(module, "forward", partial(_placed, form, module)))
         yield

@@ -12,6 +12,7 @@ from ...grammar.nearest import listed
 from ...grammar.syntax import Word
 from ..layout.mesh import Shape
 from ..plan.layouts import SplitWeights
+from ..program.stacked import EACH
 from .pattern import ANY_DEPTH, Pattern
 
 OPTIONAL = "a `?` at the end lets a pattern match nothing"
@@ -155,10 +156,12 @@ def _find_stacks(
     if not modules:
         return (), (_nothing(word, "module", Pattern(word.text), sorted(names.modules, key=_natural), ""),)
     held = f"its parameters are {listed(inside[:3], 'and')}" if inside else "it has no parameters"
-    known = sorted({name.rpartition(".")[0] for name, use in names.uses.items() if use.kind == "experts"}, key=_natural)
+    stacks = (name for name, use in names.uses.items() if use.kind == "experts")
+    known = sorted({name.rpartition(".")[0].partition(f".{EACH}")[0] for name in stacks}, key=_natural)
     help_ = f"name the modules of experts, as {listed(known[:2], 'or')}" if known else (
         "no module of this model is known to hold experts: those that share transformers' interface "
-        "`experts(hidden, index, weights)` are, Llama 4's, and layers of yours that `parc.register_experts` names"
+        "`experts(hidden, index, weights)` are, Llama 4's, loops over a list with the tokens of each expert, and"
+        " layers that `parc.register_experts` names"
     )  # fmt: skip
     message = f"`{modules[0]}` holds no weights that are stacked over experts: {held}"
     return (), (Diagnostic(NO_WEIGHT, message, Label(word.span), help=help_),)

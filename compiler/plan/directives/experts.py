@@ -14,7 +14,8 @@ class Experts(SplitWeights):
     go where their experts are (expert parallelism).
 
     `WHERE` names the modules that hold experts, as `model.layers.*.mlp.experts` of a model of transformers; their
-    weights are stacked, [experts, ...]. A layer of your own is one that `parc.register_experts` names; the weights of
+    weights are stacked, [experts, ...]. A layer of your own loops over a list of experts, or
+    `parc.register_experts` says how it routes; the weights of
     experts in a list are stacked under one name, as `layers.0.experts.*.up.weight`.
 
     The axis usually splits the batch too, as in `shard tokens [B/dp/ep, _]`: its ranks route different tokens. Where
